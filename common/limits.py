@@ -121,6 +121,11 @@ SLOW_CLIENT_TIMEOUT_S = 30.0
 # Answers that wait to be audited; further ones are not audited. Longest time of one audit, seconds.
 MAX_AUDITS_WAITING = 64
 AUDIT_TIMEOUT_S = 900.0
+# Finished requests that are kept for when workers differ on a KV block: how many, and how many tokens they may have
+# together. Longest wait for the digest of a block that a worker has been made to compute, seconds.
+MAX_RECENT_REQUESTS = 256
+MAX_RECENT_TOKENS = 1 << 20
+KV_DIGEST_WAIT_S = 10.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
 TOKENIZER_TIMEOUT_S = 30.0

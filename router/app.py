@@ -136,7 +136,9 @@ class Router:
             calls=self._calls,
             has_keys=security.access is not None,
         )
-        self._auditor = self.service.audit(options.audit, dialer) if options.audit.audit else None
+        self._auditor, self._kv_auditor = self.service.audit(options.audit, dialer)
+        if self._kv_auditor is not None:
+            self.pool.on_kv_digests = self._kv_auditor.take
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)
 
@@ -200,8 +202,9 @@ class Router:
             log.warning("ending requests", in_flight=self.service.in_flight)
         # Before the server does it, with a status that says what the client has got.
         self._calls.end()
-        if self._auditor is not None:
-            await self._auditor.stop()
+        for auditor in (self._auditor, self._kv_auditor):
+            if auditor is not None:
+                await auditor.stop()
         self.requests.end_streams()
         await self.server.stop(ROUTER_ENDING_S)
         if self.admin is not None:
@@ -253,6 +256,8 @@ class Router:
             usage=dict(self._metrics.usage),
             config_version=self.configuration.version,
             audits={} if self._auditor is None else dict(self._auditor.counts),
+            kv_digests={} if self._kv_auditor is None else dict(self._kv_auditor.check.counts),
+            kv_disputes={} if self._kv_auditor is None else dict(self._kv_auditor.counts),
         )
 
     async def _stop_metrics(self) -> None:

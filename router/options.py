@@ -98,7 +98,7 @@ class RouterOptions:
             given["tenant_key"], require_bound=given["require_bound_tenant"], isolate=given["isolate_tenants"]
         )
         limits = given["tenant_weight"], given["tenant_concurrency"], given["tenant_max_priority"]
-        audit = AuditOptions(given["audit"], given["audit_dir"])
+        audit = AuditOptions(given["audit"], given["audit_dir"], given["audit_kv"])
         return cls(**own, failover=failover, tenants=tenants.with_limits(*map(dict, limits)), audit=audit)
 
     def settings(self) -> RuntimeConfig:
@@ -261,6 +261,11 @@ router_options = apply(
         "--audit", envvar="FISSILE_AUDIT", default="0%", type=Fraction(), metavar="FRACTION",
         help="Part of the answers that another worker of the numerics class computes again, at the lowest priority. "
         "A worker that was wrong is cordoned. 0% is off.",
+    ),
+    option(
+        "--audit-kv/--no-audit-kv", envvar="FISSILE_AUDIT_KV", default=True,
+        help="Compare what workers of one numerics class hold in their KV caches for equal prefixes. A worker that was "
+        "wrong is cordoned.",
     ),
     option(
         "--audit-dir", envvar="FISSILE_AUDIT_DIR", default=None, type=click.Path(path_type=Path), metavar="FOLDER",

@@ -127,7 +127,7 @@ class Answering:
     """Has requests answered by the fleet.
 
     Attributes:
-        on_answered: told of requests whose answers have all been sent.
+        on_answered: are told of requests whose answers have all been sent.
 
     Args:
         requests: sends requests on their way.
@@ -162,7 +162,7 @@ class Answering:
         self._max_unread_tokens = max_unread_tokens
         self._calls = calls
         self._default_max_tokens = default_max_tokens
-        self.on_answered: OnAnswered = _nobody
+        self.on_answered: Sequence[OnAnswered] = ()
 
     async def run(self, kind: Kind, asked: Asked, measure: RequestMeasure, answers: Answers) -> None:
         """Has a request answered; prepares it once more where its weights go before it has begun.
@@ -176,9 +176,10 @@ class Answering:
 
         async def send(model: ServedModel, streams: Sequence[RequestStream]) -> None:
             await self._send_all(kind, streams, asked, measure, answers)
-            # What only observes may fail by itself.
-            with contextlib.suppress(Exception):
-                self.on_answered(kind, asked, model, streams)
+            for answered in self.on_answered:
+                # What only observes may fail by itself.
+                with contextlib.suppress(Exception):
+                    answered(kind, asked, model, streams)
 
         await self.carry(asked, measure, begin, send)
 
@@ -582,10 +583,6 @@ async def _turn_of(stream: RequestStream, turn: asyncio.Lock) -> AsyncIterator[N
         yield
     finally:
         turn.release()
-
-
-def _nobody(kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[RequestStream]) -> None:
-    """Is told of an answer."""
 
 
 def _params_of(routed: RoutedRequest, point: pb.ResumePoint | None, *, wants_prompt: bool) -> SamplingParams:

@@ -29,14 +29,17 @@ from router.api.auditing import AuditOptions, Auditor
 from router.api.embedding import Embedding
 from router.api.gathering import Gathering
 from router.api.in_flight import InFlightCall, InFlightCalls
+from router.api.kv_auditing import KvAuditor
 from router.api.pages import MAX_PAGE, page_of
 from router.api.replaying import Replaying, check_replay, contradiction_of
 from router.api.reranking import Reranking
+from router.api.rerunning import Rerunning
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
 from router.api.scoring import Scoring
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
+from router.api.verdicts import Verdicts
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
 from router.telemetry.metrics import RequestMeasure, RouterMetrics
@@ -163,16 +166,23 @@ class InferenceService(InferenceServiceServicer):
         self._reranking = Reranking(gathering, encoder)
         self._replaying = Replaying(self._answering, requests, registry)
 
-    def audit(self, options: AuditOptions, dialer: Dialer) -> Auditor:
-        """Audits answers from now on. The caller stops the auditor.
+    def audit(self, options: AuditOptions, dialer: Dialer) -> tuple[Auditor | None, KvAuditor | None]:
+        """Audits answers and KV blocks from now on. The caller stops the auditors.
 
         Args:
             options: which ones.
             dialer: opens channels to workers.
+
+        Returns:
+            What audits answers, and what audits KV blocks; None for what is off.
         """
-        auditor = Auditor(options, self._answering, self._replaying, self._requests.running, dialer)
-        self._answering.on_answered = auditor.answered
-        return auditor
+        running = self._requests.running
+        rerunning = Rerunning(self._answering, self._replaying, running)
+        verdicts = Verdicts(options.audit_dir, running, dialer)
+        auditor = Auditor(options.audit, rerunning, verdicts) if options.audit else None
+        kv_auditor = KvAuditor(rerunning, verdicts) if options.audit_kv else None
+        self._answering.on_answered = [each.answered for each in (auditor, kv_auditor) if each is not None]
+        return auditor, kv_auditor
 
     def set_tenants(self, policy: TenantPolicy) -> None:
         """Sets other limits from now on."""

@@ -59,6 +59,8 @@ class RouterSnapshot:
         usage: what answers have come to, by model and status.
         config_version: of the configuration in force.
         audits: answers that were chosen to be audited, by what came of it.
+        kv_digests: digests of KV blocks that workers have sent, by what came of their comparison.
+        kv_disputes: disputes about KV blocks, by what came of them.
     """
 
     in_flight: int = 0
@@ -73,6 +75,8 @@ class RouterSnapshot:
     usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
     config_version: int = 1
     audits: Mapping[str, int] = field(default_factory=dict)
+    kv_digests: Mapping[str, int] = field(default_factory=dict)
+    kv_disputes: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestMeasure:
@@ -210,6 +214,8 @@ class RouterMetrics:
         counter(names.ROUTER_GENERATED_TOKENS, "{token}", "Tokens sent to clients", self._used(lambda u: u.generated))
         counter(names.ROUTER_LOST, "{attempt}", "Attempts whose worker was lost", self._losses)
         counter(names.ROUTER_AUDITS, "{answer}", "Answers chosen to be audited, by the result", self._audits)
+        counter(names.ROUTER_KV_DIGESTS, "{block}", "KV blocks compared between workers, by result", self._kv_digests)
+        counter(names.ROUTER_KV_DISPUTES, "{block}", "KV blocks on which workers differed, by result", self._disputes)
         counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
 
@@ -253,6 +259,12 @@ class RouterMetrics:
 
     def _audits(self) -> Observed:
         return _labelled(self._snapshot.audits, names.AUDIT_RESULT)
+
+    def _kv_digests(self) -> Observed:
+        return _labelled(self._snapshot.kv_digests, names.AUDIT_RESULT)
+
+    def _disputes(self) -> Observed:
+        return _labelled(self._snapshot.kv_disputes, names.AUDIT_RESULT)
 
     def _tables(self) -> Observed:
         return _labelled(self._snapshot.tables, names.TABLE)

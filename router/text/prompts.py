@@ -147,8 +147,8 @@ class PromptEncoder:
         ids = request.token_ids.ids
         check_prompt_length("token_ids.ids", len(ids), model.max_model_len)
         if len(ids) <= _INLINE_TOKENS:
-            return _given_prompt(ids, model, cache_salt)
-        return await self._run(_once(lambda: _given_prompt(ids, model, cache_salt)), request.ByteSize(), tenant)
+            return given_prompt(ids, model, cache_salt)
+        return await self._run(_once(lambda: given_prompt(ids, model, cache_salt)), request.ByteSize(), tenant)
 
     async def for_chat(
         self, request: pb.ChatRequest, model: ServedModel, tenant: str = "", cache_salt: bytes = b""
@@ -486,7 +486,12 @@ def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt:
     return Prompt(ids, chain[-1] if chain else 0, chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS])
 
 
-def _given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: bytes) -> Prompt:
+def given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: bytes) -> Prompt:
+    """The prompt of token ids.
+
+    Raises:
+        ApiError: ids outside the vocabulary, or a prompt too long.
+    """
     check_token_ids("token_ids.ids", token_ids, model.vocab_size)
     return _prompt("token_ids.ids", token_ids, model, cache_salt)
 

@@ -78,6 +78,7 @@ class WorkerPool:
         dialer: opens the channels to workers.
         caches: how far their prefix caches are known.
         expected: those that have never been up.
+        on_kv_digests: told of digests of KV blocks that a worker has sent.
 
     Args:
         dispatcher: learns which lanes there are, and their load.
@@ -114,6 +115,7 @@ class WorkerPool:
         self.dialer = Dialer() if dialer is None else dialer
         self.caches = WorkerCaches(dispatcher.binding)
         self.expected = ExpectedWorkers(registry, failover.worker_wait_s, clock=clock)
+        self.on_kv_digests: Callable[[Session, Iterable[wpb.KvDigest]], None] = _nobody
         self.router_id = secrets.token_hex(8)
         self._workers: dict[str, WorkerRecord] = {}
         self._instances: dict[str, Session] = {}
@@ -230,7 +232,9 @@ class WorkerPool:
         self._take_report(session, heartbeat.load, heartbeat.submit_seen)
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
-        """Takes changes of the worker's prefix cache."""
+        """Takes changes of the worker's prefix cache, and digests of what it holds."""
+        if events.digests:
+            self.on_kv_digests(session, events.digests)
         self.caches.accept(session, events)
 
     def draining(self, session: Session) -> None:
@@ -440,6 +444,10 @@ class WorkerPool:
         )
         self._dispatcher.limit(session.address, PROBATION_SEQS)
         asyncio.get_running_loop().call_later(seconds, end)
+
+
+def _nobody(session: Session, digests: Iterable[wpb.KvDigest]) -> None:
+    """Compares nothing."""
 
 
 def _check_stall(session: Session, busy_ms: int, prefill_rate: float, stall_timeout_s: float) -> None:

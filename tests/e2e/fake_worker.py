@@ -7,6 +7,7 @@ import contextlib
 import functools
 import struct
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,14 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 
+from common.kv_digests import block_names
 from common.limits import HEARTBEAT_S, TOKENIZER_CHUNK_BYTES
 from common.text.tokenizer import files_sha256
 from tests.unit.router.support import EOS, small_tokenizer
 
 Answer = Callable[[wpb.SubmitSequence], list[int]]
+# Tokens per KV block.
+BLOCK_SIZE = 16
 
 
 @functools.cache
@@ -51,8 +55,9 @@ class FakeWorker(WorkerServiceServicer):
     """One worker; change its attributes while it runs to make it behave.
 
     `tokens_per_step` tokens of every sequence go out each `step_s` seconds. `silent` stops all frames but keeps the
-    stream. `logits` gives digests of logits by position, `vector` is that of every prompt. `description` overrides
-    fields of GetWorker's answer. What runs ends with its stream; a later stream knows nothing of it.
+    stream. `logits` gives digests of logits by position, `vector` is that of every prompt, `kv` gives digests of a
+    sequence's KV blocks, which are sent when it comes. `description` overrides fields of GetWorker's answer. What runs
+    ends with its stream; a later stream knows nothing of it.
     """
 
     files: dict[str, bytes]
@@ -71,6 +76,7 @@ class FakeWorker(WorkerServiceServicer):
     intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN
     give_back: bool = False
     caches_prefixes: bool = False
+    kv: Callable[[wpb.SubmitSequence, int], int] | None = None
     end_with: wpb.SequenceEnd | None = None
     description: dict[str, Any] = field(default_factory=dict)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -82,6 +88,7 @@ class FakeWorker(WorkerServiceServicer):
     running: dict[int, _Running] = field(default_factory=dict)
     calls: list[grpc.aio.ServicerContext[Any, Any]] = field(default_factory=list)
     server: grpc.aio.Server | None = None
+    digests: list[wpb.KvDigest] = field(default_factory=list)
     _serial: int = 0
     _parts: dict[int, wpb.SubmitSequence] = field(default_factory=dict)
 
@@ -108,7 +115,7 @@ class FakeWorker(WorkerServiceServicer):
             weights_digest="ww",
             numerics="nn",
             tokenizer_sha256=files_sha256(self.files) if self.files else "",
-            block_size=16,
+            block_size=BLOCK_SIZE,
             limits=wpb.Limits(max_model_len=self.max_model_len, max_num_seqs=64, max_num_batched_tokens=2048),
             vocab_size=300,
             total_blocks=1000,
@@ -205,6 +212,9 @@ class FakeWorker(WorkerServiceServicer):
         assert sequence.rid not in self.running
         self.submitted.append(sequence)
         done = len(sequence.token_ids) - sequence.prompt_len
+        if self.kv is not None:
+            names = block_names(array("I", sequence.token_ids), sequence.cache_salt, BLOCK_SIZE)
+            self.digests += [wpb.KvDigest(name=name, digest=self.kv(sequence, i)) for i, name in enumerate(names)]
         self.running[sequence.rid] = _Running(sequence, self.answer(sequence), done)
 
     async def _run(self, context: Any) -> None:
@@ -214,6 +224,9 @@ class FakeWorker(WorkerServiceServicer):
             await asyncio.sleep(self.step_s)
             if self.silent:
                 continue
+            if self.digests:
+                digests, self.digests = self.digests, []
+                await context.write(wpb.SessionResponse(kv_events=wpb.KvEvents(digests=digests)))
             if self.running and not self.busy_ms:
                 await context.write(wpb.SessionResponse(step_output=self._step()))
                 last = loop.time()

@@ -234,6 +234,7 @@ def make_fleet(
     admin_port: int | None,
     audit: str | None,
     audit_dir: Path | None,
+    audit_kv: bool | None,
     threads: int | None,
     tp_size: int,
     enable_expert_parallel: bool,
@@ -272,6 +273,7 @@ def make_fleet(
             "admin_port": admin_port,
             "audit": audit,
             "audit_dir": audit_dir,
+            "audit_kv": audit_kv,
             **router_options,
         },
         worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
@@ -456,6 +458,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--audit-dir", envvar="FISSILE_AUDIT_DIR", type=click.Path(path_type=Path), metavar="FOLDER",
     help="Folder for the answers that were wrong, with their requests. Default: none are kept.",
+)  # fmt: skip
+@option(
+    "--audit-kv/--no-audit-kv", envvar="FISSILE_AUDIT_KV", default=None,
+    help="Compare the KV caches of workers (see `fissile router --help`). Default: on.",
 )  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),

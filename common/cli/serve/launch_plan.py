@@ -133,7 +133,9 @@ class Fleet:
 
 def _given(options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
-        if value is not None:
+        if isinstance(value, bool):
+            yield f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+        elif value is not None:
             yield from (f"--{name.replace('_', '-')}", str(value))
 
 

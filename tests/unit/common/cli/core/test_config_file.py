@@ -133,12 +133,14 @@ def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
 
 def test_serve_hands_the_options_of_the_audit_to_its_router(tmp_path: Path) -> None:
     folder = tmp_path / "wrong"
-    context = serve.make_context("serve", ["--simulate", "instant", "--audit", "0.1%", "--audit-dir", str(folder)])
+    context = serve.make_context(
+        "serve", ["--simulate", "instant", "--audit", "0.1%", "--audit-dir", str(folder), "--no-audit-kv"]
+    )
     own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
     options = {name: value for name, value in context.params.items() if name not in own}
     child = make_fleet(router_options={}, **options).children()[0]
     given = router.make_context("router", list(child.arguments)).params
-    assert (given["audit"], given["audit_dir"]) == (pytest.approx(0.001), folder)
+    assert (given["audit"], given["audit_dir"], given["audit_kv"]) == (pytest.approx(0.001), folder, False)
 
 
 def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""The comparison of KV blocks between scripted workers: who is asked, who is taken out, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.protobuf import json_format
+
+from router.api import kv_auditing
+from router.api.auditing import AuditOptions
+from router.api.kv_auditing import KvAuditor
+from tests.e2e.fake_worker import BLOCK_SIZE, FakeWorker
+from tests.e2e.test_router import FILES, bench, collect, request, until
+
+INTAKES = wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING
+
+
+def right(sequence: wpb.SubmitSequence, place: int) -> int:
+    """Of the tokens up to the block's end, and of nothing else."""
+    ids = list(sequence.token_ids)[: (place + 1) * BLOCK_SIZE]
+    return xxhash.xxh64_intdigest(json.dumps(ids).encode())
+
+
+def wrong(sequence: wpb.SubmitSequence, place: int) -> int:
+    return right(sequence, place) ^ (1 if place else 0)
+
+
+def passing(sequence: wpb.SubmitSequence, place: int) -> int:
+    """As behind a flipped bit in a block of its cache: without the cache it computes what is right."""
+    return (right if sequence.cache_salt else wrong)(sequence, place)
+
+
+def fleet(count: int) -> list[FakeWorker]:
+    return [FakeWorker(FILES, worker_id=f"w{i}", kv=right) for i in range(count)]
+
+
+def auditor(b: Any) -> KvAuditor:
+    found: KvAuditor = b.router._kv_auditor
+    return found
+
+
+def prompt(number: int, **fields: Any) -> pb.GenerateRequest:
+    ids = [5 + (number + i) % 20 for i in range(3 * BLOCK_SIZE + 4)]
+    made = request(request_id=f"r{number}", params={"max_tokens": 3}, **fields)
+    made.token_ids.ids.extend(ids)
+    return made
+
+
+async def ask(b: Any, count: int, until_true: Callable[[], object] = lambda: False) -> None:
+    """The same few prompts again and again, each worker in its turn."""
+    for number in range(count):
+        await collect(b.stub.Generate(prompt(number // len(b.workers))))
+        if until_true():
+            return
+
+
+async def settled(b: Any, result: str) -> None:
+    await ask(b, 60, auditor(b).counts.total)
+    await until(lambda: auditor(b).counts[result])
+    assert auditor(b).counts.total() == auditor(b).counts[result]
+
+
+async def test_nobody_is_asked_while_all_agree() -> None:
+    workers = fleet(3)
+    async with bench(*workers, placement="round_robin") as b:
+        await ask(b, 18)
+        await until(lambda: auditor(b).check.counts.total() == 18 * 3)
+        assert auditor(b).check.counts["equal"] > auditor(b).check.counts["first"] > 0
+        assert not auditor(b).check.counts["different"]
+        assert not auditor(b).counts
+        assert sum(len(worker.submitted) for worker in workers) == 18
+        await b.empty()
+
+
+@pytest.mark.parametrize("fault", [wrong, passing])
+@pytest.mark.parametrize("faulty", [0, 1, 2])
+async def test_of_three_workers_the_wrong_one_is_evicted(faulty: int, fault: Any, tmp_path: Path) -> None:
+    workers = fleet(3)
+    workers[faulty].kv = fault
+    options = AuditOptions(audit_dir=tmp_path / "wrong")
+    async with bench(*workers, placement="round_robin", audit=options) as b:
+        await settled(b, "failed")
+        await until(lambda: b.ready_workers() == 2)
+        assert [worker.intake for worker in workers].count(wpb.INTAKE_EVICTING) == 1
+        assert workers[faulty].intake == wpb.INTAKE_EVICTING
+        # The answer of a worker that was right, with the digests of all its logits: the other one can be held to it.
+        await until(lambda: any(path.read_text() for path in (tmp_path / "wrong").glob("*")))
+        (path,) = (tmp_path / "wrong").iterdir()
+        assert path.stat().st_mode & 0o077 == 0
+        proof = json_format.ParseDict(json.loads(path.read_text()), pb.ReplayRequest())
+        assert (proof.worker_id, proof.receipt.logits_every) == (f"w{faulty}", 1)
+        proof.worker_id = ""
+        assert (await b.stub.Replay(proof)).verdict == pb.REPLAY_VERDICT_EQUAL
+        await b.empty()
+
+
+async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:
+    workers = fleet(2)
+    workers[1].kv = passing
+    async with bench(*workers, placement="round_robin") as b:
+        await settled(b, "failed")
+        await until(lambda: workers[1].intake == wpb.INTAKE_EVICTING)
+        assert workers[0].intake == wpb.INTAKE_OPEN
+        await b.empty()
+
+
+async def test_of_two_workers_that_stand_by_what_they_said_one_is_cordoned() -> None:
+    workers = fleet(2)
+    workers[1].kv = wrong
+    async with bench(*workers, placement="round_robin") as b:
+        await settled(b, "suspected")
+        await until(lambda: b.ready_workers() == 1)
+        assert sorted(worker.intake for worker in workers) == [wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED]
+        # The other one is the last: whatever it says, it stays.
+        await ask(b, 4)
+        assert b.ready_workers() == 1
+        await b.empty()
+
+
+async def test_a_worker_that_says_two_things_of_one_block_is_evicted() -> None:
+    """Whoever else is there has nothing to say of it."""
+    workers = fleet(2)
+    workers[1].kv = None
+    async with bench(*workers, placement="round_robin") as b:
+        workers[0].digests = [wpb.KvDigest(name=b"n" * 16, digest=digest) for digest in (1, 1, 2)]
+        await until(lambda: workers[0].intake == wpb.INTAKE_EVICTING)
+        assert dict(auditor(b).counts) == {"failed": 1}
+
+
+async def test_without_a_request_two_workers_are_left_and_three_are_not() -> None:
+    """As when another router has had the request."""
+    workers = fleet(3)
+    async with bench(*workers) as b:
+        workers[0].digests = [wpb.KvDigest(name=b"n" * 16, digest=1)]
+        workers[1].digests = [wpb.KvDigest(name=b"n" * 16, digest=2)]
+        await until(lambda: auditor(b).counts["unanswered"] == 1)
+        assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 3
+        workers[2].digests = [wpb.KvDigest(name=b"n" * 16, digest=2)]
+        await until(lambda: workers[0].intake == wpb.INTAKE_EVICTING)
+        assert [worker.intake for worker in workers[1:]] == [wpb.INTAKE_OPEN] * 2
+
+
+async def test_a_worker_that_does_not_say_what_it_was_asked_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_auditing, "KV_DIGEST_WAIT_S", 0.1)
+    workers = fleet(2)
+    workers[1].kv = wrong
+    async with bench(*workers, placement="round_robin") as b:
+
+        def stop_saying() -> bool:
+            # Before it is asked: the task of the dispute has not had its turn.
+            if auditor(b)._task is not None:
+                for worker in workers:
+                    worker.kv = None
+            return auditor(b)._task is not None
+
+        await ask(b, 20, stop_saying)
+        await until(auditor(b).counts.total)
+        assert dict(auditor(b).counts) == {"error": 1}
+        assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 2
+
+
+async def test_without_the_option_nothing_is_compared() -> None:
+    workers = fleet(2)
+    workers[1].kv = wrong
+    async with bench(*workers, placement="round_robin", audit=AuditOptions(audit_kv=False)) as b:
+        await ask(b, 8)
+        await until(lambda: not any(worker.digests for worker in workers))
+        assert b.router._kv_auditor is None
+        assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 2
+        await b.empty()

@@ -1,0 +1,106 @@
+"""Digests of KV blocks are compared among those who can be, and what is remembered has a bound."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.scheduling.audit import Ask, Wrong
+from router.scheduling.kv_check import MAX_WITNESSES, Dispute, KvCheck, Witness
+
+CLASS = ("model", "numerics")
+ALL = [f"w{i}" for i in range(MAX_WITNESSES + 4)]
+
+
+def witness(number: int, instance: str = "first", kv_class: tuple[str, str] = CLASS) -> Witness:
+    return Witness(f"w{number}", instance, kv_class)
+
+
+def take(check: KvCheck, said: Witness, digest: int, name: bytes = b"n", accepting: list[str] = ALL) -> Dispute | None:
+    return check.take(said, name, digest, accepting)
+
+
+def test_workers_of_one_class_that_say_the_same_agree() -> None:
+    check = KvCheck()
+    assert [take(check, witness(i), 7) for i in (0, 1, 2, 0)] == [None] * 4
+    assert dict(check.counts) == {"first": 1, "equal": 3}
+
+
+def test_other_classes_other_blocks_and_who_takes_no_work_are_not_compared() -> None:
+    check = KvCheck()
+    assert take(check, witness(0), 7) is None
+    assert take(check, witness(1, kv_class=("model", "others")), 8) is None
+    assert take(check, witness(2), 8, name=b"other") is None
+    assert take(check, witness(3), 8, accepting=["w1", "w2", "w3"]) is None
+    assert take(check, witness(4), 8, accepting=["w0", "w3"]) is None
+    # Now the two are there that differ.
+    assert take(check, witness(0), 7) is not None
+
+
+def test_what_an_instance_said_that_is_gone_blames_nobody() -> None:
+    """A worker that comes back on another machine, or after a repair."""
+    check = KvCheck()
+    assert take(check, witness(0), 7) is None
+    assert take(check, witness(0, "second"), 8, name=b"other") is None
+    assert take(check, witness(1), 8) is None
+    assert take(check, witness(0, "second"), 8) is None
+    assert not check.counts["different"]
+
+
+def test_a_worker_that_says_two_things_contradicts_itself() -> None:
+    check = KvCheck()
+    take(check, witness(0), 7)
+    dispute = take(check, witness(0), 8)
+    assert dispute is not None
+    assert dispute.contradicts_itself
+
+
+def test_two_that_differ_need_a_third() -> None:
+    check = KvCheck()
+    take(check, witness(0), 7)
+    dispute = take(check, witness(1), 8)
+    assert dispute is not None
+    assert not dispute.contradicts_itself
+    assert dispute.case.next(["w0", "w1", "w2"]) == Ask("w2")
+
+
+@given(st.data())
+def test_of_three_that_have_spoken_the_odd_one_is_wrong(data: st.DataObject) -> None:
+    """In any order, with others that speak of other blocks between; one worker is faulty, now and then or always."""
+    check = KvCheck()
+    workers = data.draw(st.integers(1, 6))
+    faulty = data.draw(st.integers(0, workers - 1))
+    spoken: dict[tuple[int, bytes], int] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        number, name = data.draw(st.integers(0, workers - 1)), data.draw(st.sampled_from([b"a", b"b"]))
+        digest = data.draw(st.integers(0, 2)) if number == faulty else 0
+        dispute = take(check, witness(number), digest, name)
+        others = {other: said for (other, of), said in spoken.items() if of == name}
+        own = others.pop(number, digest)
+        differs = own != digest or any(said != digest for said in others.values())
+        assert (dispute is not None) == differs
+        spoken[number, name] = digest
+        if dispute is None:
+            continue
+        if dispute.contradicts_itself:
+            assert dispute.case.answer.worker_id == f"w{faulty}"
+            continue
+        decision = dispute.case.next([f"w{i}" for i in range(workers)])
+        if len(others) >= 2:
+            assert decision == Wrong(f"w{faulty}", is_certain=True)
+        else:
+            assert isinstance(decision, Ask)
+
+
+def test_what_is_remembered_has_a_bound() -> None:
+    check = KvCheck(capacity=5)
+    for block in range(50):
+        name = block.to_bytes(2, "big")
+        for number in range(MAX_WITNESSES + 3):
+            take(check, witness(number), 1, name)
+    assert len(check) == 5
+    assert all(len(said) == MAX_WITNESSES for said in check._said.values())
+    # Those that were spoken of last.
+    assert check.digest(witness(MAX_WITNESSES), (49).to_bytes(2, "big")) == (1).to_bytes(8, "little")
+    assert check.digest(witness(MAX_WITNESSES), (44).to_bytes(2, "big")) is None
+    assert check.digest(witness(MAX_WITNESSES, "second"), (49).to_bytes(2, "big")) is None
