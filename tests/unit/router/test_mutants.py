@@ -36,6 +36,7 @@ from router.scheduling.binding import Binding
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, TenantShares
+from router.scheduling.kv_check import KvCheck
 from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
@@ -59,7 +60,14 @@ from tests.unit.mutants import Mutant
 from tests.unit.router import test_validation
 from tests.unit.router.api import test_pages
 from tests.unit.router.requests import test_write_pacer
-from tests.unit.router.scheduling import test_audit, test_dispatcher, test_failover, test_fair_queue, test_placement
+from tests.unit.router.scheduling import (
+    test_audit,
+    test_dispatcher,
+    test_failover,
+    test_fair_queue,
+    test_kv_check,
+    test_placement,
+)
 from tests.unit.router.text import test_prompts, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_session_state
 from tests.unit.worker.engine import test_block_manager
@@ -86,7 +94,7 @@ _SALTS = test_block_manager.test_a_salt_in_use_is_not_forgotten_for_new_ones
 _SET = "account.start = max(account.start, accounts.virtual_time)"
 _TIME = "max(accounts.virtual_time, account.start)"
 _SAID, _PAYS = "tokens, request.output =", "if tokens and accounts.waiting"
-_PROMOTED = "request.tokens * (1 / PROMOTED_SHARE - 1)"
+_PROMOTED = "request.charged_tokens * (1 / PROMOTED_SHARE - 1)"
 _MORE = "waiting.share(tenant, more=1)"
 
 _UNSEARCHED = "self._min_tokens - 1 - self.delivered"
@@ -108,6 +116,7 @@ _BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_pro
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_together_are_the_list, test_pages.test_a_token_of_nobody_is_refused
 _CERTAIN = test_audit.test_a_worker_is_wrong_for_certain_only_if_it_was
+_ODD_ONE = test_kv_check.test_of_three_that_have_spoken_the_odd_one_is_wrong
 _COMPACT = test_prompts.test_token_ids_become_compact_from_a_list_and_from_a_message
 _RETURNED = test_dispatcher.test_what_comes_back_goes_on_in_its_order
 _NO_SPECIAL = test_tokenizer.test_no_mixture_of_pieces_becomes_special
@@ -136,7 +145,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("output_idle", TenantShares, "charge_output", _PAYS, "if tokens"), (_OUTPUT,)),
     (Mutant("output_unweighted", TenantShares, "charge_output", "/ self.weight(request.tenant)", "/ 1"), (_ORDER,)),
     (
-        Mutant("a_ninth", FairQueue, "pop", _PROMOTED, "request.tokens / PROMOTED_SHARE"),
+        Mutant("a_ninth", FairQueue, "pop", _PROMOTED, "request.charged_tokens / PROMOTED_SHARE"),
         (test_fair_queue.test_promoted,),
     ),
     (Mutant("drops_own", AdmissionQueue, "place_for", _MORE, "waiting.share(tenant)"), (_SHARE, _ORDER)),
@@ -185,6 +194,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("last_page", test_pages, "page_of", "if end < len(items)", "if end < len(items) - 1"), (_PAGES,)),
     (Mutant("any_token", pages, "_key_in", "if token != _token_of(key):", "if False:"), (_NO_TOKEN,)),
     (Mutant("certain", AuditCase, "_suspect", "is_certain=False", "is_certain=True"), (_CERTAIN,)),
+    (Mutant("no_third", KvCheck, "take", "third[:1]", "third[:0]"), (_ODD_ONE,)),
     (Mutant("narrow", test_prompts, "_compact", "np.uint32).", "np.uint16).astype(np.uint32)."), (_COMPACT,)),
     (Mutant("parses", Tokenizer, "_text_pieces", "self._plain", "self._parsing"), (_NO_SPECIAL,)),
     (Mutant("unmarked", chat_template, "mark_special", "pattern.sub", "(lambda new, text: text)"), (_NO_MARK,)),
