@@ -330,7 +330,7 @@ async def test_an_observer_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyP
 
     async with bench() as b:
         monkeypatch.setattr("common.rpc.request_log.RequestLog.end", fail)
-        monkeypatch.setattr(b.router.service._answering, "account", fail)
+        monkeypatch.setattr(b.router.service._answering, "_account", fail)
         assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
         assert (await error_of(b.stub.Generate(request(params={"top_p": 0})))).code() is (
             grpc.StatusCode.INVALID_ARGUMENT
