@@ -27,6 +27,9 @@ from common.process.restart_policy import RestartPolicy
 from common.text import chat_template, stop_strings
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
+from common.text.response import parser
+from common.text.response.markers import SpelledMarkers
+from common.text.response.parser import ResponseParser
 from common.text.tokenizer import Tokenizer
 from router.api import pages
 from router.requests.write_pacer import WritePacer
@@ -53,9 +56,11 @@ from tests.unit.common.text import (
     test_chat_template,
     test_detokenizer,
     test_pieces,
+    test_response,
     test_stop_strings,
     test_tokenizer,
 )
+from tests.unit.common.text.responses import FAMILIES
 from tests.unit.mutants import Mutant
 from tests.unit.router import test_validation
 from tests.unit.router.api import test_pages
@@ -218,6 +223,35 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (
         Mutant("streak", RestartPolicy, "died", "self._streak = 0", "pass"),
         (test_restart_policy.test_each_delay_is_the_first_or_the_double_of_the_one_before,),
+    ),
+    (
+        Mutant("reasoning", ResponseParser, "_text", "Part(channel, ", "Part(Channel.CONTENT, "),
+        (partial(test_response.test_a_written_answer_is_read_as_transformers_reads_it, FAMILIES[0]),),
+    ),
+    (
+        Mutant(
+            "lost",
+            ResponseParser,
+            "_text",
+            "[Part(channel, _plain(out))]",
+            '[] if "<" in out else [Part(channel, _plain(out))]',
+        ),
+        (partial(test_response.test_of_a_broken_answer_nothing_is_lost, FAMILIES[0]),),
+    ),
+    (
+        Mutant("blanks", parser._Text, "push", "text[len(body) :]", '""'),
+        (
+            partial(test_response.test_pieces_make_no_difference, FAMILIES[0]),
+            partial(test_response.test_thousands_of_answers, FAMILIES[0]),
+        ),
+    ),
+    (
+        Mutant("first_type", test_response, "typed", "in types:", "in types[1:]:"),
+        (test_response.test_arguments_get_types_as_in_transformers,),
+    ),
+    (
+        Mutant("spelled", SpelledMarkers, "_is_token", "[0] == place", "[0] != place"),
+        (test_response.test_only_spelled_delimiters_are_marked,),
     ),
 ]
 CAUGHT = [(mutant, test) for mutant, tests in MUTANTS for test in tests]
