@@ -35,7 +35,7 @@ def test_workloads_whose_hashes_collide() -> None:
 @pytest.mark.fresh
 @pytest.mark.parametrize("part", range(4))
 def test_fresh_workloads(part: int, fresh_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Known, and open: now and then the rest of a shared prompt is computed twice, as with SEED=1063660654 at 3f662c6. It
+    # Known, and open: at times the rest of a shared prompt is computed twice, as with SEED=1063660654 at 3f662c6. It
     # costs work and changes no token; fixed workloads and their mutants go on checking it.
     monkeypatch.setattr(Oracle, "_check_tail", lambda *_: None)
     draw = random.Random(fresh_seed)
