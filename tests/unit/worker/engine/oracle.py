@@ -461,19 +461,16 @@ class Oracle:
         self._grow(life, table)
 
     def _check_follower(self, flight: Flight, life: Life, hits: int) -> None:
-        """Nobody computes a block that a step in flight, or this very one, computes."""
+        """Nobody computes a block that a step in flight, or this very one, computes; nor a tail: prompts have one that
+        end behind the first token of a block."""
         if hits < (life.known - 1) // self.size:
             state = life.truth.states[(hits + 1) * self.size - 1]
             computing = any(state in other.computing for other in [*self.flights, flight])
             assert not computing, f"sequence {life.seq.id} computes what is being computed"
-        elif life.seq.shares_prompt and self._tail(life, hits) is None:
-            self._check_tail(flight, life)
-
-    def _check_tail(self, flight: Flight, life: Life) -> None:
-        """Nor the rest of a prompt behind them."""
-        state = life.truth.state_before(life.known - 1)
-        computing = any(state in other.computing for other in [*self.flights, flight])
-        assert not computing, f"sequence {life.seq.id} computes the tail that is being computed"
+        elif life.seq.shares_prompt and (life.known - 1) % self.size and self._tail(life, hits) is None:
+            state = life.truth.state_before(life.known - 1)
+            computing = any(state in other.computing for other in [*self.flights, flight])
+            assert not computing, f"sequence {life.seq.id} computes the tail that is being computed"
 
     def _tail(self, life: Life, hits: int) -> int | None:
         """The block whose beginning is all that a sequence with so many hits needs, but for its last token."""
