@@ -270,11 +270,11 @@ def check_embed(request: pb.EmbedRequest) -> None:
     _check_bytes("inputs", request.ByteSize(), MAX_PROMPT_TEXT_BYTES)
 
 
-def check_vectors(request: pb.EmbedRequest, size: int) -> int:
-    """The length of the vectors, of a model whose hidden states have `size` numbers.
+def check_vectors(request: pb.EmbedRequest, size: int) -> None:
+    """Checks the length and the number of the vectors, of a model whose hidden states have `size` numbers.
 
     Raises:
-        InvalidFieldError: it is out of range, or all vectors together fit in no message.
+        InvalidFieldError: the length is out of range, or all vectors together fit in no message.
     """
     dimensions = request.dimensions if request.HasField("dimensions") else size
     if not 1 <= dimensions <= size:
@@ -284,7 +284,6 @@ def check_vectors(request: pb.EmbedRequest, size: int) -> int:
         most = MAX_EMBED_NUMBERS // dimensions
         problem = f"has {count} entries, whose vectors of {dimensions} numbers fit in no message"
         raise InvalidFieldError("inputs", problem, f"at most {most} of them, or fewer dimensions")
-    return dimensions
 
 
 def check_rerank(request: pb.RerankRequest) -> None:

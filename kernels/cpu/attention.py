@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,9 @@ from typing_extensions import override
 
 from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import DTYPES, KV_DTYPES, address, check
-from kernels.interface import AttentionMetaData, AttentionOps, KVCacheOps, KVSpec, LatentAttentionOps
+from kernels.interface import AttentionMetaData, AttentionOps, KVSpec, LatentAttentionOps
 from kernels.torch_backend.attention import AttentionPlan, PagedKVCache
+from kernels.torch_backend.attention_ops import TorchKVCacheOps
 from kernels.torch_backend.backend import TorchBackend
 
 
@@ -76,7 +76,7 @@ class CpuPlan:
         return self._for_torch
 
 
-class CpuKVCacheOps(KVCacheOps):
+class CpuKVCacheOps(TorchKVCacheOps):
     """Caches of PyTorch's back end, which the native kernels read and write too."""
 
     def __init__(self, fallback: Fallback) -> None:
@@ -87,19 +87,7 @@ class CpuKVCacheOps(KVCacheOps):
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
         self._fallback.used |= dtype not in KV_DTYPES
-        return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
-
-    @override
-    def touch(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
-        cache.touch(progress)
-
-    @override
-    def contents(self, cache: PagedKVCache, block_id: int) -> list[torch.Tensor]:
-        return cache.contents(block_id)
-
-    @override
-    def copy_blocks(self, cache: PagedKVCache, pairs: Iterable[tuple[int, int]]) -> None:
-        cache.copy_blocks(pairs)
+        return super().allocate(spec, num_layers, num_blocks, block_size, dtype)
 
 
 class CpuAttentionOps(AttentionOps):

@@ -234,7 +234,9 @@ class WorkerPool:
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
         """Takes changes of the worker's prefix cache, and digests of what it holds."""
         if events.digests:
-            self.on_kv_digests(session, events.digests)
+            # What only observes may fail by itself.
+            with contextlib.suppress(Exception):
+                self.on_kv_digests(session, events.digests)
         self.caches.accept(session, events)
 
     def draining(self, session: Session) -> None:

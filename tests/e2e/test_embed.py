@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from fissile.client import AsyncClient, Client, FissileError
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
@@ -107,6 +108,30 @@ def test_the_service_gives_the_vectors_of_the_library(service: Service, folder: 
     cut = service.stub.Embed(texts(*said, dimensions=5, normalize=False), timeout=60)
     assert vectors(cut) == [vector.tolist() for vector in library.embed(said, dimensions=5, normalize=False)]
     service.wait_idle()
+
+
+def test_the_client_library_embeds_and_ranks(service: Service) -> None:
+    said: list[str | list[int]] = ["a cat", [5, 6, 7]]
+    query, documents = "cats", ["a dog", "a cat sat", "mat"]
+    inputs = [pb.TextOrTokens(text="a cat"), pb.TextOrTokens(token_ids=pb.TokenIds(ids=[5, 6, 7]))]
+    embedded = service.stub.Embed(pb.EmbedRequest(inputs=inputs, dimensions=9), timeout=60)
+    ranked = service.stub.Rerank(pb.RerankRequest(query=query, documents=documents, top_n=2), timeout=60)
+
+    async def by_asyncio() -> tuple[pb.EmbedResponse, pb.RerankResponse]:
+        async with AsyncClient(service.router.address) as client:
+            return await client.embed(said, dimensions=9), await client.rerank(query, documents, top_n=2)
+
+    with Client(service.router.address) as client:
+        waited = client.embed(said, dimensions=9), client.rerank(query, documents, top_n=2)
+        with pytest.raises(FissileError, match="dimensions"):
+            client.embed(said, dimensions=65)
+        with pytest.raises(ValueError, match=r"inputs is a list: give \['a cat'\] for one"):
+            client.embed("a cat")
+        with pytest.raises(ValueError, match="documents is a list"):
+            client.rerank(query, "a dog")
+    for found, order in (waited, asyncio.run(by_asyncio())):
+        assert vectors(found) == vectors(embedded)
+        assert list(order.documents) == list(ranked.documents)
 
 
 def test_the_cache_serves_vectors_of_last_tokens(service: Service) -> None:

@@ -79,6 +79,30 @@ async def test_nobody_is_asked_while_all_agree() -> None:
         await b.empty()
 
 
+async def test_a_comparison_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ended = [], []
+
+    def fail(*arguments: object) -> None:
+        asked.append(arguments)
+        raise RuntimeError("no observer")
+
+    async with bench(*fleet(2), placement="round_robin") as b:
+        pool = b.router.pool
+        monkeypatch.setattr(pool, "on_kv_digests", fail)
+        down = pool.session_down
+
+        def session_down(*arguments: Any) -> None:
+            ended.append(arguments)
+            down(*arguments)
+
+        monkeypatch.setattr(pool, "session_down", session_down)
+        await ask(b, 6)
+        await until(lambda: asked)
+        await ask(b, 6)
+        assert not ended
+        await b.empty()
+
+
 @pytest.mark.parametrize("fault", [wrong, passing])
 @pytest.mark.parametrize("faulty", [0, 1, 2])
 async def test_of_three_workers_the_wrong_one_is_evicted(faulty: int, fault: Any, tmp_path: Path) -> None:

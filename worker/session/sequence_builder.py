@@ -110,10 +110,7 @@ def build_sequence(
             embedded would generate.
         PromptTooLongError: the prompt leaves no room for an answer.
     """
-    if not 1 <= prompt_len <= len(token_ids):
-        raise InvalidFieldError("prompt_len", f"is {prompt_len}", f"1 to {len(token_ids)}")
-    if prompt_len >= limits.max_model_len:
-        raise PromptTooLongError("token_ids", prompt_len, limits.max_model_len)
+    _check_prompt_len(prompt_len, len(token_ids), limits)
     if pooling is not None and (params.max_tokens != 1 or prompt_len < len(token_ids)):
         raise InvalidFieldError("pooling", "stands beside tokens to generate", "a prompt alone, with max_tokens 1")
     root = limits.hash_root(request.cache_salt)
@@ -137,6 +134,13 @@ def build_sequence(
         shares_prompt=shares_prompt,
         pooling=pooling,
     )
+
+
+def _check_prompt_len(prompt_len: int, num_tokens: int, limits: EngineLimits) -> None:
+    if not 1 <= prompt_len <= num_tokens:
+        raise InvalidFieldError("prompt_len", f"is {prompt_len}", f"1 to {num_tokens}")
+    if prompt_len >= limits.max_model_len:
+        raise PromptTooLongError("token_ids", prompt_len, limits.max_model_len)
 
 
 def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits, root: int | None) -> list[int]:

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from fissile.client.attempts import Attempts, StreamAttempts
-from fissile.client.calls import Messages, Prompt, chat_request, generate_request, split
+from fissile.client.calls import (
+    Messages,
+    Prompt,
+    chat_request,
+    embed_request,
+    generate_request,
+    rerank_request,
+    split,
+)
 from fissile.client.connections import Connection, Metadata
 from fissile.client.messages import Request, Unary
 from fissile.client.receipts import Receipt, Verification, contradiction_of, replay
@@ -130,6 +138,16 @@ def count_tokens(messages: Messages, model: str) -> Unary[int]:
     """Asks how long the prompt of a conversation is."""
     asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
     return Unary("CountTokens", asked, lambda answer: int(answer.prompt_tokens))
+
+
+def embed(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> Unary[pb.EmbedResponse]:
+    """Asks for vectors."""
+    return Unary("Embed", embed_request(inputs, fields), lambda answer: answer)
+
+
+def rerank(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> Unary[pb.RerankResponse]:
+    """Asks for the order of documents."""
+    return Unary("Rerank", rerank_request(query, documents, fields), lambda answer: answer)
 
 
 def begin_verification(receipt: Receipt | pb.ReplayRequest, worker_id: str) -> Verification | Unary[Verification]:

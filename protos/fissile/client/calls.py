@@ -101,6 +101,22 @@ def generate_request(prompt: Prompt, sampling: Mapping[str, Any], fields: Mappin
     return _with_fields(request, sampling, fields)
 
 
+def embed_request(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> pb.EmbedRequest:
+    """The request for vectors of texts or token ids; `fields` and errors as of `chat_request`."""
+    if isinstance(inputs, str):
+        raise ValueError(f"inputs is a list: give [{inputs!r}] for one")
+    return _filled(pb.EmbedRequest(inputs=map(_text_or_tokens, inputs)), fields)
+
+
+def rerank_request(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> pb.RerankRequest:
+    """The request for the order of documents; `fields` and errors as of `chat_request`."""
+    return _filled(pb.RerankRequest(), {"query": query, "documents": documents, **fields})
+
+
+def _text_or_tokens(given: Prompt) -> pb.TextOrTokens:
+    return pb.TextOrTokens(text=given) if isinstance(given, str) else pb.TextOrTokens(token_ids=pb.TokenIds(ids=given))
+
+
 def _message(place: int, message: Mapping[str, Any] | pb.ChatMessage) -> pb.ChatMessage:
     if isinstance(message, pb.ChatMessage):
         return message

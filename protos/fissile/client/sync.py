@@ -20,8 +20,10 @@ from fissile.client.base import (
     BaseStream,
     begin_verification,
     count_tokens,
+    embed,
     get_model,
     list_models,
+    rerank,
 )
 from fissile.client.calls import Event, Messages, Prompt, Result, result_of
 from fissile.client.errors import FissileError, again, cancelled, error_of
@@ -228,6 +230,37 @@ class Client(BaseClient[Stream]):
             FissileError: the conversation is refused, or no router answers.
         """
         return self.ask(count_tokens(messages, model), timeout_s)
+
+    def embed(
+        self, inputs: Sequence[Prompt], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+    ) -> pb.EmbedResponse:
+        """Turns texts, or lists of token ids, into vectors: `embeddings`, in their order.
+
+        Args:
+            inputs: at most 2,048.
+            timeout_s: deadline.
+            arguments: fields of EmbedRequest, by name.
+
+        Raises:
+            FissileError: the request is refused or has failed, or no router answers.
+        """
+        return self.ask(embed(inputs, arguments), timeout_s)
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+    ) -> pb.RerankResponse:
+        """Orders documents by their relevance to a query: `documents`, the best one first.
+
+        Args:
+            query: what is looked for.
+            documents: at most 1,024.
+            timeout_s: deadline.
+            arguments: fields of RerankRequest, by name.
+
+        Raises:
+            FissileError: the model is no reranker, the request is refused or has failed, or no router answers.
+        """
+        return self.ask(rerank(query, documents, arguments), timeout_s)
 
     def verify(
         self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float = ANSWER_TIMEOUT_S
