@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.client import AsyncClient, Client, FissileError
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
@@ -145,6 +146,31 @@ def test_scores_are_what_decoding_reports(service: Service) -> None:
         # The context's whole blocks before the first token that is scored.
         assert response.usage.cached_tokens >= 4 * 80
     service.wait_idle()
+
+
+def test_the_client_library_scores(service: Service) -> None:
+    expected = service.stub.Score(texts("the cat", " sat", " ran"), timeout=60)
+    with_ids = service.stub.Score(tokens([5, 6, 7], [8, 9]), timeout=60)
+
+    async def by_asyncio() -> pb.ScoreResponse:
+        async with AsyncClient(service.router.address) as client:
+            return await client.score([" sat", " ran"], "the cat", return_tokens=True)
+
+    with Client(service.router.address) as client:
+        waited = client.score([" sat", " ran"], "the cat", return_tokens=True)
+        assert list(client.score([[8, 9]], [5, 6, 7]).scores) == list(with_ids.scores)
+        rolling = client.score([[8, 9, 10]])
+        assert list(rolling.scores) == list(
+            service.stub.Score(
+                pb.ScoreRequest(continuations=[pb.TextOrTokens(token_ids=pb.TokenIds(ids=[8, 9, 10]))]), timeout=60
+            ).scores
+        )
+        with pytest.raises(ValueError, match=r"continuations is a list: give \[' sat'\] for one"):
+            client.score(" sat", "the cat")
+        with pytest.raises(FissileError, match="one form for all"):
+            client.score([" sat"], [5])
+    for found in (waited, asyncio.run(by_asyncio())):
+        assert list(found.scores) == list(expected.scores)
 
 
 @pytest.mark.proto_field("TextOrTokens.text")

@@ -16,6 +16,7 @@ from fissile.client.calls import (
     embed_request,
     generate_request,
     rerank_request,
+    score_request,
     split,
 )
 from fissile.client.connections import Connection, Metadata
@@ -148,6 +149,13 @@ def embed(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> Unary[pb.Embed
 def rerank(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> Unary[pb.RerankResponse]:
     """Asks for the order of documents."""
     return Unary("Rerank", rerank_request(query, documents, fields), lambda answer: answer)
+
+
+def score(
+    continuations: Sequence[Prompt], context: Prompt | None, fields: Mapping[str, Any]
+) -> Unary[pb.ScoreResponse]:
+    """Asks how likely continuations are."""
+    return Unary("Score", score_request(continuations, context, fields), lambda answer: answer)
 
 
 def begin_verification(receipt: Receipt | pb.ReplayRequest, worker_id: str) -> Verification | Unary[Verification]:

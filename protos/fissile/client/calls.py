@@ -113,6 +113,16 @@ def rerank_request(query: str, documents: Sequence[str], fields: Mapping[str, An
     return _filled(pb.RerankRequest(), {"query": query, "documents": documents, **fields})
 
 
+def score_request(
+    continuations: Sequence[Prompt], context: Prompt | None, fields: Mapping[str, Any]
+) -> pb.ScoreRequest:
+    """The request for logprobs of texts or token ids; `fields` and errors as of `chat_request`."""
+    if isinstance(continuations, str):
+        raise ValueError(f"continuations is a list: give [{continuations!r}] for one")
+    behind = None if context is None else _text_or_tokens(context)
+    return _filled(pb.ScoreRequest(context=behind, continuations=map(_text_or_tokens, continuations)), fields)
+
+
 def _text_or_tokens(given: Prompt) -> pb.TextOrTokens:
     return pb.TextOrTokens(text=given) if isinstance(given, str) else pb.TextOrTokens(token_ids=pb.TokenIds(ids=given))
 

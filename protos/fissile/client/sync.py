@@ -24,6 +24,7 @@ from fissile.client.base import (
     get_model,
     list_models,
     rerank,
+    score,
 )
 from fissile.client.calls import Event, Messages, Prompt, Result, result_of
 from fissile.client.errors import FissileError, again, cancelled, error_of
@@ -261,6 +262,27 @@ class Client(BaseClient[Stream]):
             FissileError: the model is no reranker, the request is refused or has failed, or no router answers.
         """
         return self.ask(rerank(query, documents, arguments), timeout_s)
+
+    def score(
+        self,
+        continuations: Sequence[Prompt],
+        context: Prompt | None = None,
+        *,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        **arguments: Any,
+    ) -> pb.ScoreResponse:
+        """Says how likely texts, or lists of token ids, are behind a context: `scores`, in their order.
+
+        Args:
+            continuations: at most 128, each by itself.
+            context: a text where they are texts, else token ids; None scores whole texts.
+            timeout_s: deadline.
+            arguments: fields of ScoreRequest, by name.
+
+        Raises:
+            FissileError: the request is refused or has failed, or no router answers.
+        """
+        return self.ask(score(continuations, context, arguments), timeout_s)
 
     def verify(
         self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float = ANSWER_TIMEOUT_S

@@ -1,0 +1,87 @@
+"""Texts that a command is given, and the parts in which routers get them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli.client.texts import Source, parts_of, shown
+from common.cli.core.errors import CommandError
+
+
+@given(st.lists(st.text(max_size=40), max_size=30), st.integers(1, 8), st.integers(0, 40), st.integers(1, 400))
+def test_parts_are_all_texts_in_order_and_none_is_too_large(
+    texts: list[str], most: int, beside: int, most_bytes: int
+) -> None:
+    parts = [list(part) for part in parts_of(texts, most, beside, most_bytes)]
+    assert [text for part in parts for text in part] == texts
+    assert all(1 <= len(part) <= most for part in parts)
+    for part in parts:
+        assert len(part) == 1 or sum(len(text.encode()) + beside for text in part) <= most_bytes
+
+
+def test_parts_are_as_large_as_they_may_be() -> None:
+    assert [len(part) for part in parts_of(["a"] * 10, 4)] == [4, 4, 2]
+    # 32 bytes each for the frame of a text in its request.
+    assert [len(part) for part in parts_of(["abcd"] * 5, 9, 4, 80)] == [2, 2, 1]
+
+
+def test_lines_are_texts_whatever_ends_them(tmp_path: Path) -> None:
+    path = tmp_path / "texts"
+    path.write_bytes("one\r\ntwo\u2028three\nfour".encode())
+    assert Source(str(path)).texts([], "texts") == ["one", "two\u2028three", "four"]
+    path.write_text('"a\\nb"\n"c"\n')
+    assert Source(str(path), json_lines=True).texts([], "texts") == ["a\nb", "c"]
+
+
+def test_standard_input_is_read_where_there_are_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (Source(), Source("-")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+        assert source.texts([], "texts") == ["a", "b"]
+    assert Source().texts(["x\ny"], "texts") == ["x\ny"]
+
+
+@pytest.mark.parametrize(
+    ("content", "json_lines", "problem"),
+    [
+        (b"", False, "no texts: .* is empty"),
+        (b"a\n\nb", False, "line 2 of .* is empty"),
+        (b"a\n\xff", False, "line 2 of .* is no UTF-8"),
+        (b"a", True, "line 1 of .* is no JSON string"),
+        (b'"a"\n{"a": 1}', True, "line 2 of .* is no JSON string"),
+        (b'"\\ud800"', True, "line 1 of .* is no UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, content: bytes, json_lines: bool, problem: str) -> None:
+    path = tmp_path / "texts"
+    path.write_bytes(content)
+    with pytest.raises((CommandError, click.UsageError), match=problem):
+        Source(str(path), json_lines=json_lines).texts([], "texts")
+
+
+def test_arguments_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
+    for source in (Source(str(tmp_path)), Source(json_lines=True)):
+        with pytest.raises(click.UsageError, match="not both"):
+            source.texts(["a"], "texts")
+    with pytest.raises(CommandError, match="argument 2 is empty"):
+        Source().texts(["a", ""], "texts")
+    # As Python has an argument that is no UTF-8.
+    with pytest.raises(CommandError, match="argument 1 is no UTF-8"):
+        Source().texts(["\udcff"], "texts")
+    with pytest.raises(CommandError, match="cannot be read: No such file"):
+        Source(str(tmp_path / "none")).texts([], "texts")
+
+
+def test_fields_are_those_that_were_given() -> None:
+    assert Source().fields == {}
+    assert Source(model="m", priority="low").fields == {"model": "m", "priority": "PRIORITY_LOW"}
+
+
+def test_a_text_of_a_table_is_one_harmless_line() -> None:
+    assert shown("a\n\x1b[2J\x9b\u2028b") == r'"a\n\u001b[2J\u009b\u2028b"'
+    assert len(shown("x" * 1000)) < 120
