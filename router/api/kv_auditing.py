@@ -10,6 +10,8 @@ are of the same fault, most likely, and come again if not.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -21,7 +23,7 @@ import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
-from common.kv_digests import block_name, block_names
+from common.kv_digests import block_names
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
 from router.api.answering import Asked, Kind, receipt_terms
 from router.api.auditing import ERROR, FAILED, SUSPECTED, UNANSWERED
@@ -33,7 +35,7 @@ from router.scheduling.audit import Ask, Passed, Run, Unanswered, Wrong
 from router.scheduling.kv_check import Dispute, KvCheck, Witness
 from router.workers.session import Session
 
-_NAME_IN_FILE: Final = 8
+_LABEL_BYTES: Final = 8
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +50,7 @@ class _Recent:
     def tokens_of(self, name: bytes) -> array[int] | None:
         """Its tokens up to the end of a block, None where it does not have the block."""
         size = self.finished.model.block_size
-        names = block_names(self.token_ids, self.finished.request.cache_salt, size)
+        names = block_names(self.token_ids, size, self.finished.model.hash_seed)
         return next((self.token_ids[: (i + 1) * size] for i, each in enumerate(names) if each == name), None)
 
 
@@ -102,6 +104,7 @@ class KvAuditor:
         self._task: asyncio.Task[None] | None = None
         # Workers that differed when nobody could say which was wrong, and that have been named.
         self._named: set[frozenset[str]] = set()
+        self._label_key = secrets.token_bytes(16)
 
     def answered(self, kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[RequestStream]) -> None:
         """Keeps a request for a while: a block of its tokens may come into dispute."""
@@ -142,7 +145,11 @@ class KvAuditor:
         except (ApiError, TimeoutError) as error:
             # It says nothing of any worker: one has gone, or none has room.
             self.counts[ERROR] += 1
-            log.info("kv audit broke off", block=dispute.name.hex(), why=str(error) or "timeout")
+            log.info("kv audit broke off", block=self._label(dispute), why=str(error) or "timeout")
+
+    def _label(self, dispute: Dispute) -> str:
+        """Stands for the block before operators, who cannot try with it what tokens the block has."""
+        return hashlib.blake2b(dispute.name, digest_size=_LABEL_BYTES, key=self._label_key).hexdigest()
 
     async def _decide(
         self, dispute: Dispute, found: tuple[FinishedRequest, array[int]] | None
@@ -163,13 +170,14 @@ class KvAuditor:
         Raises:
             ApiError: the worker cannot compute it now, or has sent no digest.
         """
+        # The next one is of what it computes now.
+        self.check.forget(dispute.kv_class, dispute.name, worker_id)
         # One token behind the block, so that it is computed as any other.
-        salt = await self._rerunning.prefix(finished, token_ids + token_ids[:1], worker_id)
-        name = block_name(token_ids.tobytes(), salt, finished.model.block_size)
+        await self._rerunning.prefix(finished, token_ids + token_ids[:1], worker_id)
         witness = Witness(worker_id, self._instances.get(worker_id, ""), dispute.kv_class)
         try:
             async with asyncio.timeout(KV_DIGEST_WAIT_S):
-                while (digest := self.check.digest(witness, name)) is None:
+                while (digest := self.check.digest(witness, dispute.name)) is None:
                     self._came.clear()
                     await self._came.wait()
                 return digest
@@ -184,7 +192,7 @@ class KvAuditor:
             "kv audit: a worker computes wrongly" if decision.is_certain else "kv audit: two workers differ",
             worker_id=decision.worker_id,
             asked=_workers_of(dispute),
-            block=dispute.name.hex(),
+            block=self._label(dispute),
             request_id="" if finished is None else finished.request.request_id,
             file="" if finished is None else await self._keep(dispute, decision, finished),
         )
@@ -204,7 +212,7 @@ class KvAuditor:
             log.info("kv audit: nobody has computed the answer again", why=str(error))
             return ""
         proof = again.proof(replace(right, worker_id=decision.worker_id))
-        return await self._verdicts.write(f"kv-{dispute.name[:_NAME_IN_FILE].hex()}", proof)
+        return await self._verdicts.write(f"kv-{self._label(dispute)}", proof)
 
     def _leave_open(self, dispute: Dispute) -> None:
         """Says once of two workers that one of them is wrong, when nobody knows which."""
@@ -215,7 +223,7 @@ class KvAuditor:
             log.warning(
                 "kv audit: two workers differ, and no request is known that shows it",
                 workers=sorted(workers),
-                block=dispute.name.hex(),
+                block=self._label(dispute),
             )
 
 

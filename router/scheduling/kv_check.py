@@ -109,6 +109,10 @@ class KvCheck:
         instance, digest = self._said.get((witness.kv_class, name), {}).get(witness.worker_id, ("", 0))
         return _bytes(digest) if instance == witness.instance_id else None
 
+    def forget(self, kv_class: tuple[str, str], name: bytes, worker_id: str) -> None:
+        """Counts nothing that a worker has said of a block: the next one will be of what it has computed since."""
+        self._said.get((kv_class, name), {}).pop(worker_id, None)
+
     @staticmethod
     def _dispute(
         witness: Witness, name: bytes, digest: int, runs: list[Run], accepting: Collection[str]

@@ -213,7 +213,7 @@ class FakeWorker(WorkerServiceServicer):
         self.submitted.append(sequence)
         done = len(sequence.token_ids) - sequence.prompt_len
         if self.kv is not None:
-            names = block_names(array("I", sequence.token_ids), sequence.cache_salt, BLOCK_SIZE)
+            names = block_names(array("I", sequence.token_ids), BLOCK_SIZE, self.description.get("hash_seed", 0))
             self.digests += [wpb.KvDigest(name=name, digest=self.kv(sequence, i)) for i, name in enumerate(names)]
         self.running[sequence.rid] = _Running(sequence, self.answer(sequence), done)
 

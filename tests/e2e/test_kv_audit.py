@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
+from common.kv_digests import block_names
 from router.api import kv_auditing
 from router.api.auditing import AuditOptions
 from router.api.kv_auditing import KvAuditor
@@ -123,6 +125,31 @@ async def test_of_three_workers_the_wrong_one_is_evicted(faulty: int, fault: Any
         proof.worker_id = ""
         assert (await b.stub.Replay(proof)).verdict == pb.REPLAY_VERDICT_EQUAL
         await b.empty()
+
+
+async def test_what_tenants_compute_of_equal_tokens_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tenants with salts of their own, each on another worker; operators read no name of a block."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(kv_auditing.log, "error", lambda event, **fields: said.append(fields))
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", kv=right, description={"hash_seed": 77}) for i in range(3)]
+    workers[1].kv = wrong
+    options = AuditOptions(audit_dir=tmp_path / "wrong")
+    async with bench(*workers, placement="round_robin", audit=options) as b:
+        for tenant in range(3):
+            await collect(b.stub.Generate(prompt(0, cache_salt=f"secret of {tenant}")))
+        await until(lambda: workers[1].intake == wpb.INTAKE_EVICTING)
+        await until(lambda: said)
+        sent = {bytes(name) for _, name in auditor(b).check._said}
+        assert all(len(worker.submitted) >= 1 for worker in workers)
+        await b.empty()
+    assert sent == set(block_names(array("I", prompt(0).token_ids.ids), BLOCK_SIZE, 77))
+    shown = [said[0]["block"], *(path.name for path in (tmp_path / "wrong").iterdir())]
+    assert len(shown) == 2
+    for name in sent:
+        for size in (4, 8, 16):
+            assert not any(name[:size].hex() in text for text in shown)
 
 
 async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:

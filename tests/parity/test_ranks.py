@@ -216,9 +216,33 @@ def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) 
         batch.digested_blocks = {91: b"a", 95: b"b"}
         first, *others = [output.kv_digests for output in ranks.outputs(batch)]
         wanted = [xxhash.xxh3_64_intdigest(struct.pack(f"<{ranks.size}q", *each)) for each in zip(*parts, strict=True)]
-        assert first == dict(zip((b"a", b"b"), wanted, strict=True))
+        assert first == tuple(zip((b"a", b"b"), wanted, strict=True))
         assert wanted[0] != wanted[1]
         assert others == [None] * (ranks.size - 1)
+
+
+def test_no_rank_waits_for_one_whose_digests_of_kv_fail(
+    both: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is; the step has its tokens, and the next one digests again."""
+    (ranks, expected), prompt = (both[1], both[0].outputs(one([5, 6, 7], 0))), [5, 6, 7]
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    for runner in ranks.runners:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.kernels.kv_cache, "contents", fail)
+            batch = one(prompt, 0)
+            batch.digested_blocks = {91: b"a", 95: b"b"}
+            outputs = ranks.outputs(batch)
+        assert [list(each.token_ids.values()) for each in outputs] == [
+            list(expected[0].token_ids.values())
+        ] * ranks.size
+        assert [each.kv_digests for each in outputs] == [()] + [None] * (ranks.size - 1)
+    batch = one(prompt, 0)
+    batch.digested_blocks = {91: b"a"}
+    assert len(ranks.outputs(batch)[0].kv_digests or ()) == 1
 
 
 def test_a_copied_block_is_what_it_is_a_copy_of(both: tuple[Ranks, Ranks]) -> None:

@@ -455,8 +455,8 @@ class ScheduledBatchOutput:
     step. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of the token.
 
     `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
-    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has digests of
-    `ScheduledBatch.digested_blocks`, by name. None where there are none.
+    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
+    of `ScheduledBatch.digested_blocks`. None where there are none.
 
     `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
     without meaning.
@@ -467,7 +467,7 @@ class ScheduledBatchOutput:
     logit_digests: dict[int, dict[int, int]] | None = None
     logprobs: dict[int, bytes] | None = None
     target_logprobs: dict[int, bytes] | None = None
-    kv_digests: dict[bytes, int] | None = None
+    kv_digests: tuple[tuple[bytes, int], ...] | None = None
     pooled: dict[int, bytes] | None = None
 
     @property

@@ -7,7 +7,7 @@ that very step. Steps in flight at the publication write only behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from common.config import Config
 from common.kv_digests import block_name, is_chosen
@@ -18,12 +18,13 @@ class BlockDigests:
     """The digests of one pool's blocks.
 
     Args:
-        config: the share of blocks that are digested, and their size.
+        config: the share of blocks that are digested, their size, and the hash seed.
     """
 
     def __init__(self, config: Config) -> None:
         self._below = round(config.kv_digests * 2**64)
         self._block_size = config.kv_cache_block_size
+        self._hash_seed = config.hash_seed
         self._wanted: dict[int, bytes] = {}
         self._came: list[tuple[bytes, int]] = []
 
@@ -31,16 +32,16 @@ class BlockDigests:
         """Notes that a sequence's block at `place`, with these tokens, can be found from now on."""
         if self._below and is_chosen(tokens, self._below):
             prefix = memoryview(seq.packed_ids)[: (place + 1) * len(tokens)]
-            self._wanted[seq.block_table[place]] = block_name(prefix, seq.cache_salt, self._block_size)
+            self._wanted[seq.block_table[place]] = block_name(prefix, self._block_size, self._hash_seed)
 
     def take_wanted(self) -> dict[int, bytes]:
         """By id, the names of the blocks that the next step digests."""
         wanted, self._wanted = self._wanted, {}
         return wanted
 
-    def add(self, digests: Mapping[bytes, int]) -> None:
-        """Takes digests that a step has made, by name."""
-        self._came += digests.items()
+    def add(self, digests: Iterable[tuple[bytes, int]]) -> None:
+        """Takes names and digests that a step has made."""
+        self._came += digests
 
     def take(self) -> list[tuple[bytes, int]]:
         """Names and digests that have come since the last call."""

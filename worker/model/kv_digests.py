@@ -3,25 +3,34 @@
 A digest is a sum over the block's 64-bit words, each mixed and multiplied by an odd number of its own: sums of integers
 have no order, so that every device gives the same one, and a change of a single word always changes it. Those of all
 ranks' shards are hashed together, in the order of ranks.
+
+Digests only observe. A rank that cannot make them takes part in the exchange all the same, since the others wait for
+it, and says so there; then the step has none, and goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final, TypeAlias
 
+import structlog
 import torch
 import xxhash
 
 from kernels.interface import KernelBackend, KVCache
 from worker.model.sharding import Shard
 
-# Waits for digests, by the names of the blocks.
-KvDigests: TypeAlias = Callable[[], dict[bytes, int]]
+# Waits for names of blocks with their digests. One name may come several times: once for each cache salt.
+KvDigests: TypeAlias = Callable[[], tuple[tuple[bytes, int], ...]]
 # Of SplitMix64, as a signed number.
 _MULTIPLIER: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SHIFT: Final = 29
 _WORD: Final = 8
+# Of a rank's part in the exchange, behind its digests.
+_MADE, _FAILED = 1, 0
+
+_log = structlog.get_logger(__name__)
 
 
 class KvDigester:
@@ -36,6 +45,7 @@ class KvDigester:
         self._kernels = kernels
         self._shard = shard
         self._odd = torch.ones(0, dtype=torch.int64, device=kernels.device)
+        self._has_warned = False
 
     def begin(self, cache: KVCache, wanted: Mapping[int, bytes]) -> KvDigests | None:
         """Digests blocks as they are now, before anything that is launched later.
@@ -46,19 +56,36 @@ class KvDigester:
 
         Returns:
             None where there is nothing to answer: on the other ranks, for no blocks, and where workers of one numerics
-            class need not have the same bytes.
+            class need not have the same bytes. None come where some rank has failed.
         """
         if not (wanted and self._kernels.batch_invariant):
             return None
-        own = torch.stack([self._of_block(self._kernels.kv_cache.contents(cache, block)) for block in wanted])
-        gathered = self._shard.collectives.all_gather(own)
+        gathered = self._shard.collectives.all_gather(self._own_part(cache, wanted))
         if self._shard.rank:
             return None
-        names = list(wanted.values())
-        return lambda: {
-            name: xxhash.xxh3_64_intdigest(shards.tobytes())
-            for name, shards in zip(names, gathered.cpu().view(-1, len(names)).T.contiguous().numpy(), strict=True)
-        }
+        return partial(self._named, list(wanted.values()), gathered)
+
+    def _own_part(self, cache: KVCache, wanted: Iterable[int]) -> torch.Tensor:
+        """int64 [blocks + 1]: this rank's digests, and _MADE; or zeros alone."""
+        try:
+            digests = [self._of_block(self._kernels.kv_cache.contents(cache, block)) for block in wanted]
+            return torch.stack([*digests, torch.full_like(digests[0], _MADE)])
+        except Exception as error:
+            self._warn(error)
+        return torch.full((len(list(wanted)) + 1,), _FAILED, dtype=torch.int64, device=self._kernels.device)
+
+    def _named(self, names: list[bytes], gathered: torch.Tensor) -> tuple[tuple[bytes, int], ...]:
+        """The digests of whole blocks; waits for the device."""
+        shards = gathered.cpu().view(-1, len(names) + 1).numpy()
+        if not (shards[:, -1] == _MADE).all():
+            return ()
+        return tuple((name, xxhash.xxh3_64_intdigest(shards[:, i].tobytes())) for i, name in enumerate(names))
+
+    def _warn(self, error: Exception) -> None:
+        """Says once what has failed: the next steps may meet the same."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("KV blocks are not digested", rank=self._shard.rank, why=f"{type(error).__name__}: {error}")
 
     def _of_block(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """int64 []."""

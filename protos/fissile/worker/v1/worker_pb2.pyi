@@ -1283,8 +1283,8 @@ class KvDigest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
-    """Names the block, 16 bytes: BLAKE2b of the block size, the cache salt and all tokens up to the block's end
-    (common/kv_digests.py). Workers choose the same blocks, by the block's own tokens.
+    """Names the block, 16 bytes: BLAKE2b of the block size, the hash seed and all tokens up to the block's end, whatever the
+    cache salt (common/kv_digests.py). Workers choose the same blocks, by the block's own tokens.
     """
     digest: _builtins.int
     """Of its keys and values in all layers, of all ranks."""

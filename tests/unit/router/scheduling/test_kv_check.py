@@ -55,6 +55,20 @@ def test_a_worker_that_says_two_things_contradicts_itself() -> None:
     assert dispute.contradicts_itself
 
 
+def test_what_a_worker_has_said_before_it_was_asked_is_no_answer() -> None:
+    check = KvCheck()
+    take(check, witness(0), 7)
+    take(check, witness(1), 7)
+    check.forget(CLASS, b"n", "w0")
+    check.forget(CLASS, b"never said", "w2")
+    assert check.digest(witness(0), b"n") is None
+    assert check.digest(witness(1), b"n") == (7).to_bytes(8, "little")
+    dispute = take(check, witness(0), 8)
+    assert dispute is not None
+    assert not dispute.contradicts_itself
+    assert check.digest(witness(0), b"n") == (8).to_bytes(8, "little")
+
+
 def test_two_that_differ_need_a_third() -> None:
     check = KvCheck()
     take(check, witness(0), 7)

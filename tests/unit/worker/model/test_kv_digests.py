@@ -6,6 +6,7 @@ import hashlib
 import random
 import struct
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
 from worker.engine.turns import EngineTurns
+from worker.model import kv_digests
 from worker.model.kv_digests import KvDigester
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Shard
 
 SIZE, TOKENS = 16, 40
+HASH_SEED = 2**63 + 5
 Found = dict[bytes, int]
 
 
@@ -49,12 +52,14 @@ def prompts(*lengths: int, common: int = 35) -> list[Sequence]:
 
 
 def salted(tokens: list[int], params: SamplingParams, salt: bytes, **options: Any) -> Sequence:
-    root = salt_root(b"m", cache_salt=salt)
+    root = salt_root(b"m", cache_salt=salt, seed=HASH_SEED)
     return Sequence(tokens, SIZE, params, hash_root=root, cache_salt=salt, **options)
 
 
-def run(runner: ModelRunner, seqs: list[Sequence], **options: Any) -> Found:
-    """The digests that an engine gives, each name once."""
+def run(
+    runner: ModelRunner, seqs: list[Sequence], on_digest: Callable[[bytes], object] = lambda _: None, **options: Any
+) -> Found:
+    """The digests that an engine gives; those of one name are equal."""
     settings: dict[str, Any] = {
         "model": runner.config.model,
         "max_model_len": 256,
@@ -62,6 +67,7 @@ def run(runner: ModelRunner, seqs: list[Sequence], **options: Any) -> Found:
         "num_kvcache_blocks": 64,
         "enable_prefix_caching": True,
         "kv_digests": 1.0,
+        "hash_seed": HASH_SEED,
     }
     config = Config(**settings | options)
     runner.allocate_kv_cache(config.num_kvcache_blocks)
@@ -71,13 +77,14 @@ def run(runner: ModelRunner, seqs: list[Sequence], **options: Any) -> Found:
     while turns.has_work:
         for name, digest in turns.run([]).kv_digests:
             assert found.setdefault(name, digest) == digest
+            on_digest(name)
     core.close()
     return found
 
 
 def name_of(seq: Sequence, place: int) -> bytes:
     packed = b"".join(struct.pack("=I", token) for token in seq.token_ids[: (place + 1) * SIZE])
-    head = b"fissile kv digest 1\n" + struct.pack("<II", SIZE, len(seq.cache_salt)) + seq.cache_salt
+    head = b"fissile kv digest 2\n" + struct.pack("<IQ", SIZE, HASH_SEED)
     return hashlib.blake2b(head + packed, digest_size=16).digest()
 
 
@@ -156,11 +163,43 @@ def test_all_workers_choose_the_same_blocks_whatever_is_before_them(runner: Mode
     assert 0 < len(chosen[0]) < len(tokens) // SIZE
 
 
-def test_names_are_digests_of_all_tokens_and_of_the_salt() -> None:
+def test_names_are_digests_of_all_tokens_and_of_the_hash_seed() -> None:
     seq = prompts(0, 20)[1]
-    assert seq.cache_salt
-    named = list(block_names(array("I", seq.token_ids), seq.cache_salt, SIZE))
+    named = list(block_names(array("I", seq.token_ids), SIZE, HASH_SEED))
     assert named == [name_of(seq, place) for place in range(seq.num_tokens // SIZE)]
+    assert not set(named) & set(block_names(array("I", seq.token_ids), SIZE, 0))
+
+
+def test_equal_tokens_have_one_name_and_one_digest_under_every_salt(runner: ModelRunner) -> None:
+    """Each salt has its blocks computed anew, so that what tenants compute is compared."""
+    (tokens,) = (seq.token_ids for seq in prompts(70))
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    seqs = [salted(tokens, params, salt) for salt in (b"", b"one tenant", b"another")]
+    made: list[bytes] = []
+    found = run(runner, seqs, on_digest=made.append)
+    assert len(found) == len(tokens) // SIZE
+    assert sorted(made) == sorted(3 * list(found))
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_step_goes_on_without_digests_where_they_fail(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, is_deferred: bool
+) -> None:
+    seqs, undisturbed = prompts(20, 33), prompts(20, 33)
+    assert run(runner, undisturbed, deferred_output=is_deferred)
+    warned = []
+    monkeypatch.setattr(kv_digests._log, "warning", lambda event, **said: warned.append((event, said)))
+    monkeypatch.setattr(runner, "_kv_digester", KvDigester(runner.kernels, runner.shard))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(runner.kernels.kv_cache, "contents", fail)
+    assert run(runner, seqs, deferred_output=is_deferred) == {}
+    assert [seq.completion_token_ids for seq in seqs] == [seq.completion_token_ids for seq in undisturbed]
+    assert all(seq.num_completion_tokens == TOKENS for seq in seqs)
+    # Once, not at every step.
+    assert warned == [("KV blocks are not digested", {"rank": 0, "why": "MemoryError: no room"})]
 
 
 def test_nothing_is_digested_unless_it_is_asked_for(runner: ModelRunner) -> None:
@@ -183,7 +222,8 @@ def test_every_bit_of_a_block_counts_and_none_of_its_neighbours(dtype: torch.dty
     def digest() -> int:
         found = KvDigester(kernels, Shard()).begin(cache, {2: b"name"})
         assert found is not None
-        return found()[b"name"]
+        ((_, made),) = found()
+        return made
 
     assert digest() == digest_of(b"".join(t[:, :, 2].contiguous().view(torch.uint8).numpy().tobytes() for t in tensors))
     before = digest()
