@@ -482,8 +482,12 @@ async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site)
     """W7: one whose router did not read outlived the engine, and knew the cache of the old one."""
     router = await site.router()
     site.worker.service.break_sessions()
-    await router.submit(1, sequence(1, max_tokens=ENDLESS))
-    assert await router.read_to_end() is grpc.StatusCode.UNAVAILABLE
+    try:
+        await router.submit(1, sequence(1, max_tokens=ENDLESS))
+    except grpc.aio.AioRpcError:  # on a busy machine the write finds the call ended; gRPC's own status is then INTERNAL
+        assert router.call.done()
+    else:
+        assert await router.read_to_end() is grpc.StatusCode.UNAVAILABLE
     assert site.worker.engine.num_live == 0
 
 
