@@ -24,6 +24,7 @@ from common.rpc.pooling_protos import told_pooling
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.rerank_template import rerank_template
+from common.text.response.form import ResponseForm, response_form
 from common.text.tokenizer import Tokenizer, read_json
 
 # In what workers of one identity agree, besides the name.
@@ -42,11 +43,13 @@ class TextAssets:
 
     Attributes:
         rerank_template: makes a prompt of a query and a document.
+        response_form: the form of answers to a conversation; None where they are content alone.
     """
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     rerank_template: ChatTemplate | None = None
+    response_form: ResponseForm | None = None
     defaults: SamplingParams = field(default_factory=SamplingParams)
 
     @classmethod
@@ -57,8 +60,9 @@ class TextAssets:
             TokenizerError: a file cannot be used.
         """
         defaults = model_defaults(read_json(files, "generation_config.json"))
-        template = ChatTemplate.from_files(files)
-        return cls(Tokenizer.from_files(files), template, rerank_template(template, files), defaults)
+        tokenizer, template = Tokenizer.from_files(files), ChatTemplate.from_files(files)
+        form = response_form(files, tokenizer, template)
+        return cls(tokenizer, template, rerank_template(template, files), form, defaults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,11 @@ class ServedModel:
     def reranks(self) -> bool:
         """True if it was trained to, and all its ready workers do what that needs."""
         return self.relevance_tokens is not None and self.serves_logprobs and self.text.tokenizer is not None
+
+    @property
+    def reasons(self) -> bool:
+        """True if its answers may have reasoning, which can be told from their content."""
+        return self.text.response_form is not None and self.text.response_form.template.has_reasoning
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""

@@ -80,6 +80,7 @@ _SAMPLING = (
     "bad_words",
     "allowed_token_ids",
 )
+_OF_ASSISTANT: Final = "role assistant, or none"
 _KINDS: Final = {
     pb.LOGPROBS_KIND_UNSPECIFIED: RAW,
     pb.LOGPROBS_KIND_RAW: RAW,
@@ -163,7 +164,10 @@ CHAT_SERVED = _COMMON | {
     "messages.content",
     "messages.parts",
     "messages.parts.text",
+    "messages.reasoning",
     "template_arguments_json",
+    "reasoning",
+    "reasoning.separate",
 }
 
 
@@ -223,6 +227,10 @@ def check_chat(request: pb.ChatRequest) -> None:
         if not message.role:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
         _check_parts(f"messages[{i}]", message)
+        if message.reasoning and message.role != "assistant":
+            raise InvalidFieldError(
+                f"messages[{i}].reasoning", f"stands beside role {message.role[:_QUOTED_ROLE]!r}", _OF_ASSISTANT
+            )
     _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
 
 

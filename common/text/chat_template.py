@@ -64,6 +64,7 @@ class ChatTemplate:
     Attributes:
         roles: those that messages may have: the usual ones, and every word that a template has in quotes.
         sha256: lower-case hex digest of the text of the only template, or of the names and texts of several.
+        source: the texts of all, one after another.
 
     Raises:
         TokenizerError: a template has a syntax error.
@@ -73,6 +74,7 @@ class ChatTemplate:
         self._templates = {name: _compile(name, source) for name, source in templates.items()}
         self.roles = _ROLES.union(*map(_words, templates.values()))
         self.sha256 = _digest(templates)
+        self.source = "\n".join(templates.values())
         self._variables = named_special_tokens(files)
         self._special = special_pattern(special_tokens(files))
 

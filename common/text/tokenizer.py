@@ -146,6 +146,7 @@ class Tokenizer:
         sha256: digest of the files, lower-case hex (`files_sha256`).
         vocab_size: 1 + the highest token id.
         special_ids: ids that `decode` leaves out by default.
+        added_tokens: texts of the tokens that stand beside the vocabulary, special ones and others, by id.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
@@ -155,9 +156,9 @@ class Tokenizer:
         self._plain.encode_special_tokens = True
         self.sha256 = files_sha256(files)
         self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
-        self.special_ids = frozenset(
-            id for id, token in self._parsing.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._parsing.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.added_tokens: Mapping[int, str] = {id: token.content for id, token in added.items()}
         self._special = special_pattern(special)
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
         self._frame = self._text_frame(files)
@@ -243,9 +244,11 @@ class Tokenizer:
         stream = self.decode_stream(skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
-    def decode_stream(self, *, skip_special: bool = True, behind: Sequence[int] = ()) -> Detokenizer:
-        """A new incremental decoder, of a text that continues that of the ids `behind`."""
-        return Detokenizer(self._bytes, skip=self.special_ids if skip_special else frozenset(), behind=behind)
+    def decode_stream(
+        self, *, skip_special: bool = True, keep: Set[int] = frozenset(), behind: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A new incremental decoder, of a text that continues that of the ids `behind`; special ones of `keep` stay."""
+        return Detokenizer(self._bytes, skip=self.special_ids - keep if skip_special else frozenset(), behind=behind)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary entry of each id, for people to read; empty for an id that has none."""

@@ -68,6 +68,7 @@ class RequestDigest:
         seed: in force.
         continues: True if the answer's text continues the prompt's (Generate), False if it is one of its own (Chat).
         keeps_special_tokens: True if special tokens are part of the text.
+        keeps_delimiters: True if stop strings are searched in text with the delimiters of its channels.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class RequestDigest:
         *,
         continues: bool,
         keeps_special_tokens: bool = False,
+        keeps_delimiters: bool = False,
     ) -> None:
         self.continues = continues
         self.seed = seed
         self.prompt_tokens = len(token_ids)
         self._digest = hashlib.sha256(_REQUEST_DOMAIN)
-        kind_of_text = continues + 2 * keeps_special_tokens
+        kind_of_text = continues + 2 * keeps_special_tokens + 4 * keeps_delimiters
         self._digest.update(struct.pack("<BI", kind_of_text, len(token_ids)))
         self._digest.update(_little_endian(token_ids))
         self._digest.update(_encoded(params, NEUTRAL))

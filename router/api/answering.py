@@ -49,7 +49,9 @@ from router.telemetry.metrics import RequestMeasure
 from router.text.answer_logprobs import AnswerLogprobs
 from router.text.delivered_text import DeliveredText
 from router.text.prompts import Prompt, PromptEncoder
-from router.text.stream_assembly import Echo, StreamAssembly
+from router.text.reading import ChannelReader, Reading
+from router.text.stream_assembly import StreamAssembly
+from router.text.stream_chunk import Echo
 from router.validation import (
     check_prompt_logprobs,
     check_resumed_ids,
@@ -329,11 +331,12 @@ class Answering:
             traceparent=asked.span.traceparent,
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
-            receipt=receipt_terms(kind, request, model, prompt.token_ids, params, seed)
+            receipt=receipt_terms(kind, request, model, prompt.token_ids, params, seed, prompt.reading)
             if request.output_options.HasField("receipt")
             else None,
             prompt_text=prompt_text,
             keeps_special_tokens=request.output_options.keep_special_tokens,
+            reading=prompt.reading,
         )
 
     async def _prompt_text(
@@ -450,7 +453,7 @@ class Answering:
                     answers.begin(asked.scope)
                 fill_response(message, part, stream, self._clock, has_info=is_first)
                 await stream.written(answers.write(message))
-            stream.written_tokens = stream.assembly.taken
+            stream.note_written()
             if began is not None and not stream.assembly.has_prompt_logprobs:
                 began.set()
             if part.ending is not None:
@@ -527,10 +530,13 @@ class Answering:
         behind = request.token_ids if kind.continues else ()
         received = _received_ids(request, point, return_token_ids=return_token_ids)
         check_resumed_ids(received, model.vocab_size, params.max_tokens)
-        skip = not request.keeps_special_tokens
+        skip, reading = not request.keeps_special_tokens, request.reading
+        keep = frozenset[int]() if reading is None else reading.form.kept_ids
         assembly = StreamAssembly(
             len(request.token_ids),
-            detokenizer=None if tokenizer is None else tokenizer.decode_stream(skip_special=skip, behind=behind),
+            detokenizer=None
+            if tokenizer is None
+            else tokenizer.decode_stream(skip_special=skip, keep=keep, behind=behind),
             stop_strings=stops,
             min_tokens=params.min_tokens,
             return_token_ids=return_token_ids,
@@ -540,6 +546,7 @@ class Answering:
             keeps_special_tokens=request.keeps_special_tokens,
             logprobs=_logprobs(request, len(received)),
             logit_chain=_logit_chain(request),
+            reader=None if reading is None else ChannelReader(reading),
         )
         if point is not None and point.token_ids.ids:
             assembly.resume_behind(received)
@@ -547,7 +554,13 @@ class Answering:
 
 
 def receipt_terms(
-    kind: Kind, request: AnswerRequest, model: ServedModel, token_ids: Sequence[int], params: SamplingParams, seed: int
+    kind: Kind,
+    request: AnswerRequest,
+    model: ServedModel,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    reading: Reading | None,
 ) -> ReceiptTerms:
     """The part of a request's receipts that is known before its answers.
 
@@ -558,6 +571,7 @@ def receipt_terms(
         token_ids: the prompt.
         params: in force.
         seed: in force.
+        reading: terms on which answers are read; None for content alone.
     """
     canonical = canonical_params(request.sampling_params, params)
     template = None if kind.continues else model.text.template
@@ -568,6 +582,7 @@ def receipt_terms(
             seed,
             continues=kind.continues,
             keeps_special_tokens=request.output_options.keep_special_tokens,
+            keeps_delimiters=reading is not None and bool(params.stop_strings),
         ),
         model.tokenizer_sha256,
         "" if template is None else template.sha256,

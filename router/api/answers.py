@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 from fissile.v1 import inference_pb2 as pb
 
-from router.api.responses import text_of
+from router.api.responses import reasoning_of, text_of
 from router.api.rpc_scope import Context, RpcScope
 
 AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
@@ -85,6 +85,7 @@ class CollectedAnswers:
         self._prompt_info = pb.PromptInfo()
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._texts: dict[int, list[str]] = {}
+        self._reasoning: dict[int, list[str]] = {}
         self._answers: dict[int, pb.GeneratedText] = {}
 
     def new_message(self, request_id: str, index: int) -> AnswerResponse:
@@ -92,7 +93,7 @@ class CollectedAnswers:
         self._request_id = request_id
         self.has_begun = False
         self._prompt_logprobs.clear()
-        self._texts[index] = []
+        self._texts[index], self._reasoning[index] = [], []
         self._answers[index] = pb.GeneratedText(index=index)
         return self._response(request_id=request_id, index=index)
 
@@ -104,6 +105,7 @@ class CollectedAnswers:
         """Adds the message to its answer."""
         answer = self._answers[message.index]
         self._texts[message.index].append(text_of(message))
+        self._reasoning[message.index].append(reasoning_of(message))
         answer.token_ids.extend(message.token_ids)
         answer.logprobs.extend(message.logprobs)
         self._prompt_logprobs.extend(message.prompt_logprobs)
@@ -141,20 +143,20 @@ class CollectedAnswers:
         return pb.ChatOnceResponse(
             request_id=self._request_id,
             prompt_info=self._prompt_info,
-            answers=map(_chat_answer, self._chosen()),
+            answers=map(self._chat_answer, self._chosen()),
             prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def _chat_answer(self, answer: pb.GeneratedText) -> pb.ChatAnswer:
+        reasoning = "".join(self._reasoning[answer.index])
+        return pb.ChatAnswer(
+            index=answer.index,
+            message=pb.ChatMessage(role="assistant", content=answer.text, reasoning=reasoning),
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            finish=answer.finish,
         )
 
 
 def _mean_logprob(answer: pb.GeneratedText) -> float:
     return answer.finish.logprob / max(1, answer.finish.usage.completion_tokens)
-
-
-def _chat_answer(answer: pb.GeneratedText) -> pb.ChatAnswer:
-    return pb.ChatAnswer(
-        index=answer.index,
-        message=pb.ChatMessage(role="assistant", content=answer.text),
-        token_ids=answer.token_ids,
-        logprobs=answer.logprobs,
-        finish=answer.finish,
-    )

@@ -92,7 +92,7 @@ class Auditor:
             if not (is_one_workers and self._sampler.wants(request.request_id, request.choice)):
                 continue
             terms = request.receipt or receipt_terms(
-                kind, asked.request, model, request.token_ids, request.params, request.seed
+                kind, asked.request, model, request.token_ids, request.params, request.seed, request.reading
             )
             receipt = receipt_of(stream, terms)
             if receipt is not None:

@@ -204,7 +204,8 @@ class KvAuditor:
         if not others or not self._verdicts.keeps:
             return ""
         own = finished.request
-        terms = receipt_terms(finished.kind, finished.asked, finished.model, own.token_ids, own.params, own.seed)
+        asked, ids = finished.asked, own.token_ids
+        terms = receipt_terms(finished.kind, asked, finished.model, ids, own.params, own.seed, own.reading)
         again = replace(finished, request=replace(own, receipt=replace(terms, logits_every=1)))
         try:
             right = await self._rerunning.answer(again, others[0])

@@ -102,8 +102,9 @@ class Rerunning:
         if room < 1:
             raise NoWorkerError("there is no room behind the prefix")
         params = replace(_PROBE, max_tokens=min(_PROBE.max_tokens, room))
-        terms = receipt_terms(finished.kind, finished.asked, model, token_ids, params, 0)
-        request = replace(finished.request, params=params, seed=0, choice=0, receipt=replace(terms, logits_every=0))
+        terms = receipt_terms(finished.kind, finished.asked, model, token_ids, params, 0, None)
+        terms = replace(terms, logits_every=0)
+        request = replace(finished.request, params=params, seed=0, choice=0, receipt=terms, reading=None)
         await self._run(finished, request, given_prompt(token_ids, model, salt), salt, worker_id)
         return salt
 

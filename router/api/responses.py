@@ -15,7 +15,7 @@ from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
 from router.text.answer_logprobs import ChunkLogprobs, LogprobRows
-from router.text.stream_assembly import FinishInfo, StreamChunk
+from router.text.stream_chunk import FinishInfo, StreamChunk
 
 
 def fill_response(
@@ -36,7 +36,7 @@ def fill_response(
         has_info: True for the first message of all answers.
     """
     if isinstance(message, pb.ChatResponse):
-        message.delta.content = part.text
+        message.delta.content, message.delta.reasoning = part.text, part.reasoning
     else:
         message.text = part.text
     if message.token_ids:
@@ -81,6 +81,11 @@ def text_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
     return message.delta.content if isinstance(message, pb.ChatResponse) else message.text
 
 
+def reasoning_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
+    """The reasoning that a message adds to its answer."""
+    return message.delta.reasoning if isinstance(message, pb.ChatResponse) else ""
+
+
 def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
     """Token counts of all answers to a request so far."""
     assembly = streams[0].assembly
@@ -88,6 +93,7 @@ def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
         prompt_tokens=assembly.prompt_tokens,
         completion_tokens=sum(stream.written_tokens for stream in streams),
         cached_tokens=assembly.start.cached_tokens,
+        reasoning_tokens=sum(stream.written_reasoning_tokens for stream in streams),
     )
 
 
@@ -145,6 +151,7 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
         pb.CAPABILITY_CHAT: model.text.template is not None,
         pb.CAPABILITY_LOGPROBS: model.serves_logprobs,
+        pb.CAPABILITY_REASONING: model.reasons,
         pb.CAPABILITY_EMBED: model.embeds,
         pb.CAPABILITY_RERANK: model.reranks,
         pb.CAPABILITY_RECEIPTS: True,
@@ -172,6 +179,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
             prompt_tokens=assembly.prompt_tokens,
             completion_tokens=assembly.delivered,
             cached_tokens=assembly.start.cached_tokens,
+            reasoning_tokens=assembly.reasoning_tokens,
         ),
         timings=_timings(stream, now),
         worker_id=assembly.worker_id,

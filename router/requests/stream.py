@@ -21,7 +21,9 @@ from common.telemetry.tracing import trace_id_of
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
 from router.scheduling.failover import Attempts
-from router.text.stream_assembly import StreamAssembly, StreamChunk
+from router.text.reading import Reading
+from router.text.stream_assembly import StreamAssembly
+from router.text.stream_chunk import StreamChunk
 from router.workers.session import Session
 from router.workers.session_state import Submission
 
@@ -82,6 +84,7 @@ class RoutedRequest:
         receipt: content of the answer's receipt; None where it has none.
         only_worker: address of the one worker that it may go to, "" for any.
         pooling: how the prompt becomes a vector; None for one that is answered.
+        reading: terms on which the answer is read in channels; None where it is content alone.
     """
 
     model: str
@@ -109,6 +112,7 @@ class RoutedRequest:
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
     pooling: Pooling | None = None
+    reading: Reading | None = None
 
     @property
     def ids(self) -> dict[str, str]:
@@ -176,6 +180,7 @@ class RequestStream:
         session: where it runs, None while it is queued.
         rid: of the attempt under way.
         written_tokens: tokens that have been written to the client.
+        written_reasoning_tokens: those of reasoning among them.
         attempts: the workers it was submitted to.
         was_returned: whether a worker has given it back for lack of room.
         refused_by: the address of the worker that has refused it last, "" for none.
@@ -198,7 +203,7 @@ class RequestStream:
         self.on_submit = on_submit
         self.session: Session | None = None
         self.rid = 0
-        self.written_tokens = 0
+        self.written_tokens = self.written_reasoning_tokens = 0
         self.attempts = Attempts(request.resumed_from)
         self.was_returned = False
         self.refused_by = ""
@@ -248,6 +253,11 @@ class RequestStream:
             raise asyncio.CancelledError from None
         finally:
             self._is_writing = False
+
+    def note_written(self) -> None:
+        """Counts as written what has been taken."""
+        self.written_tokens = self.assembly.taken
+        self.written_reasoning_tokens = self.assembly.taken_reasoning_tokens
 
     async def turn(self, lock: asyncio.Lock) -> None:
         """Takes a lock that the writers of one call share, or ends like `written` when the client is dropped meanwhile:

@@ -1,4 +1,8 @@
-"""Text that a client of a broken stream has already: left out where the stream goes on, once its digest is checked."""
+"""Text that a client of a broken stream has already: left out where the stream goes on, once its digest is checked.
+
+What has been delivered is the beginning of all that comes, in the order in which it comes. Its digest is that of
+reasoning, content and the arguments of each call, one after another: a client knows their order within a channel alone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ import hmac
 from typing import Final
 
 from common.errors import ResumeMismatchError
+from common.text.response.parser import Channel, Part
 
 # Bytes of a character behind its first one (UTF-8).
 _TOP_BITS: Final = 0b1100_0000
 _CONTINUES: Final = 0b1000_0000
+# Channels as their digest has them.
+_ORDER: Final = (Channel.REASONING, Channel.CONTENT, Channel.CALL)
 
 
 class DeliveredText:
@@ -29,24 +36,27 @@ class DeliveredText:
         self.left = num_bytes
         self._index = index
         self._sha256 = sha256
-        self._digest = hashlib.sha256()
+        self._channels: dict[tuple[int, int], bytearray] = {}
 
-    def push(self, text: str) -> str:
-        """Takes the next piece of the text; gives what of it has not been delivered.
+    def push(self, part: Part) -> Part | None:
+        """Takes the next part of the answer; gives what of it has not been delivered, None where all has.
 
         Raises:
             ResumeMismatchError: the delivered part is another text, or ends within a character.
         """
-        data = text.encode()
-        self._digest.update(data[: self.left])
-        rest, self.left = data[self.left :], max(0, self.left - len(data))
+        data = part.text.encode()
+        channel = self._channels.setdefault((_ORDER.index(part.channel), part.call), bytearray())
+        channel += data[: self.left]
+        rest, taken = data[self.left :], min(self.left, len(data))
+        self.left -= taken
         if self.left:
-            return ""
-        if not hmac.compare_digest(self._digest.digest(), self._sha256):
+            return None
+        digest = hashlib.sha256(b"".join(self._channels[key] for key in sorted(self._channels)))
+        if not hmac.compare_digest(digest.digest(), self._sha256):
             raise ResumeMismatchError(self._index, "its text so far has another digest")
         if rest and rest[0] & _TOP_BITS == _CONTINUES:
             raise ResumeMismatchError(self._index, "what has been delivered ends within a character")
-        return rest.decode()
+        return part._replace(text=rest.decode(), name="" if taken else part.name) if rest else None
 
     def mismatch(self) -> ResumeMismatchError:
         """The failure of an answer that ends before the delivered part does."""

@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -37,8 +37,10 @@ from common.text.chat_template import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
+from router.text.conversation import reading_of, template_messages
+from router.text.reading import Reading
 from router.text.text_queue import TextJob, TextPool, TextQueue
-from router.validation import check_prompt_length, check_roles, check_token_ids, content_of, template_arguments
+from router.validation import check_prompt_length, check_roles, check_token_ids, template_arguments
 
 T = TypeVar("T")
 # Work in a thread: a bounded amount of it up to each `yield`.
@@ -58,11 +60,13 @@ _TEXT_COST: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids (uint32), the hash of the last full block of them (0 when there is none), and their granules' names."""
+    """Token ids (uint32), the hash of the last full block of them (0 when there is none), their granules' names, and
+    the terms on which answers are read, None where they are content alone."""
 
     token_ids: array[int]
     chain_hash: int
     granules: Sequence[int] = ()
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +337,13 @@ def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes)
     if template is None:
         raise NoChatTemplateError(model.name)
     check_roles(request.messages, template.roles)
-    messages = [{"role": message.role, "content": content_of(message)} for message in request.messages]
-    text = template.render(messages, **template_arguments(request))
+    text = template.render(template_messages(request), **template_arguments(request))
+    reading = reading_of(request, model, text)
     if len(text) > LONG_TEXT:
         yield from _check_fewest("messages", tokenizer, text, model)
         yield
-    return text, (yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True))
+    prompt = yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True)
+    return text, replace(prompt, reading=reading)
 
 
 def _score_prompts(request: pb.ScoreRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[ScorePrompt]]:

@@ -5,6 +5,7 @@ Invariants:
   * The concatenated text of all parts is the decoded text of the delivered tokens, without the token that ended the
     sequence and without a matched stop string (unless asked for). It does not depend on how the tokens were framed.
     Where special tokens are kept, an end-of-sequence token is text like any other.
+  * An answer that is read in channels has that text in them (`router.text.reading`), each by itself without a gap.
   * An echoed prompt comes with the first token: in front of all text and all token ids, and counted nowhere.
   * `delivered` counts what the client gets, an end-of-sequence or stop token included; tokens behind a stop string are
     dropped and not counted.
@@ -17,15 +18,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final
 
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import (
     ApiError,
-    DeadlineError,
     EngineError,
     NoWorkerError,
     ResumeMismatchError,
@@ -36,51 +35,19 @@ from common.errors import (
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.receipts import LogitChain
 from common.text.detokenizer import Detokenizer
+from common.text.response.parser import Channel, Part
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
 from router.text.delivered_text import DeliveredText
+from router.text.reading import ChannelReader
+from router.text.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, ending_of, error_of
 
 
 class GapError(Exception):
     """The worker's tokens or end do not continue what the router has: the Session is unusable (rule S2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenInfo:
-    """The worker's report with the first token; `prefill_s` in seconds."""
-
-    cached_tokens: int = 0
-    prefill_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FinishInfo:
-    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP."""
-
-    reason: pb.FinishReason.ValueType
-    stop: pb.StopDetail | None = None
-
-
-class StreamChunk(NamedTuple):
-    """Next piece for the client; `start` in the first part only, `ending` in the last one only.
-
-    `logprobs` are those of `token_ids`, whether those are wanted or not, and in the first parts of the prompt.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    start: FirstTokenInfo | None
-    ending: FinishInfo | None
-    logprobs: ChunkLogprobs | None = None
-
-
-class Echo(NamedTuple):
-    """The prompt that an answer begins with for its client: its text, and its token ids."""
-
-    text: str
-    token_ids: Sequence[int]
-
-
+_TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 # Ends that a client sees as a finish; the others are failures.
 _STOPS = (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE)
 
@@ -100,6 +67,7 @@ class StreamAssembly:
         keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
         logprobs: takes the logprobs that are wanted; None where there are none.
         logit_chain: takes the digests of logits that a receipt wants; None where it wants none.
+        reader: reads the text in channels; None where all is content.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
@@ -121,6 +89,7 @@ class StreamAssembly:
         keeps_special_tokens: bool = False,
         logprobs: AnswerLogprobs | None = None,
         logit_chain: LogitChain | None = None,
+        reader: ChannelReader | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.num_tokens = prompt_tokens
@@ -143,11 +112,12 @@ class StreamAssembly:
         if keeps_special_tokens:
             self._silent_ends.remove(wpb.END_REASON_EOS)
         self._logprobs = logprobs
+        self._reader = reader
         # Where messages with logprobs that wait can end: tokens and pieces of text up to there.
         self._marks: list[tuple[int, int]] = []
         # Tokens that the sequence is given: the prompt, and what the client has already.
         self._num_given = prompt_tokens
-        self._text: list[str] = []
+        self._parts: list[Part] = []
         self._ids: list[int] = []
         self._unread = 0
         self._sent_any = False
@@ -165,6 +135,17 @@ class StreamAssembly:
     def has_generated(self) -> bool:
         """True if a worker has added to what the answer began with."""
         return self.num_tokens > self._num_given
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning among those that the client gets, or has got."""
+        return 0 if self._reader is None else self._reader.reasoning_tokens(0, self.delivered)
+
+    @property
+    def taken_reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning among those that have been handed out."""
+        end = self.delivered - self._unread
+        return 0 if self._reader is None else self._reader.reasoning_tokens(end - self.taken, end)
 
     @property
     def logprob(self) -> float | None:
@@ -276,9 +257,9 @@ class StreamAssembly:
         if end.reason in _STOPS or end.reason == wpb.END_REASON_LENGTH:
             if end.end_pos != self.num_tokens:
                 raise GapError(f"an end at {end.end_pos} tokens where {self.num_tokens} arrived")
-            self._close(_ending_of(end))
+            self._close(ending_of(end))
         else:
-            self.fail(_error_of(end))
+            self.fail(error_of(end))
 
     def lose_worker(self, why: str) -> None:
         """Ends the stream because its worker is gone: retry-safe as long as the client has got nothing."""
@@ -330,23 +311,18 @@ class StreamAssembly:
             return None
         if self._logprobs is not None and (early := self._early_chunk(self._logprobs)) is not None:
             return early
-        part = StreamChunk(
-            text="".join(self._text),
-            token_ids=tuple(self._ids) if self._return_token_ids else (),
-            start=None if self._sent_any else self.start,
-            ending=self._ending,
-            logprobs=None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take()),
-        )
+        ids = tuple(self._ids) if self._return_token_ids else ()
+        logprobs = None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take())
+        part = self._chunk(self._parts, ids, logprobs, self._ending)
         self.taken += self._unread
         self._clear_unread()
-        self._sent_any = True
         return part
 
     def _early_chunk(self, logprobs: AnswerLogprobs) -> StreamChunk | None:
         """The next part where logprobs are of the prompt, or more than a message takes."""
         prompt = logprobs.take_prompt()
         if prompt is not None:
-            return self._part_before("", (), ChunkLogprobs(prompt, None))
+            return self._chunk((), (), ChunkLogprobs(prompt, None))
         if logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
             return None
         # A client that has the ids of this part, and nothing behind it, has their text too.
@@ -354,24 +330,33 @@ class StreamAssembly:
         self._marks = [(tokens - count, texts - num_texts) for tokens, texts in marks]
         # Ids of an echoed prompt have no logprobs.
         num_ids = len(self._ids) - logprobs.num_waiting + count if self._return_token_ids else 0
-        text, ids = "".join(self._text[:num_texts]), tuple(self._ids[:num_ids])
-        del self._text[:num_texts], self._ids[:num_ids]
+        parts, ids = self._parts[:num_texts], tuple(self._ids[:num_ids])
+        del self._parts[:num_texts], self._ids[:num_ids]
         self.taken += count
         self._unread -= count
-        return self._part_before(text, ids, ChunkLogprobs(None, logprobs.take(count)))
+        return self._chunk(parts, ids, ChunkLogprobs(None, logprobs.take(count)))
 
-    def _part_before(self, text: str, token_ids: tuple[int, ...], logprobs: ChunkLogprobs) -> StreamChunk:
-        """A part that others follow."""
+    def _chunk(
+        self,
+        parts: Sequence[Part],
+        token_ids: tuple[int, ...],
+        logprobs: ChunkLogprobs | None,
+        ending: FinishInfo | None = None,
+    ) -> StreamChunk:
+        """The next piece for the client; others follow where there is no `ending`."""
         start = None if self._sent_any else self.start
         self._sent_any = True
-        return StreamChunk(text, token_ids, start, None, logprobs)
+        if self._reader is None:
+            return StreamChunk("".join(part.text for part in parts), token_ids, start, ending, logprobs)
+        texts = ("".join(part.text for part in parts if part.channel is channel) for channel in _TEXTS)
+        return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts))
 
     def _mark(self, num_tokens: int) -> None:
         """Notes that a message can end behind so many waiting tokens, as full ones as can be."""
         before = self._marks[-2][0] if len(self._marks) > 1 else 0
         if self._marks and num_tokens - before <= MAX_MESSAGE_LOGPROBS:
             self._marks.pop()
-        self._marks.append((num_tokens, len(self._text)))
+        self._marks.append((num_tokens, len(self._parts)))
 
     def _has_logprobs(self, num_tokens: int, rows: bytes) -> bool:
         """True if tokens have the logprobs that are wanted; the stream fails if they have not."""
@@ -386,9 +371,14 @@ class StreamAssembly:
         return EngineError(f"worker {self.worker_id} sends no logprobs as they are wanted: {error}")
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens and turns them into text, one by one where a stop string may end them."""
+        """Counts tokens and turns them into text, one by one where a stop string may end them, or channels change."""
         if self._echo is not None:
             self._emit_echo(self._echo)
+        if self._reader is not None:
+            for i in range(len(token_ids)):
+                if self._deliver_read(self._reader, token_ids[i : i + 1]):
+                    return
+            return
         if self._stop_strings is None:
             self._count(token_ids)
             if self._detokenizer is not None:
@@ -402,6 +392,19 @@ class StreamAssembly:
             self._count(token_ids[i : i + 1])
             if self._search(self._detokenizer.push(token_ids[i : i + 1]) if self._detokenizer else ""):
                 return
+
+    def _deliver_read(self, reader: ChannelReader, token_ids: Sequence[int]) -> bool:
+        """Takes one token of an answer that is read in channels; True where it is the last."""
+        is_searched = self.delivered + 1 >= self._min_tokens
+        self._count(token_ids)
+        text = self._detokenizer.push(token_ids) if self._detokenizer else ""
+        reader.announce(text, token_ids[0])
+        if is_searched:
+            self._search(text)
+        else:
+            self._emit(text)
+        reader.end_token()
+        return self.is_closed
 
     def _emit_echo(self, echo: Echo) -> None:
         """Puts the prompt in front of what comes first."""
@@ -425,6 +428,8 @@ class StreamAssembly:
     def _close(self, ending: FinishInfo) -> None:
         """Delivers what was held back and ends the stream; a stop string that the rest completes still counts."""
         rest = self._detokenizer.flush() if self._detokenizer else ""
+        if self._reader is not None:
+            self._reader.announce(rest)
         if self._search(rest):
             return
         if self._stop_strings is not None:
@@ -432,27 +437,50 @@ class StreamAssembly:
         self._end(ending)
 
     def _emit(self, text: str) -> None:
-        """Adds to what the client gets next, but for what it has already."""
-        if self._delivered_text is None:
-            self._text.append(text)
+        """Adds text to what the client gets next, in its channels."""
+        if self._reader is None:
+            self._add(Part(Channel.CONTENT, text))
             return
         try:
-            rest = self._delivered_text.push(text)
+            parts = self._reader.read(text)
+        except TimeoutError:
+            self.fail(EngineError("the response template of the model takes too long to read its answer"))
+            return
+        for part in parts:
+            self._add(part)
+
+    def _add(self, part: Part) -> None:
+        """Adds to what the client gets next, but for what it has already."""
+        if self._delivered_text is None:
+            self._parts.append(part)
+            return
+        try:
+            rest = self._delivered_text.push(part)
         except ResumeMismatchError as error:
             self.fail(error)
             return
         if not self._delivered_text.left:
             self._delivered_text = None
-        if rest:
-            self._text.append(rest)
+        if rest is not None:
+            self._parts.append(rest)
             self._unread = max(1, self._unread)
 
     def _end(self, ending: FinishInfo) -> None:
         """Ends the stream; one that has not reached what was delivered has failed."""
+        if self._reader is not None and self._error is None:
+            self._finish_reading(self._reader, ending)
         if self._delivered_text is not None:
             self.fail(self._delivered_text.mismatch())
         elif self._error is None:
             self._ending = ending
+
+    def _finish_reading(self, reader: ChannelReader, ending: FinishInfo) -> None:
+        """Takes what channels hold back until the end."""
+        eos = None if ending.stop is None or not ending.stop.HasField("eos_token_id") else ending.stop.eos_token_id
+        # One that is kept has been read.
+        token_id = eos if wpb.END_REASON_EOS in self._silent_ends else None
+        for part in reader.finish(is_cut=ending.reason == pb.FINISH_REASON_LENGTH, token_id=token_id):
+            self._add(part)
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
@@ -464,26 +492,9 @@ class StreamAssembly:
             self._ids.extend(token_ids)
 
     def _clear_unread(self) -> None:
-        self._text.clear()
+        self._parts.clear()
         self._ids.clear()
         self._marks.clear()
         self._unread = 0
         if self._logprobs is not None:
             self._logprobs.clear()
-
-
-def _error_of(end: wpb.SequenceEnd) -> ApiError:
-    if end.reason == wpb.END_REASON_DEADLINE:
-        return DeadlineError("at the worker")
-    return EngineError(end.message or "the worker failed")
-
-
-def _ending_of(end: wpb.SequenceEnd) -> FinishInfo:
-    if end.reason == wpb.END_REASON_LENGTH:
-        return FinishInfo(pb.FINISH_REASON_LENGTH)
-    if end.reason == wpb.END_REASON_EOS:
-        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
-    if end.reason == wpb.END_REASON_STOP_TOKEN:
-        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
-    ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
-    return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))

@@ -25,7 +25,8 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.protocol import PROTO_MINOR
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
-from router.text.stream_assembly import FirstTokenInfo, StreamAssembly
+from router.text.stream_assembly import StreamAssembly
+from router.text.stream_chunk import FirstTokenInfo
 
 # Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
 _FRAME_OVERHEAD_BYTES = 1024

@@ -69,9 +69,12 @@ class Conversation:
 
     def answered(self, text: str, answer: Answer) -> None:
         """Keeps a turn: a question, and what has come of its answer. Without an answer there was no turn."""
-        if not answer.text and not answer.finish.reason:
+        if not answer.text and not answer.reasoning and not answer.finish.reason:
             return
-        self.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+        said = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            said["reasoning"] = answer.reasoning
+        self.turns += [{"role": "user", "content": text}, said]
         self.last, self.answers = answer, self.answers + 1
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             setattr(self.usage, name, getattr(self.usage, name) + getattr(answer.finish.usage, name))
@@ -162,7 +165,7 @@ class Chat:
                 raise
             _note("(ended)")
         except FissileError as error:
-            is_partial = bool(stream.progress.answers[0].text)
+            is_partial = stream.progress.answers[0].has_any
             raise call_failed(error, ",".join(self._client.connection.targets), partial=is_partial) from None
         finally:
             self._conversation.answered(text, Answer.of(stream))
@@ -175,6 +178,7 @@ class Chat:
             with stream:
                 for event in stream:
                     if isinstance(event, Delta):
+                        shown.think(event.reasoning)
                         shown.write(event.text)
         finally:
             shown.end_line()

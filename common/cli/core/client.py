@@ -195,6 +195,7 @@ class Answer:
     trace_id: str = ""
     request_id: str = ""
     text: str = ""
+    reasoning: str = ""
     prompt_info: pb.PromptInfo = field(default_factory=pb.PromptInfo)
     finish: pb.Finish = field(default_factory=pb.Finish)
     token_ids: list[int] = field(default_factory=list)
@@ -211,6 +212,7 @@ class Answer:
             trace_id=_trace_id_in(stream.trailing_metadata.items()),
             request_id=progress.request_id,
             text=came.text,
+            reasoning=came.reasoning,
             prompt_info=progress.prompt_info or pb.PromptInfo(),
             finish=came.finish or pb.Finish(),
             token_ids=came.token_ids,
@@ -248,6 +250,7 @@ class Answer:
         return {
             "request_id": self.request_id,
             "text": self.text,
+            **({"reasoning": self.reasoning} if self.reasoning else {}),
             "finish_reason": self.finish_reason(),
             "usage": {name: getattr(finish.usage, name) for name in finish.usage.DESCRIPTOR.fields_by_name},
             "timings_ms": {
@@ -301,7 +304,7 @@ async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text
                 if isinstance(event, Delta):
                     on_text(event.text)
     except FissileError as error:
-        is_partial = stream is not None and bool(stream.progress.answers[0].text)
+        is_partial = stream is not None and stream.progress.answers[0].has_any
         raise call_failed(error, ",".join(client.connection.targets), partial=is_partial) from error
     return Answer.of(stream)
 

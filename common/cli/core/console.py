@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from common.cli.core.client import printable
 from common.telemetry.output import in_order
 
+_DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -20,9 +21,21 @@ class TextStream:
 
     quiet: bool = False
     _open_line: bool = False
+    _is_thinking: bool = False
+
+    def think(self, text: str) -> None:
+        """Prints the next piece of reasoning, dim, on a terminal alone: it is no part of the answer."""
+        if text and not self.quiet and sys.stdout.isatty():
+            in_order(sys.stderr)
+            sys.stdout.write(_DIM + printable(text, terminal=True) + _NOT_DIM)
+            sys.stdout.flush()
+            self._open_line = self._is_thinking = True
 
     def write(self, text: str) -> None:
         """Prints the next piece."""
+        if text and self._is_thinking:
+            self._is_thinking = False
+            self.end_line()
         if text and not self.quiet:
             in_order(sys.stderr)
             sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))

@@ -119,9 +119,10 @@ class ResponseParser:
         """Takes the next piece of the answer."""
         return _merged(part for event in self._regions.push(text) for part in self._parts(event))
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Takes the end of the answer; one that is cut off would have gone on."""
-        return _merged(part for event in self._regions.finish(is_cut=is_cut) for part in self._parts(event))
+    def finish(self, *, is_cut: bool = False, token: str = "") -> list[Part]:
+        """Takes the end of the answer; arguments as of `Regions.finish`."""
+        events = self._regions.finish(is_cut=is_cut, token=token)
+        return _merged(part for event in events for part in self._parts(event))
 
     def _parts(self, event: RegionEvent) -> list[Part]:
         match event:

@@ -82,10 +82,19 @@ class Regions:
         self._text += text
         return self._advance(final=False)
 
-    def finish(self, *, is_cut: bool = False) -> list[RegionEvent]:
-        """Takes the end of the text; one that is cut off would have gone on."""
+    def finish(self, *, is_cut: bool = False, token: str = "") -> list[RegionEvent]:
+        """Takes the end of the text; one that is cut off would have gone on.
+
+        Args:
+            is_cut: True if it is.
+            token: text of the token that has ended it, which may end a region, and is no text otherwise.
+        """
+        self._text += token
         events = self._advance(final=True)
         self._pass_on(events, len(self._text))
+        last = events[-1] if events else None
+        if token and isinstance(last, Within) and last.text.endswith(token):
+            events[-1] = Within(last.field, last.text.removesuffix(token))
         self._close(events, None, is_cut=is_cut)
         return events
 

@@ -157,7 +157,7 @@ class ResponseTemplate:
         self.fields: Mapping[str, Field] = {name: _field(name, given) for name, given in fields.items()}
         if sum(field.open is None for field in self.fields.values()) > 1:
             raise ResponseTemplateError("two fields have no opening delimiter")
-        self._texts = tuple(_texts(spec))
+        self._texts = tuple(_texts(fields))
 
     @property
     def has_calls(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from fissile.client.messages import Response
-from fissile.client.progress import Answer, Progress, text_of
+from fissile.client.progress import Answer, Progress, reasoning_of, text_of
 from fissile.client.receipts import Receipt
 from fissile.v1 import inference_pb2 as pb
 
@@ -22,12 +22,16 @@ _AnyMessage = TypeVar("_AnyMessage", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs."""
+    """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs.
+
+    Of Chat `text` is content, and `reasoning` comes apart from it.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,13 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Text of the first answer."""
+        """Text of the first answer; of Chat the content."""
         return self.answers[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """Reasoning of the first answer."""
+        return self.answers[0].reasoning
 
     @property
     def receipt(self) -> Receipt | None:
@@ -177,9 +186,9 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 def events_of(part: Response) -> list[Event]:
     """The events that a message brings."""
-    text, token_ids, logprobs = text_of(part), tuple(part.token_ids), tuple(part.logprobs)
-    has_news = text or token_ids or logprobs
-    events: list[Event] = [Delta(part.index, text, token_ids, logprobs)] if has_news else []
+    delta = Delta(part.index, text_of(part), tuple(part.token_ids), tuple(part.logprobs), reasoning_of(part))
+    has_news = delta.text or delta.token_ids or delta.logprobs or delta.reasoning
+    events: list[Event] = [delta] if has_news else []
     return [*events, Finished(part.index, part.finish)] if part.HasField("finish") else events
 
 

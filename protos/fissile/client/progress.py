@@ -25,6 +25,29 @@ def text_of(part: Response) -> str:
     return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
 
 
+def reasoning_of(part: Response) -> str:
+    """Reasoning that a message adds."""
+    return part.delta.reasoning if isinstance(part, pb.ChatResponse) else ""
+
+
+class _Text:
+    """A text that grows; parts are joined when they are asked for, not one by one."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def add(self, part: str) -> None:
+        """Takes the next part."""
+        self._parts.append(part)
+
+    @property
+    def whole(self) -> str:
+        """The text so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+
 @dataclass(slots=True)
 class Answer:
     """One answer, as far as it has come.
@@ -42,18 +65,33 @@ class Answer:
     finish: pb.Finish | None = None
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     receipt: Receipt | None = None
-    _texts: list[str] = field(default_factory=list)
+    _text: _Text = field(default_factory=_Text)
+    _reasoning: _Text = field(default_factory=_Text)
 
     @property
     def text(self) -> str:
         """Its text so far; of Chat the content."""
-        if len(self._texts) > 1:
-            self._texts = ["".join(self._texts)]
-        return self._texts[0] if self._texts else ""
+        return self._text.whole
 
-    def add_text(self, text: str) -> None:
-        """Takes the next part of the text; parts are joined when they are asked for, not one by one."""
-        self._texts.append(text)
+    @property
+    def reasoning(self) -> str:
+        """Its reasoning so far."""
+        return self._reasoning.whole
+
+    @property
+    def has_any(self) -> bool:
+        """True if text of any channel has come."""
+        return bool(self.text or self.reasoning)
+
+    @property
+    def delivered(self) -> bytes:
+        """All that has come as a router digests it: the channels, one after another."""
+        return (self.reasoning + self.text).encode()
+
+    def add(self, part: Response) -> None:
+        """Takes the texts of the next message."""
+        self._text.add(text_of(part))
+        self._reasoning.add(reasoning_of(part))
 
 
 class Progress:
@@ -127,7 +165,7 @@ class Progress:
             ReceiptError: its receipt is of another answer, or of another request.
         """
         answer = self.answers[part.index]
-        answer.add_text(text_of(part))
+        answer.add(part)
         # Logprobs name their tokens, which a stream that breaks has to be resumed with.
         answer.token_ids += part.token_ids or [entry.token_id for entry in part.logprobs]
         answer.logprobs += part.logprobs
@@ -158,8 +196,7 @@ class Progress:
             if options.return_token_ids or options.HasField("logprobs"):
                 if answer.token_ids:
                     point.token_ids.ids.extend(answer.token_ids)
-            elif answer.text:
-                data = answer.text.encode()
+            elif data := answer.delivered:
                 point.text.bytes, point.text.sha256 = len(data), hashlib.sha256(data).digest()
         again.resume.CopyFrom(resume)
         return again

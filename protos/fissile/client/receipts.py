@@ -191,8 +191,16 @@ class ReceiptCheck:
             self._seed,
             continues=isinstance(self._request, pb.GenerateRequest),
             keeps_special_tokens=self._request.output_options.keep_special_tokens,
+            keeps_delimiters=bool(given.stop_strings) and _has_channels(self._request, model),
         )
         return digest.of_answer(index)
+
+
+def _has_channels(request: Request, model: pb.Model) -> bool:
+    """True if a router tells reasoning from content."""
+    if isinstance(request, pb.GenerateRequest) or pb.CAPABILITY_REASONING not in model.capabilities:
+        return False
+    return request.reasoning.separate if request.reasoning.HasField("separate") else True
 
 
 def _model_of(answer: Any) -> pb.Model:

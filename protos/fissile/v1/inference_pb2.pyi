@@ -783,7 +783,7 @@ class TextDigest(_message.Message):
     bytes: _builtins.int
     """Length of its UTF-8, in bytes: of Chat that of content, reasoning and the arguments of tool calls together."""
     sha256: _builtins.bytes
-    """Its SHA-256. DATA_LOSS with the reason RESUME_MISMATCH says that this request gives another text."""
+    """Its SHA-256: of Chat that of reasoning, content and the arguments of each call in order, one after another. DATA_LOSS with the reason RESUME_MISMATCH says that this request gives another text."""
     def __init__(
         self,
         *,
@@ -1128,7 +1128,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens that were found in the prefix cache."""
     reasoning_tokens: _builtins.int
-    """Of `completion_tokens`, those of reasoning."""
+    """Of `completion_tokens`, those of reasoning in its own channel, the delimiters around it included."""
     def __init__(
         self,
         *,
@@ -1582,8 +1582,8 @@ class ReasoningOptions(_message.Message):
     SEPARATE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     separate: _builtins.bool
-    """True: reasoning comes in its own channel, `ChatDelta.reasoning`. False: all is content. Default: true for models whose
-    template has it.
+    """True: reasoning comes in its own channel, `ChatDelta.reasoning`; refused for models without CAPABILITY_REASONING.
+    False: all is content. Default: true for models whose template has it.
     """
     max_tokens: _builtins.int
     """Most tokens of reasoning, after which it is ended in order. Default: no limit."""
@@ -1709,10 +1709,11 @@ class ChatDelta(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     content: _builtins.str
     """The next part of the content. Always whole characters. All of it together is the answer's tokens decoded by themselves:
-    without the space that SentencePiece's kind of tokenizers puts before a text's first word.
+    without the space that SentencePiece's kind of tokenizers puts before a text's first word. Where the answer has other
+    channels, what is in these is left out, and blanks around it.
     """
     reasoning: _builtins.str
-    """The next part of the reasoning. All of it comes before the content."""
+    """The next part of the reasoning, without the blanks around it. Most models write all of it before the content."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """The next parts of calls of tools."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -19,11 +20,35 @@ CHAT_TEMPLATE = (
 EOS = 257
 
 
-def tokenizer_files(*, chat: bool = True, generation: dict[str, object] | None = None) -> dict[str, bytes]:
-    """A byte-level tokenizer of 300 ids: 0..255 bytes, 256..258 special, the rest merges of letters."""
+# As that of Qwen3 in short: reasoning of earlier answers is shown, and thinking can be turned off.
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if begin_thinking %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def thinking_files(*, with_tokens: bool = True) -> dict[str, bytes]:
+    """Files of a model that thinks; `<think>` and `</think>` are 300 and 301, or spelled in letters alone."""
+    files = tokenizer_files(
+        special=("<|im_start|>", "<|im_end|>", "<|pad|>"), added=("<think>", "</think>") if with_tokens else ()
+    )
+    return {**files, "chat_template.jinja": THINKING_TEMPLATE.encode()}
+
+
+def tokenizer_files(
+    *,
+    chat: bool = True,
+    generation: dict[str, object] | None = None,
+    special: Sequence[str] = ("<|start|>", "<|end|>", "<|pad|>"),
+    added: Sequence[str] = (),
+) -> dict[str, bytes]:
+    """A byte-level tokenizer: 0..255 bytes, 256..258 special, merges of letters, and from 300 on `added` tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
-    special = ["<|start|>", "<|end|>", "<|pad|>"]
     merges = [(a, b) for a in "abcdefg" for b in "aeiou"] + [("l", "o"), ("l", "a"), ("t", "h"), ("o", "n"), ("e", "r")]
     for i, (a, b) in enumerate(merges):
         vocab[a + b] = 259 + i
@@ -33,10 +58,11 @@ def tokenizer_files(*, chat: bool = True, generation: dict[str, object] | None =
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens([*special])
+    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added])
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps({"eos_token": "<|end|>"}).encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": special[1]}).encode(),
     }
     if chat:
         files["chat_template.jinja"] = CHAT_TEMPLATE.encode()

@@ -45,6 +45,8 @@ from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
 from router.scheduling.rebinding import Rebinding
 from router.scheduling.worker_load import WorkerLoad
+from router.text.delivered_text import DeliveredText
+from router.text.reading import ChannelReader
 from router.text.stream_assembly import StreamAssembly
 from router.text.text_queue import TextQueue
 from router.workers import session_state
@@ -73,7 +75,7 @@ from tests.unit.router.scheduling import (
     test_kv_check,
     test_placement,
 )
-from tests.unit.router.text import test_prompts, test_stream_assembly, test_text_queue
+from tests.unit.router.text import test_prompts, test_reading, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
@@ -117,6 +119,8 @@ _FRAMES = test_session_state.test_frames_are_bounded_and_complete
 _PAUSES = test_conduct.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
 _TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_take_none
 _BOOKS = test_text_queue.test_books_are_right_after_any_history
+_CHANNELS = test_reading.test_channels_are_those_of_the_whole_text
+_GOES_ON = test_reading.test_a_stream_goes_on_behind_every_message
 _BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_together_are_the_list, test_pages.test_a_token_of_nobody_is_refused
@@ -162,7 +166,9 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("on_its_way", WorkerLoad, "has_waiting", " or self.unseen_seqs > 0", ""), (_GATE,)),
     (Mutant("last_start", StreamAssembly, "begin", "if self.first_token_time is None", "if True"), (_START,)),
     (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
-    (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._text.append(rest):"), (_REST,)),
+    (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(text)", "text"), (_CHANNELS,)),
+    (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
+    (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._emit(rest):"), (_REST,)),
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),
     (Mutant("shortest", stop_strings, "_link", _OWN, "child.fail.match or child.match"), (_FRAMING,)),

@@ -16,7 +16,8 @@ from common.logprobs import LogprobLayout
 from common.sampling_params import SamplingParams
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs
-from router.text.stream_assembly import Echo, StreamAssembly, StreamChunk
+from router.text.stream_assembly import StreamAssembly
+from router.text.stream_chunk import Echo, StreamChunk
 from tests.unit.router.support import end, small_tokenizer
 
 TOKENIZER = small_tokenizer()

@@ -11,7 +11,8 @@ from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 from common.errors import DeadlineError, EngineError, NoWorkerError, SlowClientError, WorkerLostError
 from common.text.stop_strings import StopStrings
-from router.text.stream_assembly import FirstTokenInfo, GapError, StreamAssembly, StreamChunk
+from router.text.stream_assembly import GapError, StreamAssembly
+from router.text.stream_chunk import FirstTokenInfo, StreamChunk
 from tests.unit.common.text.continuations import Continuation, continuations
 from tests.unit.router.support import EOS, end, small_tokenizer
 

@@ -1,0 +1,70 @@
+"""Parts of a client's stream, and how it begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError, DeadlineError, EngineError
+from router.text.answer_logprobs import ChunkLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenInfo:
+    """The worker's report with the first token; `prefill_s` in seconds."""
+
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishInfo:
+    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP."""
+
+    reason: pb.FinishReason.ValueType
+    stop: pb.StopDetail | None = None
+
+
+class StreamChunk(NamedTuple):
+    """Next piece for the client; `start` in the first part only, `ending` in the last one only.
+
+    `logprobs` are those of `token_ids`, whether those are wanted or not, and in the first parts of the prompt. Of an
+    answer that is read in channels `text` is content.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    start: FirstTokenInfo | None
+    ending: FinishInfo | None
+    logprobs: ChunkLogprobs | None = None
+    reasoning: str = ""
+
+
+class Echo(NamedTuple):
+    """The prompt that an answer begins with for its client: its text, and its token ids."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+def error_of(end: wpb.SequenceEnd) -> ApiError:
+    """The failure that a worker's end is for the client."""
+    if end.reason == wpb.END_REASON_DEADLINE:
+        return DeadlineError("at the worker")
+    return EngineError(end.message or "the worker failed")
+
+
+def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
+    """The finish that a worker's end is for the client."""
+    if end.reason == wpb.END_REASON_LENGTH:
+        return FinishInfo(pb.FINISH_REASON_LENGTH)
+    if end.reason == wpb.END_REASON_EOS:
+        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
+    if end.reason == wpb.END_REASON_STOP_TOKEN:
+        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
+    ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
+    return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))
