@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.checks import require, require_one_of, require_types
+from common.limits import MAX_SPECULATIVE_TOKENS
 
 # The granularity of the scales of quantized weights.
 QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
 QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")
 # Begins names of layers that are regular expressions.
 REGEX: Final = "re:"
+# Ways to propose draft tokens: a lookup, and draft models.
+NGRAM: Final = "ngram"
+MTP: Final = "mtp"
+SPECULATIVE_METHODS: Final = (NGRAM, MTP)
 # Formats that the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per weight row.
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
@@ -153,15 +158,30 @@ def _is_pattern(name: str) -> bool:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Speculative decoding: how many draft tokens are verified per step.
+    """Speculative decoding: who proposes draft tokens, and how many are verified per step.
+
+    Attributes:
+        num_speculative_tokens: most drafts of a sequence and step.
+        method: `ngram` looks up what followed a sequence's newest tokens before; the others are draft models.
+        prompt_lookup_max: newest tokens that are looked up at most, by `ngram`.
+        prompt_lookup_min: at least.
 
     Raises:
-        InvalidFieldError: the number is out of range.
+        InvalidFieldError: a value is out of range.
     """
 
     num_speculative_tokens: int = 1
+    method: str = MTP
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
-        require_types(self, "speculative_config.")
-        count = self.num_speculative_tokens
-        require(count >= 1, "speculative_config.num_speculative_tokens", count, "at least 1")
+        name = "speculative_config."
+        require_types(self, name)
+        require_one_of(f"{name}method", self.method, SPECULATIVE_METHODS)
+        count, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
+        most = MAX_SPECULATIVE_TOKENS
+        require(1 <= count <= most, f"{name}num_speculative_tokens", count, f"1 to {most}")
+        require(1 <= longest <= most, f"{name}prompt_lookup_max", longest, f"1 to {most}")
+        valid = f"1 to prompt_lookup_max, {longest}"
+        require(1 <= shortest <= longest, f"{name}prompt_lookup_min", shortest, valid)

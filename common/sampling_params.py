@@ -99,6 +99,7 @@ class SamplingParams:
     logprobs_kind: str = RAW
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1
+    num_drafts: int | None = None
 
     def __post_init__(self) -> None:
         for name, (valid, ok) in _REAL_RANGES.items():
@@ -110,7 +111,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         for name, (low, high) in _INTEGER_RANGES.items():
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if value is None and name in _OPTIONAL:
                 continue
             _require_kind(name, value, int, Integral, f"an integer from {low} to {high}")
             if not low <= int(value) <= high:
@@ -238,7 +239,9 @@ _INTEGER_RANGES = {
     "min_tokens": (0, UINT32_MAX),
     "n": (1, 128),
     "prompt_logprobs_start": (1, UINT32_MAX),
+    "num_drafts": (0, UINT32_MAX),
 }
+_OPTIONAL: Final = frozenset({"seed", "num_drafts"})
 
 
 def _require_kind(name: str, value: object, usual: type, kind: type, valid: str) -> None:

@@ -36,6 +36,12 @@ class SeenIds:
         self.output_counts = array("f", both[order].astype(np.float32).tobytes())
         self._places = {token_id: place for place, token_id in enumerate(self.ids)}
 
+    def copy(self) -> SeenIds:
+        """One that goes on by itself."""
+        other = object.__new__(SeenIds)
+        other.ids, other.output_counts, other._places = self.ids[:], self.output_counts[:], dict(self._places)
+        return other
+
     def add(self, token_id: int) -> None:
         """One more output token."""
         place = self._places.get(token_id)

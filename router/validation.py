@@ -55,6 +55,7 @@ _GIVEN: Final = (
     "min_tokens",
     "ignore_eos",
     "n",
+    "num_drafts",
 )
 _FEW_IDS: Final = 128
 _SHA256_BYTES: Final = 32

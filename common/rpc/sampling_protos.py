@@ -26,6 +26,7 @@ SAMPLING_FIELDS: Final = frozenset(
         "bad_words_token_ids",
         "bad_words_token_ids.ids",
         "allowed_token_ids",
+        "num_drafts",
         *LOGPROB_FIELDS,
     }
 )
@@ -49,6 +50,7 @@ def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
         logit_bias=dict(params.biases),
         bad_words_token_ids=[wpb.TokenIds(ids=ids) for ids in params.bad_words_token_ids],
         allowed_token_ids=params.allowed_token_ids,
+        num_drafts=params.num_drafts,
         logprobs=params.logprobs,
         logprob_token_ids=params.logprob_token_ids,
         prompt_logprobs=params.prompt_logprobs,
@@ -83,6 +85,7 @@ def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
         logit_bias=params.logit_bias,
         bad_words_token_ids=tuple(tuple(sequence.ids) for sequence in params.bad_words_token_ids),
         allowed_token_ids=tuple(params.allowed_token_ids),
+        num_drafts=params.num_drafts if params.HasField("num_drafts") else None,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         logprob_token_ids=tuple(params.logprob_token_ids),
         logprobs_kind=PROCESSED if params.logprobs_kind == wpb.LOGPROBS_KIND_PROCESSED else RAW,

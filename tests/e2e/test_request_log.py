@@ -137,7 +137,11 @@ async def test_a_request_that_only_waited_has_a_line_without_tokens(lines: list[
     ("asked", "status", "wanted"),
     [
         (request(params={"top_p": 0}), "INVALID_ARGUMENT", {"fields": ["sampling_params.top_p"]}),
-        (request(params={"num_drafts": 2}), "UNIMPLEMENTED", {"fields": ["sampling_params.num_drafts"]}),
+        (
+            request(params={"constraint": {"regex": "a"}}),
+            "UNIMPLEMENTED",
+            {"fields": ["sampling_params.constraint"]},
+        ),
         (request("x" * 9000), "OUT_OF_RANGE", {"fields": ["text"]}),
         (request(model="nobody"), "NOT_FOUND", {"reason": "UNKNOWN_MODEL", "model": "nobody"}),
         (request(request_id="\x1b[31m" + "x" * MAX_REQUEST_ID_BYTES), "INVALID_ARGUMENT", {"fields": ["request_id"]}),

@@ -314,7 +314,7 @@ async def test_tokenize_detokenize_and_models() -> None:
         ("INVALID_ARGUMENT", "priority", request(priority=17)),
         ("INVALID_ARGUMENT", "cache_salt", request(cache_salt="x" * 129)),
         ("INVALID_ARGUMENT", "sampling_params.n", request(params={"n": 65})),
-        ("UNIMPLEMENTED", "sampling_params.num_drafts", request(params={"num_drafts": 2})),
+        ("UNIMPLEMENTED", "sampling_params.constraint", request(params={"constraint": {"regex": "a"}})),
     ],
 )
 async def test_bad_input_names_the_field(code: str, path: str, bad: pb.GenerateRequest) -> None:
@@ -387,6 +387,7 @@ def with_field(message: Any, path: str) -> Any:
     "SamplingParams.logit_bias",
     "SamplingParams.bad_words",
     "SamplingParams.allowed_token_ids",
+    "SamplingParams.num_drafts",
     "StopDetail.stop_string",
     "OutputOptions.return_token_ids",
     "GenerateRequest.output_options",
@@ -412,6 +413,7 @@ async def test_every_served_field_has_its_effect() -> None:
         "logit_bias": {9: 1.5},
         "bad_words": ["lo"],
         "allowed_token_ids": [4, 3],
+        "num_drafts": 0,
     }
     async with bench() as b:
         parts = await collect(b.stub.Generate(request(model="m", request_id="r", params=fields)))
@@ -426,6 +428,8 @@ async def test_every_served_field_has_its_effect() -> None:
         assert [list(s.ids) for s in params.stop_token_sequences] == [[7, 8]]
         assert dict(params.logit_bias) == {9: 1.5}
         assert list(params.allowed_token_ids) == [4, 3]
+        assert params.HasField("num_drafts")
+        assert params.num_drafts == 0
         spelled = [tuple(ids.ids) for ids in params.bad_words_token_ids]
         assert [TOKENIZER.decode_stream(behind=[5]).push(ids) for ids in spelled] == ["lo", " lo"]
         assert submitted.seed == 2**64 - 1
@@ -442,6 +446,7 @@ async def test_every_served_field_has_its_effect() -> None:
         defaults = b.workers[0].submitted[1].params
         assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.repetition_penalty) == (1, 0, 1, 1)
         assert (defaults.presence_penalty, defaults.frequency_penalty) == (0, 0)
+        assert not defaults.HasField("num_drafts")
 
 
 async def test_absent_parameters_come_from_the_generation_config() -> None:

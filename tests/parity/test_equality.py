@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config
+from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config, SpeculativeConfig
+from common.config_parts import NGRAM
 from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.attention import PagedKVCache
 from tests.covering import covering
 from tests.native import backend_or_skip
+from tests.parity.drafts import RandomProposer, streams_of
 from tests.parity.draws import changes_of_logits
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import OBJECTIONS, Mutant
@@ -66,7 +68,8 @@ Key = tuple[str, int]
 class Setting:
     """How an engine runs; none of it may show in a stream. A tight pool holds just one longest sequence.
 
-    With `ahead` a step is launched before the one before it has ended, as on a GPU.
+    With `ahead` a step is launched before the one before it has ended, as on a GPU. With `drafts` a step verifies at
+    most so many of a sequence, of which some are right (test_speculation.py).
     """
 
     policy: str = PREFILL_FIRST
@@ -78,6 +81,7 @@ class Setting:
     block_size: int = 16
     max_num_seqs: int = 8
     kernels: str = "torch"
+    drafts: int = 0
 
     @property
     def config(self) -> Config:
@@ -93,6 +97,7 @@ class Setting:
             num_kvcache_blocks=MODEL_LEN // self.block_size * (1 if self.tight else 12),
             kv_cache_block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
+            speculative_config=SpeculativeConfig(self.drafts, NGRAM) if self.drafts else None,
         )
 
 
@@ -196,6 +201,8 @@ class Watched:
         self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
         self.seen["copies"] += len(batch.block_copies)
         self.seen["rows before their token"] += sum(batch.from_last_output)
+        self.seen["drafts beside prompts"] += bool(batch.num_spec_step and batch.total_seqs_num_prefill)
+        self.seen["plain steps"] += batch.is_plain_decode
 
 
 @cache
@@ -231,6 +238,9 @@ def alone(number: int, kernels: str = "torch") -> dict[Key, dict[str, Any]]:
 def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[str, Any]]:
     """The same requests as they come, the answers by request and choice."""
     engine, requests = make_engine(setting, watched), workload(number)
+    if setting.drafts:
+        streams = streams_of(alone(number, setting.kernels).values())
+        engine.core.scheduler.drafter.proposer = RandomProposer(streams, NUM_IDS, random.Random(number))
     answers: dict[Key, dict[str, Any]] = {}
     for step in range(MAX_STEPS):
         for request_id, request in requests.items():
@@ -246,6 +256,8 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
     engine.core.scheduler.check_integrity()
     assert engine.core.load().free_blocks == setting.config.num_kvcache_blocks
     watched.seen["preemptions"] += engine.core.scheduler.lifecycle.num_preemptions
+    watched.seen["drafts"] += engine.core.scheduler.spec_stats.total_draft_tokens
+    watched.seen["right drafts"] += engine.core.scheduler.spec_stats.total_accepted_tokens
     return answers
 
 
@@ -341,12 +353,12 @@ class RemembersTables(ModelRunner):
 
 
 _POSITIONS = "batch.known_token_ids, positions"
-_SAMPLED_AT = "positions=np.array(batch.context_lens, np.int64)[final]"
+_SAMPLED_AT = "positions=rows.positions"
 MUTANTS = [
     Mutant("noise by the step", Sampler, "sample", _SAMPLED_AT,
-           "positions=final * 0 + batch.total_tokens_num"),
-    Mutant("noise without the choice", Sampler, "sample", "choices=np.array(batch.choices, np.int64)[final]",
-           "choices=final * 0"),
+           "positions=own * 0 + batch.total_tokens_num"),
+    Mutant("noise without the choice", Sampler, "sample", "choices=np.array(batch.choices, np.int64)[own]",
+           "choices=own * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),
     Mutant("the neighbour's token", Sampler, "with_late_tokens", "self.last.place[batch.req_ids[i]]", "0"),

@@ -225,8 +225,8 @@ FAULTS = [
     Mutant("salts-ignored", PrefixCache, "root", "if not cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
-    Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "not self._use_spec and ", ""),
-    Mutant("end-not-foreseen", DecodeFiller, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
+    Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "seq.awaits_output or ", ""),
+    Mutant("end-not-foreseen", DecodeFiller, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
     Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(verified, token_ids)", ""),
     Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),
     Mutant("stop-missed", Landing, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
@@ -235,7 +235,9 @@ FAULTS = [
     Mutant("discarded-kept", Landing, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
-    Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
+    Mutant(
+        "preempted-for-nothing", DecodeFiller, "_make_room", "can_append(seq)", "can_append(seq, 2 * seq.block_size)"
+    ),
     Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
     Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
     Mutant("cached-before-vacant", BlockManager, "_release", "not block.is_cached", "False"),

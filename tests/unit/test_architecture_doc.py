@@ -91,6 +91,7 @@ def test_names_are_where_the_table_says() -> None:
         *("_passed_delay", "prev_time", "prev_prompt", "update_spec_stats", "CoreManager", "busy_loop"),
         *("EngineCoreRequestType", "input_queue", "output_queue", "tokenIDProcessor", "AsyncIOProcManager"),
         *("AsyncIOProc", "init_dist_env", "ForwardMeta", "seq_lens_kv", "block_table", "prev_ids"),
+        "spec_decode_metadata",
     }
     missing = []
     for names, places in rows():

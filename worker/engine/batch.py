@@ -33,6 +33,7 @@ class TokenHistory:
         prompt_ids: int64, the prompt's ids, each once; empty when no repetition penalty asks for them.
         tokens: the sequence's own list, in which the output is from `begin` up to `end`.
         late: a further output token, sampled by the runner's last step.
+        drafts: further ones behind all of these, if they are right.
     """
 
     seq_id: int
@@ -42,6 +43,7 @@ class TokenHistory:
     begin: int
     end: int
     late: int = NO_TOKEN
+    drafts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, seq: Sequence) -> TokenHistory:
@@ -53,7 +55,7 @@ class TokenHistory:
     @property
     def num_output(self) -> int:
         """Output tokens."""
-        return self.end - self.begin + (self.late != NO_TOKEN)
+        return self.end - self.begin + (self.late != NO_TOKEN) + len(self.drafts)
 
     @property
     def output_ids(self) -> list[int]:
@@ -63,11 +65,18 @@ class TokenHistory:
     def output_from(self, count: int) -> list[int]:
         """The output but its first `count` tokens."""
         known = self.tokens[self.begin + count : self.end]
-        return known if self.late == NO_TOKEN else [*known, self.late]
+        if self.late != NO_TOKEN:
+            known.append(self.late)
+        # Of the drafts as many as `count` leaves.
+        return known + list(self.drafts[max(0, count - (self.num_output - len(self.drafts))) :])
 
     def with_token(self, token_id: int) -> TokenHistory:
         """The history one token later; the same after NO_TOKEN, with which the sequence ends."""
         return replace(self, late=token_id)
+
+    def with_drafts(self, drafts: list[int]) -> TokenHistory:
+        """The history behind these drafts."""
+        return replace(self, drafts=tuple(drafts))
 
 
 _NO_IDS: Final = np.empty(0, np.int64)
@@ -192,6 +201,7 @@ _FIELDS: Final = (
     "is_dummy_run",
     "num_spec_step",
     "scheduled_spec_decode_tokens",
+    "drafts_wanted",
     "digested_blocks",
     "block_copies",
     "_block_size",
@@ -211,7 +221,9 @@ class ScheduledBatch:
 
      `digested_blocks` has names of KV blocks, by id, that the runner digests before it writes anything.
 
-     Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
+     Draft tokens to be verified follow the last token, in `scheduled_tokens` too: `scheduled_spec_decode_tokens`, at
+     most `num_spec_step` of a sequence. `drafts_wanted` says, by sequence, how many a runner that drafts proposes for
+     the next step; the block table has slots for them. Deferred output: a row with
      `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
      takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
 
@@ -249,6 +261,7 @@ class ScheduledBatch:
         self.req_ids = self._columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+        self.drafts_wanted: dict[int, int] = {}
         self.digested_blocks: dict[int, bytes] = {}
         self.block_copies = block_copies or []
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
@@ -369,9 +382,14 @@ class ScheduledBatch:
 
     @cached_property
     def digested(self) -> list[int]:
-        """Indices of the sampled rows whose logits are digested."""
+        """Indices of the sampled sequences of which the step may digest logits."""
         rows = self._columns.digested
-        return [i for i in rows if self.is_final[i] and self.is_digested(i, self.context_lens[i])] if rows else []
+        return [i for i in rows if self.is_final[i] and self._may_digest(i)] if rows else []
+
+    def _may_digest(self, i: int) -> bool:
+        end = self.context_lens[i]
+        first = end - len(self.scheduled_spec_decode_tokens.get(self.req_ids[i], ()))
+        return any(self.is_digested(i, position) for position in range(first, end + 1))
 
     def is_digested(self, i: int, position: int) -> bool:
         """True if the logits are digested that the token of row i at an absolute position is drawn from."""

@@ -1,11 +1,11 @@
-"""Fills steps with decodes: the newest token of every running sequence, and its drafts.
+"""Fills steps with decodes: the newest token of every running sequence. Drafts come later (worker/engine/drafter.py).
 
 Invariants:
 - the blocks of a decode are reserved before it enters the batch. Victims are the newest of the lowest class, so the
   oldest running sequence of the highest class is never preempted;
 - decodes that a step has no place for go first in the next one;
-- speculation: drafts follow the last token, with blocks for k + 1 tokens. How many are accepted decides where the next
-  step begins, so a sequence with drafts in flight waits for its output.
+- speculation: how many drafts are accepted decides where the next step begins, so a sequence with drafts in flight
+  waits for its output; so does one that will have drafts behind a token in flight.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from __future__ import annotations
 from collections import deque
 
 from worker.engine.batch import SequenceColumns
+from worker.engine.drafter import Drafter
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.sequence import Sequence, SequenceStatus, SequenceType
-from worker.engine.step import Step, StepLimits
+from worker.engine.step import Step
 
 
 class DecodeFiller:
     """Decides which sequences a step decodes.
 
     Args:
-        limits: of a step.
         lifecycle: the sequences.
         in_flight: the steps that are being computed, oldest first.
-        use_spec: True if steps verify drafts.
+        drafter: says who will have drafts.
     """
 
-    def __init__(self, limits: StepLimits, lifecycle: Lifecycle, in_flight: deque[Step], *, use_spec: bool) -> None:
-        self._limits = limits
+    def __init__(self, lifecycle: Lifecycle, in_flight: deque[Step], drafter: Drafter) -> None:
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._in_flight = in_flight
-        self._use_spec = use_spec
+        self._drafter = drafter
         # Decodes that the last step had no place for, in the order in which the next one takes them.
         self._left_out: list[int] = []
 
     def fill(self, step: Step, kept: int = 0) -> None:
         """Adds decodes, but for `kept` tokens of the budget, which are for prompts."""
         most = step.budget - kept
-        if not self._use_spec and self._fill_plain(step, most):
+        if self._fill_plain(step, most):
             return
         ready = [seq for seq in self._lifecycle.decodes() if self._goes_on(seq)]
         decoding, self._left_out = self._in_turn(ready, most)
-        # Tokens that are not for this row: the prompts', and one of each row behind it.
-        for others, seq in zip(range(kept + len(decoding) - 1, kept - 1, -1), decoding, strict=True):
+        for seq in decoding:
             # Victims are taken from the end, so none of them is in the step already.
-            if seq.status is SequenceStatus.RUNNING:
-                self._try(step, seq, step.budget - others - 1)
+            if seq.status is SequenceStatus.RUNNING and self._make_room(seq, step):
+                self._blocks.may_append(seq)
+                self._lifecycle.note_growth(seq)
+                step.add(seq, 1, SequenceType.DECODE)
 
     def _fill_plain(self, step: Step, most: int) -> bool:
         """Takes one token of every sequence that can go on, `most` at most; takes nothing and returns False if one
@@ -87,30 +87,16 @@ class DecodeFiller:
         """True if a decode can be scheduled before the output in flight is there."""
         if not seq.num_placeholder:
             return True
-        return not self._use_spec and len(seq.token_ids) + seq.num_placeholder < seq.length_limit
+        if seq.awaits_output or len(seq.token_ids) + seq.num_placeholder >= seq.length_limit:
+            return False
+        return not self._drafter.expects(seq)
 
-    def _try(self, step: Step, seq: Sequence, most_drafts: int) -> None:
-        # Slots for k drafts and the token before them, but never beyond the longest sequence.
-        num_slots = min(self._limits.mtp_k + 1, self._limits.max_model_len - seq.next_position)
-        if self._make_room(seq, num_slots, step):
-            self._blocks.may_append(seq, num_slots)
-            self._lifecycle.note_growth(seq)
-            self._add(step, seq, most_drafts)
-
-    def _make_room(self, seq: Sequence, num_slots: int, step: Step) -> bool:
+    def _make_room(self, seq: Sequence, step: Step) -> bool:
         """Preempts the newest sequences of the lowest class until `seq` can go on; False when it was itself the one."""
-        while not self._blocks.can_append(seq, num_slots):
+        while not self._blocks.can_append(seq):
             victim = self._lifecycle.running.last()
             self._lifecycle.preempt(victim)
             step.has_preempted = True
             if victim is seq:
                 return False
         return True
-
-    def _add(self, step: Step, seq: Sequence, most_drafts: int) -> None:
-        """The newest token, and drafts as far as they can still be output."""
-        most = min(most_drafts, self._limits.mtp_k, self._limits.max_model_len - seq.num_tokens - 1)
-        drafts = seq.spec_token_ids[: max(0, min(most, seq.max_tokens - seq.num_completion_tokens - 1))]
-        if drafts:
-            step.drafts[seq.id] = drafts
-        step.add(seq, 1 + len(drafts), SequenceType.DECODE)

@@ -57,11 +57,12 @@ class Landing:
         first = len(outputs)
         vectors = self._pool(batch, fwd_output) if fwd_output.pooled else {}
         finished = self._take(seqs, batch, fwd_output, now)
+        self._take_drafts(batch, fwd_output.draft_token_ids or {})
         if fwd_output.kv_digests:
             self._blocks.digests.add(fwd_output.kv_digests)
         if fwd_output.logit_digests:
             for output in outputs[first:]:
-                output.logit_digests = fwd_output.logit_digests.get(output.request_id)
+                output.logit_digests = _of_tokens(output, fwd_output.logit_digests.get(output.request_id))
         if vectors:
             for output in outputs[first:]:
                 output.pooled = vectors.get(output.request_id, b"") if output.output_tokens else b""
@@ -88,7 +89,7 @@ class Landing:
         if batch.is_plain_decode:
             self._land_decodes(seqs, batch, fwd_output, finished, now)
             return finished
-        drafts, logprobs = fwd_output.draft_token_ids or {}, fwd_output.logprobs or {}
+        logprobs = fwd_output.logprobs or {}
         given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
             verified = batch.scheduled_spec_decode_tokens.get(seq.id)
@@ -96,9 +97,18 @@ class Landing:
             if seq.id in given:
                 self._land_given(seq, *given[seq.id])
             self._land(seq, num_scheduled, final, token_ids, verified, finished, now, logprobs.get(seq.id, b""))
-            if seq.status is SequenceStatus.RUNNING:
-                seq.spec_token_ids = drafts.get(seq.id, [])
         return finished
+
+    @staticmethod
+    def _take_drafts(batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
+        """Notes what the runner has drafted; the sequences need not wait for it any more."""
+        if not batch.drafts_wanted and not batch.scheduled_spec_decode_tokens:
+            return
+        for seq in batch.columns.rows:
+            if seq.id in batch.drafts_wanted or seq.id in batch.scheduled_spec_decode_tokens:
+                seq.awaits_output = False
+            if seq.id in drafts and seq.status is SequenceStatus.RUNNING:
+                seq.spec_token_ids = drafts[seq.id]
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""
@@ -109,6 +119,7 @@ class Landing:
             _forget_copy(seq)
             if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
                 self._lifecycle.resume_prefill(seq)
+        self._take_drafts(batch, {})
 
     def _land_decodes(
         self,
@@ -240,6 +251,14 @@ class Landing:
         accepted = len(token_ids) - 1
         self.spec_stats.update(len(drafts), accepted)
         return len(drafts) - accepted
+
+
+def _of_tokens(output: RequestOutput, digests: dict[int, int] | None) -> dict[int, int] | None:
+    """Digests of what the tokens of an output were drawn from: a step may have accepted drafts behind the last one."""
+    if digests is None:
+        return None
+    end = output.first_pos + len(output.output_tokens)
+    return {position: digest for position, digest in digests.items() if position < end}
 
 
 def _forget_copy(seq: Sequence) -> None:

@@ -15,7 +15,6 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
 from worker.engine.sequence import Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
-from worker.engine.step import StepLimits
 from worker.engine.stop_rules import Stop, StopRules
 
 
@@ -23,7 +22,6 @@ class Lifecycle:
     """The live sequences and their moves.
 
     Args:
-        limits: of a step.
         block_manager: gives them blocks.
         stop_rules: say whether a sequence has ended already when it comes.
 
@@ -39,8 +37,7 @@ class Lifecycle:
         totals: counts since the start.
     """
 
-    def __init__(self, limits: StepLimits, block_manager: BlockManager, stop_rules: StopRules) -> None:
-        self._limits = limits
+    def __init__(self, block_manager: BlockManager, stop_rules: StopRules) -> None:
         self.block_manager = block_manager
         self._stop_rules = stop_rules
         self.gated = SequenceQueue()
@@ -170,9 +167,8 @@ class Lifecycle:
 
     def note_growth(self, seq: Sequence) -> None:
         """Counts a sequence whose decodes may need a further block than it has now."""
-        # The last token's KV is never computed, but drafts want slots behind it.
-        longest = min(seq.length_limit - 1 + self._limits.mtp_k, self._limits.max_model_len)
-        grows = seq.status is SequenceStatus.RUNNING and longest > seq.num_slots
+        # The last token's KV is never computed.
+        grows = seq.status is SequenceStatus.RUNNING and seq.length_limit - 1 > seq.num_slots
         self.num_growing += grows - seq.may_grow
         seq.may_grow = grows
 

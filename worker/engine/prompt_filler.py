@@ -60,7 +60,7 @@ class PromptFiller:
     def share(self) -> int:
         """Tokens of a step that decodes leave to prompts: a share, or less where the prompts need no more."""
         share, lifecycle = self._limits.min_prefill_tokens, self._lifecycle
-        if lifecycle.num_decoding * (self._limits.mtp_k + 1) <= self._limits.max_num_batched_tokens - share:
+        if lifecycle.num_decoding <= self._limits.max_num_batched_tokens - share:
             return 0
         unfinished = lifecycle.unfinished_tokens
         if unfinished < share and self._may_admit():

@@ -7,9 +7,9 @@ a step computes one token of every running sequence and fills its budget up with
 waits, decodes leave it PREFILL_SHARE of the budget.
 
 The parts answer one question each: where a sequence is (lifecycle.py), which prompt tokens a step computes
-(prompt_filler.py) and which decodes (decode_filler.py), who waits for another's prefix (prefix_followers.py), how fast
-prompts are computed (prefill_meter.py), what a step's output does (landing.py), how much is there to do (load.py). The
-invariants of each stand there. Those of the whole, checked by `check_integrity`:
+(prompt_filler.py), which decodes (decode_filler.py) and which drafts behind them (drafter.py), who waits for another's
+prefix (prefix_followers.py), how fast prompts are computed (prefill_meter.py), what a step's output does (landing.py),
+how much is there to do (load.py). The invariants of each stand there. Those of the whole, checked by `check_integrity`:
 - a step computes at most `max_num_batched_tokens` tokens;
 - deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
   What is in flight is counted on the sequence, and a preempted one is admitted again when nothing of it is;
@@ -29,6 +29,7 @@ from common.errors import InvalidFieldError, PromptTooLongError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
+from worker.engine.drafter import Drafter, make_proposer
 from worker.engine.integrity import check_lifecycle
 from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
@@ -59,6 +60,7 @@ class Scheduler:
         gated, waiting, running: of `lifecycle`.
         block_manager: gives them blocks.
         meter: how fast prompts are computed.
+        drafter: decides which drafts steps verify.
         landing: takes what steps bring, and counts rows that were no numbers.
         spec_stats: drafts verified and accepted.
 
@@ -70,11 +72,11 @@ class Scheduler:
         self.limits = limits = StepLimits(config)
         self.max_num_seqs = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.use_spec = config.speculative_config is not None
         self.mtp_k = limits.mtp_k
+        self.use_spec = self.mtp_k > 0
         self.block_manager = BlockManager(config)
         self.stop_rules = StopRules(config, limits.max_model_len)
-        self.lifecycle = Lifecycle(limits, self.block_manager, self.stop_rules)
+        self.lifecycle = Lifecycle(self.block_manager, self.stop_rules)
         self.gated, self.waiting = self.lifecycle.gated, self.lifecycle.waiting
         self.running = self.lifecycle.running
         self.gate = DelayGate(config.scheduler_delay_factor)
@@ -83,7 +85,9 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)
         self._prompts = PromptFiller(limits, self.lifecycle, self._followers, self.meter)
-        self._decodes = DecodeFiller(limits, self.lifecycle, self._in_flight, use_spec=self.use_spec)
+        proposer = make_proposer(config)
+        self.drafter = Drafter(limits, self.lifecycle, proposer, in_runner=self.use_spec and proposer is None)
+        self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
         self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight)
         self.spec_stats = self.landing.spec_stats
         self._num_prefill_steps = 0
@@ -197,7 +201,9 @@ class Scheduler:
             self._fill_one_kind(step)
         if not step.seqs:
             return None
-        batch = step.build(self.mtp_k)
+        self.drafter.fill(step)
+        batch = step.build()
+        self.drafter.ask(batch)
         batch.digested_blocks = self.block_manager.digests.take_wanted()
         self._launch(step, batch, now)
         return batch, step.seqs
@@ -277,7 +283,9 @@ class Scheduler:
         """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
         self._in_flight.append(step)
         self.lifecycle.totals.steps += 1
-        if step.columns is not None:
+        for seq_id in (*step.drafts, *batch.drafts_wanted):
+            step.seqs[seq_id].awaits_output = True
+        if step.columns is not None and not step.drafts:
             decode = SequenceType.DECODE
             for seq in step.columns.rows:
                 seq.num_inflight_tokens += 1

@@ -100,6 +100,7 @@ class Sequence:
     __slots__ = (
         "_distinct_prompt_ids",
         "arrive_time",
+        "awaits_output",
         "block_hashes",
         "block_size",
         "block_table",
@@ -226,7 +227,10 @@ class Sequence:
         self.publish_at = math.inf
         # True if it runs and may need more blocks than it has.
         self.may_grow = False
+        # Drafts of the runner behind the newest token.
         self.spec_token_ids: list[int] = []
+        # True while a step in flight verifies its drafts, or brings it some.
+        self.awaits_output = False
         self.first_scheduled_time: float | None = None
         # When it was last seen to wait for a prefix that another sequence computes.
         self.held_until = -math.inf

@@ -26,7 +26,7 @@ class StepLimits:
         max_num_batched_tokens: tokens of a step.
         min_prefill_tokens: of those, the share that decodes leave to a prompt that waits (policy `mixed`).
         max_consecutive_prefill_steps: after so many the running sequences get a step (policy `prefill_first`).
-        mtp_k: drafts of a sequence and step; 0 without speculation.
+        mtp_k: most drafts of a sequence and step; 0 without speculation.
         mixes: True if prompts and decodes share steps.
 
     Raises:
@@ -44,8 +44,8 @@ class StepLimits:
             )
         spec = config.speculative_config
         self.mtp_k = spec.num_speculative_tokens if spec is not None else 0
-        # A decode takes k + 1 tokens of the budget, so more could never run in one step.
-        self.max_num_seqs = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (self.mtp_k + 1)))
+        # More could never run in one step.
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.min_prefill_tokens = int(PREFILL_SHARE * config.max_num_batched_tokens)
         self.max_consecutive_prefill_steps = config.max_consecutive_prefill_steps
@@ -102,7 +102,18 @@ class Step:
         self.num_scheduled_tokens = [1] * len(columns.rows)
         self.budget -= len(columns.rows)
 
-    def build(self, num_spec_step: int) -> ScheduledBatch:
+    def decodes(self) -> list[Sequence]:
+        """Rows of one token each so far, behind which drafts may stand; they are in front of prompts."""
+        return list(self.seqs.values())[: len(self.seqs) - self.num_prefill_seqs]
+
+    def verify(self, drafts: dict[int, list[int]]) -> None:
+        """Lets the step verify drafts of sequences that it decodes."""
+        self.drafts = drafts
+        for i, seq_id in enumerate(self.seqs):
+            self.num_scheduled_tokens[i] += len(drafts.get(seq_id, ()))
+        self.budget -= sum(map(len, drafts.values()))
+
+    def build(self) -> ScheduledBatch:
         """The batch, a snapshot of everything."""
         total = sum(self.num_scheduled_tokens)
         return ScheduledBatch(
@@ -114,7 +125,7 @@ class Step:
             total_seqs_num=len(self.seqs),
             total_seqs_num_prefill=self.num_prefill_seqs,
             total_seqs_num_decode=len(self.seqs) - self.num_prefill_seqs,
-            num_spec_step=num_spec_step,
+            num_spec_step=max(map(len, self.drafts.values()), default=0),
             scheduled_spec_decode_tokens=self.drafts,
             columns=self.columns,
             block_copies=self.block_copies,

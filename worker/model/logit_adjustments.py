@@ -7,7 +7,7 @@ prompt and output; presence and frequency: ids of the output only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -36,6 +36,13 @@ class _Known:
         factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         return cls(history.tokens, history.num_output, SeenIds(history.prompt_ids, history.output_ids), factors)
 
+    def behind(self, drafts: tuple[int, ...]) -> _Known:
+        """A copy that has counted drafts too: they may be wrong."""
+        seen = self.seen.copy()
+        for token in drafts:
+            seen.add(token)
+        return replace(self, count=self.count + len(drafts), seen=seen)
+
 
 class SeenTokens:
     """The ids that penalized sequences have seen, kept from step to step: each token is counted once."""
@@ -59,6 +66,8 @@ class SeenTokens:
         return Penalties(rows, [known.seen for known in found], factors[:, 0], factors[:, 1], factors[:, 2], late)
 
     def _counted(self, history: TokenHistory) -> _Known:
+        if history.drafts:
+            return self._counted(replace(history, drafts=())).behind(history.drafts)
         known = self._known.get(history.seq_id)
         # Another list of tokens; or a step that had counted a token was interrupted.
         if known is None or known.tokens is not history.tokens or known.count > history.num_output:

@@ -23,7 +23,7 @@ from kernels.interface import LogitStats, SamplingOps
 from kernels.upload import to_device
 
 Ints = npt.NDArray[np.int64]
-# Waits for rows, by sequence.
+# Waits for rows: by sampled row, or those of given tokens by sequence.
 Rows = Callable[[], dict[int, bytes]]
 # Rows of logits of given tokens that are in memory at once: a prompt's are many, and each is as wide as the vocabulary.
 LOGIT_ROWS: Final = 32
@@ -34,13 +34,11 @@ class AskedRows:
     """Sampled rows whose logprobs are wanted.
 
     Attributes:
-        seq_ids: of their sequences.
-        params: likewise.
+        params: of their sequences.
         places: int64 [R], their rows among the sampled ones.
         raw: float32 [R, V], their logits before sampling.
     """
 
-    seq_ids: list[int]
     params: list[SamplingParams]
     places: Ints
     raw: torch.Tensor
@@ -58,19 +56,19 @@ class TokenLogprobsMaker:
         self._sampling = sampling
         self._device = device
 
-    def ask(self, rows: Mapping[int, tuple[int, SamplingParams]], logits: torch.Tensor) -> AskedRows:
+    def ask(self, rows: Mapping[int, SamplingParams], logits: torch.Tensor) -> AskedRows:
         """Notes what is wanted of sampled rows, before sampling writes into their logits.
 
         Args:
-            rows: by row of `logits`, the sequence and its parameters, of those that want logprobs.
+            rows: by row of `logits`, the parameters of its sequence, of those that want logprobs.
             logits: float32 [F, V].
         """
         places = np.array(list(rows), np.int64)
         raw = logits.index_select(0, to_device(places, self._device))
-        return AskedRows([seq for seq, _ in rows.values()], [params for _, params in rows.values()], places, raw)
+        return AskedRows(list(rows.values()), places, raw)
 
     def sampled(self, asked: AskedRows, logits: torch.Tensor, tokens: torch.Tensor) -> Rows:
-        """Rows of the tokens that were sampled.
+        """Rows of the tokens that were sampled, by their places.
 
         Args:
             asked: which.
@@ -85,9 +83,10 @@ class TokenLogprobsMaker:
 
         def rows() -> dict[int, bytes]:
             found, ids = stats(), fetched()
-            made = _split(found, asked.params, asked.seq_ids)
+            places = asked.places.tolist()
+            made = _split(found, asked.params, places)
             for values, i in zip(left, processed, strict=True):
-                made[asked.seq_ids[i]] = _processed(values, asked.params[i], ids[i], _raw(found, i)).tobytes()
+                made[places[i]] = _processed(values, asked.params[i], ids[i], _raw(found, i)).tobytes()
             return made
 
         return rows
@@ -128,13 +127,13 @@ def _ids(every: list[SamplingParams]) -> Ints:
     return given
 
 
-def _split(stats: LogitStats, every: list[SamplingParams], seq_ids: list[int]) -> dict[int, bytes]:
-    """The rows of raw logprobs of each sequence, all that are equally long at once."""
+def _split(stats: LogitStats, every: list[SamplingParams], places: list[int]) -> dict[int, bytes]:
+    """The rows of raw logprobs by their places, all that are equally long at once."""
     made: dict[int, bytes] = {}
     layouts = [params.logprob_layout for params in every]
     for layout in dict.fromkeys(layouts):
         words = _packed(stats, layout)
-        made |= {seq_ids[i]: words[i].tobytes() for i, own in enumerate(layouts) if own == layout}
+        made |= {places[i]: words[i].tobytes() for i, own in enumerate(layouts) if own == layout}
     return made
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
+from common.config_parts import NGRAM
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KVCache
 from kernels.select import select_backend
@@ -36,8 +37,11 @@ from worker.model.forward_context import (
 from worker.model.kv_digests import KvDigester
 from worker.model.model_loader import ModelLoader
 from worker.model.pooling import mean_rows
-from worker.model.sampler import Sampler, final_sequences
+from worker.model.rejection_sampler import RejectionSampler
+from worker.model.sampled_rows import SampledRows
+from worker.model.sampler import Sampler
 from worker.model.sharding import Shard, length
+from worker.model.verify_check import verifies_exactly
 from worker.weights.checkpoint import Progress, no_progress
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
@@ -57,7 +61,8 @@ class ModelInput:
         token_ids: int64 [T], 0 for padding rows.
         context: positions and counts.
         metadata: what attention needs, with its plan.
-        final_rows: int64 [F], rows whose logits are sampled, in batch order.
+        sampled: the rows whose logits are sampled.
+        final_rows: int64 [R], these on the device.
         target_rows: int64 [G], rows whose logits say how likely `ScheduledBatch.targets` are, in their order.
         is_captured: whether a captured step runs it, which has a plan of its own; all rows are final.
     """
@@ -65,6 +70,7 @@ class ModelInput:
     token_ids: torch.Tensor
     context: Context
     metadata: AttentionMetaData
+    sampled: SampledRows
     final_rows: torch.Tensor
     target_rows: torch.Tensor
     is_captured: bool
@@ -92,8 +98,8 @@ class ModelRunner:
         progress: Progress = no_progress,
         shard: Shard | None = None,
     ) -> None:
-        if config.speculative_config is not None:
-            raise ModelError("speculative_config: no draft model is built yet; leave it None")
+        if config.speculative_config is not None and config.speculative_config.method != NGRAM:
+            raise ModelError(f"speculative_config.method {config.speculative_config.method} is not built; give {NGRAM}")
         self.config = config
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -193,13 +199,24 @@ class ModelRunner:
             self._kv_cache, self._kv_cache_data, self._graphs = kept
 
     def warmup(self) -> None:
-        """Runs one prefill and one decode, so that the first request does not pay for first calls."""
+        """Runs one prefill and one decode, so that the first request does not pay for first calls; and, with
+        speculation, a comparison of the verification of drafts with decodes.
+
+        Raises:
+            ModelError: drafts would change tokens.
+        """
         seq = Sequence([0] * min(_WARMUP_TOKENS, self.max_model_len), self.config.kv_cache_block_size)
         seq.block_table = list(range(seq.num_blocks))
         with self.scratch_kv_cache(seq.num_blocks):
             self.forward(ScheduledBatch({seq.id: seq}, [seq.num_tokens], seq.num_tokens))
             seq.num_computed_tokens = seq.num_tokens - 1
             self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
+        spec = self.config.speculative_config
+        if spec is not None and not verifies_exactly(self, spec.num_speculative_tokens):
+            raise ModelError(
+                f"speculative_config: with kernels {self.kernels.name} several rows of a sequence have other bits than "
+                "one at a time, so drafts would change tokens; leave it out, or choose other kernels"
+            )
 
     @property
     def captures_graphs(self) -> bool:
@@ -248,7 +265,7 @@ class ModelRunner:
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
         step = self.prepare_model(batch)
-        digests, logprobs = None, None
+        rows, digests, logprobs = step.sampled, None, None
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
@@ -262,10 +279,9 @@ class ModelRunner:
                 ids = self.model.greedy(final, self.sampled_ids)
             else:
                 logits = self._logits(final)
-                digests = self.sampler.digests(batch, logits)
-                ids, logprobs = self.sampler.draw(batch, logits)
-        seq_ids = [batch.req_ids[i] for i in final_sequences(batch).tolist()]
-        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given, kv_digests, pooled)
+                digests = self.sampler.digests(batch, rows, logits)
+                ids, logprobs = self.sampler.draw(batch, rows, logits)
+        last = self.sampler.keep(rows, ids, digests, logprobs, given, kv_digests, pooled)
         return lambda: last.output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -283,7 +299,8 @@ class ModelRunner:
         needed = -(-(starts + lengths) // self.config.kv_cache_block_size)
         tables = self._tables[batch.is_plain_decode].of_step(batch.tables, needed)
         blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
-        final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
+        sampled = SampledRows.of(batch)
+        final_rows = sampled.step_rows
         target_rows = _target_rows(batch, ends)
         more_rows = np.concatenate((target_rows, mean_rows(batch, ends))) if batch.pooled else target_rows
         metadata = AttentionMetaData(
@@ -304,11 +321,11 @@ class ModelRunner:
         token_ids = self.sampler.with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
         wanted, count = inputs[2 * padded :], len(final_rows)
-        return ModelInput(token_ids, context, metadata, wanted[:count], wanted[count:], captured)
+        return ModelInput(token_ids, context, metadata, sampled, wanted[:count], wanted[count:], captured)
 
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
-        """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
+        """float32 logits [R, V] of the sampled rows; -inf for ids that the tokenizer does not have."""
         return self._logits(self._states(step)[0])
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -317,7 +334,7 @@ class ModelRunner:
         return logits
 
     def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states [F, H] of the final rows, [G, H] of those before targets, and [T, H] of all that are wanted."""
+        """Hidden states [R, H] of the sampled rows, [G, H] of those before targets, [T, H] of all that are wanted."""
         if step.is_captured:
             assert self._graphs is not None
             hidden = self._graphs.run(step.token_ids, step.context.positions, step.metadata)
@@ -355,11 +372,10 @@ class ModelRunner:
             self.run_model(self.prepare_model(ScheduledBatch({seq.id: seq}, [1], 1)))
 
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
-        """Samples the final rows. Penalties and masks are written into `logits`."""
-        tokens = self.sampler.sample(batch, logits).tolist()
-        return ScheduledBatchOutput(
-            {batch.req_ids[i]: (token,) for i, token in zip(final_sequences(batch).tolist(), tokens, strict=True)}
-        )
+        """Samples the rows of `logits`, into which penalties and masks are written."""
+        rows = SampledRows.of(batch)
+        tokens = RejectionSampler().accept(rows.metadata, self.sampler.sample(batch, rows, logits).tolist())
+        return ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
 
 
 def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:

@@ -1,12 +1,13 @@
 """Samples a step's tokens, and keeps them for the next step.
 
-A step may be launched before the tokens of the one before it have come to the host: it takes them on the device.
+A step may be launched before the tokens of the one before it have come to the host: it takes them on the device. Not
+those of a sequence whose drafts are verified: how many are right is found out on the host, and its next step waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import chain
@@ -27,18 +28,20 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
+from worker.model.rejection_sampler import RejectionSampler
+from worker.model.sampled_rows import SampledRows
 
 Ints = npt.NDArray[np.int64]
-# Waits for digests of logits, by sequence and by position of the token.
-Digests: TypeAlias = Callable[[], dict[int, dict[int, int]]]
+# Waits for digests of logits, by row.
+Digests: TypeAlias = Callable[[], dict[int, int]]
 
 
 class SampledTokens:
     """The tokens of a step: on the device at once, on the host when they have come.
 
     Args:
-        seq_ids: of the sequences that have one.
-        ids: int64 [F], on the device.
+        rows: that were sampled.
+        ids: int64 [R], on the device.
         fetched: waits for them on the host.
         digests: waits for those of logits; None where nobody asks for any.
         logprobs: waits for the rows of their logprobs; None where nobody wants any.
@@ -49,7 +52,7 @@ class SampledTokens:
 
     def __init__(
         self,
-        seq_ids: list[int],
+        rows: SampledRows,
         ids: torch.Tensor,
         fetched: Callable[[], list[int]],
         digests: Digests | None = None,
@@ -60,7 +63,8 @@ class SampledTokens:
     ) -> None:
         self.ids = ids
         self._digests = digests
-        self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
+        self.place = dict(zip(rows.seq_ids, rows.metadata.bonus_logits_indices.tolist(), strict=True))
+        self._rows = rows
         self._fetched = fetched
         self._logprobs = logprobs
         self._given = given
@@ -70,18 +74,36 @@ class SampledTokens:
     @cached_property
     def output(self) -> ScheduledBatchOutput:
         """Waits; may be asked for by two threads at once."""
-        output = ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
+        rows = self._rows
+        tokens = RejectionSampler().accept(rows.metadata, self._fetched())
+        output = ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
         if self._digests is not None:
-            output.logit_digests = self._digests()
+            output.logit_digests = self._digests_of(output, self._digests())
         if self._kv_digests is not None:
             output.kv_digests = self._kv_digests()
         if self._logprobs is not None:
-            output.logprobs = self._logprobs()
+            made = self._logprobs()
+            output.logprobs = {
+                seq_id: b"".join(made[row] for row in own) for seq_id, own in self._accepted(output) if own[0] in made
+            }
         if self._given:
             output.target_logprobs = dict(chain.from_iterable(rows().items() for rows in self._given))
         if self._pooled is not None:
             output.pooled = self._pooled()
         return output
+
+    def _accepted(self, output: ScheduledBatchOutput) -> Iterator[tuple[int, range]]:
+        """Rows whose tokens count, of each sequence."""
+        for (seq_id, tokens), run in zip(output.token_ids.items(), self._rows.rows_of.values(), strict=True):
+            yield seq_id, run[: len(tokens)]
+
+    def _digests_of(self, output: ScheduledBatchOutput, digests: dict[int, int]) -> dict[int, dict[int, int]]:
+        positions = self._rows.positions
+        found = {
+            seq_id: {int(positions[row]): digests[row] for row in own if row in digests}
+            for seq_id, own in self._accepted(output)
+        }
+        return {seq_id: own for seq_id, own in found.items() if own}
 
 
 class Sampler:
@@ -106,7 +128,7 @@ class Sampler:
         self._masks = LogitMasks(eos_token_ids)
         self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
-        self.last = self.keep([], self.no_ids())
+        self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids())
 
     def no_ids(self, count: int = 0) -> torch.Tensor:
         """int64 [count]: tokens of final rows that are not sampled."""
@@ -114,7 +136,7 @@ class Sampler:
 
     def keep(
         self,
-        seq_ids: list[int],
+        rows: SampledRows,
         ids: torch.Tensor,
         digests: Digests | None = None,
         logprobs: Rows | None = None,
@@ -124,27 +146,25 @@ class Sampler:
     ) -> SampledTokens:
         """Notes what a step has sampled, for the next one, and what is to be put out with it."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given, kv_digests, pooled)
+        self.last = SampledTokens(rows, ids, fetched, digests, logprobs, given, kv_digests, pooled)
         return self.last
 
-    def digests(self, batch: ScheduledBatch, logits: torch.Tensor) -> Digests | None:
+    def digests(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> Digests | None:
         """Begins the digests of rows of logits that are asked for, before anything changes them.
 
         On a GPU they are copied there, and hashed on the host when their tokens have come.
         """
         if not (batch.digested and self._fetches):
             return None
-        rows = np.searchsorted(final_sequences(batch), batch.digested)
-        keys = [(batch.req_ids[i], batch.context_lens[i]) for i in batch.digested]
+        wanted = [
+            row for i in batch.digested for row in rows.rows_of[i] if batch.is_digested(i, int(rows.positions[row]))
+        ]
         if not self.waits_for_tokens:
-            digests = [xxhash.xxh3_64_intdigest(logits[row].numpy().data) for row in rows.tolist()]
-            return lambda: {
-                seq_id: {position: digest} for (seq_id, position), digest in zip(keys, digests, strict=True)
-            }
-        copied = logits.index_select(0, to_device(rows, self._kernels.device))
+            digests = {row: xxhash.xxh3_64_intdigest(logits[row].numpy().data) for row in wanted}
+            return lambda: digests
+        copied = logits.index_select(0, to_device(np.array(wanted, np.int64), self._kernels.device))
         return lambda: {
-            seq_id: {position: xxhash.xxh3_64_intdigest(row.data)}
-            for (seq_id, position), row in zip(keys, copied.cpu().numpy(), strict=True)
+            row: xxhash.xxh3_64_intdigest(values.data) for row, values in zip(wanted, copied.cpu().numpy(), strict=True)
         }
 
     def pooled(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Pooled | None:
@@ -187,8 +207,8 @@ class Sampler:
             token_ids.index_copy_(0, rows, self.last.ids.index_select(0, places_there).clamp(min=0))
         return token_ids
 
-    def _histories(self, batch: ScheduledBatch, final: Ints) -> tuple[dict[int, TokenHistory], dict[int, int]]:
-        """Histories of the final rows that have any, and where the last step has the newest token of some of them.
+    def _histories(self, batch: ScheduledBatch, rows: SampledRows) -> tuple[dict[int, TokenHistory], dict[int, int]]:
+        """Histories of the rows that have any, and where the last step has the newest token of some of them.
 
         On a CPU that token is on the host already, and in the history; elsewhere nothing waits for it.
         """
@@ -196,12 +216,11 @@ class Sampler:
         known = batch.histories
         if late and not self.waits_for_tokens:
             known, late = batch.token_histories(self.last.output), []
-        row_of = {i: row for row, i in enumerate(final.tolist()) if i in known}
-        places = {row_of[i]: self.last.place[batch.req_ids[i]] for i in late}
-        return {row: known[i] for i, row in row_of.items()}, places
+        places = {rows.rows_of[i][0]: self.last.place[batch.req_ids[i]] for i in late}
+        return rows.histories(batch, known), places
 
     def _penalties(self, histories: dict[int, TokenHistory], late: dict[int, int]) -> Penalties | None:
-        """Penalties of the final rows; None when there are none."""
+        """Penalties of the rows; None when there are none."""
         penalized = {row: history for row, history in histories.items() if history.params.penalized}
         newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
         return self._seen.penalties(penalized, newest)
@@ -211,35 +230,35 @@ class Sampler:
         there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, NO_TOKEN, self.last.ids.index_select(0, there.clamp(min=0)))
 
-    def draw(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
+    def draw(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
         """`sample`, and the rows of logprobs that are wanted of the tokens, on the rank that answers."""
         if not (self._fetches and batch.columns.samples_logprobs):
-            return self.sample(batch, logits), None
-        rows = {
-            row: (batch.req_ids[i], batch.logprob_params[i])
-            for row, i in enumerate(final_sequences(batch).tolist())
+            return self.sample(batch, rows, logits), None
+        wanted = {
+            row: batch.logprob_params[i]
+            for row, i in enumerate(rows.sequences.tolist())
             if i in batch.logprob_params and batch.logprob_params[i].logprobs is not None
         }
-        if not rows:
-            return self.sample(batch, logits), None
-        asked = self._logprobs.ask(rows, logits)
-        ids = self.sample(batch, logits)
+        if not wanted:
+            return self.sample(batch, rows, logits), None
+        asked = self._logprobs.ask(wanted, logits)
+        ids = self.sample(batch, rows, logits)
         return ids, self._logprobs.sampled(asked, logits, ids)
 
     @torch.inference_mode()
-    def sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [F]: the tokens of the final rows."""
-        final = final_sequences(batch)
-        if not len(final):
+    def sample(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [R]: the tokens of the rows."""
+        if not len(rows):
             return self.no_ids()
-        histories, late = self._histories(batch, final)
+        own = rows.sequences
+        histories, late = self._histories(batch, rows)
         self._masks.forget(histories)
         size = logits.shape[1]
         params = SampleParams(
-            temperature=np.array(batch.temperatures, np.float32)[final],
-            top_k=np.array(batch.top_ks, np.int64)[final],
-            top_p=np.array(batch.top_ps, np.float32)[final],
-            min_p=np.array(batch.min_ps, np.float32)[final],
+            temperature=np.array(batch.temperatures, np.float32)[own],
+            top_k=np.array(batch.top_ks, np.int64)[own],
+            top_p=np.array(batch.top_ps, np.float32)[own],
+            min_p=np.array(batch.min_ps, np.float32)[own],
             masked=self._masks.masked(histories, late, self._newest, size),
             penalties=self._penalties(histories, late),
             biased=self._masks.biased(histories, size),
@@ -248,12 +267,7 @@ class Sampler:
         return self._sampling.sample(
             logits,
             params,
-            seeds=np.array(batch.seeds, np.uint64)[final],
-            positions=np.array(batch.context_lens, np.int64)[final],
-            choices=np.array(batch.choices, np.int64)[final],
+            seeds=np.array(batch.seeds, np.uint64)[own],
+            positions=rows.positions,
+            choices=np.array(batch.choices, np.int64)[own],
         )
-
-
-def final_sequences(batch: ScheduledBatch) -> Ints:
-    """Places of the sequences whose last token is reached."""
-    return np.flatnonzero(np.array(batch.is_final, np.bool_))

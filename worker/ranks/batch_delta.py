@@ -54,7 +54,9 @@ class BatchEncoder:
         size = batch.block_size
         rows = zip(batch.req_ids, batch.tables, batch.context_lens, strict=True)
         for seq_id, table, context_len in rows:
-            needed = min(len(table), -(-context_len // size))
+            # Drafts that the runner proposes have their KV behind the step's.
+            num_slots = context_len + batch.drafts_wanted.get(seq_id, 0)
+            needed = min(len(table), -(-num_slots // size))
             known, count = self._sent.get(seq_id, (None, 0))
             if known is not table:
                 count = 0

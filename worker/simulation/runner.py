@@ -130,8 +130,8 @@ class SimulatedRunner:
                 sampled[seq_id], state = self._verify(batch, i, states)
                 if i in batch.columns.digested:
                     digests[seq_id] = self._digests(batch, i, states, len(sampled[seq_id]))
-                if self.num_drafts:
-                    drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
+                if wanted := min(self.num_drafts, batch.drafts_wanted.get(seq_id, 0)):
+                    drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]), wanted)
             if i in batch.logprob_params:
                 self._add_logprobs(batch, i, states, sampled.get(seq_id, ()), logprobs, given)
             if i in batch.pooled:
@@ -237,11 +237,11 @@ class SimulatedRunner:
             ),
         ).tobytes()
 
-    def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
+    def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int, count: int) -> list[int]:
         """Drafts of a model behind the newest token: the model's own tokens, some of them wrong."""
         position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
         drafts: list[int] = []
-        while len(drafts) < self.num_drafts:
+        while len(drafts) < count:
             token = self._sample(state, batch.seeds[i], position + len(drafts), batch.choices[i])
             state = mix(state, token)
             wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0

@@ -123,6 +123,12 @@ SAMPLING_OPTIONS = (
         help="Generate such token ids only, and end-of-sequence tokens. Repeatable. Default: all.",
     ),
     option(
+        "--num-drafts",
+        envvar="FISSILE_NUM_DRAFTS",
+        type=int,
+        help="Verify at most N draft tokens per step; 0: none. The answer is the same. Default: the worker's choice.",
+    ),
+    option(
         "--ignore-eos",
         envvar="FISSILE_IGNORE_EOS",
         is_flag=True,

@@ -258,6 +258,7 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_KIND_FIELD_NUMBER: _builtins.int
@@ -283,6 +284,8 @@ class SamplingParams(_message.Message):
     """Fewest tokens to generate; before that, tokens that would end the generation are masked."""
     ignore_eos: _builtins.bool
     """Goes on past the model's end-of-sequence tokens."""
+    num_drafts: _builtins.int
+    """Most draft tokens per step; 0 turns speculation off. The output does not depend on it. Absent: the worker's choice."""
     logprobs: _builtins.int
     """Present: generated tokens come with logprobs, and with so many of the most likely tokens beside each. For workers with
     the feature `logprobs`, as the fields below.
@@ -337,22 +340,27 @@ class SamplingParams(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         bad_words_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_drafts: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs_kind: Global___LogprobsKind.ValueType = ...,
         prompt_logprobs: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_drafts", b"_num_drafts", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_drafts", b"_num_drafts", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_drafts", b"num_drafts", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_drafts: _TypeAlias = _typing.Literal["num_drafts"]  # noqa: Y015
+    _WhichOneofArgType__num_drafts: _TypeAlias = _typing.Literal["_num_drafts", b"_num_drafts"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_drafts) -> _WhichOneofReturnType__num_drafts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 

@@ -33,6 +33,7 @@ PARAMS = SamplingParams(
     logprobs_kind="processed",
     prompt_logprobs=1,
     prompt_logprobs_start=4,
+    num_drafts=3,
 )
 # Stay with the router, or go beside the parameters.
 _ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words"}

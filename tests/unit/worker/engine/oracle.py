@@ -59,6 +59,7 @@ class Life:
         published: full blocks of this visit that can be found.
         prefilling: whether its last known token has not been scheduled in this visit.
         drafts: what the model has proposed for its next row.
+        awaited: whether its row in flight verifies drafts, or brings some.
         num_inflight: rows in flight.
         first_scheduled, first_token: when these were, None before.
     """
@@ -75,6 +76,7 @@ class Life:
     published: int = 0
     prefilling: bool = False
     drafts: list[int] = field(default_factory=list)
+    awaited: bool = False
     num_inflight: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -316,6 +318,11 @@ class Oracle:
         flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
         for i, seq_id in enumerate(batch.req_ids):
             self._add_row(flight, i, self.lives[seq_id])
+        # Blocks for drafts are taken when every row has its own, those for drafts to come when every draft has.
+        for row in flight.rows:
+            self._grow(row.life, row.table, row.end)
+        for row in flight.rows:
+            self._grow(row.life, row.table, math.inf)
         self._check_order(flight, newcomers)
         self._check_totals(batch, flight.rows)
         self._check_phase(flight, decoding, bool(victims))
@@ -348,8 +355,7 @@ class Oracle:
         """Without the last victim's blocks somebody, or itself, would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
-        slots = min(last.start + self.k + 1, self.max_model_len)
-        own_need = max(0, -(-slots // self.size) - len(last.table))
+        own_need = max(0, -(-(last.start + 1) // self.size) - len(last.table))
         free = self.scheduler.block_manager.num_free_blocks
         assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
 
@@ -365,7 +371,7 @@ class Oracle:
             for life in self.lives.values()
             if life.computed is not None
             and not life.prefilling
-            and (not life.num_inflight or (self.k == 0 and not self._ends_foreseeably(life)))
+            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life)))
         ]
 
     def _ends_foreseeably(self, life: Life) -> bool:
@@ -379,7 +385,9 @@ class Oracle:
         assert all(seqs[i] is self.lives[i].seq for i in ids), "a row of a sequence that is not live"
         assert len(ids) <= self.config.max_num_seqs, f"{len(ids)} rows"
         assert not batch.is_dummy_run
-        assert batch.num_spec_step == self.k
+        drafts = batch.scheduled_spec_decode_tokens
+        assert batch.num_spec_step == max(map(len, drafts.values()), default=0) <= self.k
+        assert {*drafts, *batch.drafts_wanted} <= set(ids)
 
     def _add_row(self, flight: Flight, i: int, life: Life) -> None:
         batch, seq = flight.shown, life.seq
@@ -390,11 +398,12 @@ class Oracle:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
         else:
-            self._grow(life, table)
+            self._grow(life, table, start + 1)
         assert start == life.computed, f"sequence {seq.id}: its row begins at {start}, not {life.computed}"
         assert 1 <= count == end - start, f"sequence {seq.id}: {count} tokens from {start} to {end}"
         drafts = list(batch.scheduled_spec_decode_tokens.get(seq.id, []))
         was = start, life.known, life.drafts, life.prefilling
+        life.awaited = bool(drafts) or seq.id in batch.drafts_wanted
         row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table)
         self._check_row(row)
         self._check_tokens(flight, i, row)
@@ -413,7 +422,8 @@ class Oracle:
         assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
         num_slots = len(row.table) * self.size
         assert num_slots >= row.end, f"sequence {life.seq.id}: {num_slots} slots for {row.end} tokens"
-        most = max(life.known, row.start + self.k + 1)
+        # This step's drafts, and those that the runner proposes behind them.
+        most = max(life.known, row.start + 1 + self.k) + self.k
         assert num_slots < most + self.size, f"sequence {life.seq.id}: {num_slots} slots for {most} tokens"
         if row.drafts:
             self._check_drafts(life, row.drafts, row.start)
@@ -452,13 +462,14 @@ class Oracle:
             found = [self.cache.block(life.truth.states[(j + 1) * self.size - 1]) for j in range(hits)]
             assert table[:hits] == found, f"sequence {seq.id}: hits {table[:hits]}, not {found}"
             self._check_follower(flight, life, hits)
-        assert len(table) == -(-life.known // self.size), f"sequence {seq.id}: {len(table)} blocks reserved"
+        least, most = -(-life.known // self.size), -(-(life.known + self.k) // self.size)
+        assert least <= len(table) <= most, f"sequence {seq.id}: {len(table)} blocks reserved"
         self._queues[seq.priority].remove(life)
         self.num_admissions += 1
         life.computed, life.published, life.serial, life.prefilling = cached, hits, self.num_admissions, True
         life.cached = cached
         life.table = table[:hits]
-        self._grow(life, table)
+        self._grow(life, table, life.known)
 
     def _check_follower(self, flight: Flight, life: Life, hits: int) -> None:
         """Nobody computes a block that a step in flight, or this very one, computes; nor a tail: prompts have one that
@@ -478,11 +489,12 @@ class Oracle:
             return None
         return self.cache.tail(life.truth.state_before(life.known - 1))
 
-    def _grow(self, life: Life, table: list[int]) -> None:
+    def _grow(self, life: Life, table: list[int], num_tokens: float) -> None:
+        """Takes the blocks of `table` that hold so many tokens."""
         held = len(life.table)
         assert table[:held] == life.table, f"sequence {life.seq.id}: its blocks have changed"
         life.table = table[:held]
-        for block in table[held:]:
+        for block in table[held : math.ceil(min(num_tokens, len(table) * self.size) / self.size)]:
             if self.cache is not None:
                 self._check_eviction(self.cache, block)
                 self.cache.take(block)
@@ -576,7 +588,7 @@ class Oracle:
             assert self.config.scheduling_policy == MIXED, "a decode is left out"
             waits = any(row.prefill for row in rows) or any(life.prefilling for life in self.lives.values())
             assert waits or any(self._waiting()), "a decode is left out for nobody"
-            decodes = sum(row.end - row.start for row in rows if not row.prefill)
+            decodes = sum(not row.prefill for row in rows)
             most = self.config.max_num_batched_tokens - self._share
             assert preempted or decodes >= most, f"a decode is left out beside {decodes} tokens of decodes"
 
@@ -623,7 +635,7 @@ class Oracle:
         has_blocks = free >= -(-head.known // self.size) - in_use + len(tables)
         start = hits * self.size if self._tail(head, hits) is None else head.known - 1
         has_budget = head.known - start <= budget and self._can_afford(start, flight)
-        is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens // (self.k + 1))
+        is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted"
 
     def _num_in_use(self, life: Life, hits: int, held: set[int]) -> int:

@@ -10,6 +10,7 @@ import pytest
 from common.config import Config, SpeculativeConfig
 from common.errors import InvalidFieldError, PromptTooLongError
 from common.sampling_params import SamplingParams
+from tests.unit.mutants import FAULTS
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
@@ -226,6 +227,11 @@ class TestMixed:
         assert [step(sched).total_tokens_num_prefill for _ in range(20)] == [2] * 20
         assert step(sched).total_tokens_num_prefill == 0
 
+    def test_without_its_share_a_prompt_starves(self) -> None:
+        (mutant,) = [mutant for mutant in FAULTS if mutant.trap == "prompts-starve"]
+        with mutant.applied(), pytest.raises(AssertionError):
+            self.test_a_prompt_has_its_share_beside_any_number_of_decodes()
+
     def test_decodes_without_a_place_take_turns(self) -> None:
         """W2: who is left out for a prompt is in the next step, and nobody is left out more often than others."""
         sched = self.mixed(max_num_batched_tokens=32, max_num_seqs=32, num_kvcache_blocks=200)
@@ -257,8 +263,7 @@ class TestMixed:
         assert step(sched).num_scheduled_tokens == [1] * 16
         assert step(sched).total_seqs_num_decode == 16
 
-    def test_drafts_leave_prompts_their_share(self) -> None:
-        """W2: of the budget of the others' drafts."""
+    def test_drafts_take_what_prompts_leave(self) -> None:
         spec = SpeculativeConfig(num_speculative_tokens=3)
         sched = self.mixed(max_num_batched_tokens=64, num_kvcache_blocks=200, speculative_config=spec)
         decodes = [prompt(1, 100 + i, max_tokens=1000) for i in range(15)]
@@ -268,8 +273,8 @@ class TestMixed:
         for seq in decodes:
             seq.spec_token_ids = [1, 2, 3]
         batch = batch_of(sched)[0]
-        assert (batch.total_seqs_num_decode, batch.total_tokens_num_prefill) == (15, 8)
-        assert batch.num_scheduled_tokens[-2:] == [1, 8]
+        assert (batch.total_seqs_num_decode, batch.total_tokens_num_prefill) == (15, 40)
+        assert batch.num_scheduled_tokens == [4, 4, 4, *[1] * 12, 40]
 
 
 class TestOverdue:

@@ -9,6 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.config import CompilationConfig, Config, SpeculativeConfig
+from common.config_parts import NGRAM
 from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS, select_backend
@@ -258,10 +259,28 @@ def test_progress_reaches_the_end(folder: Path) -> None:
 
 def test_bad_names_are_one_line(folder: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
-    with pytest.raises(ModelError, match="speculative_config: no draft model is built yet"):
+    with pytest.raises(ModelError, match=r"speculative_config.method mtp is not built; give ngram"):
         ModelRunner(Config(model=str(folder), speculative_config=SpeculativeConfig()), model_config)
     with pytest.raises(ModelError, match="kernels 'x' is not known; choose one of: auto, torch, cpu"):
         ModelRunner(Config(model=str(folder), kernels="x"), model_config)
+
+
+class SeesItsNeighbours(ModelRunner):
+    """A bit of its logits depends on how many rows a step has."""
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits(states)
+        if len(logits) > 2:
+            logits.view(torch.int32)[-1, 7] ^= 1
+        return logits
+
+
+def test_kernels_that_see_how_many_rows_there_are_verify_no_drafts(folder: Path) -> None:
+    config = Config(model=str(folder), max_model_len=64, speculative_config=SpeculativeConfig(2, NGRAM))
+    ModelRunner(config, ModelConfig.from_folder(folder)).warmup()
+    faulty = SeesItsNeighbours(config, ModelConfig.from_folder(folder))
+    with pytest.raises(ModelError, match="several rows of a sequence have other bits than one at a time"):
+        faulty.warmup()
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -54,7 +54,15 @@ NAMES = (
     *("req_ids", "num_scheduled_tokens", "num_computed_tokens", "context_lens", "is_final", "block_tables"),
     *("last_block_num_tokens", "num_cached_tokens", "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "choices"),
     *("total_tokens_num", "total_seqs_num_decode", "is_dummy_run", "is_plain_decode", "num_spec_step"),
-    *("from_last_output", "scheduled_spec_decode_tokens", "targets", "logprob_params", "is_greedy", "block_copies"),
+    *(
+        "from_last_output",
+        "scheduled_spec_decode_tokens",
+        "drafts_wanted",
+        "targets",
+        "logprob_params",
+        "is_greedy",
+        "block_copies",
+    ),
 )
 
 

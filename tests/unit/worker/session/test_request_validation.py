@@ -89,6 +89,7 @@ def test_every_parameter_arrives() -> None:
         "stop_token_ids": [5, 6],
         "logit_bias": {3: 0.5},
         "allowed_token_ids": [1, 2],
+        "num_drafts": 5,
         "logprobs": 4,
         "logprob_token_ids": [9],
         "prompt_logprobs": 3,

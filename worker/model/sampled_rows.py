@@ -1,0 +1,77 @@
+"""Rows of logits that a step samples: of each sequence whose last token it reaches that row, and one behind each draft.
+
+Row j of a sequence has seen its first j drafts, so it is drawn at its own position, with the penalties and masks of a
+history that has them: if they are right, it is the row of a plain decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.batch import ScheduledBatch, TokenHistory
+from worker.model.rejection_sampler import SpecDecodeMetadata
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The R rows of F sequences, those of each one after the other.
+
+    Attributes:
+        seq_ids: of the F sequences.
+        sequences: int64 [R], the place of each row's sequence in the batch.
+        positions: int64 [R], absolute positions of the tokens that are drawn.
+        step_rows: int64 [R], ascending, rows of the step.
+        metadata: which of them verify drafts.
+    """
+
+    seq_ids: list[int]
+    sequences: Ints
+    positions: Ints
+    step_rows: Ints
+    metadata: SpecDecodeMetadata
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> SampledRows:
+        """The rows of a batch."""
+        final = np.flatnonzero(np.array(batch.is_final, np.bool_))
+        seq_ids = [batch.req_ids[i] for i in final.tolist()]
+        metadata = SpecDecodeMetadata.of([batch.scheduled_spec_decode_tokens.get(seq_id, []) for seq_id in seq_ids])
+        counts = metadata.num_draft_tokens + 1
+        sequences = np.repeat(final, counts)
+        # Of how many rows of its sequence a row is in front.
+        behind = np.repeat(metadata.bonus_logits_indices, counts) - np.arange(len(sequences))
+        ends = np.cumsum(np.array(batch.num_scheduled_tokens, np.int64))
+        positions = np.array(batch.context_lens, np.int64)[sequences] - behind
+        return cls(seq_ids, sequences, positions, ends[sequences] - 1 - behind, metadata)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @cached_property
+    def rows_of(self) -> dict[int, range]:
+        """Rows of each sequence, by its place in the batch."""
+        metadata = self.metadata
+        bounds = zip(metadata.bonus_logits_indices.tolist(), metadata.num_draft_tokens.tolist(), strict=True)
+        runs = [range(last - count, last + 1) for last, count in bounds]
+        return {int(self.sequences[run[0]]): run for run in runs}
+
+    def histories(self, batch: ScheduledBatch, known: Mapping[int, TokenHistory]) -> dict[int, TokenHistory]:
+        """The history of each row whose sequence has one, by row.
+
+        Args:
+            batch: that the rows are of.
+            known: by place in the batch, without drafts.
+        """
+        found = {}
+        for i, history in known.items():
+            drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])
+            for count, row in enumerate(self.rows_of[i]):
+                found[row] = history.with_drafts(drafts[:count]) if count else history
+        return found
