@@ -43,6 +43,8 @@ class Scale:
         storm_answers: that are known before.
         drill_s: of clients of the library while routers and workers are killed.
         drill_clients: that ask all the while.
+        audit_tokens: of answers that are computed again.
+        audit_routers: that do so, one answer at a time each.
     """
 
     f1_streams: int
@@ -73,6 +75,8 @@ class Scale:
     storm_answers: int
     drill_s: float
     drill_clients: int
+    audit_tokens: int
+    audit_routers: int
 
 
 _FULL = Scale(
@@ -104,6 +108,8 @@ _FULL = Scale(
     storm_answers=60,
     drill_s=120.0,
     drill_clients=64,
+    audit_tokens=1_000_000,
+    audit_routers=6,
 )
 _SMALL = Scale(
     f1_streams=32,
@@ -134,6 +140,8 @@ _SMALL = Scale(
     storm_answers=16,
     drill_s=8.0,
     drill_clients=8,
+    audit_tokens=2000,
+    audit_routers=1,
 )
 FULL = os.environ.get("CHAOS_SCALE") == "full"
 SCALE = _FULL if FULL else _SMALL
