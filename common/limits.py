@@ -19,6 +19,12 @@ MAX_TAILS = 1024
 MAX_TAIL_TOKENS = 1 << 18
 # Tokens of a live sequence whose logprobs and digests a worker keeps after they were sent, for the same case.
 MAX_SENT_LOGPROBS = 1 << 10
+# Sequences that outlive their router (S12): names of them in one frame; those that a router remembers; how long a
+# request that goes on with a broken stream waits for the worker to name its own.
+MAX_ORPHANS_PER_FRAME = 8192
+MAX_ORPHANS = 1 << 16
+ORPHAN_WAIT_S = 0.05
+MAX_ADOPTION_KEY_BYTES = 32
 MIN_LEASE_S = 0.1
 MAX_LEASE_S = 60.0
 

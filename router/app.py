@@ -57,6 +57,7 @@ from router.text.prompts import PromptEncoder
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.addresses import parse_targets
 from router.workers.discovery import Discovery
+from router.workers.orphans import OrphanTable
 from router.workers.worker_pool import WorkerPool
 
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -106,11 +107,13 @@ class Router:
         self.registry = ModelRegistry()
         self.dispatcher = _dispatcher(options)
         self._placement, self._log_level = options.placement, options.log_level
+        orphans = OrphanTable(time.monotonic)
         self.requests = RequestRouter(
             self.dispatcher,
             self.registry,
             failover=options.failover,
             slow_client_timeout_s=options.slow_client_timeout_s,
+            orphans=orphans,
         )
         self.pool = WorkerPool(
             self.dispatcher,
@@ -121,6 +124,7 @@ class Router:
             failover=options.failover,
             worker_lost=self._refresh,
             dialer=dialer,
+            orphans=orphans,
         )
         self.discovery = Discovery(self.pool.set_workers)
         self.service = InferenceService(
@@ -252,6 +256,8 @@ class Router:
             lost=dict(running.lost),
             releases=running.num_releases,
             released=running.num_released,
+            adopted=running.num_adopted,
+            unadopted=running.num_unadopted,
             failed=dict(self._metrics.failed),
             usage=dict(self._metrics.usage),
             config_version=self.configuration.version,

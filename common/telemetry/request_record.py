@@ -122,6 +122,7 @@ class RequestRecord:
         worker_id: the last worker.
         attempts: how many workers it was given to.
         exact: whether the tokens are those of an undisturbed run.
+        adopted: whether it has gone on with a sequence of a router that is gone.
         finish: the finish reason.
         report: reads the record when it is closed.
     """
@@ -142,6 +143,7 @@ class RequestRecord:
     worker_id: str = ""
     attempts: int | None = None
     exact: bool | None = None
+    adopted: bool = False
     finish: str = ""
     report: Callable[[RequestRecord], None] | None = None
     _code: grpc.StatusCode | None = None
@@ -228,6 +230,7 @@ class RequestRecord:
             "duration_ms": _ms(times.duration_s),
             "attempts": self.attempts,
             "exact": self.exact,
+            "adopted": self.adopted or None,
             "worker_id": self.worker_id,
         }
         return {name: value for name, value in fields.items() if value or not (value is None or value in ("", []))}

@@ -19,6 +19,7 @@ from fissile.receipts import RequestDigest, canonical_params
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
+from common.adoption import AdoptionKeys
 from common.block_hash import GRANULE_BLOCKS
 from common.errors import (
     ApiError,
@@ -30,6 +31,7 @@ from common.errors import (
     WorkerLostError,
 )
 from common.receipts import LogitChain
+from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
 from common.telemetry import names
@@ -174,7 +176,10 @@ class Answering:
         """
 
         async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
-            return self._open(kind, await self.prepare(kind, asked, model), model, asked, earlier)
+            choices = _choices(await self.prepare(kind, asked, model), asked)
+            if asked.request.HasField("resume"):
+                await self._requests.wait_for_orphans(choice.adoption_key for choice in choices)
+            return self._open(kind, choices, model, asked, earlier)
 
         async def send(model: ServedModel, streams: Sequence[RequestStream]) -> None:
             await self._send_all(kind, streams, asked, measure, answers)
@@ -352,24 +357,18 @@ class Answering:
     def _open(
         self,
         kind: Kind,
-        routed: RoutedRequest,
+        choices: Iterable[RoutedRequest],
         model: ServedModel,
         asked: Asked,
         earlier: Sequence[RequestStream],
     ) -> list[RequestStream]:
         """Sends all answers of a request on their way; those of `earlier` take their places again."""
         points = {point.index: point for point in asked.request.resume.answers}
-        left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
-        # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
-        wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
         return_token_ids = asked.request.output_options.return_token_ids
 
         def answers() -> Iterator[tuple[RoutedRequest, StreamAssembly]]:
-            for index in left:
-                params = _params_of(routed, points.get(index), wants_prompt=wants_prompt and index == left[0])
-                resumed_from = _resumed_from(asked.request, points.get(index))
-                choice = replace(routed, choice=index, resumed_from=resumed_from, params=params)
-                point = points.get(index)
+            for choice in choices:
+                point = points.get(choice.choice)
                 yield choice, self.assembly(kind, choice, model, point, return_token_ids=return_token_ids)
 
         return self.open(asked, answers(), earlier, one_prompt=True)
@@ -471,6 +470,7 @@ class Answering:
         record.times, record.worker_id = times_of(first, now), assembly.worker_id
         record.attempts = max(len(stream.attempts) for stream in streams)
         record.exact = all(stream.attempts.exact for stream in streams)
+        record.adopted = any(stream.is_adopted for stream in streams)
         record.completion_tokens = written
         if record.times.first_token is not None:
             record.cached_tokens = assembly.start.cached_tokens
@@ -598,6 +598,40 @@ async def _turn_of(stream: RequestStream, turn: asyncio.Lock) -> AsyncIterator[N
         yield
     finally:
         turn.release()
+
+
+def _choices(routed: RoutedRequest, asked: Asked) -> list[RoutedRequest]:
+    """The answers that are left of a request, each as a request of its own."""
+    points = {point.index: point for point in asked.request.resume.answers}
+    left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
+    # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
+    wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
+    keys = _adoption_keys(routed)
+    return [
+        replace(
+            routed,
+            choice=index,
+            resumed_from=_resumed_from(asked.request, points.get(index)),
+            params=_params_of(routed, points.get(index), wants_prompt=wants_prompt and index == left[0]),
+            adoption_key=b"" if keys is None else keys.of_answer(index, routed.logits_every, routed.priority),
+        )
+        for index in left
+    ]
+
+
+def _adoption_keys(routed: RoutedRequest) -> AdoptionKeys | None:
+    """Keys by which another router may adopt the answers. None where it could not: logprobs begin with the answer."""
+    if routed.params.wants_logprobs:
+        return None
+    return AdoptionKeys(
+        routed.tenant,
+        routed.request_id,
+        routed.cache_salt,
+        routed.identity,
+        routed.token_ids,
+        sampling_to_proto(routed.params).SerializeToString(deterministic=True),
+        routed.seed,
+    )
 
 
 def _params_of(routed: RoutedRequest, point: pb.ResumePoint | None, *, wants_prompt: bool) -> SamplingParams:

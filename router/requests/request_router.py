@@ -12,12 +12,12 @@ import asyncio
 import contextvars
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from common.delay_gate import DelayGate
 from common.errors import DeadlineError
-from common.limits import SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
+from common.limits import ORPHAN_WAIT_S, SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
 from common.process.tasks import failed
 from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
@@ -29,6 +29,7 @@ from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
 from router.scheduling.lane_table import LaneCounts
 from router.scheduling.placement import Placement
 from router.text.stream_assembly import StreamAssembly
+from router.workers.orphans import OrphanTable
 
 # How often a write is looked at before it counts as stuck: that is found so much later than it could be.
 _LOOKS_PER_TIMEOUT = 8
@@ -50,6 +51,7 @@ class RequestRouter:
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
         slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
+        orphans: sequences of other routers that are gone; None where none is adopted.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RequestRouter:
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = DEFAULT_FAILOVER,
         slow_client_timeout_s: float = SLOW_CLIENT_TIMEOUT_S,
+        orphans: OrphanTable | None = None,
     ) -> None:
         self.running = RunningRequests(dispatcher, failover.policy, clock, self.dispatch_soon)
         self._dispatcher = dispatcher
@@ -66,6 +69,7 @@ class RequestRouter:
         self._clock = clock
         self._worker_wait_s = failover.worker_wait_s
         self._slow_client_timeout_s = slow_client_timeout_s
+        self._orphans = OrphanTable(clock) if orphans is None else orphans
         self._keys = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._pacer = WritePacer()
@@ -106,18 +110,27 @@ class RequestRouter:
         queued.lead = None if lead is None else lead.queued
         # What the client brings of a broken stream has been charged where it came.
         queued.output = assembly.delivered
-        if earlier is None:
-            self._arrive(queued)
-        else:
+        adopt_from = self._orphans.take(request.adoption_key) if earlier is None else ""
+        is_adopted = self.running.can_adopt(queued, adopt_from)
+        if earlier is not None:
             self._dispatcher.rejoin(queued, self._clock())
+        elif not is_adopted:
+            self._arrive(queued)
         assembly.most_tokens = queued.most_tokens
         stream = self._streams[queued.key] = RequestStream(queued, request, assembly, on_submit, self._pacer)
         # Another answer of its request may have had to be prepared anew: what this one had is of other weights then.
         if earlier is not None and not earlier.assembly.delivered:
             stream.follow(earlier)
+        if is_adopted:
+            self.running.adopt(stream, adopt_from)
         self.dispatch_soon()
         self._look_at_clients_later()
         return stream
+
+    async def wait_for_orphans(self, keys: Iterable[bytes]) -> None:
+        """Waits a moment for the sequences with which requests might go on: a client may be faster than the worker."""
+        if self.running.may_adopt:
+            await self._orphans.wait_for(keys, ORPHAN_WAIT_S)
 
     def close(self, stream: RequestStream) -> None:
         """Forgets a request; cancels it where it waits or runs."""

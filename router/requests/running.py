@@ -25,6 +25,7 @@ from router.requests.output_charges import OutputCharges
 from router.requests.stream import RequestStream
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.failover import FailoverPolicy, Loss, Verdict
+from router.scheduling.fair_queue import QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import LiveSequence, StepEffects, Submission
 
@@ -43,6 +44,8 @@ class RunningRequests:
         lost: attempts that ended before their request, by `Loss`.
         num_releases: groups of requests that have gone to a worker.
         num_released: requests in them.
+        num_adopted: sequences of other routers that requests have gone on with.
+        num_unadopted: those that were not there any more, or did not go on behind what had come.
         dispatch_soon: called when a decision may come out otherwise than before.
 
     Args:
@@ -60,7 +63,7 @@ class RunningRequests:
         dispatch_soon: Callable[[], None],
     ) -> None:
         self.lost: Counter[str] = Counter()
-        self.num_releases = self.num_released = 0
+        self.num_releases = self.num_released = self.num_adopted = self.num_unadopted = 0
         self.dispatch_soon = dispatch_soon
         self._dispatcher = dispatcher
         self._policy = policy
@@ -91,6 +94,26 @@ class RunningRequests:
         session.state.submit(release.serial, group)
         session.notify()
 
+    @property
+    def may_adopt(self) -> bool:
+        """True if some worker lets this router adopt what others leave there."""
+        return any(session.may_adopt for session in self._sessions.values())
+
+    def can_adopt(self, queued: QueuedRequest, address: str) -> bool:
+        """True if the worker at `address` may be asked for a sequence that is to go on for a request."""
+        session = self._sessions.get(address)
+        if session is None or session.is_draining or session.is_leaving or not session.may_adopt:
+            return False
+        return queued.numerics in (None, session.numerics)
+
+    def adopt(self, stream: RequestStream, address: str) -> None:
+        """Asks a worker for the sequence of another router with which a request goes on. It passes no queue: the
+        sequence has its place there already."""
+        session = self._sessions[address]
+        adoption = stream.begin_adoption(session, self._incarnation | next(self._counter), self._clock())
+        session.state.adopt(adoption)
+        session.notify()
+
     def announce(self, addresses: Iterable[str]) -> None:
         """Tells workers what waits for them here."""
         for address in addresses:
@@ -107,6 +130,8 @@ class RunningRequests:
         session, stream.session = stream.session, None
         if session is None:
             return
+        if stream.is_adopted and (stream.assembly.is_closed or stream.attempts.has_begun(stream.assembly.num_tokens)):
+            self.num_adopted += 1
         stream.attempts.end(stream.assembly.num_tokens, self._clock())
         self._share(stream, session.address)
         self._charges.settle(stream)
@@ -259,8 +284,18 @@ class RunningRequests:
         none has had it."""
         self.unbind(stream)
         stream.attempts.return_unstarted()
+        if stream.is_adopted:
+            self._arrive_unadopted(stream)
+            return
         stream.was_returned = stream.was_returned or bool(address)
         self._dispatcher.requeue(stream.queued, self._clock(), excluded_worker=address or stream.refused_by)
+
+    def _arrive_unadopted(self, stream: RequestStream) -> None:
+        """Queues a request behind the others: there was nothing to go on with, so it has all to wait and to pay for."""
+        stream.is_adopted = False
+        self.num_unadopted += 1
+        self._dispatcher.rejoin(stream.queued, self._clock())
+        self.dispatch_soon()
 
     # Suspects.
 

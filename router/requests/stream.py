@@ -11,6 +11,7 @@ import grpc
 from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.adoption import delivered_digest
 from common.errors import ApiError, NoWorkerError
 from common.pooling import MEAN, Pooling
 from common.rpc.pooling_protos import worker_pooling
@@ -25,7 +26,7 @@ from router.text.reading import Reading
 from router.text.stream_assembly import StreamAssembly
 from router.text.stream_chunk import StreamChunk
 from router.workers.session import Session
-from router.workers.session_state import Submission
+from router.workers.session_state import Adoption, Submission
 
 
 class ReplacedError(NoWorkerError):
@@ -85,6 +86,7 @@ class RoutedRequest:
         only_worker: address of the one worker that it may go to, "" for any.
         pooling: how the prompt becomes a vector; None for one that is answered.
         reading: terms on which the answer is read in channels; None where it is content alone.
+        adoption_key: under which its sequence may be adopted by another router; empty for none.
     """
 
     model: str
@@ -113,12 +115,18 @@ class RoutedRequest:
     only_worker: str = ""
     pooling: Pooling | None = None
     reading: Reading | None = None
+    adoption_key: bytes = b""
 
     @property
     def ids(self) -> dict[str, str]:
         """Fields that name it in a log line, on whatever task the line is written."""
         trace_id = trace_id_of(self.traceparent)
         return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
+
+    @property
+    def logits_every(self) -> int:
+        """The logits of every so-many-th token are digested, 0 for none."""
+        return 0 if self.receipt is None else self.receipt.logits_every
 
     def queued(self, key: int) -> QueuedRequest:
         """The request as the dispatcher knows it, under the number `key` of this router."""
@@ -145,13 +153,16 @@ class RoutedRequest:
         """Tokens of the prompt but the last one, which every answer computes."""
         return len(self.token_ids) - 1
 
-    def to_record(self, rid: int, *, must_keep: bool, has_generated: bool) -> wpb.SubmitSequence:
+    def to_record(
+        self, rid: int, *, must_keep: bool, has_generated: bool, may_adopt: bool = False
+    ) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame.
 
         Args:
             rid: of the attempt.
             must_keep: whether the worker may not give it back.
             has_generated: whether an earlier attempt has brought a token, and before it the logprobs of given ones.
+            may_adopt: whether the worker lets other routers adopt it.
         """
         params = self.params.without_given_logprobs if has_generated else self.params
         return wpb.SubmitSequence(
@@ -166,9 +177,10 @@ class RoutedRequest:
             cache_salt=self.cache_salt,
             priority=wpb.Priority.ValueType(self.priority),
             keep=must_keep,
-            logits_every=0 if self.receipt is None else self.receipt.logits_every,
+            logits_every=self.logits_every,
             shares_prompt=self.params.n > 1,
             pooling=worker_pooling(self.pooling),
+            adoption_key=self.adoption_key if may_adopt else b"",
         )
 
 
@@ -185,6 +197,7 @@ class RequestStream:
         was_returned: whether a worker has given it back for lack of room.
         refused_by: the address of the worker that has refused it last, "" for none.
         worker_version: version of Fissile on the worker that it was submitted to last.
+        is_adopted: whether its attempt goes on with a sequence of another router, or asks for one.
 
     One handler calls `next`, and nobody else.
     """
@@ -208,6 +221,7 @@ class RequestStream:
         self.was_returned = False
         self.refused_by = ""
         self.worker_version = ""
+        self.is_adopted = False
         self._pacer = pacer
         # Future of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
@@ -311,14 +325,30 @@ class RequestStream:
 
     def begin(self, session: Session, rid: int, now: float, *, must_keep: bool) -> Submission:
         """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
-        self.session, self.rid = session, rid
+        self._begin_attempt(session, rid, now)
+        request, generated = self.request, self.assembly.token_ids
+        token_ids = request.token_ids + generated if generated else request.token_ids
+        has_generated, may_adopt = self.assembly.has_generated, session.may_adopt
+        record = request.to_record(rid, must_keep=must_keep, has_generated=has_generated, may_adopt=may_adopt)
+        return Submission(record, token_ids, self, request.deadline)
+
+    def begin_adoption(self, session: Session, rid: int, now: float) -> Adoption:
+        """An attempt that goes on with the sequence of another router, behind what has come so far (rule S12)."""
+        self._begin_attempt(session, rid, now)
+        self.is_adopted = True
+        frame = wpb.Adopt(
+            rid=rid,
+            key=self.request.adoption_key,
+            have=self.assembly.num_tokens,
+            digest=delivered_digest(self.assembly.token_ids),
+        )
+        return Adoption(frame, self, self.request.deadline)
+
+    def _begin_attempt(self, session: Session, rid: int, now: float) -> None:
+        self.session, self.rid, self.is_adopted = session, rid, False
         alone, have = self.queued.alone, self.assembly.num_tokens
         self.attempts.begin(session.worker_id, session.numerics, have, now, alone=alone)
         self.assembly.worker_id = session.worker_id
         self.worker_version = session.version
         self.on_submit(session.worker_id)
-        request, generated = self.request, self.assembly.token_ids
-        token_ids = request.token_ids + generated if generated else request.token_ids
         self.assembly.begin_attempt()
-        record = request.to_record(rid, must_keep=must_keep, has_generated=self.assembly.has_generated)
-        return Submission(record, token_ids, self, request.deadline)

@@ -55,6 +55,8 @@ class RouterSnapshot:
         lost: attempts that ended before their request, by the reason.
         releases: groups of requests that have gone to workers.
         released: requests in them.
+        adopted: requests that have gone on with the sequence of a router that is gone.
+        unadopted: those that meant to, and began anew.
         failed: requests that have failed, by the reason.
         usage: what answers have come to, by model and status.
         config_version: of the configuration in force.
@@ -71,6 +73,8 @@ class RouterSnapshot:
     lost: Mapping[str, int] = field(default_factory=dict)
     releases: int = 0
     released: int = 0
+    adopted: int = 0
+    unadopted: int = 0
     failed: Mapping[str, int] = field(default_factory=dict)
     usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
     config_version: int = 1
@@ -218,6 +222,8 @@ class RouterMetrics:
         counter(names.ROUTER_KV_DISPUTES, "{block}", "KV blocks on which workers differed, by result", self._disputes)
         counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
+        counter(names.ROUTER_ADOPTED, "{request}", "Requests that went on elsewhere", self._one(lambda f: f.adopted))
+        counter(names.ROUTER_UNADOPTED, "{request}", "Those that began anew", self._one(lambda f: f.unadopted))
 
     def _one(self, value: Callable[[RouterSnapshot], float]) -> Callable[[], Observed]:
         return lambda: [(value(self._snapshot), {})]

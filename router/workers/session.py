@@ -20,6 +20,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
+from common.protocol import ADOPTION_MINOR
 from common.rpc.tls import Dialer
 from router.model_registry import ServedModel, WorkerRefusedError, describe
 from router.text.stream_assembly import GapError
@@ -129,6 +130,9 @@ class SessionEvents(Protocol):
     def draining(self, session: Session) -> None:
         """The worker takes no new work."""
 
+    def orphans_named(self, session: Session, orphans: wpb.Orphans) -> None:
+        """Another router is gone, and the worker still runs these sequences of it."""
+
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
         """The stream has ended. Called exactly once for each `session_up` that returned."""
 
@@ -190,6 +194,11 @@ class Session:
         if self.is_parting and not self.state.live:
             self._leaving = True
         self._to_write.set()
+
+    @property
+    def may_adopt(self) -> bool:
+        """True if the worker lets this router go on with sequences of others."""
+        return self.proto_minor >= ADOPTION_MINOR
 
     @property
     def is_leaving(self) -> bool:
@@ -302,6 +311,8 @@ class Session:
                 events.kv_events(self, frame.kv_events)
             elif kind == "draining":
                 events.draining(self)
+            elif kind == "orphans":
+                events.orphans_named(self, frame.orphans)
             elif kind == "welcome":
                 raise ProtocolError("a second Welcome")
 

@@ -81,6 +81,21 @@ class Submission:
     deadline: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A sequence of another router that this one goes on with.
+
+    Attributes:
+        frame: everything but `deadline_left_ms`, which depends on when it is written.
+        sequence: whose answer it brings.
+        deadline: monotonic seconds, None for never.
+    """
+
+    frame: wpb.Adopt
+    sequence: LiveSequence
+    deadline: float | None = None
+
+
 @dataclass(slots=True)
 class StepEffects:
     """Effects of a StepOutput; all but the first have left the Session.
@@ -128,6 +143,7 @@ class SessionState:
         self.kv_seq = 0
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
+        self._adoptions: deque[Adoption] = deque()
         # Backlog record that the worker has, or is about to be sent.
         self._record = _NOTHING_WAITS
         self._lane_is_due = False
@@ -154,8 +170,9 @@ class SessionState:
 
     def unwritten(self) -> list[LiveSequence]:
         """The live sequences of which something has not been written: the worker cannot have them whole."""
+        adopted = [adoption.frame.rid for adoption in self._adoptions]
         rids = (rid for group in self._groups for rid in (*group.pending, *group.rests))
-        return [self.live[rid] for rid in rids if rid in self.live]
+        return [self.live[rid] for rid in (*adopted, *rids) if rid in self.live]
 
     def forget(self, rids: Iterable[int]) -> list[LiveSequence]:
         """Drops the sequences that the worker does not have, and returns them."""
@@ -164,19 +181,30 @@ class SessionState:
     def submit(self, serial: int, group: Sequence[Submission]) -> None:
         """Queues a group of new sequences; their rids must be above all earlier ones."""
         for submission in group:
-            rid = submission.record.rid
-            if self._first_rid is None:
-                self._first_rid = rid
-            elif rid < self._submitted_below:
-                raise ValueError(f"rid {rid} is not new (rule S1)")
-            self._submitted_below = rid + 1
-            self.live[rid] = submission.sequence
+            self._add(submission.record.rid, submission.sequence)
         self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
+
+    def adopt(self, adoption: Adoption) -> None:
+        """Queues the adoption of a sequence; its rid must be above all earlier ones."""
+        self._add(adoption.frame.rid, adoption.sequence)
+        self._adoptions.append(adoption)
+
+    def _add(self, rid: int, sequence: LiveSequence) -> None:
+        if self._first_rid is None:
+            self._first_rid = rid
+        elif rid < self._submitted_below:
+            raise ValueError(f"rid {rid} is not new (rule S1)")
+        self._submitted_below = rid + 1
+        self.live[rid] = sequence
 
     def cancel(self, rid: int) -> None:
         """Drops a sequence; a no-op when it is not live. What has not been written of it never will be."""
         if self.live.pop(rid, None) is None:
             return
+        for adoption in self._adoptions:
+            if adoption.frame.rid == rid:
+                self._adoptions.remove(adoption)
+                return
         for group in self._groups:
             if group.pending.pop(rid, None) is not None:
                 return
@@ -203,6 +231,8 @@ class SessionState:
         if self._cancels:
             rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
             return wpb.SessionRequest(cancel=wpb.Cancel(rids=rids))
+        if self._adoptions:
+            return wpb.SessionRequest(adopt=_adopt_frame(self._adoptions.popleft(), now))
         if self._lane_is_due:
             self._lane_is_due = False
             return wpb.SessionRequest(lane=_lane_frame(self._record, self._kv_epoch, now))
@@ -342,9 +372,19 @@ def _add_sequence(frame: wpb.Submit, submission: Submission, taken: int, now: fl
     sequence.CopyFrom(submission.record)
     sequence.token_ids.extend(submission.token_ids[:taken].tolist())
     sequence.more = taken < len(submission.token_ids)
-    if submission.deadline is not None:
-        # 0 means no deadline, so one that has passed is sent as the shortest.
-        sequence.deadline_left_ms = min(max(1, round((submission.deadline - now) * 1000)), 2**32 - 1)
+    sequence.deadline_left_ms = _deadline_left_ms(submission.deadline, now)
+
+
+def _adopt_frame(adoption: Adoption, now: float) -> wpb.Adopt:
+    frame = wpb.Adopt()
+    frame.CopyFrom(adoption.frame)
+    frame.deadline_left_ms = _deadline_left_ms(adoption.deadline, now)
+    return frame
+
+
+def _deadline_left_ms(deadline: float | None, now: float) -> int:
+    # 0 means no deadline, so one that has passed is sent as the shortest.
+    return 0 if deadline is None else min(max(1, round((deadline - now) * 1000)), 2**32 - 1)
 
 
 def _extend_frame(group: _Group) -> wpb.Extend:

@@ -30,6 +30,7 @@ from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions, Loss, 
 from router.scheduling.worker_load import LoadReport
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.expected_workers import ExpectedWorkers
+from router.workers.orphans import OrphanTable
 from router.workers.session import CordonState, Fault, Session, SessionLostError, WorkerState, keep_connected
 from router.workers.session_state import StepEffects
 from router.workers.worker_caches import WorkerCaches
@@ -78,6 +79,7 @@ class WorkerPool:
         dialer: opens the channels to workers.
         caches: how far their prefix caches are known.
         expected: those that have never been up.
+        orphans: sequences of other routers that are gone.
         on_kv_digests: told of digests of KV blocks that a worker has sent.
 
     Args:
@@ -90,6 +92,7 @@ class WorkerPool:
         failover: how long a worker may be silent, stalled or away.
         worker_lost: called when a stream with a worker has broken.
         dialer: opens the channels to workers; None in plain text.
+        orphans: takes the sequences that may be adopted; None where nobody adopts any.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class WorkerPool:
         failover: FailoverOptions = DEFAULT_FAILOVER,
         worker_lost: Callable[[], None] = lambda: None,
         dialer: Dialer | None = None,
+        orphans: OrphanTable | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -115,6 +119,7 @@ class WorkerPool:
         self.dialer = Dialer() if dialer is None else dialer
         self.caches = WorkerCaches(dispatcher.binding)
         self.expected = ExpectedWorkers(registry, failover.worker_wait_s, clock=clock)
+        self.orphans = OrphanTable(clock) if orphans is None else orphans
         self.on_kv_digests: Callable[[Session, Iterable[wpb.KvDigest]], None] = _nobody
         self.router_id = secrets.token_hex(8)
         self._workers: dict[str, WorkerRecord] = {}
@@ -144,7 +149,8 @@ class WorkerPool:
     def tables(self) -> dict[str, int]:
         """Entries of the tables that grow with workers."""
         held = sum(worker.held is not None for worker in self._workers.values())
-        return {"workers": len(self._workers), "sessions_held": held, "early": len(self.expected)}
+        tables = {"workers": len(self._workers), "sessions_held": held, "early": len(self.expected)}
+        return {**tables, "orphans": len(self.orphans)}
 
     async def stop(self) -> None:
         """Ends all sessions; the workers drop what still runs there."""
@@ -245,6 +251,10 @@ class WorkerPool:
         session.is_draining = True
         self._update_accepting(session)
         self._requests.hand_over(session)
+
+    def orphans_named(self, session: Session, orphans: wpb.Orphans) -> None:
+        """Remembers what another router has left there."""
+        self.orphans.add(session.address, orphans.keys, orphans.lease_left_ms / 1000)
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
         """Holds what ran on the worker if it may still be there, loses it if not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,49 @@ def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path
     assert [*got, *rest.token_ids] == again.token_ids
     assert rest.finish is not None
     assert rest.finish.usage.completion_tokens == TOKENS
+
+
+def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tmp_path: Path) -> None:
+    """S12: by token ids, by text, and where the client has kept nothing: the sequences are adopted."""
+    # The lease is longer than the three take one after the other on a busy machine.
+    environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}
+    model = simulated_model(tmp_path / "model")
+    with running_service(tmp_path, model, worker_options=OPTIONS, environment=environment) as service:
+        port = free_port()
+        arguments = ["router", "--port", str(port), "--worker", service.workers[0].address]
+        other = Process("other", arguments, port, tmp_path / "other.log", environment)
+        other.start()
+        try:
+            other.wait_serving()
+            by_ids, by_text, nothing = (request(i, TOKENS) for i in (11, 12, 13))
+            by_text.output_options.return_token_ids = False
+            by_text.output_options.receipt.logits_every = 3
+            calls = [service.stub.Generate(each, timeout=60) for each in (by_ids, by_text, nothing)]
+            got = read_until(calls[0], 20)
+            parts = [next(calls[1]) for _ in range(5)]
+            text, info = "".join(part.text for part in parts), parts[0].prompt_info
+            next(calls[2])
+            service.router.stop(signal.SIGKILL)
+            behind(by_ids, got)
+            digest = pb.TextDigest(bytes=len(text.encode()), sha256=hashlib.sha256(text.encode()).digest())
+            by_text.resume.answers.add(text=digest)
+            by_text.resume.weights_digest, by_text.resume.numerics = info.weights_digest, info.numerics
+            with client_of(other) as stub:
+                rests = [generate(stub, each) for each in (by_ids, by_text, nothing)]
+                undisturbed = [generate(stub, request(i, TOKENS)) for i in (11, 12, 13)]
+        finally:
+            other.stop()
+            service.workers[0].stop()
+    assert [*got, *rests[0].token_ids] == undisturbed[0].token_ids
+    assert text + rests[1].text == undisturbed[1].text
+    assert rests[2].token_ids == undisturbed[2].token_ids
+    ends = [rest.finish for rest in rests if rest.finish is not None]
+    assert [end.usage.completion_tokens for end in ends] == [TOKENS] * 3
+    assert [end.attempts for end in ends] == [1] * 3
+    # The receipt's digests begin with the answer, of which the client had a part.
+    assert len(ends[1].receipt.logit_digests) == -(-TOKENS // 3)
+    log = service.workers[0].log.read_text()
+    assert log.count("sequence adopted") == 3
+    # One for each answer, and one for each that was not disturbed.
+    assert log.count("sequence ended") == 6
+    assert other.log.read_text().count('"adopted": true') == 3

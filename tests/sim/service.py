@@ -29,13 +29,15 @@ from router.scheduling.failover import FailoverOptions
 from router.scheduling.placement import Placement, PrefixAware, RoundRobin
 from router.text.stream_assembly import GapError
 from router.text.tokenizer_store import TokenizerStore
+from router.workers.orphans import OrphanTable
 from router.workers.session import Fault, Session, SessionLostError
 from router.workers.session_state import ProtocolError
 from router.workers.worker_pool import WorkerPool
 from tests.sim.virtual_time import VirtualLoop
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
-from worker.engine.turns import Cancel, Command, EngineTurns, Receipt, Submit
+from worker.engine.turns import Cancel, Command, EngineTurns, Receipt, SetDeadline, Submit
+from worker.session.adoption import Orphans
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, LiveSequence
 from worker.session.fleet_backlog import FleetLanes
@@ -152,6 +154,7 @@ class SimWorker:
         self.intake = wpb.INTAKE_OPEN
         self.thaw_calls: list[Callable[[], None]] = []
         self.routers: dict[str, RouterSequences] = {}
+        self.orphans: Orphans[RouterSequences] = Orphans()
         self._streams: dict[str, SessionState] = {}
         self._loop = loop
         self._turns = EngineTurns(self.core, loop.time)
@@ -164,7 +167,9 @@ class SimWorker:
         router_id = hello.router_id
         sequences = self.routers.get(router_id)
         if sequences is None:
-            sequences = self.routers[router_id] = RouterSequences(router_id, self.facts, self, Tracing())
+            sequences = self.routers[router_id] = RouterSequences(
+                router_id, self.facts, self, Tracing(), orphans=self.orphans
+            )
         if (older := self._streams.get(router_id)) is not None:
             older.close()
         now = self._loop.time()
@@ -229,6 +234,10 @@ class SimWorker:
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences."""
         self._put(Cancel(list(seq_ids)))
+
+    def set_deadline(self, seq_id: int, deadline: float | None) -> None:
+        """Gives a sequence another deadline."""
+        self._put(SetDeadline(seq_id, deadline))
 
     @property
     def num_live(self) -> int:
@@ -389,6 +398,8 @@ class Connection(Session):
                 pool.kv_events(self, frame.kv_events)
             elif kind == "draining":
                 pool.draining(self)
+            elif kind == "orphans":
+                pool.orphans_named(self, frame.orphans)
         except SessionLostError as error:
             self._site.kv_gaps += 1
             self.end(error.fault)
@@ -466,7 +477,10 @@ class SimService:
         options = FailoverOptions(worker_wait_s=worker_wait_s)
         self.dispatcher = Dispatcher(DelayGate(delay_factor), self.placement, worker_wait_s=worker_wait_s)
         registry = ModelRegistry()
-        self.requests = RequestRouter(self.dispatcher, registry, clock=loop.time, failover=options)
+        self.orphans = OrphanTable(loop.time)
+        self.requests = RequestRouter(
+            self.dispatcher, registry, clock=loop.time, failover=options, orphans=self.orphans
+        )
         self.pool: WorkerPool = WorkerPool(
             self.dispatcher,
             registry,
@@ -475,6 +489,7 @@ class SimService:
             lambda: None,
             clock=loop.time,
             failover=options,
+            orphans=self.orphans,
         )
         self.connections = [self._connect(worker) for worker in self.workers]
 

@@ -50,7 +50,8 @@ class _Flight:
 
 
 class _Deadlines:
-    """Sequences by deadline. Entries of sequences that have ended are dropped when they come up, or when most have."""
+    """Sequences by deadline. Entries of sequences that have ended, or have another deadline by now, are dropped when
+    they come up, or when there are many."""
 
     def __init__(self) -> None:
         # The serial number keeps the comparison away from sequences.
@@ -66,13 +67,16 @@ class _Deadlines:
         """Removes and returns what is due at `now`."""
         due: list[Sequence] = []
         while self._heap and self._heap[0][0] <= now:
-            due.append(heapq.heappop(self._heap)[2])
+            deadline, _, seq = heapq.heappop(self._heap)
+            # It may have got another one meanwhile.
+            if seq.deadline == deadline:
+                due.append(seq)
         return due
 
     def compact(self, num_live: int) -> None:
         """Bounds the entries by the number of live sequences, at O(1) amortized."""
         if len(self._heap) > 2 * num_live + 64:
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished and entry[2].deadline == entry[0]]
             heapq.heapify(self._heap)
 
 
@@ -145,6 +149,13 @@ class EngineCore:
         Its last output, with EndReason.CANCELLED, comes with the next `step`.
         """
         return self.scheduler.abort(seq_id, now=self._clock())
+
+    def set_deadline(self, seq_id: int, deadline: float | None) -> None:
+        """Gives a sequence another deadline; one that is not live is ignored."""
+        seq = self.scheduler.lifecycle.live.get(seq_id)
+        if seq is not None:
+            seq.deadline = deadline
+            self._deadlines.add(seq)
 
     def abort_all(self, reason: EndReason, message: str = "") -> list[RequestOutput]:
         """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""

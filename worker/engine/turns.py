@@ -51,6 +51,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class SetDeadline:
+    """Another deadline of a sequence, monotonic seconds, None for none; an unknown id is ignored."""
+
+    seq_id: int
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class EndAll:
     """Ends everything with EndReason.CANCELLED; `message` tells it from a cancel of the router."""
 
@@ -64,7 +72,7 @@ class Flush:
     done: Callable[[int], None]
 
 
-Command = Submit | Cancel | EndAll | Flush
+Command = Submit | Cancel | SetDeadline | EndAll | Flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,8 @@ class EngineTurns:
                 case Cancel(seq_ids):
                     for seq_id in seq_ids:
                         self.core.abort(seq_id)
+                case SetDeadline(seq_id, deadline):
+                    self.core.set_deadline(seq_id, deadline)
                 case EndAll(message):
                     outputs += self.core.abort_all(EndReason.CANCELLED, message)
                 case Flush(done):

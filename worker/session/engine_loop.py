@@ -19,7 +19,7 @@ from common.errors import EngineError
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
-from worker.engine.turns import Cancel, EndAll, Flush, Receipt, Submit, Turn
+from worker.engine.turns import Cancel, EndAll, Flush, Receipt, SetDeadline, Submit, Turn
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, LiveSequence
 from worker.session.engine_thread import EngineThread
@@ -113,6 +113,11 @@ class EngineLoop:
         ids = [seq_id for seq_id in seq_ids if seq_id in self._deliveries]
         if ids and self._thread is not None:
             self._thread.put(Cancel(ids))
+
+    def set_deadline(self, seq_id: int, deadline: float | None) -> None:
+        """Gives a sequence another deadline at the thread's next turn; an unknown id is ignored."""
+        if self._thread is not None:
+            self._thread.put(SetDeadline(seq_id, deadline))
 
     def end_all(self, message: str) -> None:
         """Ends everything with EndReason.CANCELLED: the worker goes, and another may go on with it."""

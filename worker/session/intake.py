@@ -34,12 +34,13 @@ _DRAFT_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sequence that is complete, with the trace context of its router's span."""
+    """A sequence that is complete, with the trace context of its router's span, and its adoption key."""
 
     rid: int
     seq: Sequence
     traceparent: str
     tracestate: str
+    adoption_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ class Inbox:
 
     def _draft(self, record: wpb.SubmitSequence, now: float) -> _Draft:
         refuse_unlisted(record, request_validation.SEQUENCE)
+        request_validation.check_adoption_key("adoption_key", record.adoption_key)
         token_ids, params = check_sequence(record, self._limits)
         deadline = now + record.deadline_left_ms / 1000 if record.deadline_left_ms else None
         num_bytes = _DRAFT_BYTES + record.ByteSize()
@@ -251,7 +253,8 @@ class Inbox:
             except ApiError as error:
                 self._refuse(rid, len(draft.token_ids), str(error))
             else:
-                arrivals.append(Arrival(rid, seq, draft.record.traceparent, draft.record.tracestate))
+                record = draft.record
+                arrivals.append(Arrival(rid, seq, record.traceparent, record.tracestate, record.adoption_key))
         del self._open[serial]
         self._groups.append(Group(serial, arrivals))
 

@@ -28,6 +28,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_SENT_LOGPROBS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.engine.outputs import GivenLogprobs, RequestOutput
+from worker.session.adoption import Adoptable
 from worker.session.output_protos import end_proto, start_proto
 
 # Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; rows of
@@ -38,17 +39,27 @@ _ROWS_BYTES = 32
 _TOKEN_BYTES = 5
 _DIGEST_BYTES = 13
 _RID_BYTES = 11
+# Ends with which a request has its whole answer.
+_FINISHES = (
+    wpb.END_REASON_EOS,
+    wpb.END_REASON_STOP_TOKEN,
+    wpb.END_REASON_STOP_SEQUENCE,
+    wpb.END_REASON_LENGTH,
+)
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out, and their
     logprobs, `width` bytes each, but for those of the first `num_dropped` tokens; likewise of given tokens from
     `given_pos` on, in bytes."""
 
     first_pos: int
+    adoptable: Adoptable | None = None
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     sent: int = 0
+    # Another router adopts it: that is told the start with the first tokens that it gets.
+    owes_start: bool = False
     start: wpb.SequenceStart | None = None
     end: wpb.SequenceEnd | None = None
     # Of logits, by absolute position of the token.
@@ -64,7 +75,12 @@ class _Run:
 
     @property
     def end_pos(self) -> int:
+        """Tokens that have come, prompt included."""
         return self.first_pos + len(self.token_ids)
+
+    def reaches(self, have: int) -> bool:
+        """True if all behind the first `have` tokens is here."""
+        return self.first_pos + self.num_dropped <= have <= self.end_pos
 
     def add_given(self, given: GivenLogprobs) -> None:
         """Takes further logprobs of given tokens, which come in order."""
@@ -106,7 +122,7 @@ class Outbox:
     """Merges the outputs of steps into frames."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         # rids with unsent output, whoever has waited longest first.
         self._unsent: OrderedDict[int, None] = OrderedDict()
         # Ended ones that have gone out whole, oldest first.
@@ -141,13 +157,13 @@ class Outbox:
         """True if the sequence has output here, sent or not."""
         return rid in self._runs
 
-    def add(self, rid: int, output: RequestOutput) -> None:
-        """Takes a sequence's output; outputs of one sequence come in order.
+    def add(self, rid: int, output: RequestOutput, adoptable: Adoptable | None = None) -> None:
+        """Takes a sequence's output; outputs of one sequence come in order, the first one with how it may be adopted.
 
         Raises:
             ValueError: its tokens do not continue those that are here.
         """
-        run = self._runs.setdefault(rid, _Run(output.first_pos))
+        run = self._runs.setdefault(rid, Run(output.first_pos, adoptable))
         if run.end_pos != output.first_pos:
             raise ValueError(f"tokens of rid {rid} at {output.first_pos} leave a gap")
         run.token_ids.extend(output.output_tokens)
@@ -165,10 +181,37 @@ class Outbox:
             run.end = end_proto(rid, output.end)
         self._unsent.setdefault(rid)
 
+    def adoptables(self) -> list[tuple[bytes, int]]:
+        """Adoption keys and rids of the sequences that have output here and may be adopted."""
+        return [(run.adoptable.key, rid) for rid, run in self._runs.items() if run.adoptable is not None]
+
+    def release(self, rid: int, have: int, digest: bytes) -> Run | None:
+        """Gives a sequence away, to a router whose client has its first `have` tokens, of which the generated ones have
+        this digest. None, and it stays, if it does not go on from there or has been given up."""
+        run = self._runs[rid]
+        if run.adoptable is None or not run.reaches(have) or not run.adoptable.is_behind(run.token_ids, have, digest):
+            return None
+        if run.end is not None and run.end.reason not in _FINISHES:
+            return None
+        self.forget(rid)
+        return run
+
+    def take_in(self, rid: int, run: Run, have: int) -> None:
+        """Takes a sequence that another outbox has released, under another rid: what is behind `have` is to be sent."""
+        for told in (run.start, run.end):
+            if told is not None:
+                told.rid = rid
+        if run.start is not None:
+            # Nothing has been computed for this router.
+            run.start.queue_us = run.start.prefill_us = 0
+            run.owes_start = True
+        self._runs[rid] = run
+        self.rewind(rid, have)
+
     def rewind(self, rid: int, have: int) -> bool:
         """Sends everything behind the router's first `have` tokens (again). False when that is not known here (S4)."""
         run = self._runs.get(rid)
-        if run is None or not run.first_pos + run.num_dropped <= have <= run.end_pos:
+        if run is None or not run.reaches(have):
             return False
         if rid in self._tails:
             self._leave_tails(rid)
@@ -247,7 +290,7 @@ class Outbox:
                 self._keep_tail(rid, run)
         return whole
 
-    def _keep_tail(self, rid: int, run: _Run) -> None:
+    def _keep_tail(self, rid: int, run: Run) -> None:
         """Keeps a sequence that has been sent whole: the frame may be lost. A cancelled one nobody asks for again."""
         if run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED:
             del self._runs[rid]
@@ -262,7 +305,7 @@ class Outbox:
         self._tail_tokens -= self._runs[rid].weight
 
 
-def _take_given(frame: wpb.StepOutput, rid: int, run: _Run, room: _Room, kept: int) -> bool:
+def _take_given(frame: wpb.StepOutput, rid: int, run: Run, room: _Room, kept: int) -> bool:
     """Moves logprobs of given tokens into the frame, as far as they fit beside `kept` bytes. True if none are left."""
     left = len(run.given) - run.given_sent
     if not left:
@@ -277,7 +320,7 @@ def _take_given(frame: wpb.StepOutput, rid: int, run: _Run, room: _Room, kept: i
     return run.given_sent == len(run.given)
 
 
-def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> None:
+def _append_tokens(frame: wpb.StepOutput, rid: int, run: Run, count: int) -> None:
     frame.rid.append(rid)
     frame.first_pos.append(run.first_pos + run.sent)
     frame.n.append(count)
@@ -288,8 +331,9 @@ def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> No
         frame.logit_digests.add(rid=rid, positions=found.keys(), digests=found.values())
     if run.pooled:
         frame.pooled.add(rid=rid, values=run.pooled)
-    if run.start is not None and run.sent == 0:
+    if run.start is not None and (run.sent == 0 or run.owes_start):
         frame.starts.append(run.start)
+        run.owes_start = False
     if run.width:
         rows = run.rows(run.sent, run.sent + count)
         frame.logprobs.add(rid=rid, first_pos=run.first_pos + run.sent, rows=rows)

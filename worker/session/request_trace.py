@@ -26,10 +26,13 @@ class RequestTrace:
         prompt_tokens: of the sequence.
         span: is ended with it.
         trace_id: of the span; empty without one.
+
+    Attributes:
+        rid: as given, until another router adopts the sequence.
     """
 
     def __init__(self, rid: int, prompt_tokens: int, span: SequenceSpan, trace_id: str) -> None:
-        self._rid = rid
+        self.rid = rid
         self._prompt_tokens = prompt_tokens
         self._span = span
         self._trace_id = trace_id
@@ -56,8 +59,8 @@ class RequestTrace:
         else:
             self._span.fail(failure(end), end.times, **counts)
         if end.reason is EndReason.NOT_A_NUMBER:
-            log.error(end.message, rid=f"{self._rid:x}", trace_id=self._trace_id or None, **counts)
-        log.debug("sequence ended", rid=f"{self._rid:x}", reason=reason, trace_id=self._trace_id or None, **counts)
+            log.error(end.message, rid=f"{self.rid:x}", trace_id=self._trace_id or None, **counts)
+        log.debug("sequence ended", rid=f"{self.rid:x}", reason=reason, trace_id=self._trace_id or None, **counts)
 
 
 def failure(end: End) -> ApiError | grpc.StatusCode:

@@ -11,7 +11,12 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
-from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
+from common.limits import (
+    MAX_ADOPTION_KEY_BYTES,
+    MAX_CACHE_SALT_BYTES,
+    MAX_STOP_TOKEN_SEQUENCE,
+    MAX_STOP_TOKEN_SEQUENCES,
+)
 from common.logprobs import LOGPROB_FIELDS
 from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
 from common.sampling_masks import check_bias_ids, check_tokens_left
@@ -30,6 +35,7 @@ SESSION: Final = (
     | _below("extend", frozenset({"rid", "token_ids", "more"}))
     | _below("cancel", frozenset({"rids"}))
     | _below("lane", frozenset({"oldest_age_ms", "tokens", "seqs", "kv_epoch"}))
+    | _below("adopt", frozenset({"rid", "key", "have", "digest", "deadline_left_ms"}))
 )
 # Paths in SubmitSequence.
 SEQUENCE: Final = frozenset(
@@ -50,6 +56,7 @@ SEQUENCE: Final = frozenset(
         "logits_every",
         "shares_prompt",
         "pooling",
+        "adoption_key",
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.
@@ -81,6 +88,16 @@ def check_cache_salt(cache_salt: bytes) -> None:
     """
     if len(cache_salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidFieldError("cache_salt", f"has {len(cache_salt)} bytes", f"at most {MAX_CACHE_SALT_BYTES}")
+
+
+def check_adoption_key(path: str, key: bytes) -> None:
+    """Checks the length of a key.
+
+    Raises:
+        InvalidFieldError: it is too long.
+    """
+    if len(key) > MAX_ADOPTION_KEY_BYTES:
+        raise InvalidFieldError(path, f"has {len(key)} bytes", f"at most {MAX_ADOPTION_KEY_BYTES}")
 
 
 def priority(given: wpb.Priority.ValueType) -> Priority:

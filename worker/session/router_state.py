@@ -4,11 +4,14 @@ Invariants (docs/architecture.md):
   * Sequences go on running while no stream is attached; what they produce waits in the outbox.
   * Every rid ends in exactly one of: an end, given back, unknown at a later Hello, or the end of the router's lease.
   * After `end` nothing of the router is left in the engine, and what the engine still says about it is not kept.
+  * A sequence belongs to one router at a time. One that is adopted leaves the first one without a trace: if that comes
+    back, the rid is unknown (S12).
 """
 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Protocol
@@ -21,6 +24,7 @@ from worker.engine.load import LoadReport
 from worker.engine.outputs import End, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import Receipt
+from worker.session.adoption import Adoptable, Orphans
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import LiveSequence
 from worker.session.intake import Arrival, Group, Refusal
@@ -61,6 +65,10 @@ class Engine(Protocol):
         """Ends sequences; unknown ids are ignored."""
         ...
 
+    def set_deadline(self, seq_id: int, deadline: float | None) -> None:
+        """Gives a sequence another deadline, monotonic seconds, None for none; an unknown id is ignored."""
+        ...
+
 
 class ActiveSequence:
     """A sequence of a router in the engine: a LiveSequence.
@@ -70,19 +78,33 @@ class ActiveSequence:
         seq: belongs to the engine while it is live.
         owner: the router's.
         trace: says what becomes of it.
+        adoptable: by which another router may adopt it; None where none may.
 
     Attributes:
         end_pos: tokens that have come, prompt included.
         is_wanted: False when the router has dropped it; it is cancelled then, and what still comes is not kept.
     """
 
-    def __init__(self, rid: int, seq: Sequence, owner: RouterSequences, trace: RequestTrace) -> None:
+    def __init__(
+        self,
+        rid: int,
+        seq: Sequence,
+        owner: RouterSequences,
+        trace: RequestTrace,
+        adoptable: Adoptable | None = None,
+    ) -> None:
         self.rid = rid
         self.seq = seq
         self.owner = owner
         self.end_pos = seq.num_tokens
         self.is_wanted = True
+        self.adoptable = adoptable
         self._trace = trace
+
+    def move(self, rid: int, owner: RouterSequences) -> None:
+        """Another router has adopted it."""
+        self.rid, self.owner = rid, owner
+        self._trace.rid = rid
 
     def on_output(self, output: RequestOutput) -> None:
         """Takes new tokens."""
@@ -99,18 +121,27 @@ class RouterSequences:
         engine: runs the sequences.
         tracing: makes their spans.
         identity: name in the router's certificate, to which its id is bound (rule S11); empty without mTLS.
+        orphans: what may be adopted on this worker; None where this router is alone.
 
     Attributes:
         identity: as given.
+        orphans: as given.
         outbox: what the router must still get.
         lease_end: monotonic seconds at which the router counts as gone; None while a stream is attached.
     """
 
     def __init__(
-        self, router_id: str, facts: WorkerFacts, engine: Engine, tracing: Tracing, identity: str = ""
+        self,
+        router_id: str,
+        facts: WorkerFacts,
+        engine: Engine,
+        tracing: Tracing,
+        identity: str = "",
+        orphans: Orphans[RouterSequences] | None = None,
     ) -> None:
         self.router_id = router_id
         self.identity = identity
+        self.orphans: Orphans[RouterSequences] = Orphans() if orphans is None else orphans
         self.outbox = Outbox()
         self.lease_end: float | None = None
         self._facts = facts
@@ -150,6 +181,7 @@ class RouterSequences:
             The rids among `live` that are unknown here.
         """
         self.lease_end = None
+        self.orphans.remove(self)
         self._wake = wake
         self._serials.clear()
         self.outbox.begin_stream()
@@ -161,10 +193,12 @@ class RouterSequences:
         """The stream is gone; the sequences stay until `lease_end`, monotonic seconds."""
         self.lease_end = lease_end
         self._wake = _nobody
+        self.orphans.add(self, lease_end)
 
     def end(self) -> None:
         """Ends everything: the router is gone."""
         self._ended = True
+        self.orphans.remove(self)
         self._wake = _nobody
         self._engine.cancel([active.seq.id for active in self._active.values()])
 
@@ -179,6 +213,52 @@ class RouterSequences:
         ticket = next(self._tickets)
         self._serials[ticket] = group.serial
         self._engine.submit_group(Receipt(self, ticket), live)
+
+    def adoptables(self) -> list[tuple[bytes, int]]:
+        """Adoption keys and rids of the sequences that another router may adopt."""
+        running = [(each.adoptable.key, rid) for rid, each in self._active.items() if each.adoptable is not None]
+        return running + self.outbox.adoptables()
+
+    def adopt(self, wanted: wpb.Adopt, now: float) -> bool:
+        """Takes over the sequence of a router that is gone (S12).
+
+        Args:
+            wanted: names it, and says what this router's client has of it.
+            now: monotonic seconds.
+
+        Returns:
+            False where there is none that goes on from there; nothing has changed then.
+        """
+        found = self.orphans.find(wanted.key)
+        if found is None:
+            return False
+        owner, was = found
+        active = owner._active.get(was)
+        if owner.outbox.holds(was):
+            run = owner.outbox.release(was, wanted.have, wanted.digest)
+            if run is None:
+                return False
+            self.outbox.take_in(wanted.rid, run, wanted.have)
+        # It has not produced anything yet.
+        elif active is None or not _begins_behind(active, wanted):
+            return False
+        self.orphans.adopted(wanted.key)
+        if active is not None:
+            del owner._active[was]
+            active.move(wanted.rid, self)
+            self._active[wanted.rid] = active
+            left_s = wanted.deadline_left_ms / 1000
+            self._engine.set_deadline(active.seq.id, now + left_s if left_s else None)
+        log.info(
+            "sequence adopted",
+            rid=f"{wanted.rid:x}",
+            was=f"{was:x}",
+            router=self.router_id,
+            of=owner.router_id,
+            have=wanted.have,
+            runs=active is not None,
+        )
+        return True
 
     def refuse(self, refusal: Refusal) -> None:
         """Ends a sequence that does not get to the engine."""
@@ -204,7 +284,7 @@ class RouterSequences:
         if _is_unbegun(output):
             self.outbox.give_back(active.rid)
         else:
-            self.outbox.add(active.rid, output)
+            self.outbox.add(active.rid, output, active.adoptable)
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
         """A step that concerned this router has passed."""
@@ -247,11 +327,25 @@ class RouterSequences:
             worker_id=self._facts.worker_id,
         )
         trace = RequestTrace(arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
-        return ActiveSequence(arrival.rid, seq, self, trace)
+        adoptable = None
+        if arrival.adoption_key:
+            given = array("I", seq.token_ids[seq.num_prompt_tokens :])
+            adoptable = Adoptable(arrival.adoption_key, seq.num_prompt_tokens, given)
+        return ActiveSequence(arrival.rid, seq, self, trace, adoptable)
 
 
 def _nobody() -> None:
     """No stream is attached."""
+
+
+def _begins_behind(active: ActiveSequence, wanted: wpb.Adopt) -> bool:
+    """True if a sequence without output goes on behind what a router has."""
+    adoptable = active.adoptable
+    return (
+        adoptable is not None
+        and wanted.have == active.end_pos
+        and adoptable.is_behind(array("I"), wanted.have, wanted.digest)
+    )
 
 
 def _is_unbegun(output: RequestOutput) -> bool:

@@ -38,6 +38,7 @@ from common.telemetry.request_record import current_record, shown
 from common.telemetry.tracing import Tracing, trace_id_of
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
+from worker.session.adoption import Orphans
 from worker.session.direct_call import DirectCall
 from worker.session.engine_loop import EngineLoop, EngineState
 from worker.session.fleet_backlog import FleetLanes
@@ -88,6 +89,7 @@ class WorkerService(WorkerServiceServicer):
         self._sessions: dict[str, SessionStream] = {}
         # State of every router with a stream, and of those that may come back for their sequences.
         self._routers: dict[str, RouterSequences] = {}
+        self._orphans: Orphans[RouterSequences] = Orphans()
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls = 0
@@ -273,7 +275,9 @@ class WorkerService(WorkerServiceServicer):
             if len(self._routers) >= MAX_ROUTERS:
                 message = f"this worker has {MAX_ROUTERS} routers, the most that it may have"
                 raise ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="TOO_MANY_ROUTERS")
-            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing, identity)
+            sequences = RouterSequences(
+                hello.router_id, self.facts, self._engine, self._tracing, identity, self._orphans
+            )
             self._routers[hello.router_id] = sequences
         check_owner(hello.router_id, sequences.identity, identity)
         if (older := self._sessions.get(hello.router_id)) is not None:

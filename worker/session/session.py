@@ -26,7 +26,7 @@ from common.limits import (
     MAX_ROUTER_SEQS,
     MIN_LEASE_S,
 )
-from common.protocol import PROTO_MINOR
+from common.protocol import ADOPTION_MINOR, PROTO_MINOR
 from common.rpc.unsupported_fields import refuse_unlisted
 from worker.session import request_validation
 from worker.session.cache_events import KvCursor
@@ -117,6 +117,10 @@ class SessionState:
         self._wake = wake
         self._inbox = Inbox(facts.engine_limits, sequences.knows)
         self._unknown = sequences.attach(hello.live, wake)
+        self._hears_of_orphans = hello.proto_minor >= ADOPTION_MINOR
+        self._orphans_told = 0
+        if self._hears_of_orphans:
+            sequences.orphans.watch(self._number, wake)
         self._heard = now
         self._spoke = now
         self._welcomed = False
@@ -155,9 +159,11 @@ class SessionState:
             self._lanes.report(self._number, oldest_age_s=age_s, num_tokens=lane.tokens, num_seqs=lane.seqs, now=now)
             if self._kv is not None:
                 self._kv.restart(lane.kv_epoch)
+        elif kind == "adopt":
+            self._adopt(frame.adopt, now)
         else:
             problem = "is a second Hello" if kind == "hello" else "is empty or unknown"
-            raise InvalidFieldError("frame", problem, "submit, extend, cancel or lane")
+            raise InvalidFieldError("frame", problem, "submit, extend, cancel, lane or adopt")
 
     def lease_left(self, now: float) -> float:
         """Seconds until the router counts as gone."""
@@ -203,6 +209,7 @@ class SessionState:
         """The stream is over; the sequences stay (`RouterSequences.detach`, `end`)."""
         self.is_closed = True
         self._lanes.remove(self._number)
+        self._sequences.orphans.unwatch(self._number)
         if self._kv is not None:
             self._kv.close()
 
@@ -214,6 +221,10 @@ class SessionState:
             self._drain_told = True
             left_ms = max(0, round((self._drain_until - now) * 1000))
             return wpb.SessionResponse(draining=wpb.Draining(left_ms=left_ms))
+        if self._hears_of_orphans and (news := self._sequences.orphans.news_after(self._orphans_told)) is not None:
+            self._orphans_told = news.number
+            left_ms = max(0, round((news.lease_end - now) * 1000))
+            return wpb.SessionResponse(orphans=wpb.Orphans(keys=news.keys, lease_left_ms=left_ms))
         step = self._sequences.outbox.take()
         if step is None:
             return None
@@ -258,6 +269,15 @@ class SessionState:
             return
         self._inbox.submit(frame, now)
         self._move_on()
+
+    def _adopt(self, wanted: wpb.Adopt, now: float) -> None:
+        """Goes on with a sequence of a router that is gone, or gives the rid back."""
+        request_validation.check_adoption_key("adopt.key", wanted.key)
+        if self._sequences.knows(wanted.rid):
+            return
+        is_full = self._inbox.num_seqs + self._sequences.num_held >= MAX_ROUTER_SEQS
+        if is_full or self._drain_until is not None or not self._sequences.adopt(wanted, now):
+            self._sequences.outbox.give_back(wanted.rid)
 
     def _cancel(self, rids: Iterable[int]) -> None:
         self._sequences.cancel([rid for rid in rids if not self._inbox.cancel(rid)])

@@ -22,6 +22,7 @@ from router.scheduling.placement import PLACEMENTS
 from router.text.stream_assembly import StreamAssembly
 from router.text.tokenizer_store import TokenizerStore
 from router.workers import worker_pool
+from router.workers.orphans import OrphanTable
 from router.workers.session import Session
 from router.workers.worker_pool import WorkerPool
 from tests.unit.router.support import tokenizer_files
@@ -40,7 +41,8 @@ class Site:
         self.told: list[str] = []
         self.registry = ModelRegistry()
         self.dispatcher = Dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"].make(), 16)
-        self.requests = RequestRouter(self.dispatcher, self.registry)
+        self.orphans = OrphanTable(time.monotonic)
+        self.requests = RequestRouter(self.dispatcher, self.registry, orphans=self.orphans)
         told = self.told
         self.pool = WorkerPool(
             self.dispatcher,
@@ -48,6 +50,7 @@ class Site:
             TokenizerStore(),
             self.requests.running,
             lambda: told.append("serving changed"),
+            orphans=self.orphans,
         )
         self.pool.set_workers([ADDRESS])
 
@@ -67,11 +70,11 @@ class Site:
         self.pool.session_up(session, wpb.Welcome(instance_id="i", load=load, proto_minor=PROTO_MINOR))
         return session
 
-    def ask(self, on_submit: Callable[[str], None] = lambda worker: None) -> RequestStream:
-        """Opens a request of three tokens."""
+    def ask(self, on_submit: Callable[[str], None] = lambda worker: None, **fields: Any) -> RequestStream:
+        """Opens a request of three tokens, with further fields of RoutedRequest."""
         (known,) = self.registry.models
         params = SamplingParams(max_tokens=4)
-        request = RoutedRequest("m", known.identity, array("I", [1, 2, 3]), params, 0, 0, time.monotonic())
+        request = RoutedRequest("m", known.identity, array("I", [1, 2, 3]), params, 0, 0, time.monotonic(), **fields)
         return self.requests.open(request, StreamAssembly(3, detokenizer=None), on_submit)
 
     async def stop(self) -> None:

@@ -3,7 +3,7 @@
 isort:skip_file
 What routers call on a worker. Clients use fissile.v1.InferenceService on the router instead.
 
-The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S11; the ones
+The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S12; the ones
 that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
@@ -11,6 +11,7 @@ that a reader of this file needs:
   S4 A stream that breaks ends nothing: the next Hello says what the router has, and the worker goes on from there.
   S6 A router that is not heard of for a lease, or that ends its stream itself, loses its sequences.
   S8 A frame is at most 1 MiB and holds at most 16,384 token ids; longer prompts continue in Extend frames.
+  S12 Until that lease ends another router may adopt what runs there, by the key that it was submitted with.
 """
 
 from collections import abc as _abc
@@ -401,6 +402,7 @@ class SessionRequest(_message.Message):
     EXTEND_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First frame of the stream, once."""
@@ -421,6 +423,10 @@ class SessionRequest(_message.Message):
     def lane(self) -> Global___Lane:
         """What still waits for this worker at the router; renews the lease."""
 
+    @_builtins.property
+    def adopt(self) -> Global___Adopt:
+        """A sequence of a router that is gone, which this router goes on with. For workers of minor version 2 and above."""
+
     def __init__(
         self,
         *,
@@ -429,12 +435,13 @@ class SessionRequest(_message.Message):
         extend: Global___Extend | None = ...,
         cancel: Global___Cancel | None = ...,
         lane: Global___Lane | None = ...,
+        adopt: Global___Adopt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "frame", b"frame", "hello", b"hello", "lane", b"lane", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "cancel", b"cancel", "extend", b"extend", "frame", b"frame", "hello", b"hello", "lane", b"lane", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "frame", b"frame", "hello", b"hello", "lane", b"lane", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "cancel", b"cancel", "extend", b"extend", "frame", b"frame", "hello", b"hello", "lane", b"lane", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "submit", "extend", "cancel", "lane"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "submit", "extend", "cancel", "lane", "adopt"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -565,6 +572,7 @@ class SubmitSequence(_message.Message):
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     SHARES_PROMPT_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ADOPTION_KEY_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
     prompt_len: _builtins.int
@@ -601,6 +609,10 @@ class SubmitSequence(_message.Message):
     """Present: the sequence is embedded. It computes its prompt and ends with one token, 0, in whose frame its vector is. For
     workers with the feature `embed`; `params.max_tokens` is 1.
     """
+    adoption_key: _builtins.bytes
+    """Name under which another router may adopt the sequence when this one is gone (S12), at most 32 bytes; empty: none may.
+    For workers of minor version 2 and above.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and tokens generated so far, at most 16,384 in this frame."""
@@ -629,10 +641,11 @@ class SubmitSequence(_message.Message):
         logits_every: _builtins.int = ...,
         shares_prompt: _builtins.bool = ...,
         pooling: Global___Pooling.ValueType = ...,
+        adoption_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_key", b"adoption_key", "cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +708,46 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Adopt(_message.Message):
+    """Takes over a sequence whose router's stream has broken (S12). If there is none with this key that goes on behind what
+    the client has, the rid comes back in `StepOutput.returned`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DEADLINE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    rid: _builtins.int
+    """Id of the attempt from now on."""
+    key: _builtins.bytes
+    """`SubmitSequence.adoption_key` of the sequence."""
+    have: _builtins.int
+    """Number of tokens, prompt included, that the router has. The worker sends those behind it."""
+    digest: _builtins.bytes
+    """BLAKE2b, 16 bytes, of the generated tokens among those, each as a little-endian uint32."""
+    deadline_left_ms: _builtins.int
+    """As in SubmitSequence."""
+    def __init__(
+        self,
+        *,
+        rid: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        have: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        deadline_left_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_left_ms", b"deadline_left_ms", "digest", b"digest", "have", b"have", "key", b"key", "rid", b"rid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
+
+@_typing.final
 class Lane(_message.Message):
     """What waits at the router for this worker."""
 
@@ -741,6 +794,7 @@ class SessionResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
+    ORPHANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First frame of the stream, once."""
@@ -761,6 +815,10 @@ class SessionResponse(_message.Message):
     def kv_events(self) -> Global___KvEvents:
         """What has come to the worker's prefix cache and what has left it."""
 
+    @_builtins.property
+    def orphans(self) -> Global___Orphans:
+        """Sequences that may be adopted. For routers of minor version 2 and above."""
+
     def __init__(
         self,
         *,
@@ -769,12 +827,13 @@ class SessionResponse(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         draining: Global___Draining | None = ...,
         kv_events: Global___KvEvents | None = ...,
+        orphans: Global___Orphans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "orphans", b"orphans", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "orphans", b"orphans", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "step_output", "heartbeat", "draining", "kv_events"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "step_output", "heartbeat", "draining", "kv_events", "orphans"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -1178,6 +1237,36 @@ class Load(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Orphans(_message.Message):
+    """Sequences of a router whose stream has broken. They go on until its lease ends, or it comes back, or another router
+    adopts them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LEASE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    lease_left_ms: _builtins.int
+    """Time left until the lease ends, milliseconds."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Their adoption keys, at most 8,192."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        lease_left_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_left_ms", b"lease_left_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Orphans: _TypeAlias = Orphans  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):

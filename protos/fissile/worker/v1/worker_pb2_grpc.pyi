@@ -3,7 +3,7 @@
 isort:skip_file
 What routers call on a worker. Clients use fissile.v1.InferenceService on the router instead.
 
-The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S11; the ones
+The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S12; the ones
 that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
@@ -11,6 +11,7 @@ that a reader of this file needs:
   S4 A stream that breaks ends nothing: the next Hello says what the router has, and the worker goes on from there.
   S6 A router that is not heard of for a lease, or that ends its stream itself, loses its sequences.
   S8 A frame is at most 1 MiB and holds at most 16,384 token ids; longer prompts continue in Extend frames.
+  S12 Until that lease ends another router may adopt what runs there, by the key that it was submitted with.
 """
 
 from collections import abc as _abc

@@ -1,16 +1,18 @@
-"""A request that cannot be sent ends alone, and a decision that fails is made again."""
+"""A request that cannot be sent ends alone, a decision that fails is made again, and a router's orphans are adopted."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.adoption import delivered_digest
 from common.errors import RouterFailedError, SlowClientError
 from common.process.tasks import task_failures
 from router.requests import request_router
 from router.scheduling.dispatcher import Release
-from router.workers.session import Session
+from router.workers.session import Fault, Session
 from tests.unit.router.pool import Site
 
 
@@ -84,4 +86,81 @@ async def test_an_answer_that_is_dropped_does_not_wait_for_its_turn_to_write(mon
     assert not turn.locked()
     await turn.acquire()
     site.requests.close(stream)
+    await site.stop()
+
+
+def written(session: Session) -> list[wpb.SessionRequest]:
+    """What a worker gets, but for Hello and Lane frames."""
+    frames = iter(lambda: session.state.next_frame(0.0), None)
+    return [frame for frame in frames if frame.WhichOneof("frame") in ("adopt", "submit", "cancel")]
+
+
+def orphan(site: Site, session: Session, key: bytes = b"k") -> None:
+    """The worker says that a router is gone."""
+    site.pool.orphans_named(session, wpb.Orphans(keys=[key], lease_left_ms=60_000))
+
+
+async def test_a_request_passes_the_queue_where_its_sequence_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(monkeypatch)
+    session = site.up()
+    orphan(site, session)
+    stream, other = site.ask(adoption_key=b"k"), site.ask(adoption_key=b"k")
+    adopt, submit = written(session)[0], None
+    assert (adopt.adopt.rid, adopt.adopt.key, adopt.adopt.have) == (stream.rid, b"k", 3)
+    assert adopt.adopt.digest == delivered_digest([])
+    assert stream.session is session
+    # A key is for one: the other one is queued, and may be adopted in its turn.
+    await asyncio.sleep(0)
+    (submit,) = written(session)
+    assert [each.adoption_key for each in submit.submit.seqs] == [b"k"]
+    site.pool.step_output(session, wpb.StepOutput(rid=[stream.rid], first_pos=[3], n=[1], token_ids=[7]))
+    assert list(stream.assembly.token_ids) == [7]
+    for each in (stream, other):
+        site.requests.close(each)
+    assert (site.requests.running.num_adopted, site.requests.running.num_unadopted) == (1, 0)
+    await site.stop()
+
+
+@pytest.mark.parametrize("how", ["given back", "not written"])
+async def test_a_sequence_that_is_gone_leaves_a_request_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    site = Site(monkeypatch)
+    session = site.up()
+    orphan(site, session)
+    stream = site.ask(adoption_key=b"k")
+    if how == "given back":
+        (adopt,) = written(session)
+        site.pool.step_output(session, wpb.StepOutput(returned=[adopt.adopt.rid]))
+    else:
+        site.pool.session_down(session, Fault.BROKEN, "cut")
+        site.pool.session_closed(session, Fault.BROKEN)
+        session = site.up()
+    await asyncio.sleep(0)
+    assert submitted(session) == [1]
+    # It has been on no worker, so it may be given back, and pays for its prompt.
+    assert (stream.was_returned, stream.queued.is_retry, len(stream.attempts)) == (False, False, 1)
+    site.requests.close(stream)
+    assert (site.requests.running.num_adopted, site.requests.running.num_unadopted) == (0, 1)
+    assert site.requests.tables()["sequences"] == 0
+    await site.stop()
+
+
+async def test_only_a_worker_of_the_wanted_class_that_speaks_of_orphans_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site(monkeypatch)
+    session = site.up()
+    orphan(site, session)
+    streams = [site.ask(adoption_key=b"k", resumed_from="another class")]
+    session.proto_minor = 1
+    orphan(site, session)
+    streams.append(site.ask(adoption_key=b"k"))
+    site.pool.orphans.add("elsewhere", [b"k"], 60.0)
+    streams.append(site.ask(adoption_key=b"k"))
+    await asyncio.sleep(0)
+    (submit,) = written(session)
+    assert [bytes(each.adoption_key) for each in submit.submit.seqs] == [b"", b""]
+    for stream in streams:
+        site.requests.close(stream)
     await site.stop()

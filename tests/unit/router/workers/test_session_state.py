@@ -16,7 +16,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
 from router.text.stream_assembly import GapError, StreamAssembly
-from router.workers.session_state import LiveSequence, ProtocolError, SessionState, Submission
+from router.workers.session_state import Adoption, LiveSequence, ProtocolError, SessionState, Submission
 from tests.unit.router.support import end
 
 
@@ -302,3 +302,40 @@ def test_what_has_not_been_written_whole_is_known() -> None:
     refused.next_frame(0.0)
     refused.apply(wpb.StepOutput(ends=[wpb.SequenceEnd(rid=5, reason=wpb.END_REASON_INVALID)]), 0.0)
     assert rids(refused.unwritten()) == []
+
+
+def adoption(rid: int, deadline: float | None = None) -> Adoption:
+    running = Running(rid, StreamAssembly(3, detokenizer=None, return_token_ids=True))
+    return Adoption(wpb.Adopt(rid=rid, key=b"k", have=3), running, deadline)
+
+
+def test_an_adoption_passes_all_but_cancels_and_brings_tokens_like_any_attempt() -> None:
+    made = link()
+    made.submit(1, [submission(1, 10)])
+    frames(made)
+    made.announce(LaneRecord(1.0, 5, 1))
+    made.submit(2, [submission(2, 10)])
+    made.adopt(taken := adoption(3, deadline=9.0))
+    made.cancel(1)
+    found = frames(made, now=2.0)
+    assert kinds(found) == ["cancel", "adopt", "lane", "submit"]
+    assert (found[1].adopt.rid, found[1].adopt.key, found[1].adopt.deadline_left_ms) == (3, b"k", 7000)
+    effects = made.apply(wpb.StepOutput(rid=[3], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
+    assert list(taken.sequence.assembly.token_ids) == [8, 9]
+    assert rids(effects.touched) == [3]
+    with pytest.raises(ValueError, match="not new"):
+        made.submit(3, [submission(3, 10)])
+
+
+def test_an_adoption_that_is_not_written_is_at_no_worker() -> None:
+    made = link()
+    for rid in (1, 2):
+        made.adopt(adoption(rid))
+    assert rids(made.unwritten()) == [1, 2]
+    made.cancel(1)
+    (frame,) = frames(made)
+    assert frame.adopt.rid == 2
+    assert made.unwritten() == []
+    effects = made.apply(wpb.StepOutput(returned=[2]), 0.0)
+    assert rids(effects.returned) == [2]
+    assert frames(made) == []

@@ -16,7 +16,7 @@ from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Receipt, StepListener, Submit
+from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Receipt, SetDeadline, StepListener, Submit
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, LiveSequence
 from worker.session.router_state import Engine
@@ -162,6 +162,10 @@ class SteppedEngine:
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences at the next step."""
         self._commands.append(Cancel([seq_id for seq_id in seq_ids if seq_id in self.deliveries]))
+
+    def set_deadline(self, seq_id: int, deadline: float | None) -> None:
+        """Gives a sequence another deadline at the next step."""
+        self._commands.append(SetDeadline(seq_id, deadline))
 
     def end_all(self, message: str) -> None:
         """Ends everything at the next step."""

@@ -1,0 +1,70 @@
+"""Names of sequences that outlive their router, by which another one adopts them (docs/architecture.md, S12). Pure.
+
+An answer is a function of its request, so a key digests all that the answer depends on, and whose it is: a router that
+has the same request in hand makes the same key. Who has not got the request, with its id, cannot make it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+# What is digested otherwise gets another number: routers of two versions serve at once.
+_DOMAIN: Final = b"fissile adoption 1\n"
+KEY_BYTES: Final = 16
+DIGEST_BYTES: Final = 16
+
+
+class _Hash(Protocol):
+    """A running digest."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+    def copy(self) -> _Hash: ...
+
+
+class AdoptionKeys:
+    """Keys of the answers to one request.
+
+    Args:
+        tenant: who it is for.
+        request_id: its id.
+        cache_salt: in force.
+        model: identity of the model that answers it.
+        token_ids: the prompt, uint32.
+        params: canonical parameters, as bytes.
+        seed: in force.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        request_id: str,
+        cache_salt: bytes,
+        model: str,
+        token_ids: array[int],
+        params: bytes,
+        seed: int,
+    ) -> None:
+        self._of_request: _Hash = hashlib.blake2b(_DOMAIN, digest_size=KEY_BYTES)
+        parts = (tenant.encode(), request_id.encode(), cache_salt, model.encode(), params, struct.pack("<Q", seed))
+        for part in (*parts, token_ids.tobytes()):
+            # With its length, so that no two requests are one row of bytes.
+            self._of_request.update(struct.pack("<Q", len(part)))
+            self._of_request.update(part)
+
+    def of_answer(self, choice: int, logits_every: int, priority: int) -> bytes:
+        """The key of one answer: its index, how often its logits are digested, and its class."""
+        one = self._of_request.copy()
+        one.update(struct.pack("<QQQ", choice, logits_every, priority))
+        return one.digest()
+
+
+def delivered_digest(token_ids: Sequence[int]) -> bytes:
+    """Digest of generated tokens, which adopter and worker compare."""
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()

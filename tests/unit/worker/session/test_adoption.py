@@ -1,0 +1,298 @@
+"""Sequences of a router that is gone, and another one that goes on with them (rule S12): by hand, against the model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.adoption import AdoptionKeys, delivered_digest
+from common.errors import ApiError
+from common.limits import MAX_ORPHANS_PER_FRAME
+from common.protocol import ADOPTION_MINOR
+from common.telemetry.tracing import Tracing
+from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, simulated_runner, submit
+from worker.session.adoption import Orphans
+from worker.session.fleet_backlog import FleetLanes
+from worker.session.router_state import RouterSequences
+from worker.session.session import SessionState
+
+KEY = b"key of the answer"
+PROMPT = [5, 6, 7]
+
+
+class Fleet:
+    """One worker, and routers by name."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
+        self.orphans: Orphans[RouterSequences] = Orphans()
+        self.lanes = FleetLanes()
+        self.sequences: dict[str, RouterSequences] = {}
+
+    def dial(self, name: str, live: dict[int, int] | None = None, minor: int = ADOPTION_MINOR) -> Router:
+        known = self.sequences.setdefault(
+            name, RouterSequences(name, FACTS, self.engine, Tracing(), orphans=self.orphans)
+        )
+        kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in (live or {}).items()]
+        hello = wpb.Hello(router_id=name, lease_ms=5000, live=kept, proto_minor=minor)
+        return Router(self, SessionState(hello, known, FACTS, self.engine, self.lanes, self.now, lambda: None))
+
+    def lose(self, name: str, router: Router) -> None:
+        router.state.close()
+        self.sequences[name].detach(self.now + 5)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now += 0.01
+            self.engine.step()
+
+
+class Router:
+    """A router's end: what it writes, and all that it has read."""
+
+    def __init__(self, fleet: Fleet, state: SessionState) -> None:
+        self.fleet = fleet
+        self.state = state
+        self.tokens: dict[int, list[tuple[int, int]]] = {}
+        self.ends: dict[int, wpb.SequenceEnd] = {}
+        self.starts: list[wpb.SequenceStart] = []
+        self.returned: list[int] = []
+        self.unknown: list[int] = []
+        self.orphans: list[wpb.Orphans] = []
+
+    def write(self, frame: wpb.SessionRequest) -> None:
+        self.state.receive(frame, self.fleet.now)
+
+    def adopt(self, rid: int, got: Sequence[int], key: bytes = KEY, deadline_left_ms: int = 0) -> None:
+        """Asks for the sequence, behind generated tokens that its client has."""
+        have, digest = len(PROMPT) + len(got), delivered_digest(got)
+        adopt = wpb.Adopt(rid=rid, key=key, have=have, digest=digest, deadline_left_ms=deadline_left_ms)
+        self.write(wpb.SessionRequest(adopt=adopt))
+
+    def read(self) -> Router:
+        while (frame := self.state.next_frame(self.fleet.now)) is not None:
+            kind = frame.WhichOneof("frame")
+            if kind == "welcome":
+                self.unknown += frame.welcome.unknown
+            elif kind == "orphans":
+                self.orphans.append(frame.orphans)
+            elif kind == "step_output":
+                self._read(frame.step_output)
+        return self
+
+    def _read(self, step: wpb.StepOutput) -> None:
+        at = 0
+        for rid, first_pos, n in zip(step.rid, step.first_pos, step.n, strict=True):
+            self.tokens.setdefault(rid, []).extend(enumerate(step.token_ids[at : at + n], first_pos))
+            at += n
+        self.ends.update({end.rid: end for end in step.ends})
+        self.starts += step.starts
+        self.returned += step.returned
+
+    def made(self, rid: int) -> list[int]:
+        return [token for _, token in self.tokens.get(rid, ())]
+
+
+def answer(max_tokens: int) -> list[int]:
+    return simulated_runner().reference(PROMPT, max_tokens, seed=1)
+
+
+def orphaned(max_tokens: int = 20, steps: int = 6, **fields: object) -> tuple[Fleet, list[int]]:
+    """A fleet in which router a has died; what its client has got."""
+    fleet = Fleet()
+    first = fleet.dial("a")
+    first.write(submit(1, record(1, PROMPT, max_tokens, adoption_key=KEY, **fields)))
+    fleet.step(steps)
+    got = first.read().made(1)
+    fleet.lose("a", first)
+    return fleet, got
+
+
+@pytest.mark.parametrize("got", [0, 1, 3])
+def test_another_router_goes_on_behind_what_its_client_has(got: int) -> None:
+    fleet, had = orphaned()
+    second = fleet.dial("b").read()
+    assert [list(each.keys) for each in second.orphans] == [[KEY]]
+    assert second.orphans[0].lease_left_ms == 5000
+    second.adopt(9, had[:got])
+    fleet.step(30)
+    assert second.read().tokens[9] == list(enumerate(answer(20), len(PROMPT)))[got:]
+    assert (second.ends[9].reason, second.ends[9].end_pos) == (wpb.END_REASON_LENGTH, len(PROMPT) + 20)
+    assert [(start.rid, start.prefill_us) for start in second.starts] == [(9, 0)]
+    assert fleet.engine.core.scheduler.lifecycle.totals.prompt_tokens == len(PROMPT)
+    # The router that was gone comes back: it learns it like any other loss.
+    assert fleet.dial("a", {1: len(PROMPT) + 2}).read().unknown == [1]
+    assert not fleet.engine.deliveries
+
+
+def test_what_had_ended_and_what_had_not_begun_are_adopted_too() -> None:
+    fleet, had = orphaned(max_tokens=4)
+    fleet.step(10)
+    second = fleet.dial("b")
+    second.adopt(9, had[:1])
+    assert second.read().made(9) == answer(4)[1:]
+    assert second.ends[9].reason == wpb.END_REASON_LENGTH
+
+    fleet, had = orphaned(steps=0)
+    assert had == []
+    second = fleet.dial("b")
+    second.adopt(9, [])
+    fleet.step(30)
+    assert second.read().made(9) == answer(20)
+
+
+def test_what_does_not_go_on_from_there_comes_back_and_stays_adoptable() -> None:
+    fleet, had = orphaned()
+    second, third = fleet.dial("b"), fleet.dial("c")
+    wrong = [[had[0] + 1], [*had, *answer(40)]]
+    for rid, got in enumerate(wrong, start=9):
+        second.adopt(rid, got)
+    second.adopt(11, had[:1], key=b"another")
+    assert second.read().returned == [9, 10, 11]
+    third.adopt(5, had[:1])
+    second.adopt(12, had[:1])
+    fleet.step(30)
+    assert third.read().made(5) == answer(20)[1:]
+    assert second.read().returned == [9, 10, 11, 12]
+    assert second.tokens == {}
+
+
+def test_a_sequence_is_nobodys_to_adopt_while_its_router_is_there_or_once_its_lease_has_ended() -> None:
+    fleet, had = orphaned()
+    fleet.dial("a", {1: len(PROMPT) + len(had)})
+    second = fleet.dial("b").read()
+    second.adopt(9, had)
+    assert second.read().returned == [9]
+    assert second.orphans == []
+
+    fleet, had = orphaned()
+    fleet.sequences["a"].end()
+    second = fleet.dial("b").read()
+    second.adopt(9, had)
+    fleet.step(3)
+    assert second.read().returned == [9]
+    assert not fleet.engine.deliveries
+
+
+def test_an_adopted_sequence_can_be_orphaned_again() -> None:
+    fleet, had = orphaned()
+    second = fleet.dial("b")
+    second.adopt(9, had)
+    fleet.step(2)
+    more = second.read().made(9)
+    fleet.lose("b", second)
+    fleet.sequences["a"].end()
+    third = fleet.dial("c")
+    third.adopt(4, had + more)
+    fleet.step(30)
+    assert had + more + third.read().made(4) == answer(20)
+
+
+def test_the_deadline_is_the_adopters() -> None:
+    fleet, had = orphaned(deadline_left_ms=100)
+    second = fleet.dial("b")
+    second.adopt(9, had)
+    fleet.step(30)
+    assert second.read().ends[9].reason == wpb.END_REASON_LENGTH
+
+    fleet, had = orphaned(max_tokens=500)
+    second = fleet.dial("b")
+    second.adopt(9, had, deadline_left_ms=50)
+    fleet.step(10)
+    assert second.read().ends[9].reason == wpb.END_REASON_DEADLINE
+
+
+def test_what_its_old_deadline_has_ended_is_not_adopted() -> None:
+    fleet, had = orphaned(max_tokens=500, deadline_left_ms=100)
+    fleet.step(20)
+    second = fleet.dial("b")
+    second.adopt(9, had)
+    assert second.read().returned == [9]
+
+
+def test_a_draining_worker_gives_the_rid_back() -> None:
+    fleet, had = orphaned()
+    second = fleet.dial("b")
+    second.state.drain(fleet.now + 5)
+    second.adopt(9, had)
+    assert second.read().returned == [9]
+
+
+def test_digests_that_are_gone_can_not_be_sent_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.session.outbox.MAX_SENT_LOGPROBS", 8)
+    sent = 40
+    fleet = Fleet()
+    first = fleet.dial("a")
+    first.write(submit(1, record(1, PROMPT, sent, adoption_key=KEY, logits_every=1)))
+    for _ in range(sent - 10):
+        fleet.step()
+        first.read()
+    had = first.made(1)
+    fleet.lose("a", first)
+    second = fleet.dial("b")
+    second.adopt(9, [])
+    assert second.read().returned == [9]
+    second.adopt(10, had)
+    fleet.step(20)
+    assert had + second.read().made(10) == answer(sent)
+
+
+def test_who_is_told() -> None:
+    fleet, _ = orphaned()
+    older = fleet.dial("old", minor=ADOPTION_MINOR - 1)
+    assert older.read().orphans == []
+    there = fleet.dial("b").read()
+    third = fleet.dial("c")
+    count = MAX_ORPHANS_PER_FRAME + 1
+    records = [record(rid, PROMPT, adoption_key=rid.to_bytes(4, "little")) for rid in range(1, count + 1)]
+    third.write(submit(1, *records[:4000]))
+    third.write(submit(2, *records[4000:8000]))
+    third.write(submit(3, *records[8000:]))
+    fleet.lose("c", third)
+    assert sorted(len(each.keys) for each in there.read().orphans) == [1, 1, MAX_ORPHANS_PER_FRAME]
+    assert len(fleet.dial("d").read().orphans) == 3
+
+
+def test_a_key_is_short() -> None:
+    fleet = Fleet()
+    router = fleet.dial("a")
+    router.write(submit(1, record(1, PROMPT, adoption_key=bytes(33))))
+    assert router.read().ends[1].message.startswith("adoption_key has 33 bytes")
+    with pytest.raises(ApiError) as caught:
+        router.adopt(2, [], key=bytes(33))
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_keys_differ_with_all_that_an_answer_depends_on() -> None:
+    def key(
+        tenant: str = "t",
+        request_id: str = "r",
+        salt: bytes = b"",
+        model: str = "m",
+        ids: Sequence[int] = (1, 2),
+        params: bytes = b"p",
+        seed: int = 1,
+        answer: tuple[int, int, int] = (0, 0, 2),
+    ) -> bytes:
+        return AdoptionKeys(tenant, request_id, salt, model, array("I", ids), params, seed).of_answer(*answer)
+
+    others = [
+        key(tenant="tr", request_id=""),
+        key(tenant="", request_id="tr"),
+        key(salt=b"s"),
+        key(model="n"),
+        key(ids=(1,)),
+        key(ids=(2, 1)),
+        key(params=b"q"),
+        key(seed=2),
+        key(answer=(1, 0, 2)),
+        key(answer=(0, 1, 2)),
+        key(answer=(0, 0, 3)),
+    ]
+    assert key() == key()
+    assert len({key(), *others}) == len(others) + 1
