@@ -65,6 +65,7 @@ MAX_PROMPTS_AT_ONCE = 256
 # Entries of logprobs in one message to a client: with all of the above they have less than a megabyte.
 MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096
+MAX_TOOLS = 256
 MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
 # Entries of any list of messages: each is looked at in Python, which takes microseconds.
 MAX_LIST_ENTRIES = 65_536

@@ -119,6 +119,12 @@ class ServedModel:
         """True if its answers may have reasoning, which can be told from their content."""
         return self.text.response_form is not None and self.text.response_form.template.has_reasoning
 
+    @property
+    def calls_tools(self) -> bool:
+        """True if its chat template knows tools, and calls can be told from other content."""
+        form, template = self.text.response_form, self.text.template
+        return form is not None and form.template.has_calls and template is not None and "tools" in template.source
+
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""
         values = [(name, getattr(self, name), getattr(other, name)) for name in _IDENTITY]

@@ -6,11 +6,9 @@ Every refusal names the field by its path and says what would be valid. Fields t
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
@@ -46,6 +44,8 @@ from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
 from common.rpc.unsupported_fields import refuse_unserved
 from common.sampling_masks import check_bias_ids
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from router.json_text import json_object
+from router.tools import check_tools
 
 # Scalar fields that are passed on as they are, when they are given.
 _GIVEN: Final = (
@@ -81,7 +81,6 @@ _SAMPLING = (
     "bad_words",
     "allowed_token_ids",
 )
-_OF_ASSISTANT: Final = "role assistant, or none"
 _KINDS: Final = {
     pb.LOGPROBS_KIND_UNSPECIFIED: RAW,
     pb.LOGPROBS_KIND_RAW: RAW,
@@ -166,6 +165,20 @@ CHAT_SERVED = _COMMON | {
     "messages.parts",
     "messages.parts.text",
     "messages.reasoning",
+    "messages.tool_calls",
+    "messages.tool_calls.id",
+    "messages.tool_calls.name",
+    "messages.tool_calls.arguments_json",
+    "messages.tool_call_id",
+    "messages.name",
+    "tools",
+    "tools.name",
+    "tools.description",
+    "tools.parameters_json",
+    "tools.strict",
+    "tool_choice",
+    "tool_choice.mode",
+    "parallel_tool_calls",
     "template_arguments_json",
     "reasoning",
     "reasoning.separate",
@@ -228,11 +241,9 @@ def check_chat(request: pb.ChatRequest) -> None:
         if not message.role:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
         _check_parts(f"messages[{i}]", message)
-        if message.reasoning and message.role != "assistant":
-            raise InvalidFieldError(
-                f"messages[{i}].reasoning", f"stands beside role {message.role[:_QUOTED_ROLE]!r}", _OF_ASSISTANT
-            )
     _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
+    check_tools(request)
+    _check_bytes("tools", sum(tool.ByteSize() for tool in request.tools), MAX_PROMPT_TEXT_BYTES)
 
 
 def check_score(request: pb.ScoreRequest) -> None:
@@ -447,15 +458,7 @@ def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
     path = "template_arguments_json"
     if not request.template_arguments_json:
         return {}
-    try:
-        arguments = json.loads(
-            request.template_arguments_json, object_pairs_hook=_distinct, parse_constant=_refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
-        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is no JSON: {error}"
-        raise InvalidFieldError(path, why, "a JSON object") from None
-    if not isinstance(arguments, dict):
-        raise InvalidFieldError(path, "is another JSON value", "a JSON object")
+    arguments = json_object(path, request.template_arguments_json)
     for name in ("messages", "tools", "self"):
         if name in arguments:
             raise InvalidFieldError(f"{path}.{name}", "is a reserved name", "another name")
@@ -661,16 +664,3 @@ def _check_parts(path: str, message: pb.ChatMessage) -> None:
     for j, part in enumerate(message.parts):
         if part.WhichOneof("content") is None:
             raise InvalidFieldError(f"{path}.parts[{j}]", "is empty", "text")
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two values of one name neither may be dropped."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{twice!r} stands twice in an object")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")

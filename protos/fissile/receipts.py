@@ -69,6 +69,7 @@ class RequestDigest:
         continues: True if the answer's text continues the prompt's (Generate), False if it is one of its own (Chat).
         keeps_special_tokens: True if special tokens are part of the text.
         keeps_delimiters: True if stop strings are searched in text with the delimiters of its channels.
+        ends_with_first_call: True if the answer ends with its first call of a tool.
     """
 
     def __init__(
@@ -80,12 +81,13 @@ class RequestDigest:
         continues: bool,
         keeps_special_tokens: bool = False,
         keeps_delimiters: bool = False,
+        ends_with_first_call: bool = False,
     ) -> None:
         self.continues = continues
         self.seed = seed
         self.prompt_tokens = len(token_ids)
         self._digest = hashlib.sha256(_REQUEST_DOMAIN)
-        kind_of_text = continues + 2 * keeps_special_tokens + 4 * keeps_delimiters
+        kind_of_text = continues + 2 * keeps_special_tokens + 4 * keeps_delimiters + 8 * ends_with_first_call
         self._digest.update(struct.pack("<BI", kind_of_text, len(token_ids)))
         self._digest.update(_little_endian(token_ids))
         self._digest.update(_encoded(params, NEUTRAL))

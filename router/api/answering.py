@@ -583,6 +583,7 @@ def receipt_terms(
             continues=kind.continues,
             keeps_special_tokens=request.output_options.keep_special_tokens,
             keeps_delimiters=reading is not None and bool(params.stop_strings),
+            ends_with_first_call=reading is not None and reading.ends_with_first_call,
         ),
         model.tokenizer_sha256,
         "" if template is None else template.sha256,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
 
 from fissile.v1 import inference_pb2 as pb
 
-from router.api.responses import reasoning_of, text_of
+from router.api.responses import reasoning_of, text_of, whole_calls
 from router.api.rpc_scope import Context, RpcScope
 
 AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
@@ -86,6 +87,7 @@ class CollectedAnswers:
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._texts: dict[int, list[str]] = {}
         self._reasoning: dict[int, list[str]] = {}
+        self._calls: dict[int, list[pb.ToolCallDelta]] = {}
         self._answers: dict[int, pb.GeneratedText] = {}
 
     def new_message(self, request_id: str, index: int) -> AnswerResponse:
@@ -93,7 +95,7 @@ class CollectedAnswers:
         self._request_id = request_id
         self.has_begun = False
         self._prompt_logprobs.clear()
-        self._texts[index], self._reasoning[index] = [], []
+        self._texts[index], self._reasoning[index], self._calls[index] = [], [], []
         self._answers[index] = pb.GeneratedText(index=index)
         return self._response(request_id=request_id, index=index)
 
@@ -106,6 +108,9 @@ class CollectedAnswers:
         answer = self._answers[message.index]
         self._texts[message.index].append(text_of(message))
         self._reasoning[message.index].append(reasoning_of(message))
+        if isinstance(message, pb.ChatResponse):
+            # The message is filled anew.
+            self._calls[message.index].extend(copy.deepcopy(part) for part in message.delta.tool_calls)
         answer.token_ids.extend(message.token_ids)
         answer.logprobs.extend(message.logprobs)
         self._prompt_logprobs.extend(message.prompt_logprobs)
@@ -151,7 +156,12 @@ class CollectedAnswers:
         reasoning = "".join(self._reasoning[answer.index])
         return pb.ChatAnswer(
             index=answer.index,
-            message=pb.ChatMessage(role="assistant", content=answer.text, reasoning=reasoning),
+            message=pb.ChatMessage(
+                role="assistant",
+                content=answer.text,
+                reasoning=reasoning,
+                tool_calls=whole_calls(self._calls[answer.index]),
+            ),
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
             finish=answer.finish,

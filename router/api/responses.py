@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fissile.v1 import inference_pb2 as pb
 
@@ -11,6 +11,7 @@ from common.rpc.durations import to_duration
 from common.rpc.pooling_protos import public_pooling
 from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
+from common.text.response.parser import Part
 from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
@@ -37,6 +38,7 @@ def fill_response(
     """
     if isinstance(message, pb.ChatResponse):
         message.delta.content, message.delta.reasoning = part.text, part.reasoning
+        _fill_calls(message.delta, part.calls, stream)
     else:
         message.text = part.text
     if message.token_ids:
@@ -51,6 +53,15 @@ def fill_response(
         message.ClearField("prompt_info")
     if part.ending is not None:
         message.finish.CopyFrom(_finish(part.ending, stream, clock()))
+
+
+def _fill_calls(delta: pb.ChatDelta, calls: Sequence[Part], stream: RequestStream) -> None:
+    """Replaces the parts of calls in a message; a call begins with its id."""
+    if delta.tool_calls:
+        del delta.tool_calls[:]
+    for part in calls:
+        call_id = stream.request.call_id(part.call) if part.name else ""
+        delta.tool_calls.add(index=part.call, id=call_id, name=part.name, arguments_json=part.text)
 
 
 def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs) -> None:
@@ -84,6 +95,20 @@ def text_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
 def reasoning_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
     """The reasoning that a message adds to its answer."""
     return message.delta.reasoning if isinstance(message, pb.ChatResponse) else ""
+
+
+def whole_calls(parts: Iterable[pb.ToolCallDelta]) -> list[pb.ToolCall]:
+    """The calls of an answer, of all their parts in order."""
+    calls: list[pb.ToolCall] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if part.name:
+            calls.append(pb.ToolCall(id=part.id, name=part.name))
+            arguments.append([])
+        arguments[part.index].append(part.arguments_json)
+    for call, texts in zip(calls, arguments, strict=True):
+        call.arguments_json = "".join(texts)
+    return calls
 
 
 def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
@@ -151,6 +176,7 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
         pb.CAPABILITY_CHAT: model.text.template is not None,
         pb.CAPABILITY_LOGPROBS: model.serves_logprobs,
+        pb.CAPABILITY_TOOLS: model.calls_tools,
         pb.CAPABILITY_REASONING: model.reasons,
         pb.CAPABILITY_EMBED: model.embeds,
         pb.CAPABILITY_RERANK: model.reranks,

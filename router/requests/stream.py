@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import string
+import struct
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from fissile.receipts import RequestDigest
@@ -27,6 +31,8 @@ from router.text.stream_assembly import StreamAssembly
 from router.text.stream_chunk import StreamChunk
 from router.workers.session import Session
 from router.workers.session_state import Adoption, Submission
+
+_CALL_ID_CHARS: Final = string.ascii_letters + string.digits
 
 
 class ReplacedError(NoWorkerError):
@@ -127,6 +133,15 @@ class RoutedRequest:
     def logits_every(self) -> int:
         """The logits of every so-many-th token are digested, 0 for none."""
         return 0 if self.receipt is None else self.receipt.logits_every
+
+    def call_id(self, call: int) -> str:
+        """Id of a call of a tool: nine letters and digits, as the strictest templates want it.
+
+        A function of seed and prompt: the latter makes it another one in each turn of a conversation.
+        """
+        place = struct.pack("<QII", self.seed, self.choice, call)
+        number = int.from_bytes(hashlib.blake2b(self.token_ids.tobytes(), key=place, digest_size=8).digest())
+        return "".join(_CALL_ID_CHARS[number // len(_CALL_ID_CHARS) ** i % len(_CALL_ID_CHARS)] for i in range(9))
 
     def queued(self, key: int) -> QueuedRequest:
         """The request as the dispatcher knows it, under the number `key` of this router."""

@@ -9,28 +9,40 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import InvalidFieldError
 from router.model_registry import ServedModel
 from router.text.reading import Reading
+from router.tools import declared, ends_with_first_call, template_calls
 from router.validation import content_of
+
+# Names that fields of messages have in templates.
+_TEXTS = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
 
 
 def template_messages(request: pb.ChatRequest) -> list[dict[str, Any]]:
-    """The messages of a request, as transformers has them."""
-    return [_template_message(message) for message in request.messages]
+    """The messages of a request, as transformers has them.
+
+    Raises:
+        InvalidFieldError: arguments of a call are no JSON object.
+    """
+    return [_template_message(f"messages[{i}]", message) for i, message in enumerate(request.messages)]
 
 
-def _template_message(message: pb.ChatMessage) -> dict[str, Any]:
-    made = {"role": message.role, "content": content_of(message)}
-    if message.reasoning:
-        made["reasoning_content"] = message.reasoning
+def _template_message(path: str, message: pb.ChatMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": content_of(message)}
+    made |= {key: getattr(message, name) for name, key in _TEXTS.items() if getattr(message, name)}
+    if message.tool_calls:
+        made["tool_calls"] = template_calls(path, message)
     return made
 
 
-def reading_of(request: pb.ChatRequest, model: ServedModel, prompt: str) -> Reading | None:
+def reading_of(
+    request: pb.ChatRequest, model: ServedModel, prompt: str, tools: list[dict[str, Any]] | None
+) -> Reading | None:
     """The terms on which the answers to a conversation are read.
 
     Args:
         request: the conversation.
         model: its model.
         prompt: text that the chat template has made.
+        tools: as the chat template has had them; None for none.
 
     Returns:
         None where they are content alone.
@@ -43,6 +55,15 @@ def reading_of(request: pb.ChatRequest, model: ServedModel, prompt: str) -> Read
     if separates and not model.reasons:
         problem = f"is true, and the chat template of {model.name!r} has no reasoning"
         raise InvalidFieldError("reasoning.separate", problem, "false, or a model with CAPABILITY_REASONING")
-    if form is None or not separates:
+    if tools is not None and not model.calls_tools:
+        problem = f"are given, and the chat template of {model.name!r} knows none"
+        raise InvalidFieldError("tools", problem, "no tools, or a model with CAPABILITY_TOOLS")
+    if form is None or not (separates or tools):
         return None
-    return Reading(form, form.template.opening(prompt), separates_reasoning=True)
+    return Reading(
+        form,
+        form.template.opening(prompt),
+        separates_reasoning=separates,
+        tools=None if tools is None else declared(tools),
+        ends_with_first_call=ends_with_first_call(request),
+    )

@@ -40,6 +40,7 @@ from router.scheduling.admission import QUEUE_RETRY_S
 from router.text.conversation import reading_of, template_messages
 from router.text.reading import Reading
 from router.text.text_queue import TextJob, TextPool, TextQueue
+from router.tools import template_tools
 from router.validation import check_prompt_length, check_roles, check_token_ids, template_arguments
 
 T = TypeVar("T")
@@ -337,8 +338,9 @@ def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes)
     if template is None:
         raise NoChatTemplateError(model.name)
     check_roles(request.messages, template.roles)
-    text = template.render(template_messages(request), **template_arguments(request))
-    reading = reading_of(request, model, text)
+    tools = template_tools(request)
+    text = template.render(template_messages(request), tools, **template_arguments(request))
+    reading = reading_of(request, model, text, tools)
     if len(text) > LONG_TEXT:
         yield from _check_fewest("messages", tokenizer, text, model)
         yield

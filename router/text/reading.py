@@ -24,12 +24,14 @@ class Reading:
         opening: text of the answer that the prompt ends with.
         separates_reasoning: True if reasoning is a channel of its own.
         tools: that may be called; None for none.
+        ends_with_first_call: True if the answer ends with its first call.
     """
 
     form: ResponseForm
     opening: str = ""
     separates_reasoning: bool = True
     tools: Tools | None = None
+    ends_with_first_call: bool = False
 
 
 class ChannelReader:
@@ -48,6 +50,7 @@ class ChannelReader:
             separates_reasoning=reading.separates_reasoning,
             opening=reading.opening,
         )
+        self._ends_with_first_call = reading.ends_with_first_call
         self._was_reasoning = self._parser.is_reasoning
         self._num_tokens = 0
         # Tokens of reasoning, as runs from one place up to another.
@@ -80,6 +83,16 @@ class ChannelReader:
         """
         token = "" if token_id is None else self._markers.get(token_id, "")
         return self._parser.finish(is_cut=is_cut, token=token)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the answer has what it ends with, whatever would come behind."""
+        return self._ends_with_first_call and self._parser.has_had_call
+
+    @property
+    def ends_with_call(self) -> bool:
+        """True if the last thing that has come is a whole call of a tool."""
+        return self._parser.ends_with_call
 
     def reasoning_tokens(self, start: int, end: int) -> int:
         """Number of tokens of reasoning, its delimiters included, among those from one place up to another."""

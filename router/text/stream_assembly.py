@@ -35,7 +35,7 @@ from common.errors import (
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.receipts import LogitChain
 from common.text.detokenizer import Detokenizer
-from common.text.response.parser import Channel, Part
+from common.text.response.parser import Channel, Part, merged
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
 from router.text.delivered_text import DeliveredText
@@ -349,7 +349,8 @@ class StreamAssembly:
         if self._reader is None:
             return StreamChunk("".join(part.text for part in parts), token_ids, start, ending, logprobs)
         texts = ("".join(part.text for part in parts if part.channel is channel) for channel in _TEXTS)
-        return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts))
+        calls = merged(part for part in parts if part.channel is Channel.CALL)
+        return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts), tuple(calls))
 
     def _mark(self, num_tokens: int) -> None:
         """Notes that a message can end behind so many waiting tokens, as full ones as can be."""
@@ -404,6 +405,8 @@ class StreamAssembly:
         else:
             self._emit(text)
         reader.end_token()
+        if reader.is_done and not self.is_closed:
+            self._end(FinishInfo(pb.FINISH_REASON_TOOL_CALLS))
         return self.is_closed
 
     def _emit_echo(self, echo: Echo) -> None:
@@ -468,19 +471,23 @@ class StreamAssembly:
     def _end(self, ending: FinishInfo) -> None:
         """Ends the stream; one that has not reached what was delivered has failed."""
         if self._reader is not None and self._error is None:
-            self._finish_reading(self._reader, ending)
+            ending = self._finish_reading(self._reader, ending)
         if self._delivered_text is not None:
             self.fail(self._delivered_text.mismatch())
         elif self._error is None:
             self._ending = ending
 
-    def _finish_reading(self, reader: ChannelReader, ending: FinishInfo) -> None:
-        """Takes what channels hold back until the end."""
+    def _finish_reading(self, reader: ChannelReader, ending: FinishInfo) -> FinishInfo:
+        """Takes what channels hold back until the end; the ending, now that all has been read."""
+        if reader.is_done:
+            return ending
         eos = None if ending.stop is None or not ending.stop.HasField("eos_token_id") else ending.stop.eos_token_id
         # One that is kept has been read.
         token_id = eos if wpb.END_REASON_EOS in self._silent_ends else None
         for part in reader.finish(is_cut=ending.reason == pb.FINISH_REASON_LENGTH, token_id=token_id):
             self._add(part)
+        is_call = reader.ends_with_call and ending.reason == pb.FINISH_REASON_STOP
+        return FinishInfo(pb.FINISH_REASON_TOOL_CALLS, ending.stop) if is_call else ending
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)

@@ -10,6 +10,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, DeadlineError, EngineError
+from common.text.response.parser import Part
 from router.text.answer_logprobs import ChunkLogprobs
 
 
@@ -33,7 +34,7 @@ class StreamChunk(NamedTuple):
     """Next piece for the client; `start` in the first part only, `ending` in the last one only.
 
     `logprobs` are those of `token_ids`, whether those are wanted or not, and in the first parts of the prompt. Of an
-    answer that is read in channels `text` is content.
+    answer that is read in channels `text` is content, and `calls` are parts of calls; each call begins with its name.
     """
 
     text: str
@@ -42,6 +43,7 @@ class StreamChunk(NamedTuple):
     ending: FinishInfo | None
     logprobs: ChunkLogprobs | None = None
     reasoning: str = ""
+    calls: tuple[Part, ...] = ()
 
 
 class Echo(NamedTuple):

@@ -120,7 +120,7 @@ async def test_a_channel_that_a_model_lacks_is_refused_by_name() -> None:
 @pytest.mark.parametrize("by", ["token_ids", "text"])
 async def test_a_stream_of_channels_goes_on_behind_every_message(files: dict[str, bytes], by: str) -> None:
     """By token ids, and by a digest of both channels, wherever the stream breaks."""
-    async with bench(worker_of(files, "<think>\nso\n</think>\n\nla", step_s=0.01)) as b:
+    async with bench(worker_of(files, "<think>\nso\n</think>\n\nla", step_s=0.005)) as b:
         asked = chat(output_options=pb.OutputOptions(return_token_ids=by == "token_ids"))
         whole = await collect(b.stub.Chat(asked))
         assert len(whole) > 5
@@ -136,7 +136,10 @@ def going_on(asked: pb.ChatRequest, had: list[Any]) -> pb.ChatRequest:
     again = pb.ChatRequest()
     again.CopyFrom(asked)
     again.resume.weights_digest = had[0].prompt_info.weights_digest
-    data = "".join(channels(had)).encode()
+    calls: dict[int, str] = {}
+    for call in (call for part in had for call in part.delta.tool_calls):
+        calls[call.index] = calls.get(call.index, "") + call.arguments_json
+    data = "".join([*channels(had), *calls.values()]).encode()
     if asked.output_options.return_token_ids:
         again.resume.answers.add().token_ids.ids.extend(i for part in had for i in part.token_ids)
     elif data:

@@ -117,12 +117,12 @@ class ResponseParser:
 
     def push(self, text: str) -> list[Part]:
         """Takes the next piece of the answer."""
-        return _merged(part for event in self._regions.push(text) for part in self._parts(event))
+        return merged(part for event in self._regions.push(text) for part in self._parts(event))
 
     def finish(self, *, is_cut: bool = False, token: str = "") -> list[Part]:
         """Takes the end of the answer; arguments as of `Regions.finish`."""
         events = self._regions.finish(is_cut=is_cut, token=token)
-        return _merged(part for event in events for part in self._parts(event))
+        return merged(part for event in events for part in self._parts(event))
 
     def _parts(self, event: RegionEvent) -> list[Part]:
         match event:
@@ -195,7 +195,7 @@ def _channel(field: Field) -> Channel:
     return Channel.REASONING if field.name in REASONING_FIELDS else Channel.CONTENT
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[Part]) -> list[Part]:
     """The parts with neighbours of one channel, or of one call, as one."""
     merged: list[Part] = []
     for part in parts:

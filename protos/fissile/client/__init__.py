@@ -12,7 +12,7 @@ Needs grpcio, protobuf and googleapis-common-protos alone.
 """
 
 from fissile.client.aio import AsyncClient, AsyncStream
-from fissile.client.calls import Delta, Event, Finished, Result
+from fissile.client.calls import Delta, Event, Finished, Result, tool
 from fissile.client.connections import Connection, Metadata
 from fissile.client.errors import FieldProblem, FissileError, ReceiptError, ReceiptPart
 from fissile.client.progress import Answer
@@ -37,4 +37,5 @@ __all__ = [
     "Result",
     "Stream",
     "Verification",
+    "tool",
 ]

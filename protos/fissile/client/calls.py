@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from fissile.client.messages import Response
-from fissile.client.progress import Answer, Progress, reasoning_of, text_of
+from fissile.client.progress import Answer, Progress, calls_of, reasoning_of, text_of
 from fissile.client.receipts import Receipt
 from fissile.v1 import inference_pb2 as pb
 
@@ -24,7 +25,8 @@ _AnyMessage = TypeVar("_AnyMessage", bound=Message)
 class Delta:
     """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs.
 
-    Of Chat `text` is content, and `reasoning` comes apart from it.
+    Of Chat `text` is content, and `reasoning` comes apart from it, as do the next parts of calls of tools: of each the
+    first has `id` and `name`, and all have `index` and more of `arguments_json`.
     """
 
     index: int
@@ -32,6 +34,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     reasoning: str = ""
+    tool_calls: tuple[pb.ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,16 @@ class Result:
         return self.answers[0].reasoning
 
     @property
+    def tool_calls(self) -> list[pb.ToolCall]:
+        """Calls of tools of the first answer."""
+        return self.answers[0].tool_calls
+
+    @property
+    def message(self) -> pb.ChatMessage:
+        """The first answer of Chat as a message, to be sent back in the conversation."""
+        return self.answers[0].message
+
+    @property
     def receipt(self) -> Receipt | None:
         """Receipt of the first answer, checked; None where none was asked for, and of an answer that is not `exact`."""
         return self.answers[0].receipt
@@ -108,6 +121,18 @@ def generate_request(prompt: Prompt, sampling: Mapping[str, Any], fields: Mappin
     else:
         request.token_ids.ids.extend(prompt)
     return _with_fields(request, sampling, fields)
+
+
+def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str = "") -> pb.Tool:
+    """A tool that a model may call.
+
+    Args:
+        name: of the tool.
+        description: for the model to read.
+        parameters: JSON Schema of its arguments, as text or as Python values; their order is kept.
+    """
+    schema = parameters if isinstance(parameters, str) else json.dumps(parameters, ensure_ascii=False)
+    return pb.Tool(name=name, description=description, parameters_json=schema)
 
 
 def embed_request(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> pb.EmbedRequest:
@@ -186,8 +211,15 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 def events_of(part: Response) -> list[Event]:
     """The events that a message brings."""
-    delta = Delta(part.index, text_of(part), tuple(part.token_ids), tuple(part.logprobs), reasoning_of(part))
-    has_news = delta.text or delta.token_ids or delta.logprobs or delta.reasoning
+    delta = Delta(
+        part.index,
+        text_of(part),
+        tuple(part.token_ids),
+        tuple(part.logprobs),
+        reasoning_of(part),
+        tuple(calls_of(part)),
+    )
+    has_news = delta.text or delta.token_ids or delta.logprobs or delta.reasoning or delta.tool_calls
     events: list[Event] = [delta] if has_news else []
     return [*events, Finished(part.index, part.finish)] if part.HasField("finish") else events
 

@@ -30,6 +30,11 @@ def reasoning_of(part: Response) -> str:
     return part.delta.reasoning if isinstance(part, pb.ChatResponse) else ""
 
 
+def calls_of(part: Response) -> Sequence[pb.ToolCallDelta]:
+    """Parts of calls that a message adds."""
+    return part.delta.tool_calls if isinstance(part, pb.ChatResponse) else ()
+
+
 class _Text:
     """A text that grows; parts are joined when they are asked for, not one by one."""
 
@@ -67,6 +72,7 @@ class Answer:
     receipt: Receipt | None = None
     _text: _Text = field(default_factory=_Text)
     _reasoning: _Text = field(default_factory=_Text)
+    _calls: list[tuple[str, str, _Text]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -79,19 +85,33 @@ class Answer:
         return self._reasoning.whole
 
     @property
+    def tool_calls(self) -> list[pb.ToolCall]:
+        """Its calls of tools so far; the arguments of the last one may be a beginning."""
+        return [pb.ToolCall(id=id, name=name, arguments_json=text.whole) for id, name, text in self._calls]
+
+    @property
+    def message(self) -> pb.ChatMessage:
+        """All of Chat as a message, to be sent back in the conversation."""
+        return pb.ChatMessage(role="assistant", content=self.text, reasoning=self.reasoning, tool_calls=self.tool_calls)
+
+    @property
     def has_any(self) -> bool:
         """True if text of any channel has come."""
-        return bool(self.text or self.reasoning)
+        return bool(self.text or self.reasoning or self._calls)
 
     @property
     def delivered(self) -> bytes:
         """All that has come as a router digests it: the channels, one after another."""
-        return (self.reasoning + self.text).encode()
+        return "".join([self.reasoning, self.text, *(arguments.whole for _, _, arguments in self._calls)]).encode()
 
     def add(self, part: Response) -> None:
         """Takes the texts of the next message."""
         self._text.add(text_of(part))
         self._reasoning.add(reasoning_of(part))
+        for call in calls_of(part):
+            if call.name:
+                self._calls.append((call.id, call.name, _Text()))
+            self._calls[call.index][2].add(call.arguments_json)
 
 
 class Progress:

@@ -192,15 +192,31 @@ class ReceiptCheck:
             continues=isinstance(self._request, pb.GenerateRequest),
             keeps_special_tokens=self._request.output_options.keep_special_tokens,
             keeps_delimiters=bool(given.stop_strings) and _has_channels(self._request, model),
+            ends_with_first_call=_ends_with_first_call(self._request),
         )
         return digest.of_answer(index)
 
 
-def _has_channels(request: Request, model: pb.Model) -> bool:
-    """True if a router tells reasoning from content."""
-    if isinstance(request, pb.GenerateRequest) or pb.CAPABILITY_REASONING not in model.capabilities:
+def _has_tools(request: Request) -> bool:
+    """True if tools may be called."""
+    if isinstance(request, pb.GenerateRequest):
         return False
-    return request.reasoning.separate if request.reasoning.HasField("separate") else True
+    return bool(request.tools) and request.tool_choice.mode != pb.TOOL_MODE_NONE
+
+
+def _has_channels(request: Request, model: pb.Model) -> bool:
+    """True if a router tells reasoning or calls from content."""
+    if isinstance(request, pb.GenerateRequest) or _has_tools(request):
+        return _has_tools(request)
+    separates = request.reasoning.separate if request.reasoning.HasField("separate") else True
+    return separates and pb.CAPABILITY_REASONING in model.capabilities
+
+
+def _ends_with_first_call(request: Request) -> bool:
+    """True if an answer ends with its first call."""
+    if isinstance(request, pb.GenerateRequest) or not _has_tools(request):
+        return False
+    return request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
 
 
 def _model_of(answer: Any) -> pb.Model:

@@ -135,7 +135,7 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
     """As the model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
-    """Calls none."""
+    """Calls none: as if there were no tools."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
     """Calls at least one."""
 
@@ -147,7 +147,7 @@ TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 TOOL_MODE_AUTO: ToolMode.ValueType  # 1
 """As the model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
-"""Calls none."""
+"""Calls none: as if there were no tools."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
 """Calls at least one."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
@@ -1223,7 +1223,9 @@ class Finish(_message.Message):
     """Sum of the raw logprobs of the generated tokens, when logprobs are asked for."""
     @_builtins.property
     def stop(self) -> Global___StopDetail:
-        """The condition that was met, when `reason` is FINISH_REASON_STOP."""
+        """The condition that was met, when `reason` is FINISH_REASON_STOP or FINISH_REASON_TOOL_CALLS. Absent where
+        `parallel_tool_calls` false has ended the answer.
+        """
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -1520,11 +1522,11 @@ class Tool(_message.Message):
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the tool."""
+    """Name of the tool: 1 to 64 letters, digits, `_`, `-` and `.`."""
     description: _builtins.str
     """What it does, for the model to read."""
     parameters_json: _builtins.str
-    """JSON Schema of its arguments, as text."""
+    """JSON Schema of its arguments, as text; the model reads it in this order. Default: no arguments."""
     strict: _builtins.bool
     """True: arguments satisfy the schema, by a grammar. Default false."""
     def __init__(
@@ -1633,7 +1635,7 @@ class ChatRequest(_message.Message):
     request_id: _builtins.str
     """As in GenerateRequest."""
     parallel_tool_calls: _builtins.bool
-    """False: at most one call. Default true."""
+    """False: the answer ends with its first call. Not with `min_tokens`. Default true."""
     template_arguments_json: _builtins.str
     """Further variables for the model's chat template (`enable_thinking`, for example): a JSON object as text."""
     priority: Global___Priority.ValueType
@@ -1648,7 +1650,7 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools the assistant may call."""
+        """Tools the assistant may call, at most 256, each with a name of its own. For models with CAPABILITY_TOOLS."""
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
@@ -1746,7 +1748,7 @@ class ToolCallDelta(_message.Message):
     index: _builtins.int
     """Which call of this answer."""
     id: _builtins.str
-    """Its id, with its first part only. A function of the seed."""
+    """Its id, with its first part only: nine letters and digits, a function of prompt, seed, index of the answer and index."""
     name: _builtins.str
     """Name of the tool, whole, with its first part only."""
     arguments_json: _builtins.str

@@ -31,6 +31,25 @@ THINKING_TEMPLATE = (
 )
 
 
+# The same with tools, whose calls and results it shows.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    + THINKING_TEMPLATE.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for call in m.tool_calls %}{{ '\\n' }}<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}{{ m.tool_call_id }}{{ m.name }}",
+    )
+)
+
+
+def tool_files(*, with_tokens: bool = True) -> dict[str, bytes]:
+    """Files of a model that thinks and calls tools; its delimiters are 300 to 303, or spelled in letters alone."""
+    added = ("<think>", "</think>", "<tool_call>", "</tool_call>") if with_tokens else ()
+    files = tokenizer_files(special=("<|im_start|>", "<|im_end|>", "<|pad|>"), added=added)
+    return {**files, "chat_template.jinja": TOOLS_TEMPLATE.encode()}
+
+
 def thinking_files(*, with_tokens: bool = True) -> dict[str, bytes]:
     """Files of a model that thinks; `<think>` and `</think>` are 300 and 301, or spelled in letters alone."""
     files = tokenizer_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -12,24 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ResumeMismatchError
+from common.text.response.calls import Tools
 from common.text.response.parser import Channel, Part, ResponseParser
 from common.text.stop_strings import StopStrings
 from router.model_registry import TextAssets
 from router.text.delivered_text import DeliveredText
 from router.text.reading import ChannelReader, Reading
 from router.text.stream_assembly import StreamAssembly
-from router.text.stream_chunk import StreamChunk
-from tests.unit.router.support import EOS, end, thinking_files
+from router.text.stream_chunk import FinishInfo, StreamChunk
+from tests.unit.router.support import EOS, end, tool_files
 
 PROMPT = 5
-ASSETS = {with_tokens: TextAssets.from_files(thinking_files(with_tokens=with_tokens)) for with_tokens in (True, False)}
+ASSETS = {with_tokens: TextAssets.from_files(tool_files(with_tokens=with_tokens)) for with_tokens in (True, False)}
+TOOLS = Tools({"f": {}, "get_it": {"n": {"type": "integer"}}})
 OPENINGS = ("", "<think>\n", "<think>\n\n</think>\n\n")
 
 
-def reading(*, with_tokens: bool = True, opening: str = "") -> Reading:
+def reading(
+    *, with_tokens: bool = True, opening: str = "", tools: Tools | None = None, ends_with_first_call: bool = False
+) -> Reading:
     form = ASSETS[with_tokens].response_form
     assert form is not None
-    return Reading(form, opening)
+    return Reading(form, opening, tools=tools, ends_with_first_call=ends_with_first_call)
 
 
 def ids_of(text: str, *, with_tokens: bool = True, spelled: bool = False) -> list[int]:
@@ -85,27 +90,45 @@ def feed(
     return chunks
 
 
-def texts(chunks: Iterable[StreamChunk]) -> tuple[str, str]:
-    """Reasoning and content."""
+def texts(chunks: Iterable[StreamChunk]) -> tuple[str, ...]:
+    """Reasoning, content, and of each call its arguments behind its name."""
     gathered = [*chunks]
-    return "".join(chunk.reasoning for chunk in gathered), "".join(chunk.text for chunk in gathered)
+    calls: list[list[str]] = []
+    for part in (part for chunk in gathered for part in chunk.calls):
+        assert bool(part.name) == (part.call == len(calls))
+        if part.name:
+            calls.append([f"{part.name}: "])
+        calls[part.call].append(part.text)
+    return (
+        "".join(chunk.reasoning for chunk in gathered),
+        "".join(chunk.text for chunk in gathered),
+        *("".join(call) for call in calls),
+    )
 
 
 def digest_of(chunks: Iterable[StreamChunk]) -> DeliveredText | None:
     """What a client of these says that it has got."""
-    data = "".join(texts(chunks)).encode()
+    reasoning, content, *calls = texts(chunks)
+    data = "".join([reasoning, content, *(call.partition(": ")[2] for call in calls)]).encode()
     return DeliveredText(0, len(data), hashlib.sha256(data).digest()) if data else None
 
 
 WORDS = ("la", "lo", " ", "\n", "é", "<", "<thi", "</think", ">", "x")
-DELIMITERS = ("<think>", "</think>")
+DELIMITERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+# Behind the mark, which is no part of them.
+SPELLED = ("\0<think>", "\0<tool_call>")
+CALLS = (
+    '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>\n',
+    '<tool_call>{"name": "get_it"}</tool_call>',
+    '<tool_call>{"arguments": {"n": 1}, "name": "f"}',
+)
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[bool, list[int], str]:
     """An answer that ends of itself: whether delimiters are tokens, its tokens, and what the prompt has begun."""
     with_tokens = draw(st.booleans())
-    pieces = draw(st.lists(st.sampled_from(WORDS + DELIMITERS * 3) | st.just("\0<think>"), max_size=12))
+    pieces = draw(st.lists(st.sampled_from(WORDS + (*DELIMITERS, *CALLS, *SPELLED) * 3), max_size=12))
     ids = [
         id
         for piece in pieces
@@ -119,17 +142,24 @@ def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[Part]
     asked = reading(with_tokens=with_tokens, opening=opening)
     tokenizer = ASSETS[with_tokens].tokenizer
     assert tokenizer is not None
-    parser = ResponseParser(asked.form.template, tools=None, separates_reasoning=True, opening=opening)
+    parser = ResponseParser(asked.form.template, tools=TOOLS, separates_reasoning=True, opening=opening)
     text, run = "", list[int]()
     for id in [*ids[:-1], None]:
         if id is not None and id not in asked.form.markers:
             run.append(id)
             continue
         plain = tokenizer.decode(run)
-        text += plain.replace("think>", "think\ue000>") if with_tokens else plain
+        text += re.sub("(think|tool_call)>", "\\1\ue000>", plain) if with_tokens else plain
         text += "" if id is None else asked.form.markers[id]
         run = []
     return [part._replace(text=part.text.replace("\ue000", "")) for part in (*parser.push(text), *parser.finish())]
+
+
+def as_chunk(parts: Sequence[Part]) -> StreamChunk:
+    reasoning, content = (
+        "".join(p.text for p in parts if p.channel is c) for c in (Channel.REASONING, Channel.CONTENT)
+    )
+    return StreamChunk(content, (), None, None, None, reasoning, tuple(p for p in parts if p.channel is Channel.CALL))
 
 
 @settings(max_examples=150)
@@ -137,12 +167,8 @@ def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[Part]
 def test_channels_are_those_of_the_whole_text(answer: tuple[bool, list[int], str], cuts: list[int]) -> None:
     """However tokens are framed and read; a delimiter that has a token is text where it is spelled."""
     with_tokens, ids, opening = answer
-    stream = assembly(reading(with_tokens=with_tokens, opening=opening), with_tokens=with_tokens)
-    expected = reference(with_tokens, ids, opening)
-    assert texts(feed(stream, ids, cuts)) == tuple(
-        "".join(part.text for part in expected if part.channel is channel)
-        for channel in (Channel.REASONING, Channel.CONTENT)
-    )
+    stream = assembly(reading(with_tokens=with_tokens, opening=opening, tools=TOOLS), with_tokens=with_tokens)
+    assert texts(feed(stream, ids, cuts)) == texts([as_chunk(reference(with_tokens, ids, opening))])
     assert stream.delivered == len(ids)
 
 
@@ -153,7 +179,7 @@ def test_a_stream_goes_on_behind_every_message(
 ) -> None:
     """By token ids and by the digest of all channels: nothing is lost and nothing comes twice."""
     with_tokens, ids, opening = answer
-    asked = reading(with_tokens=with_tokens, opening=opening)
+    asked = reading(with_tokens=with_tokens, opening=opening, tools=TOOLS)
     chunks = feed(assembly(asked, with_tokens=with_tokens), ids, cuts)
     for count in range(len(chunks)):
         had = chunks[:count]
@@ -225,3 +251,42 @@ def test_what_is_held_back_comes_at_the_end() -> None:
         assert "<thi" not in "".join(texts(before))
         stream.finish(end(1, PROMPT + len(ids), wpb.END_REASON_LENGTH))
         assert "".join(texts([*before, *drain(stream)])) == text.removeprefix("<think>")
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("cuts", [range(0), range(200)])
+def test_an_answer_ends_with_calls_or_with_words(cuts: range) -> None:
+    for text, reason, calls in (
+        (CALL, "TOOL_CALLS", ['f: {"a": 1}']),
+        (f"lo\n{CALL}\n{CALL}\n", "TOOL_CALLS", ['f: {"a": 1}'] * 2),
+        (f"{CALL} lo", "STOP", ['f: {"a": 1}']),
+        ("lo", "STOP", []),
+        ('<tool_call>\n{"name": "f", "argu', "STOP", []),
+    ):
+        chunks = feed(assembly(reading(tools=TOOLS)), [*ids_of(text), EOS], cuts)
+        ending = chunks[-1].ending
+        assert ending is not None
+        assert (ending.reason, ending.stop) == (
+            pb.FinishReason.Value(f"FINISH_REASON_{reason}"),
+            pb.StopDetail(eos_token_id=EOS),
+        )
+        assert [*texts(chunks)[2:]] == calls
+    # What has not come to its end ends with no call, and is content as it stands.
+    assert texts(chunks)[1] == text
+
+
+@pytest.mark.parametrize("cuts", [range(0), range(200)])
+def test_the_first_call_ends_an_answer_that_may_have_one(cuts: range) -> None:
+    ids = [*ids_of(f"lo {CALL}\n{CALL}"), EOS]
+    stream = assembly(reading(tools=TOOLS, ends_with_first_call=True))
+    chunks = feed(stream, ids, cuts)
+    assert texts(chunks) == ("", "lo", 'f: {"a": 1}')
+    assert chunks[-1].ending == FinishInfo(pb.FINISH_REASON_TOOL_CALLS)
+    # With the token that completes it.
+    assert stream.delivered == len(ids_of(f"lo {CALL[: CALL.index('}}') + 1]}"))
+    assert texts(feed(assembly(reading(tools=TOOLS, ends_with_first_call=True)), [*ids_of("lo"), EOS], cuts)) == (
+        "",
+        "lo",
+    )
