@@ -19,6 +19,7 @@ TINY: dict[str, list[str]] = {
     "streams": ["--seconds", "0.5", "--streams", "3", "--low", "20", "--high", "2"],
     "delay": ["--seconds", "1", "--routers", "1", "--factors", "1", "--burst", "3", "--prompt", "20", "--output", "4"],
     "beside": [".", "--rounds", "1"],
+    "contract_cost": ["--shape", "tiny", "--rounds", "1", "--tokens", "17", "--in-flight", "1", "2"],
     "loop_lag": ["--seconds", "1", "--streams", "2", "--tokens", "500", "--clients", "1", "--step", "20ms"],
 }
 
@@ -32,7 +33,7 @@ def report(name: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    assert all(row["failed"] == 0 for row in told["rows"]), told
+    assert all(row.get("failed", 0) == 0 for row in told["rows"]), told
     return dict(told)
 
 
@@ -64,6 +65,18 @@ def test_beside() -> None:
     (row,) = report("beside")["rows"]
     assert row["median us"] > 0
     assert row["more than the first"] == 0
+
+
+@pytest.mark.long
+def test_contract_cost() -> None:
+    told = report("contract_cost")
+    first, *others = [row for row in told["rows"] if row["in flight"] == 2]
+    assert (first["asked for"], first["of nothing"], first["worker added"]) == ("nothing", 1, 0)
+    assert len(others) == 7
+    for row in (first, *others):
+        assert row["us/token"] > 0
+        assert row["worker CPU us/token"] > 0
+        assert row["router CPU us/token"] > 0
 
 
 @pytest.mark.long

@@ -271,6 +271,17 @@ _SPECS: Final = {
         {"rows": "rows", "digested": "rows digested"},
         [_ms("step, best", "step_best"), _ms("step, median", "step")],
     ),
+    "contract-cost": Spec(
+        "router.contract_cost",
+        {"in_flight": "in flight", "asked": "asked for"},
+        [
+            Column("wall time, of nothing", ("wall_of_nothing",), "ratio"),
+            _us("CPU of the worker", "worker_cpu"),
+            _us("added to it", "worker_added"),
+            _us("CPU of the router", "router_cpu"),
+            _us("added there", "router_added"),
+        ],
+    ),
     "collector": Spec(
         "collector",
         {"collector": "who collects"},
