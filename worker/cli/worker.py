@@ -11,6 +11,7 @@ import uvloop
 
 from common.cli.core.config_file import ConfigurableCommand, config_option
 from common.cli.core.options import SHORTEST_S, ByteSize, Duration, Fraction, Sizes, option
+from common.cli.core.speculative_option import Speculation
 from common.cli.core.tls_options import health_port_option, server_tls_options
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.limits import (
@@ -108,6 +109,12 @@ class WorkerCommand(ConfigurableCommand):
     help="Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
     "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. Answers change slightly. Under --failover "
     "exact, requests move only between workers with the same setting.",
+)  # fmt: skip
+@option(
+    "--speculative-config", envvar="FISSILE_SPECULATIVE_CONFIG", type=Speculation(), default=None, metavar="JSON",
+    help="Verify draft tokens, so that a step brings several; no answer changes. An object with method (ngram: what "
+    "followed the newest tokens before), num_speculative_tokens (most per step), and for ngram prompt_lookup_max and "
+    "prompt_lookup_min (how many tokens are looked up). Default: none.",
 )  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),

@@ -30,6 +30,7 @@ _OF_CONFIG: Final = (
     "batch_invariant",
     "enforce_eager",
     "quantize",
+    "speculative_config",
     "enable_expert_parallel",
 )
 # Likewise of Topology.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from common.config import Config
 from common.config_parts import NGRAM
 from common.text.tokenizer import Tokenizer
-from kernels.interface import AttentionMetaData, KVCache
+from kernels.interface import AttentionMetaData, KVCache, KVSpec
 from kernels.select import select_backend
 from kernels.upload import to_device
 from worker.config.architectures import model_class, support_model_arch_dict
@@ -27,6 +27,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
+from worker.model.draft_proposer import DraftProposer, SampledStep
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format
 from worker.model.forward_context import (
     Context,
@@ -39,7 +40,7 @@ from worker.model.model_loader import ModelLoader
 from worker.model.pooling import mean_rows
 from worker.model.rejection_sampler import RejectionSampler
 from worker.model.sampled_rows import SampledRows
-from worker.model.sampler import Sampler
+from worker.model.sampler import SampledTokens, Sampler
 from worker.model.sharding import Shard, length
 from worker.model.verify_check import verifies_exactly
 from worker.weights.checkpoint import Progress, no_progress
@@ -76,6 +77,16 @@ class ModelInput:
     is_captured: bool
 
 
+@dataclass
+class _Pool:
+    """KV caches of the model and of its draft model, and what layers find of them in the forward context."""
+
+    cache: KVCache = None
+    data: dict[str, KVCacheTensor] = field(default_factory=dict)
+    draft_cache: KVCache = None
+    draft_data: dict[str, KVCacheTensor] = field(default_factory=dict)
+
+
 class ModelRunner:
     """A loaded model and its KV cache; implements worker.engine.batch.Runner. Not for two threads at a time.
 
@@ -86,6 +97,9 @@ class ModelRunner:
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
+
+    Attributes:
+        draft_proposer: a draft model, which has to be there before the KV pool is made; None without one.
 
     Raises:
         ModelError: the model cannot be served; one line.
@@ -145,9 +159,13 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
         self._tables = {True: BlockTables(), False: BlockTables()}
-        self._kv_cache: KVCache = None
-        self._kv_cache_data: dict[str, KVCacheTensor] = {}
-        self._dummy_pool: tuple[KVCache, dict[str, KVCacheTensor]] | None = None
+        self._pool = _Pool()
+        self._dummy_pool: _Pool | None = None
+        self.draft_proposer: DraftProposer | None = None
+
+    @property
+    def _kv_cache(self) -> KVCache:
+        return self._pool.cache
 
     @property
     def weights_digest(self) -> str:
@@ -163,6 +181,8 @@ class ModelRunner:
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block on this rank: what all layers keep of its tokens."""
         values = self.model_config.num_hidden_layers * self._kv_spec.values_per_token
+        if (draft := self.draft_proposer) is not None:
+            values += draft.num_layers * draft.kv_spec.values_per_token
         return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
 
     def num_blocks_for(self, kv_bytes: int) -> int:
@@ -173,30 +193,36 @@ class ModelRunner:
         """Makes the KV pool; earlier content is lost, and so are captured steps."""
         self._graphs = None
         layers = self.model_config.num_hidden_layers
-        self._kv_cache = self.kernels.kv_cache.allocate(
-            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype
-        )
-        self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
+        cache = self._allocate(self._kv_spec, layers, num_blocks)
+        self._pool = _Pool(cache, {f"layers.{layer}": KVCacheTensor(layer, cache) for layer in range(layers)})
+        if (draft := self.draft_proposer) is not None:
+            self._pool.draft_cache = self._allocate(draft.kv_spec, draft.num_layers, num_blocks)
+            self._pool.draft_data = draft.kv_cache_data(self._pool.draft_cache)
+
+    def _allocate(self, spec: KVSpec, layers: int, num_blocks: int) -> KVCache:
+        return self.kernels.kv_cache.allocate(spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype)
 
     def touch_kv_cache(self, progress: Progress = no_progress) -> None:
         """Has the system give the KV pool's memory now, so that no request waits for it."""
         self.kernels.kv_cache.touch(self._kv_cache, progress)
+        if self.draft_proposer is not None:
+            self.kernels.kv_cache.touch(self._pool.draft_cache, no_progress)
 
     @contextmanager
     def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
         """A KV pool of its own for as long as the block runs, so that probes leave no trace in the real one."""
-        with self._on_pool(None, {}):
+        with self._on_pool(_Pool()):
             self.allocate_kv_cache(num_blocks)
             yield
 
     @contextmanager
-    def _on_pool(self, kv_cache: KVCache, data: dict[str, KVCacheTensor]) -> Iterator[None]:
-        kept = self._kv_cache, self._kv_cache_data, self._graphs
-        self._kv_cache, self._kv_cache_data, self._graphs = kv_cache, data, None
+    def _on_pool(self, pool: _Pool) -> Iterator[None]:
+        kept = self._pool, self._graphs
+        self._pool, self._graphs = pool, None
         try:
             yield
         finally:
-            self._kv_cache, self._kv_cache_data, self._graphs = kept
+            self._pool, self._graphs = kept
 
     def warmup(self) -> None:
         """Runs one prefill and one decode, so that the first request does not pay for first calls; and, with
@@ -220,8 +246,10 @@ class ModelRunner:
 
     @property
     def captures_graphs(self) -> bool:
-        """True if decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
-        return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
+        """True if decode steps are captured: engines in lockstep ask each other in every step, which no graph can, and
+        a draft model wants more of a step than graphs give."""
+        alone = self.shard.data is None and self.draft_proposer is None
+        return self.kernels.graphs is not None and not self.config.enforce_eager and alone
 
     @property
     def captured_seq_len(self) -> int:
@@ -270,7 +298,7 @@ class ModelRunner:
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
             final, before_targets, hidden = self._states(step)
-            pooled = self.sampler.pooled(batch, hidden)
+            pooled = self.sampler.pooled(batch, hidden[:, : self.model_config.hidden_size])
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
             if batch.only_pools:
                 ids = self.sampler.no_ids(len(final))
@@ -282,7 +310,26 @@ class ModelRunner:
                 digests = self.sampler.digests(batch, rows, logits)
                 ids, logprobs = self.sampler.draw(batch, rows, logits)
         last = self.sampler.keep(rows, ids, digests, logprobs, given, kv_digests, pooled)
+        if self.draft_proposer is not None:
+            self._draft(self.draft_proposer, batch, step, last, hidden)
         return lambda: last.output
+
+    @torch.inference_mode()
+    def _draft(
+        self,
+        proposer: DraftProposer,
+        batch: ScheduledBatch,
+        step: ModelInput,
+        last: SampledTokens,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Lets a draft model propose behind the tokens, for which the launch waits: each sequence that drafts does."""
+        self.kernels.kv_cache.copy_blocks(self._pool.draft_cache, batch.block_copies)
+        total, tokens = step.metadata.num_tokens, last.output.token_ids
+        drafted = SampledStep(
+            batch, step.sampled, tokens, step.token_ids[:total], hidden[:total], self._pool.draft_data
+        )
+        last.output.draft_token_ids = proposer.propose(drafted)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
@@ -310,6 +357,8 @@ class ModelRunner:
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
         )
+        if self.draft_proposer is not None:
+            metadata.wanted_rows = None
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
             metadata.plan = self.kernels.attention.plan(metadata, self._kv_cache, self._num_heads)
@@ -340,12 +389,13 @@ class ModelRunner:
             hidden = self._graphs.run(step.token_ids, step.context.positions, step.metadata)
             return hidden, hidden[:0], hidden
         hidden = self._hidden(step.token_ids, step.metadata, step.context)
-        return hidden.index_select(0, step.final_rows), hidden.index_select(0, step.target_rows), hidden
+        own = hidden[:, : self.model_config.hidden_size]
+        return own.index_select(0, step.final_rows), own.index_select(0, step.target_rows), hidden
 
     def _hidden(self, token_ids: torch.Tensor, metadata: AttentionMetaData, context: Context) -> torch.Tensor:
         """Hidden states [T, H]."""
         dp_metadata = self._dp_metadata(context.graph_bs)
-        with forward_context(metadata, self.config, context, self._kv_cache_data, dp_metadata):
+        with forward_context(metadata, self.config, context, self._pool.data, dp_metadata):
             return self.model.forward(token_ids, context.positions)
 
     @torch.inference_mode()
@@ -367,8 +417,8 @@ class ModelRunner:
         seq.block_table = [0]
         if self._dummy_pool is None:
             with self.scratch_kv_cache(1):
-                self._dummy_pool = self._kv_cache, self._kv_cache_data
-        with self._on_pool(*self._dummy_pool):
+                self._dummy_pool = self._pool
+        with self._on_pool(self._dummy_pool):
             self.run_model(self.prepare_model(ScheduledBatch({seq.id: seq}, [1], 1)))
 
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:

@@ -33,6 +33,7 @@ from common.cli.core.config_file import (
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, FractionText, option
+from common.cli.core.speculative_option import SpeculationText
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
@@ -419,6 +420,11 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
     "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. Answers change slightly. Default: as in the "
     "checkpoint.",
+)  # fmt: skip
+@option(
+    "--speculative-config", envvar="FISSILE_SPECULATIVE_CONFIG", type=SpeculationText(), default=None, metavar="JSON",
+    help="Verify draft tokens, so that a step brings several; no answer changes (see `fissile worker --help`). "
+    "Default: none.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",

@@ -1,0 +1,56 @@
+"""The option for speculation: what is right arrives, what is wrong is refused in one line."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from common.cli.core.speculative_option import Speculation, SpeculationText
+from common.config import SpeculativeConfig
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+def test_a_config_is_read() -> None:
+    read = Speculation().convert('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}', None, None)
+    assert read == SpeculativeConfig(5, "ngram", prompt_lookup_max=3, prompt_lookup_min=2)
+    assert Speculation().convert(read, None, None) is read
+    assert SpeculationText().convert(NGRAM, None, None) == NGRAM
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "'' is no JSON object; use for example '{\"method\""),
+        ("ngram", "'ngram' is no JSON object"),
+        ("[1]", "is no JSON object"),
+        ('{"method": "ngram"}', "num_speculative_tokens is missing; use for example"),
+        ('{"num_speculative_tokens": 3}', "method is missing; use for example"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 3, "k": 1}',
+            "k is unknown; valid: num_speculative_tokens, method, prompt_lookup_max, prompt_lookup_min",
+        ),
+        (
+            '{"method": "magic", "num_speculative_tokens": 3}',
+            "speculative_config.method is 'magic'; valid: ngram, mtp",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 0}',
+            "speculative_config.num_speculative_tokens is 0; valid: 1 to 16",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": "4"}',
+            "speculative_config.num_speculative_tokens is '4'; valid: of type int",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 9}',
+            "speculative_config.prompt_lookup_min is 9; valid: 1 to prompt_lookup_max, 4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", [Speculation(), SpeculationText()])
+def test_what_is_wrong_is_refused(option: click.ParamType[object], text: str, problem: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        option.convert(text, None, None)
+    assert caught.value.message.startswith(problem) or problem in caught.value.message
+    assert "\n" not in caught.value.message
