@@ -12,9 +12,12 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from fissile.worker.v1 import worker_pb2 as wpb
+
 # What is digested otherwise gets another number: routers of two versions serve at once.
 _DOMAIN: Final = b"fissile adoption 1\n"
 KEY_BYTES: Final = 16
+_OF_THE_ATTEMPT: Final = ("rid", "traceparent", "tracestate", "keep", "deadline_left_ms", "adoption_key")
 DIGEST_BYTES: Final = 16
 
 
@@ -34,34 +37,25 @@ class AdoptionKeys:
     Args:
         tenant: who it is for.
         request_id: its id.
-        cache_salt: in force.
         model: identity of the model that answers it.
         token_ids: the prompt, uint32.
-        params: canonical parameters, as bytes.
-        seed: in force.
     """
 
-    def __init__(
-        self,
-        tenant: str,
-        request_id: str,
-        cache_salt: bytes,
-        model: str,
-        token_ids: array[int],
-        params: bytes,
-        seed: int,
-    ) -> None:
+    def __init__(self, tenant: str, request_id: str, model: str, token_ids: array[int]) -> None:
         self._of_request: _Hash = hashlib.blake2b(_DOMAIN, digest_size=KEY_BYTES)
-        parts = (tenant.encode(), request_id.encode(), cache_salt, model.encode(), params, struct.pack("<Q", seed))
-        for part in (*parts, token_ids.tobytes()):
+        for part in (tenant.encode(), request_id.encode(), model.encode(), token_ids.tobytes()):
             # With its length, so that no two requests are one row of bytes.
             self._of_request.update(struct.pack("<Q", len(part)))
             self._of_request.update(part)
 
-    def of_answer(self, choice: int, logits_every: int, priority: int) -> bytes:
-        """The key of one answer: its index, how often its logits are digested, and its class."""
+    def of_answer(self, record: wpb.SubmitSequence) -> bytes:
+        """The key of one answer, by all of its record but what is of the attempt."""
+        kept = wpb.SubmitSequence()
+        kept.CopyFrom(record)
+        for name in _OF_THE_ATTEMPT:
+            kept.ClearField(name)
         one = self._of_request.copy()
-        one.update(struct.pack("<QQQ", choice, logits_every, priority))
+        one.update(kept.SerializeToString(deterministic=True))
         return one.digest()
 
 

@@ -109,6 +109,7 @@ _COMMON = frozenset(
         "resume.answers.text",
         "resume.answers.text.bytes",
         "resume.answers.text.sha256",
+        "resume.answers.text.tokens",
         "resume.answers.finished",
         "resume.weights_digest",
         "resume.numerics",
@@ -362,13 +363,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
                 valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
                 raise InvalidFieldError(f"{path}.text", "is no digest", valid)
-            options = request.output_options
-            if options.return_token_ids or options.HasField("logprobs"):
-                beside = "return_token_ids" if options.return_token_ids else "logprobs"
-                raise InvalidFieldError(f"{path}.text", f"stands beside {beside}", "token_ids")
-        if point.token_ids.ids and request.output_options.receipt.logits_every:
-            valid = "0, or resume by text"
-            raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
+            _check_delivered_tokens(f"{path}.text.tokens", point.text, request)
         most = request.sampling_params.max_tokens
         # Those of an echoed prompt do not count, and how many these are is not known yet.
         is_clear = request.sampling_params.HasField("max_tokens") and not request.output_options.echo
@@ -378,6 +373,19 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             )
     if sum(point.finished for point in points) == count:
         raise InvalidFieldError("resume.answers", "are all finished", "an answer that is not")
+
+
+def _check_delivered_tokens(path: str, digest: pb.TextDigest, request: pb.GenerateRequest | pb.ChatRequest) -> None:
+    """Checks the number of tokens that have come with a text: a client knows it who has their ids or logprobs."""
+    options, most = request.output_options, request.sampling_params.max_tokens
+    beside = "return_token_ids" if options.return_token_ids else "logprobs" if options.HasField("logprobs") else ""
+    if beside and not digest.tokens:
+        valid = "the number of tokens that have come, or resume by token_ids"
+        raise InvalidFieldError(path, f"is 0 beside {beside}", valid)
+    if digest.tokens and not beside:
+        raise InvalidFieldError(path, f"is {digest.tokens}", "0: neither token ids nor logprobs have come")
+    if request.sampling_params.HasField("max_tokens") and digest.tokens > most:
+        raise InvalidFieldError(path, f"is {digest.tokens}", f"at most {most}")
 
 
 def check_whole_answers(request: pb.GenerateRequest | pb.ChatRequest, *, is_streamed: bool) -> None:

@@ -30,8 +30,8 @@ from common.errors import (
     UnservedByWorkersError,
     WorkerLostError,
 )
+from common.limits import MAX_SENT_LOGPROBS
 from common.receipts import LogitChain
-from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
 from common.telemetry import names
@@ -50,6 +50,7 @@ from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
 from router.text.answer_logprobs import AnswerLogprobs
 from router.text.delivered_text import DeliveredText
+from router.text.delivered_tokens import DeliveredTokens
 from router.text.prompts import Prompt, PromptEncoder
 from router.text.reading import ChannelReader, Reading
 from router.text.stream_assembly import StreamAssembly
@@ -364,14 +365,30 @@ class Answering:
     ) -> list[RequestStream]:
         """Sends all answers of a request on their way; those of `earlier` take their places again."""
         points = {point.index: point for point in asked.request.resume.answers}
+        # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
+        wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
         return_token_ids = asked.request.output_options.return_token_ids
 
         def answers() -> Iterator[tuple[RoutedRequest, StreamAssembly]]:
-            for choice in choices:
+            for number, choice in enumerate(choices):
                 point = points.get(choice.choice)
-                yield choice, self.assembly(kind, choice, model, point, return_token_ids=return_token_ids)
+                comes_again = point is not None and self._comes_again(choice, point)
+                params = _params_of(choice, None if comes_again else point, wants_prompt=wants_prompt and number == 0)
+                answer = replace(choice, params=params)
+                assembly = self.assembly(
+                    kind, answer, model, point, return_token_ids=return_token_ids, comes_again=comes_again
+                )
+                yield answer, assembly
 
         return self.open(asked, answers(), earlier, one_prompt=True)
+
+    def _comes_again(self, answer: RoutedRequest, point: pb.ResumePoint) -> bool:
+        """True if an answer is sent from its beginning, and what its client has is left out: of text nothing else could
+        be known, digests of logits begin with the answer, and a worker that still runs it has its logprobs."""
+        if point.HasField("text") or answer.logits_every:
+            return True
+        few = len(point.token_ids.ids) <= MAX_SENT_LOGPROBS
+        return answer.params.wants_logprobs and few and self._requests.may_adopt(answer.adoption_key)
 
     async def _send_all(
         self,
@@ -510,6 +527,7 @@ class Answering:
         point: pb.ResumePoint | None = None,
         *,
         return_token_ids: bool = False,
+        comes_again: bool = False,
     ) -> StreamAssembly:
         """Assembly that takes an answer.
 
@@ -519,6 +537,7 @@ class Answering:
             model: its model.
             point: what its client has got of it; None for nothing.
             return_token_ids: True if the client gets token ids.
+            comes_again: True if what it has got comes from the worker once more.
 
         Raises:
             ApiError: the model cannot search for stop strings, or `point` cannot be true.
@@ -542,13 +561,14 @@ class Answering:
             return_token_ids=return_token_ids,
             max_unread_tokens=self._max_unread_tokens,
             delivered_text=_delivered_text(point),
+            delivered_tokens=_delivered_tokens(point, received) if comes_again else None,
             echo=None if request.prompt_text is None else Echo(request.prompt_text, request.token_ids),
             keeps_special_tokens=request.keeps_special_tokens,
-            logprobs=_logprobs(request, len(received)),
+            logprobs=_logprobs(request, 0 if comes_again else len(received)),
             logit_chain=_logit_chain(request),
             reader=None if reading is None else ChannelReader(reading),
         )
-        if point is not None and point.token_ids.ids:
+        if point is not None and point.token_ids.ids and not comes_again:
             assembly.resume_behind(received)
         return assembly
 
@@ -602,46 +622,42 @@ async def _turn_of(stream: RequestStream, turn: asyncio.Lock) -> AsyncIterator[N
 
 
 def _choices(routed: RoutedRequest, asked: Asked) -> list[RoutedRequest]:
-    """The answers that are left of a request, each as a request of its own."""
+    """The answers that are left of a request, each as a request of its own with the parameters of all."""
     points = {point.index: point for point in asked.request.resume.answers}
     left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
-    # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
-    wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
-    keys = _adoption_keys(routed)
+    keys = AdoptionKeys(routed.tenant, routed.request_id, routed.identity, routed.token_ids)
     return [
         replace(
             routed,
             choice=index,
             resumed_from=_resumed_from(asked.request, points.get(index)),
-            params=_params_of(routed, points.get(index), wants_prompt=wants_prompt and index == left[0]),
-            adoption_key=b"" if keys is None else keys.of_answer(index, routed.logits_every, routed.priority),
+            adoption_key=_adoption_key(keys, replace(routed, choice=index)),
         )
         for index in left
     ]
 
 
-def _adoption_keys(routed: RoutedRequest) -> AdoptionKeys | None:
-    """Keys by which another router may adopt the answers. None where it could not: logprobs begin with the answer."""
-    if routed.params.wants_logprobs:
-        return None
-    return AdoptionKeys(
-        routed.tenant,
-        routed.request_id,
-        routed.cache_salt,
-        routed.identity,
-        routed.token_ids,
-        sampling_to_proto(routed.params).SerializeToString(deterministic=True),
-        routed.seed,
-    )
+def _adoption_key(keys: AdoptionKeys, answer: RoutedRequest) -> bytes:
+    """Key by which another router may adopt an answer. Empty where it could not: logprobs of a prompt come with one
+    answer of several, and once."""
+    if answer.params.prompt_logprobs is not None:
+        return b""
+    return keys.of_answer(answer.to_record(0, must_keep=False, has_generated=False))
 
 
-def _params_of(routed: RoutedRequest, point: pb.ResumePoint | None, *, wants_prompt: bool) -> SamplingParams:
-    """Parameters of one answer: with logprobs of the prompt, or of the given tokens that a resumed answer's sum has."""
-    params = routed.params
+def _params_of(answer: RoutedRequest, known: pb.ResumePoint | None, *, wants_prompt: bool) -> SamplingParams:
+    """Parameters of one answer: with logprobs of the prompt, or of the given tokens that a resumed answer's sum has.
+
+    Args:
+        answer: the answer.
+        known: what it goes on behind; None where it comes from its beginning.
+        wants_prompt: whether logprobs of the prompt go with it, if there are any.
+    """
+    params = answer.params
     if wants_prompt or not params.wants_logprobs:
         return params
-    if params.logprobs is not None and point is not None and point.token_ids.ids:
-        return replace(params, prompt_logprobs=0, prompt_logprobs_start=len(routed.token_ids))
+    if params.logprobs is not None and known is not None and known.token_ids.ids:
+        return replace(params, prompt_logprobs=0, prompt_logprobs_start=len(answer.token_ids))
     return params.without_given_logprobs
 
 
@@ -689,6 +705,15 @@ def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:
     if point is None or point.WhichOneof("received") != "text":
         return None
     return DeliveredText(point.index, point.text.bytes, point.text.sha256)
+
+
+def _delivered_tokens(point: pb.ResumePoint | None, received: Sequence[int]) -> DeliveredTokens | None:
+    """Tokens of an answer that a resumed stream leaves out; None where its client does not know how many it has."""
+    if point is None:
+        return None
+    if received:
+        return DeliveredTokens(point.index, len(received), received)
+    return DeliveredTokens(point.index, point.text.tokens) if point.text.tokens else None
 
 
 def as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:

@@ -132,6 +132,10 @@ class RequestRouter:
         if self.running.may_adopt:
             await self._orphans.wait_for(keys, ORPHAN_WAIT_S)
 
+    def may_adopt(self, key: bytes) -> bool:
+        """True if a worker has named a sequence with which a request would go on."""
+        return self._orphans.knows(key)
+
     def close(self, stream: RequestStream) -> None:
         """Forgets a request; cancels it where it waits or runs."""
         del self._streams[stream.queued.key]

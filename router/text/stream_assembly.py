@@ -39,6 +39,7 @@ from common.text.response.parser import Channel, Part, merged
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
 from router.text.delivered_text import DeliveredText
+from router.text.delivered_tokens import DeliveredTokens
 from router.text.reading import ChannelReader
 from router.text.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, ending_of, error_of
 
@@ -63,6 +64,7 @@ class StreamAssembly:
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
         delivered_text: part of the text that the client has already, None where there is none.
+        delivered_tokens: tokens that it has already and that come again; None where there are none.
         echo: the prompt, where the client wants it in front of the answer.
         keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
         logprobs: takes the logprobs that are wanted; None where there are none.
@@ -85,6 +87,7 @@ class StreamAssembly:
         return_token_ids: bool = False,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         delivered_text: DeliveredText | None = None,
+        delivered_tokens: DeliveredTokens | None = None,
         echo: Echo | None = None,
         keeps_special_tokens: bool = False,
         logprobs: AnswerLogprobs | None = None,
@@ -107,6 +110,9 @@ class StreamAssembly:
         self._return_token_ids = return_token_ids
         self._max_unread_tokens = max_unread_tokens
         self._delivered_text = delivered_text
+        self._delivered_tokens = delivered_tokens
+        # True while what comes is left out.
+        self._is_delivered = False
         self._echo = echo
         self._silent_ends = {wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_EOS}
         if keeps_special_tokens:
@@ -211,6 +217,9 @@ class StreamAssembly:
             return
         if first_pos > self.num_tokens:
             raise GapError(f"tokens at position {first_pos} where {self.num_tokens} were expected")
+        if self._delivered_tokens is not None:
+            self._append_delivered(self._delivered_tokens, first_pos, token_ids, now, end, logprobs)
+            return
         if self._logprobs is not None:
             if len(token_ids) > MAX_MESSAGE_LOGPROBS:
                 self._append_in_parts(first_pos, token_ids, now, end, logprobs)
@@ -234,6 +243,44 @@ class StreamAssembly:
                 self.drop_slow_client()
         if end is not None and not self.is_closed:
             self.finish(end)
+
+    def _append_delivered(
+        self,
+        delivered: DeliveredTokens,
+        first_pos: int,
+        token_ids: Sequence[int],
+        now: float,
+        end: wpb.SequenceEnd | None,
+        logprobs: bytes,
+    ) -> None:
+        """Appends a run that begins with tokens which the client has: these are left out, if they are the same."""
+        count = min(delivered.left, len(token_ids))
+        size = count * len(logprobs) // max(1, len(token_ids))
+        is_all = count == len(token_ids)
+        self._delivered_tokens, self._is_delivered = None, True
+        self.append(first_pos, token_ids[:count], now, end if is_all else None, logprobs[:size])
+        self._is_delivered = False
+        self._check_delivered(delivered, token_ids[:count])
+        self._clear_unread()
+        if delivered.left:
+            self._delivered_tokens = delivered
+        elif not is_all:
+            self.append(first_pos + count, token_ids[count:], now, end, logprobs[size:])
+
+    def _check_delivered(self, delivered: DeliveredTokens, token_ids: Sequence[int]) -> None:
+        """Fails the stream if what has come is not the beginning of what has been delivered."""
+        try:
+            delivered.push(token_ids)
+        except ResumeMismatchError as error:
+            self._ending, self._error = None, error
+            return
+        is_short = self._ending is not None and self.delivered < delivered.count
+        # Tokens have the text that came with them, neither more nor less.
+        is_other = not delivered.are_named and (
+            any(part.text for part in self._parts) or (not delivered.left and self._delivered_text is not None)
+        )
+        if self._error is None and (is_short or is_other):
+            self._ending, self._error = None, delivered.mismatch()
 
     def _append_in_parts(
         self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None, logprobs: bytes
@@ -492,7 +539,7 @@ class StreamAssembly:
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
-        if self._delivered_text is not None:
+        if self._delivered_text is not None or self._is_delivered:
             return
         self._unread += len(token_ids)
         if self._return_token_ids:

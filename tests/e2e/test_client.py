@@ -98,20 +98,6 @@ async def test_a_stream_goes_on_at_the_next_router(with_token_ids: bool) -> None
             await ending
 
 
-async def test_a_stream_that_no_router_would_go_on_with_says_why_it_broke() -> None:
-    """Digests of logits cannot go on behind tokens: the failure is that of the break, not of a refused `resume`."""
-    asked: dict[str, Any] = {"return_token_ids": True, "receipt": {"logits_every": 1}}
-    async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
-        stream = client.generate_stream("say", max_tokens=4000, output_options=asked)
-        await anext(stream)
-        ending = asyncio.ensure_future(b.router.stop())
-        with pytest.raises(FissileError) as caught:
-            await stream.result()
-        assert stream.num_calls == 1
-        assert caught.value.may_go_on
-        await ending
-
-
 def worker_of(worker: FakeWorker) -> FakeWorker:
     """A worker of its own with the same answers, for another router."""
     return FakeWorker(FILES, worker_id="w1", answer=worker.answer, step_s=worker.step_s)
@@ -161,6 +147,26 @@ def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: 
             thread.join()
     assert not failures
     assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_an_answer_with_digests_of_its_logits_goes_on_too(two_routers: tuple[list[Process], Process]) -> None:
+    """Behind its token ids, as one with logprobs does: the receipt is that of an answer that did not break."""
+    routers, _ = two_routers
+    asked: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True, "request_id": "r"}
+    asked["output_options"] = {"return_token_ids": True, "logprobs": 1, "receipt": {"logits_every": 2}}
+    with Client([router.address for router in routers]) as client:
+        stream = client.generate_stream([7, 8, 9], **asked)
+        for number, _ in enumerate(stream):
+            if number == 5:
+                routers[0].stop(signal.SIGKILL)
+        broken = stream.progress.answers[0]
+        whole = client.generate([7, 8, 9], **asked).answers[0]
+    assert broken.token_ids == whole.token_ids
+    assert list(broken.logprobs) == list(whole.logprobs)
+    assert broken.finish is not None
+    assert whole.finish is not None
+    assert broken.finish.receipt == whole.finish.receipt
+    assert len(whole.finish.receipt.logit_digests) == -(-TOKENS // 2)
 
 
 def test_the_shipped_service_config_finds_the_router_that_is_there(two_routers: tuple[list[Process], Process]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,36 @@ def test_a_stream_goes_on_behind_every_message(simulated: Service, prompt_logpro
         assert logprobs_of(whole[:count]) + logprobs_of(rest) == logprobs_of(whole)
         assert rest[-1].finish.logprob == whole[-1].finish.logprob
         assert prompt_logprobs_of(rest) == ([] if ids else given)
+
+
+def text_of(parts: list[Any]) -> str:
+    return "".join(part.text for part in parts)
+
+
+@pytest.mark.proto_field("TextDigest.tokens")
+def test_a_stream_goes_on_behind_a_text_and_the_number_of_its_tokens(simulated: Service) -> None:
+    whole = list(simulated.stub.Generate(request(), timeout=60))
+    for count in range(2, len(whole), 5):
+        data = text_of(whole[:count]).encode()
+        again = request()
+        again.resume.numerics = whole[0].prompt_info.numerics
+        digest = pb.TextDigest(
+            bytes=len(data), sha256=hashlib.sha256(data).digest(), tokens=len(tokens_of(whole[:count]))
+        )
+        again.resume.answers.add(text=digest)
+        rest = list(simulated.stub.Generate(again, timeout=60))
+        assert logprobs_of(whole[:count]) + logprobs_of(rest) == logprobs_of(whole)
+        assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
+        assert text_of(whole[:count]) + text_of(rest) == text_of(whole)
+        assert rest[-1].finish.logprob == whole[-1].finish.logprob
+        # Another number of tokens than has come with this text, both ways.
+        for tokens in (digest.tokens - 1, digest.tokens + 1, 30, 31):
+            again.resume.answers[0].text.tokens = tokens
+            with pytest.raises(grpc.RpcError) as caught:
+                list(simulated.stub.Generate(again, timeout=60))
+            refused = tokens > 30
+            wanted = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.DATA_LOSS
+            assert caught.value.code() is wanted
 
 
 @pytest.mark.proto_field(
@@ -222,12 +253,17 @@ async def test_workers_without_logprobs_are_named() -> None:
         await b.empty()
 
 
-async def test_a_digest_of_text_does_not_resume_logprobs() -> None:
+async def test_a_digest_of_text_resumes_logprobs_with_the_number_of_tokens_alone() -> None:
     async with bench(FakeWorker(FILES, description={"features": ["logprobs"]})) as b:
         asked = text_request(request_id="r")
         asked.output_options.CopyFrom(pb.OutputOptions(logprobs=0))
         point = asked.resume.answers.add()
         point.text.bytes, point.text.sha256 = 1, bytes(32)
-        error = await error_of(b.stub.Generate(asked))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "stands beside logprobs" in str(error.details())
+        for beside, tokens, problem in ((True, 0, "is 0 beside logprobs"), (False, 3, "is 3")):
+            asked.output_options.CopyFrom(pb.OutputOptions(logprobs=0) if beside else pb.OutputOptions())
+            point.text.tokens = tokens
+            error = await error_of(b.stub.Generate(asked))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
+            assert violation.field == "resume.answers[0].text.tokens"
+            assert problem in violation.description

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 import xxhash
 from fissile.receipts import RequestDigest, canonical_params, contradiction, output_sha256
@@ -133,7 +134,7 @@ async def test_the_logits_of_every_so_many_th_token_are_chained(every: int, per_
         assert contradiction(receipt) == ""
 
 
-async def test_digests_of_logits_survive_a_failover_and_a_resume_by_text() -> None:
+async def test_digests_of_logits_survive_a_failover_and_a_resume() -> None:
     asked = digested(request(request_id="r", params={"max_tokens": 300}), 2)
     one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
     two = FakeWorker(FILES, worker_id="w1", intake=wpb.INTAKE_CORDONED)
@@ -146,11 +147,15 @@ async def test_digests_of_logits_survive_a_failover_and_a_resume_by_text() -> No
         parts = await call
         (moved,) = receipts(parts).values()
         assert list(moved.logit_digests) == chain(range(3, 303, 2))
-        rest = await collect(b.stub.Generate(resumed(asked, parts[:5], by="text")))
-        assert receipts(rest) == {0: moved}
-        error = await error_of(b.stub.Generate(resumed(asked, parts[:5], by="token_ids")))
-        violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
-        assert violation.field == "output_options.receipt.logits_every"
+        for by in ("text", "token_ids"):
+            rest = await collect(b.stub.Generate(resumed(asked, parts[:5], by=by)))
+            assert receipts(rest) == {0: moved}
+            assert "".join(part.text for part in (*parts[:5], *rest)) == "".join(part.text for part in parts)
+        again = resumed(asked, parts[:5], by="token_ids")
+        again.resume.answers[0].token_ids.ids[-1] += 1
+        error = await error_of(b.stub.Generate(again))
+        assert error.code() is grpc.StatusCode.DATA_LOSS
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "RESUME_MISMATCH"
 
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])

@@ -63,7 +63,7 @@ def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path
 
 
 def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tmp_path: Path) -> None:
-    """S12: by token ids, by text, and where the client has kept nothing: the sequences are adopted."""
+    """S12: by token ids, by text, with logprobs, and where the client has kept nothing: the sequences are adopted."""
     # The lease is longer than the three take one after the other on a busy machine.
     environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}
     model = simulated_model(tmp_path / "model")
@@ -74,22 +74,28 @@ def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tm
         other.start()
         try:
             other.wait_serving()
-            by_ids, by_text, nothing = (request(i, TOKENS) for i in (11, 12, 13))
+            by_ids, by_text, nothing, likely = (request(i, TOKENS) for i in (11, 12, 13, 14))
+            likely.output_options.logprobs = 1
             by_text.output_options.return_token_ids = False
             by_text.output_options.receipt.logits_every = 3
-            calls = [service.stub.Generate(each, timeout=60) for each in (by_ids, by_text, nothing)]
+            calls = [service.stub.Generate(each, timeout=60) for each in (by_ids, by_text, nothing, likely)]
             got = read_until(calls[0], 20)
             parts = [next(calls[1]) for _ in range(5)]
             text, info = "".join(part.text for part in parts), parts[0].prompt_info
             next(calls[2])
+            said = [entry for _ in range(5) for entry in next(calls[3]).logprobs]
             service.router.stop(signal.SIGKILL)
             behind(by_ids, got)
+            behind(likely, [entry.token_id for entry in said])
             digest = pb.TextDigest(bytes=len(text.encode()), sha256=hashlib.sha256(text.encode()).digest())
             by_text.resume.answers.add(text=digest)
             by_text.resume.weights_digest, by_text.resume.numerics = info.weights_digest, info.numerics
             with client_of(other) as stub:
                 rests = [generate(stub, each) for each in (by_ids, by_text, nothing)]
+                last = list(stub.Generate(likely, timeout=60))
                 undisturbed = [generate(stub, request(i, TOKENS)) for i in (11, 12, 13)]
+                likely.ClearField("resume")
+                whole = list(stub.Generate(likely, timeout=60))
         finally:
             other.stop()
             service.workers[0].stop()
@@ -101,8 +107,10 @@ def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tm
     assert [end.attempts for end in ends] == [1] * 3
     # The receipt's digests begin with the answer, of which the client had a part.
     assert len(ends[1].receipt.logit_digests) == -(-TOKENS // 3)
+    assert said + [entry for part in last for entry in part.logprobs] == [e for part in whole for e in part.logprobs]
+    assert last[-1].finish.logprob == whole[-1].finish.logprob
     log = service.workers[0].log.read_text()
-    assert log.count("sequence adopted") == 3
+    assert log.count("sequence adopted") == 4
     # One for each answer, and one for each that was not disturbed.
-    assert log.count("sequence ended") == 6
-    assert other.log.read_text().count('"adopted": true') == 3
+    assert log.count("sequence ended") == 8
+    assert other.log.read_text().count('"adopted": true') == 4

@@ -11,7 +11,7 @@ import contextlib
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -144,8 +144,6 @@ class Fleet:
         now, service = self.loop.time(), site.service
         chain = hash_chain(answer.prompt, service.block_size)
         ids = array("I", answer.prompt)
-        params = repr(answer.params).encode()
-        keys = AdoptionKeys("t", f"r{answer.seed}", b"", service.identity, ids, params, answer.seed)
         request = RoutedRequest(
             model=MODEL,
             identity=service.identity,
@@ -157,8 +155,10 @@ class Fleet:
             deadline=now + 60 if answer.seed % 2 else None,
             receipt=ReceiptTerms(NO_REQUEST, "", "", answer.logits_every),
             resumed_from="" if answer.token_ids else None,
-            adoption_key=keys.of_answer(0, answer.logits_every, 2),
         )
+        keys = AdoptionKeys("t", f"r{answer.seed}", service.identity, ids)
+        key = keys.of_answer(request.to_record(0, must_keep=False, has_generated=False))
+        request = replace(request, adoption_key=key)
         logits = LogitChain(len(answer.prompt), answer.logits_every) if answer.logits_every else None
         assembly = StreamAssembly(len(answer.prompt), detokenizer=None, return_token_ids=True, logit_chain=logits)
         before = list(answer.token_ids)

@@ -94,7 +94,5 @@ class StreamAttempts(Attempts):
             FissileError: there is none, for this error.
         """
         wait_s = super().failed(error, now)
-        if not self.progress.may_go_on:
-            raise error from None
         self._request = self.progress.going_on()
         return wait_s

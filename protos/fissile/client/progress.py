@@ -146,13 +146,6 @@ class Progress:
         return all(answer.finish is not None for answer in self.answers.values())
 
     @property
-    def may_go_on(self) -> bool:
-        """True if a router would go on; digests of logits cannot, behind tokens whose logits nobody has."""
-        options = self._request.output_options
-        needs_all = options.return_token_ids and options.receipt.logits_every
-        return not needs_all or not any(answer.token_ids for answer in self.answers.values())
-
-    @property
     def request(self) -> Request:
         """The request, with its id."""
         return self._request

@@ -678,8 +678,8 @@ class ReceiptOptions(_message.Message):
 
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     logits_every: _builtins.int
-    """The logits of every so-many-th generated token go into the receipt; 1 is every one, 0 none. Not with a `resume` by
-    token ids, whose logits nobody has any more. Default 0.
+    """The logits of every so-many-th generated token go into the receipt; 1 is every one, 0 none. With a `resume` by token
+    ids they are computed again. Default 0.
     """
     def __init__(
         self,
@@ -748,7 +748,9 @@ class ResumePoint(_message.Message):
     """True: its `finish` has come, and nothing more is sent of it."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """The token ids, where the stream had them. The worker goes on behind them without generating them again."""
+        """The token ids, where the stream had them. The worker goes on behind them without generating them again, unless the
+        receipt is to have digests of logits.
+        """
 
     @_builtins.property
     def text(self) -> Global___TextDigest:
@@ -780,19 +782,27 @@ class TextDigest(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Length of its UTF-8, in bytes: of Chat that of content, reasoning and the arguments of tool calls together."""
     sha256: _builtins.bytes
-    """Its SHA-256: of Chat that of reasoning, content and the arguments of each call in order, one after another. DATA_LOSS with the reason RESUME_MISMATCH says that this request gives another text."""
+    """Its SHA-256: of Chat that of reasoning, content and the arguments of each call in order, one after another. DATA_LOSS
+    with the reason RESUME_MISMATCH says that this request gives another text.
+    """
+    tokens: _builtins.int
+    """How many of the answer's tokens have come with it, where the request asks for token ids or logprobs: ids, or entries
+    of logprobs, without those of the prompt. 0 where it asks for neither.
+    """
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         sha256: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "sha256", b"sha256", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

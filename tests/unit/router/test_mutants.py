@@ -121,6 +121,7 @@ _TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_tak
 _BOOKS = test_text_queue.test_books_are_right_after_any_history
 _CHANNELS = test_reading.test_channels_are_those_of_the_whole_text
 _GOES_ON = test_reading.test_a_stream_goes_on_behind_every_message
+_COMES_AGAIN = test_stream_assembly.test_what_a_client_has_is_left_out_of_an_answer_that_comes_again
 _BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_together_are_the_list, test_pages.test_a_token_of_nobody_is_refused
@@ -141,6 +142,7 @@ _FLOOR = partial(test_pieces.test_no_text_has_fewer_tokens_than_the_floor, "llam
 
 _BEHIND_ANCHOR = "self._decode(*self._anchor, id)[len(self._anchor_text) :]"
 _NEXT_CUT = "found = None if self._cut is None else self._cut.search(text, near, min(near + PIECE, len(text)))"
+_UNLOOKED = "delivered.left -= len(token_ids)"
 _FITS = "tokens + taken > MAX_FRAME_TOKENS or size > room"
 
 _SETTINGS, _SEED = "_hypothesis_internal_use_settings", "_hypothesis_internal_use_seed"
@@ -168,6 +170,12 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
     (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(text)", "text"), (_CHANNELS,)),
     (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
+    (Mutant("left_in", StreamAssembly, "_append_delivered", "self._clear_unread()", "pass"), (_COMES_AGAIN,)),
+    (Mutant("any_tokens", StreamAssembly, "_check_delivered", "delivered.push(token_ids)", _UNLOOKED), (_COMES_AGAIN,)),
+    (
+        Mutant("all_left_out", StreamAssembly, "_append_delivered", "min(delivered.left, len", "max(0, len"),
+        (_COMES_AGAIN,),
+    ),
     (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._emit(rest):"), (_REST,)),
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),

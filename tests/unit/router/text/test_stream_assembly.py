@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+
 import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -9,8 +12,17 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 
-from common.errors import DeadlineError, EngineError, NoWorkerError, SlowClientError, WorkerLostError
+from common.errors import (
+    DeadlineError,
+    EngineError,
+    NoWorkerError,
+    ResumeMismatchError,
+    SlowClientError,
+    WorkerLostError,
+)
 from common.text.stop_strings import StopStrings
+from router.text.delivered_text import DeliveredText
+from router.text.delivered_tokens import DeliveredTokens
 from router.text.stream_assembly import GapError, StreamAssembly
 from router.text.stream_chunk import FirstTokenInfo, StreamChunk
 from tests.unit.common.text.continuations import Continuation, continuations
@@ -50,7 +62,13 @@ def answers(draw: st.DrawFn) -> tuple[list[int], tuple[str, ...]]:
 
 
 def assembly(
-    stops: tuple[str, ...] = (), *, include: bool = False, min_tokens: int = 0, max_unread_tokens: int = 10_000
+    stops: tuple[str, ...] = (),
+    *,
+    include: bool = False,
+    min_tokens: int = 0,
+    max_unread_tokens: int = 10_000,
+    delivered_text: DeliveredText | None = None,
+    delivered_tokens: DeliveredTokens | None = None,
 ) -> StreamAssembly:
     return StreamAssembly(
         PROMPT,
@@ -59,6 +77,8 @@ def assembly(
         min_tokens=min_tokens,
         return_token_ids=True,
         max_unread_tokens=max_unread_tokens,
+        delivered_text=delivered_text,
+        delivered_tokens=delivered_tokens,
     )
 
 
@@ -319,3 +339,45 @@ def test_without_tokenizer_there_is_no_text() -> None:
     stream.append(PROMPT, [1, 2, EOS], 0.0, end(1, PROMPT + 3, wpb.END_REASON_EOS, EOS))
     (part,) = drain(stream)
     assert (part.text, part.token_ids) == ("", (1, 2, EOS))
+
+
+@settings(max_examples=100)
+@given(
+    answer=answers(),
+    again=st.lists(st.integers(0, 40), max_size=6),
+    count=st.integers(1, 12),
+    named=st.booleans(),
+    wrong=st.sampled_from([False, False, True]),
+)
+def test_what_a_client_has_is_left_out_of_an_answer_that_comes_again(
+    answer: tuple[list[int], tuple[str, ...]], again: list[int], count: int, named: bool, wrong: bool
+) -> None:
+    """Whatever its messages were, by token ids or by text and their number; and nothing comes behind others."""
+    ids, stops = answer
+    last = end(0, PROMPT + len(ids), wpb.END_REASON_LENGTH)
+    # Messages of one token or two, so that there are many places where it can break.
+    whole = feed(assembly(stops), ids, list(range(40)), last)
+    got: list[StreamChunk] = []
+    for part in whole[:-1]:
+        got.append(part)
+        if sum(len(each.token_ids) for each in got) >= count:
+            break
+    had, text = [i for part in got for i in part.token_ids], "".join(part.text for part in got)
+    if not had or not (named or text):
+        return
+    claimed = [*had[:-1], had[-1] + 1] if wrong else had
+    data = (text + "!" if wrong else text).encode()
+    stream = assembly(
+        stops,
+        delivered_tokens=DeliveredTokens(0, len(had), claimed if named else None),
+        delivered_text=None if named else DeliveredText(0, len(data), hashlib.sha256(data).digest()),
+    )
+    rest: list[StreamChunk] = []
+    with contextlib.suppress(ResumeMismatchError):
+        rest = feed(stream, ids, again, last)
+    assert bool(rest) != wrong
+    if wrong:
+        return
+    assert had + [i for part in rest for i in part.token_ids] == [i for part in whole for i in part.token_ids]
+    assert text + "".join(part.text for part in rest) == "".join(part.text for part in whole)
+    assert rest[-1].ending == whole[-1].ending

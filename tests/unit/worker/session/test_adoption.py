@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -269,30 +270,25 @@ def test_a_key_is_short() -> None:
 
 
 def test_keys_differ_with_all_that_an_answer_depends_on() -> None:
-    def key(
-        tenant: str = "t",
-        request_id: str = "r",
-        salt: bytes = b"",
-        model: str = "m",
-        ids: Sequence[int] = (1, 2),
-        params: bytes = b"p",
-        seed: int = 1,
-        answer: tuple[int, int, int] = (0, 0, 2),
-    ) -> bytes:
-        return AdoptionKeys(tenant, request_id, salt, model, array("I", ids), params, seed).of_answer(*answer)
+    ids = array("I", [1, 2])
+
+    def key(tenant: str = "t", request_id: str = "r", model: str = "m", **fields: Any) -> bytes:
+        return AdoptionKeys(tenant, request_id, model, ids).of_answer(record(1, ids, **fields))
 
     others = [
         key(tenant="tr", request_id=""),
         key(tenant="", request_id="tr"),
-        key(salt=b"s"),
         key(model="n"),
-        key(ids=(1,)),
-        key(ids=(2, 1)),
-        key(params=b"q"),
+        AdoptionKeys("t", "r", "m", array("I", [2, 1])).of_answer(record(1, ids)),
+        key(cache_salt=b"s"),
         key(seed=2),
-        key(answer=(1, 0, 2)),
-        key(answer=(0, 1, 2)),
-        key(answer=(0, 0, 3)),
+        key(choice=1),
+        key(priority=wpb.PRIORITY_HIGH),
+        key(logits_every=1),
+        key(params=wpb.SamplingParams(temperature=0.5)),
     ]
-    assert key() == key()
     assert len({key(), *others}) == len(others) + 1
+    # Of the same answer every attempt has it.
+    again = record(1, ids, keep=True, deadline_left_ms=5, traceparent="p", tracestate="s", adoption_key=b"k")
+    again.rid = 77
+    assert AdoptionKeys("t", "r", "m", ids).of_answer(again) == key()
