@@ -104,6 +104,8 @@ class Replaying:
         with at_path("generate" if kind.continues else "chat"):
             routed = await self._answering.prepare(kind, asked, model)
         assert routed.receipt is not None
+        if routed.receipt.template_sha256 != receipt.template_sha256:
+            raise OtherModelStateError("template_sha256", receipt.template_sha256, routed.receipt.template_sha256)
         found = compare_request(receipt, routed.receipt.request, routed.params.n)
         if found is not None:
             return _response(found)
@@ -143,6 +145,11 @@ class Replaying:
     def _model(self, request: AnswerRequest, receipt: pb.Receipt) -> ServedModel:
         """The model with the weights of a receipt, and with its tokenizer, by which stop strings are searched."""
         model = self._registry.resumable(request.model, receipt.weights_digest, receipt.numerics)
+        # There "" stands for any. A receipt without them is of a worker that has none, or was forged.
+        if model.weights_digest != receipt.weights_digest:
+            raise OtherModelStateError("weights_digest", "none", model.weights_digest)
+        if not (receipt.numerics or self._requests.running.workers_of(model.identity, "")):
+            raise OtherModelStateError("numerics", "none", "that of every worker")
         if model.tokenizer_sha256 != receipt.tokenizer_sha256:
             raise OtherModelStateError("tokenizer_sha256", receipt.tokenizer_sha256, model.tokenizer_sha256)
         return model

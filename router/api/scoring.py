@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fissile.v1 import inference_pb2 as pb
 
+from common.errors import UnservedMethodError
 from common.logprob_rows import added
 from router.api.answering import Asked
 from router.api.gathering import Gathering, Part
@@ -45,6 +46,8 @@ class Scoring:
         """
 
         async def prepare(model: ServedModel) -> list[Part]:
+            if not model.serves_logprobs:
+                raise UnservedMethodError("Score", model.name)
             prompts = await self._encoder.for_score(request, model, asked.call.tenant, asked.cache_salt)
             return [_part(asked, prompt) for prompt in prompts]
 

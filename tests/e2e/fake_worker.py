@@ -64,7 +64,7 @@ class FakeWorker(WorkerServiceServicer):
     worker_id: str = "w0"
     answer: Answer = letters
     step_s: float = 0.002
-    logits: Callable[[int], int] = lambda position: 7 * position
+    logits: Callable[[int], int] | None = lambda position: 7 * position
     vector: Sequence[float] = (3.0, 4.0, 0.0)
     tokens_per_step: int = 1
     max_model_len: int = 4096
@@ -249,13 +249,16 @@ class FakeWorker(WorkerServiceServicer):
     def _advance(self, step: wpb.StepOutput, rid: int, sequence: _Running) -> None:
         params = sequence.submitted.params
         new = sequence.answer[sequence.sent : sequence.sent + self.tokens_per_step]
+        if sequence.sent > len(sequence.answer):
+            # A client has brought more than the script has.
+            new = [EOS]
         new = new[: params.max_tokens - sequence.sent]
         position = sequence.submitted.prompt_len + sequence.sent
         step.rid.append(rid)
         step.first_pos.append(position)
         step.n.append(len(new))
         step.token_ids.extend(new)
-        if every := sequence.submitted.logits_every:
+        if (every := sequence.submitted.logits_every) and self.logits is not None:
             due = [p for p in range(position, position + len(new)) if (p - sequence.submitted.prompt_len) % every == 0]
             step.logit_digests.add(rid=rid, positions=due, digests=map(self.logits, due))
         if sequence.submitted.pooling and self.vector:

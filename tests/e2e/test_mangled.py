@@ -13,6 +13,7 @@ import grpc
 import pytest
 from fissile.v1 import errors_pb2
 from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -62,6 +63,9 @@ async def good_requests(b: Bench) -> dict[str, list[Message]]:
         "Chat": [chat],
         "ChatOnce": [chat],
         "Replay": [pb.ReplayRequest(receipt=receipt, generate=plain)],
+        "Embed": [pb.EmbedRequest(request_id="good", inputs=[pb.TextOrTokens(text="hi")])],
+        "ListModels": [pb.ListModelsRequest(page_size=1)],
+        "GetModel": [pb.GetModelRequest(model="m")],
         "Tokenize": [pb.TokenizeRequest(text="hi")],
         "Detokenize": [pb.DetokenizeRequest(token_ids=[1, 2])],
         "CountTokens": [pb.CountTokensRequest(chat=chat), pb.CountTokensRequest(generate=plain)],
@@ -126,7 +130,8 @@ def is_field_of(descriptor: Descriptor, path: str) -> bool:
 async def mangle(seed: int, per_method: int) -> Counter[str]:
     """Sends so many mangled requests of each method, many at once; what came of them, by status."""
     mangler, seen, problems = Mangler(random.Random(seed), served_in_requests()), Counter[str](), list[str]()
-    async with bench(FakeWorker(FILES, answer=short, step_s=0.001, tokens_per_step=64)) as b:
+    embeds = {"features": ["embed"], "hidden_size": 3, "default_pooling": wpb.POOLING_LAST}
+    async with bench(FakeWorker(FILES, answer=short, step_s=0.001, tokens_per_step=64, description=embeds)) as b:
         good, sessions = await good_requests(b), list(b.sessions())
         limit = asyncio.Semaphore(AT_ONCE)
 

@@ -13,6 +13,7 @@ import pytest
 from fissile.client import AsyncClient, Client, FissileError
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
+from google.rpc import error_details_pb2
 
 from common.config import Config
 from common.text.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_logprobs import PROMPT, logprobs_of, prompt_logprobs_of, tokens_of
 from tests.e2e.test_logprobs import request as asking
-from tests.e2e.test_router import FILES, bench, error_of
+from tests.e2e.test_router import FILES, bench, detail, error_of
 from worker.llm_engine import LLMEngine
 
 
@@ -229,6 +230,8 @@ async def test_workers_without_logprobs_score_nothing() -> None:
     async with bench(FakeWorker(FILES)) as b:
         error = await error_of(b.stub.Score(texts("a", "b")))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        # It is the method, no field of the request.
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "UNSERVED_METHOD"
         await b.empty()
 
 

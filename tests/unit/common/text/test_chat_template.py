@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -317,6 +318,17 @@ def test_named_templates() -> None:
     both = template([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
 
     assert (both.render([]), both.render([], [TOOL])) == ("plain", "tools")
+
+
+def test_the_digest_of_templates_is_of_the_text_or_of_all_names_and_texts() -> None:
+    """As docs/contract.md says; receipts name it."""
+    only = ChatTemplate.from_files(files(chat_template="{{ 'é' }}"))
+    named = [{"name": name, "template": text} for name, text in (("tool_use", "{{ 2 }}"), ("default", "{{ 1 }}"))]
+    several = ChatTemplate.from_files(files(chat_template=named))
+    assert only is not None
+    assert several is not None
+    assert only.sha256 == hashlib.sha256("{{ 'é' }}".encode()).hexdigest()
+    assert several.sha256 == hashlib.sha256(b"default\0{{ 1 }}\0tool_use\0{{ 2 }}\0").hexdigest()
 
 
 def test_model_without_template() -> None:
