@@ -17,7 +17,8 @@ REGEX: Final = "re:"
 # Ways to propose draft tokens: a lookup, and draft models.
 NGRAM: Final = "ngram"
 MTP: Final = "mtp"
-SPECULATIVE_METHODS: Final = (NGRAM, MTP)
+EAGLE3: Final = "eagle3"
+SPECULATIVE_METHODS: Final = (NGRAM, MTP, EAGLE3)
 # Formats that the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per weight row.
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
@@ -162,7 +163,9 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: most drafts of a sequence and step.
-        method: `ngram` looks up what followed a sequence's newest tokens before; the others are draft models.
+        method: `ngram` looks up what followed a sequence's newest tokens before; the others are draft models: `mtp` a
+            layer of the checkpoint, `eagle3` a head of its own folder.
+        model: that folder, or its name on the Hugging Face Hub; empty for the others.
         prompt_lookup_max: newest tokens that are looked up at most, by `ngram`.
         prompt_lookup_min: at least.
 
@@ -172,6 +175,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int = 1
     method: str = MTP
+    model: str = ""
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
 
@@ -179,6 +183,8 @@ class SpeculativeConfig:
         name = "speculative_config."
         require_types(self, name)
         require_one_of(f"{name}method", self.method, SPECULATIVE_METHODS)
+        valid = "a folder, or a name on the Hub" if self.method == EAGLE3 else f"empty with method {self.method}"
+        require(bool(self.model) == (self.method == EAGLE3), f"{name}model", self.model, valid)
         count, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
         most = MAX_SPECULATIVE_TOKENS
         require(1 <= count <= most, f"{name}num_speculative_tokens", count, f"1 to {most}")

@@ -353,11 +353,11 @@ class RemembersTables(ModelRunner):
 
 
 _POSITIONS = "batch.known_token_ids, positions"
-_SAMPLED_AT = "positions=rows.positions"
+_SAMPLED_AT = "positions=positions"
 MUTANTS = [
-    Mutant("noise by the step", Sampler, "sample", _SAMPLED_AT,
+    Mutant("noise by the step", Sampler, "sample_rows", _SAMPLED_AT,
            "positions=own * 0 + batch.total_tokens_num"),
-    Mutant("noise without the choice", Sampler, "sample", "choices=np.array(batch.choices, np.int64)[own]",
+    Mutant("noise without the choice", Sampler, "sample_rows", "choices=np.array(batch.choices, np.int64)[own]",
            "choices=own * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),

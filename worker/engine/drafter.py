@@ -73,10 +73,13 @@ class Drafter:
             step.verify(drafts)
 
     def ask(self, batch: ScheduledBatch) -> None:
-        """Notes in a batch how many drafts of each sequence the runner is to propose; their KV has slots."""
+        """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the
+        tokens behind chunks, which a draft model takes in."""
         if not self._in_runner:
             return
         for i, seq in enumerate(batch.columns.rows):
+            if not batch.is_final[i] and batch.context_lens[i] < len(seq.token_ids):
+                batch.next_token_ids[seq.id] = seq.token_ids[batch.context_lens[i]]
             if not batch.is_final[i] or seq.pooling is not None:
                 continue
             # The step brings one token at least, and so does the next one.

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.interface import KVCache, KVSpec
 from kernels.no_token import NO_TOKEN
-from worker.engine.batch import ScheduledBatch
+from worker.engine.batch import ScheduledBatch, TokenHistory
 from worker.model.forward_context import KVCacheTensor
-from worker.model.sampled_rows import SampledRows
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,6 @@ class SampledStep:
 
     Attributes:
         batch: the step.
-        rows: that were sampled.
         tokens: the new tokens of each sequence that has any: its right drafts, and the one behind them.
         token_ids: int64 [T], tokens of all rows.
         states: [T, (1 + n) H], the target's hidden states of all rows, and the streams before n `aux_layers`.
@@ -34,27 +37,54 @@ class SampledStep:
     """
 
     batch: ScheduledBatch
-    rows: SampledRows
     tokens: Mapping[int, tuple[int, ...]]
-    token_ids: torch.Tensor
+    token_ids: Ints
     states: torch.Tensor
     kv_cache_data: Mapping[str, KVCacheTensor]
 
+    @cached_property
+    def begins(self) -> Ints:
+        """int64 [S]: the first row of each sequence."""
+        lengths = np.array(self.batch.num_scheduled_tokens, np.int64)
+        return np.cumsum(lengths) - lengths
+
+    def new_tokens(self, i: int) -> tuple[int, ...]:
+        """The new tokens of a sequence, by its place in the batch."""
+        return self.tokens.get(self.batch.req_ids[i], ())
+
+    def num_right_rows(self, i: int) -> int:
+        """Rows of a sequence without those of drafts that were wrong."""
+        drafts = self.batch.scheduled_spec_decode_tokens.get(self.batch.req_ids[i], ())
+        num_wrong = len(drafts) + 1 - len(self.new_tokens(i)) if drafts else 0
+        return self.batch.num_scheduled_tokens[i] - num_wrong
+
     def num_tokens(self, i: int) -> int:
-        """Tokens of a sequence, by its place in the batch, with the new ones."""
-        seq_id = self.batch.req_ids[i]
-        num_drafts = len(self.batch.scheduled_spec_decode_tokens.get(seq_id, ()))
-        return self.batch.context_lens[i] - num_drafts + len(self.tokens.get(seq_id, ()))
+        """Tokens of a sequence whose last one the step has reached, with the new ones."""
+        return self.batch.num_computed_tokens[i] + self.num_right_rows(i) + 1
+
+    def next_token(self, i: int) -> int:
+        """The token behind the last right row of a sequence; any id where nobody knows it."""
+        new = self.new_tokens(i)
+        return max(0, new[-1]) if new else self.batch.next_token_ids.get(self.batch.req_ids[i], 0)
 
     def num_drafts(self, i: int) -> int:
         """Drafts that a sequence wants and has slots for: the last one's KV is not computed, nor is the newest token's
         without the one behind it."""
-        tokens = self.tokens.get(self.batch.req_ids[i], (NO_TOKEN,))
+        tokens = self.new_tokens(i) or (NO_TOKEN,)
         if tokens[-1] == NO_TOKEN:
             return 0
         num_slots = len(self.batch.tables[i]) * self.batch.block_size
         wanted = self.batch.drafts_wanted.get(self.batch.req_ids[i], 0)
         return max(0, min(wanted, num_slots - self.num_tokens(i) + 2))
+
+    def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
+        """History behind the new tokens and these drafts, where it changes logits."""
+        known = self.batch.histories.get(i)
+        if known is None:
+            return None
+        if self.batch.from_last_output[i]:
+            known = known.with_token(int(self.token_ids[self.begins[i]]))
+        return known.with_drafts([*self.new_tokens(i), *drafts])
 
 
 class DraftProposer(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
-from common.config_parts import NGRAM
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KVCache, KVSpec
 from kernels.select import select_backend
@@ -27,6 +27,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
+from worker.model.draft_loading import DraftSource
 from worker.model.draft_proposer import DraftProposer, SampledStep
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format
 from worker.model.forward_context import (
@@ -99,7 +100,9 @@ class ModelRunner:
         shard: the part of the model that this rank holds; all of it when None.
 
     Attributes:
-        draft_proposer: a draft model, which has to be there before the KV pool is made; None without one.
+        draft_proposer: a draft model; None without one.
+        kv_spec: of one of the model's layers.
+        num_heads: Hq of this rank.
 
     Raises:
         ModelError: the model cannot be served; one line.
@@ -112,8 +115,6 @@ class ModelRunner:
         progress: Progress = no_progress,
         shard: Shard | None = None,
     ) -> None:
-        if config.speculative_config is not None and config.speculative_config.method != NGRAM:
-            raise ModelError(f"speculative_config.method {config.speculative_config.method} is not built; give {NGRAM}")
         self.config = config
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -139,18 +140,19 @@ class ModelRunner:
                 f"enable_expert_parallel: {model_config.architecture} has no experts to spread; leave it out"
             )
         architecture = model_class(model_config.architecture)
-        self._kv_spec = architecture.kv_spec(model_config, self.shard)
-        self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
-        self._loader = ModelLoader(
-            config,
-            model_config,
-            self.kernels,
+        self.kv_spec = architecture.kv_spec(model_config, self.shard)
+        self.num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
+        make_loader = partial(
+            ModelLoader,
+            kernels=self.kernels,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             packed_format=self.packed_format,
             max_position=self.max_model_len,
             shard=self.shard,
         )
+        drafts = DraftSource.of(config, model_config)
+        self._loader = make_loader(config, model_config, **({} if drafts is None else drafts.wanted))
         self.model = self._loader.load(progress)
         # Ids below it may be sampled.
         self.sampled_ids = _sampled_ids(config.model, model_config)
@@ -161,7 +163,7 @@ class ModelRunner:
         self._tables = {True: BlockTables(), False: BlockTables()}
         self._pool = _Pool()
         self._dummy_pool: _Pool | None = None
-        self.draft_proposer: DraftProposer | None = None
+        self.draft_proposer: DraftProposer | None = None if drafts is None else drafts.load(self, make_loader)
 
     @property
     def _kv_cache(self) -> KVCache:
@@ -180,7 +182,7 @@ class ModelRunner:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block on this rank: what all layers keep of its tokens."""
-        values = self.model_config.num_hidden_layers * self._kv_spec.values_per_token
+        values = self.model_config.num_hidden_layers * self.kv_spec.values_per_token
         if (draft := self.draft_proposer) is not None:
             values += draft.num_layers * draft.kv_spec.values_per_token
         return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
@@ -193,7 +195,7 @@ class ModelRunner:
         """Makes the KV pool; earlier content is lost, and so are captured steps."""
         self._graphs = None
         layers = self.model_config.num_hidden_layers
-        cache = self._allocate(self._kv_spec, layers, num_blocks)
+        cache = self._allocate(self.kv_spec, layers, num_blocks)
         self._pool = _Pool(cache, {f"layers.{layer}": KVCacheTensor(layer, cache) for layer in range(layers)})
         if (draft := self.draft_proposer) is not None:
             self._pool.draft_cache = self._allocate(draft.kv_spec, draft.num_layers, num_blocks)
@@ -271,7 +273,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 graphs,
                 self._kv_cache,
-                self._num_heads,
+                self.num_heads,
                 self.captured_seq_len,
                 capture_sizes(self.config),
                 self._decode,
@@ -325,11 +327,10 @@ class ModelRunner:
     ) -> None:
         """Lets a draft model propose behind the tokens, for which the launch waits: each sequence that drafts does."""
         self.kernels.kv_cache.copy_blocks(self._pool.draft_cache, batch.block_copies)
-        total, tokens = step.metadata.num_tokens, last.output.token_ids
-        drafted = SampledStep(
-            batch, step.sampled, tokens, step.token_ids[:total], hidden[:total], self._pool.draft_data
-        )
-        last.output.draft_token_ids = proposer.propose(drafted)
+        total = step.metadata.num_tokens
+        token_ids = step.token_ids[:total].cpu().numpy()
+        drawn = SampledStep(batch, last.output.token_ids, token_ids, hidden[:total], self._pool.draft_data)
+        last.output.draft_token_ids = proposer.propose(drawn)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
@@ -361,7 +362,7 @@ class ModelRunner:
             metadata.wanted_rows = None
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
-            metadata.plan = self.kernels.attention.plan(metadata, self._kv_cache, self._num_heads)
+            metadata.plan = self.kernels.attention.plan(metadata, self._kv_cache, self.num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
         given = np.zeros((2, padded), np.int64)

@@ -7,11 +7,12 @@ those of a sequence whose drafts are verified: how many are right is found out o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from worker.model.sampled_rows import SampledRows
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by row.
 Digests: TypeAlias = Callable[[], dict[int, int]]
+_NONE_LATE: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class SampledTokens:
@@ -219,7 +221,7 @@ class Sampler:
         places = {rows.rows_of[i][0]: self.last.place[batch.req_ids[i]] for i in late}
         return rows.histories(batch, known), places
 
-    def _penalties(self, histories: dict[int, TokenHistory], late: dict[int, int]) -> Penalties | None:
+    def _penalties(self, histories: dict[int, TokenHistory], late: Mapping[int, int]) -> Penalties | None:
         """Penalties of the rows; None when there are none."""
         penalized = {row: history for row, history in histories.items() if history.params.penalized}
         newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
@@ -250,8 +252,28 @@ class Sampler:
         """int64 [R]: the tokens of the rows."""
         if not len(rows):
             return self.no_ids()
-        own = rows.sequences
         histories, late = self._histories(batch, rows)
+        return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, late)
+
+    def sample_rows(
+        self,
+        batch: ScheduledBatch,
+        own: Ints,
+        positions: Ints,
+        logits: torch.Tensor,
+        histories: dict[int, TokenHistory],
+        late: Mapping[int, int] = _NONE_LATE,
+    ) -> torch.Tensor:
+        """int64 [R]: the tokens of any rows.
+
+        Args:
+            batch: that has their sequences.
+            own: int64 [R], the place of each row's sequence in the batch.
+            positions: int64 [R], absolute positions of the tokens.
+            logits: float32 [R, V], changed.
+            histories: by row, where they change logits.
+            late: of those rows that have one more token, where the last step has it.
+        """
         self._masks.forget(histories)
         size = logits.shape[1]
         params = SampleParams(
@@ -268,6 +290,6 @@ class Sampler:
             logits,
             params,
             seeds=np.array(batch.seeds, np.uint64)[own],
-            positions=rows.positions,
+            positions=positions,
             choices=np.array(batch.choices, np.int64)[own],
         )

@@ -115,6 +115,11 @@ def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> N
         (lambda: CompilationConfig(0, (0,)), r"cudagraph_capture_sizes is \(0,\); valid: sizes of at least 1"),
         (lambda: LayerQuantConfig("per_row"), "quant_config.quant_type is 'per_row'; valid: no, per_tensor, per_token"),
         (lambda: LayerQuantConfig("no", "fp9"), "quant_config.quant_dtype is 'fp9'; valid: float32, bfloat16"),
+        (
+            lambda: SpeculativeConfig(1, "eagle3"),
+            "speculative_config.model is ''; valid: a folder, or a name on the Hub",
+        ),
+        (lambda: SpeculativeConfig(1, "mtp", "x"), "speculative_config.model is 'x'; valid: empty with method mtp"),
         (lambda: SpeculativeConfig(0), "speculative_config.num_speculative_tokens is 0; valid: at least 1"),
     ],
 )

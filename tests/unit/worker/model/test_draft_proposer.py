@@ -30,7 +30,7 @@ class Knowing:
     num_layers = 1
 
     def __init__(self, runner: ModelRunner, rnd: random.Random) -> None:
-        self.kv_spec = runner._kv_spec
+        self.kv_spec = runner.kv_spec
         self.streams: Streams = {}
         self.num_asked = 0
         self._hidden = runner.model_config.hidden_size

@@ -259,7 +259,7 @@ def test_progress_reaches_the_end(folder: Path) -> None:
 
 def test_bad_names_are_one_line(folder: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
-    with pytest.raises(ModelError, match=r"speculative_config.method mtp is not built; give ngram"):
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM has no layers that draft \(MTP\)"):
         ModelRunner(Config(model=str(folder), speculative_config=SpeculativeConfig()), model_config)
     with pytest.raises(ModelError, match="kernels 'x' is not known; choose one of: auto, torch, cpu"):
         ModelRunner(Config(model=str(folder), kernels="x"), model_config)

@@ -1,0 +1,318 @@
+"""Draft models at work in the engine: streams are those of plain decoding, drafts those of an independent model.
+
+A draft is a function of the tokens in front of it, whatever has become of its sequence on the way: chunks, prefix hits,
+preemptions, wrong drafts. KV caches begin full of NaN, so that a slot that is read before it is written shows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import MIXED, PREFILL_FIRST, Config, ParallelConfig, SpeculativeConfig
+from common.config_parts import EAGLE3, MTP
+from common.sampling_params import SamplingParams
+from kernels.interface import SampleParams
+from kernels.select import select_backend
+from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
+from tests.parity.draws import changes_of_logits
+from tests.parity.test_draft_models import ReferenceHead, ReferenceMtp
+from tests.parity.test_equality import poisoned
+from tests.parity.test_ranks import BLOCK_SIZE, Ranks
+from tests.unit.mutants import OBJECTIONS, Mutant
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.llm_engine import LLMEngine
+from worker.model import model_runner
+from worker.model.draft_proposer import SampledStep
+from worker.model.model_proposers import ModelProposer, StepRows
+from worker.model.model_runner import ModelRunner
+from worker.model.models.eagle3 import NUM_AUX
+
+K: Final = 3
+NUM_IDS: Final = 384
+# Sums in another order may swap two ids of nearly the same logit, and what is drafted behind them.
+MOST_SWAPPED: Final = 0.01
+# A reference's states [n, H] of the tokens 1 and on and the states before them, and its logits.
+Draft = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What was drafted behind the first `count` tokens of a sequence."""
+
+    seq: Sequence
+    count: int
+    drafts: list[int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that drafts, and its reference: of whole sequences the states that it takes in, its own, and logits."""
+
+    config: Config
+    states: Callable[[torch.Tensor], torch.Tensor]
+    draft: Draft
+    logits: Callable[[torch.Tensor], torch.Tensor]
+
+
+def eagle(tmp_path: Path, architecture: str, **shape: Any) -> Case:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path / "target", architecture, **shape)
+    head = make_eagle3_head(tmp_path / "head", folder)
+    hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = ReferenceHead(head, hf.get_input_embeddings().weight.detach())
+    count = hf.config.num_hidden_layers
+    layers = [2, count // 2, count - 3]
+    assert len(layers) == NUM_AUX
+
+    def states(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = hf(tokens[None], output_hidden_states=True).hidden_states
+        return reference.linear("fc", torch.cat([hidden[layer][0] for layer in layers], dim=1))
+
+    spec = SpeculativeConfig(K, EAGLE3, str(head))
+    return Case(Config(model=str(folder), speculative_config=spec), states, reference, reference.logits)
+
+
+def mtp(tmp_path: Path, architecture: str) -> Case:
+    folder = make_mtp_checkpoint(tmp_path / "model", architecture, num_hidden_layers=2)
+    source = json.loads((folder / "config.json").read_text())
+    counted = source | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
+    counted |= {key: [*source[key], source[key][-1]] for key in ("layer_types", "mlp_layer_types") if source.get(key)}
+    (folder / "config.json").write_text(json.dumps(counted))
+    reference = ReferenceMtp(folder, source)
+    (folder / "config.json").write_text(json.dumps(source))
+    layers = list(reference.target.layers)
+
+    def states(tokens: torch.Tensor) -> torch.Tensor:
+        return reference.run(layers, reference.target_norm, input_ids=tokens[None])
+
+    config = Config(model=str(folder), speculative_config=SpeculativeConfig(K, MTP))
+    return Case(config, states, reference, reference.logits)
+
+
+CASES: Final[dict[str, Callable[[Path], Case]]] = {
+    "eagle3 qwen3": lambda path: eagle(path, "qwen3"),
+    "eagle3 llama": lambda path: eagle(path, "llama", num_hidden_layers=5, tie_word_embeddings=False),
+    "mtp deepseek_v3": lambda path: mtp(path, "deepseek_v3"),
+    "mtp deepseek_v32": lambda path: mtp(path, "deepseek_v32"),
+    "mtp glm4_moe": lambda path: mtp(path, "glm4_moe"),
+}
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "chunked": {"max_num_batched_tokens": 9, "scheduling_policy": MIXED},
+    "preempted": {"num_kvcache_blocks": 96, "kv_cache_block_size": 1, "scheduling_policy": PREFILL_FIRST},
+    "deferred and cached": {"deferred_output": True, "enable_prefix_caching": True},
+}
+
+
+@pytest.fixture
+def nan_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", lambda *choice: poisoned(select_backend(*choice)))
+
+
+@pytest.mark.usefixtures("nan_caches")
+@pytest.mark.parametrize("name", list(CASES))
+def test_streams_and_drafts(name: str, tmp_path: Path) -> None:
+    case, seen = CASES[name](tmp_path), Counter[str]()
+    for setting in SETTINGS:
+        _check(case, setting, seen)
+    assert 0 < seen["accepted"] < seen["drafts"]
+    assert seen["preemptions"] > 0
+    assert seen["hits"] > 0
+
+
+def _check(case: Case, setting: str, seen: Counter[str]) -> None:
+    config = replace(
+        case.config, **{"dtype": "float32", "max_model_len": 96, "num_kvcache_blocks": 40, **SETTINGS[setting]}
+    )
+    prompts, params = _requests(random.Random(setting))
+    found: list[Proposed] = []
+    drafting = LLMEngine(config, runner=_recording(_loaded(config), found))
+    answers = drafting.generate(prompts, params)
+    config = replace(config, speculative_config=None)
+    plain = LLMEngine(config, runner=_loaded(config))
+    assert _streams(answers) == _streams(plain.generate(prompts, params)), setting
+    _compare(case, [each for each in found if not _is_steered(each.seq)])
+    stats = drafting.core.scheduler.spec_stats
+    seen["accepted"] += stats.total_accepted_tokens
+    seen["drafts"] += stats.total_draft_tokens
+    seen["preemptions"] += drafting.core.scheduler.lifecycle.num_preemptions
+    seen["hits"] += sum(proposed.seq.num_cached_tokens > 0 for proposed in found)
+    drafting.close()
+    plain.close()
+
+
+MUTANTS = [
+    Mutant("rows of wrong drafts", SampledStep, "num_right_rows", "[i] - num_wrong", "[i]"),
+    Mutant("nothing behind a chunk", SampledStep, "next_token", "get(self.batch.req_ids[i], 0)", "get(-1, 0)"),
+    Mutant("noise of the first draft", ModelProposer, "_draw", "step.num_tokens(i) + len(drafts[i])",
+           "step.num_tokens(i)"),
+    Mutant("a place before", ModelProposer, "_chain", "len(drafts[i]) - 1", "len(drafts[i]) - 2"),
+    Mutant("states of another row", StepRows, "behind", "(step.begins - (ends - counts)", "(-(ends - counts)"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return CASES["eagle3 qwen3"](tmp_path_factory.mktemp("drafting"))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
+def test_a_fault_shows(mutant: Mutant, drafting: Case) -> None:
+    with mutant.applied(), pytest.raises(OBJECTIONS):
+        _check(drafting, "chunked", Counter())
+
+
+def _requests(rnd: random.Random) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts, each twice, the second of them with parameters that change logits."""
+    prompts = [[rnd.randrange(5, 300) for _ in range(rnd.randint(2, 50))] for _ in range(3)]
+    params: list[dict[str, Any]] = [
+        {"temperature": t, "seed": rnd.randrange(2**64), "max_tokens": 24, "ignore_eos": True} for t in (0.0, 2.0, 1.0)
+    ]
+    changed = [one | {"logprobs": 1} | changes_of_logits(rnd, 0.4, 300) for one in params]
+    return prompts * 2, params + changed
+
+
+def _is_steered(seq: Sequence) -> bool:
+    return seq.sampling_params.logprobs is not None
+
+
+def _streams(answers: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[one.get(name) for name in ("token_ids", "finish_reason", "logprobs")] for one in answers]
+
+
+def _loaded(config: Config) -> ModelRunner:
+    runner = ModelRunner(config, ModelConfig.from_folder(config.model))
+    runner.allocate_kv_cache(config.num_kvcache_blocks)
+    return runner
+
+
+def _recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
+    """The runner, which notes what is drafted behind which tokens; and that no slot was read that was not written."""
+    proposer = runner.draft_proposer
+    assert proposer is not None
+    propose = proposer.propose
+
+    def noting(step: SampledStep) -> dict[int, list[int]]:
+        drafts = propose(step)
+        for i, seq in enumerate(step.batch.columns.rows):
+            wanted = step.batch.drafts_wanted.get(seq.id, 0)
+            own = drafts.get(seq.id, [])
+            slots = len(step.batch.tables[i]) * step.batch.block_size
+            assert len(own) == (max(0, min(wanted, slots - step.num_tokens(i) + 2)) if wanted else 0)
+            if own:
+                found.append(Proposed(seq, step.num_tokens(i), own))
+        return drafts
+
+    proposer.propose = noting  # type: ignore[method-assign]
+    return runner
+
+
+def _compare(case: Case, found: list[Proposed]) -> None:
+    sampling = select_backend("torch").sampling
+    known = {each.seq.id: case.states(torch.tensor(each.seq.token_ids)) for each in found}
+    num_swapped, zeros = 0, np.zeros(1, np.int64)
+    for each in found:
+        seq, tokens = each.seq, each.seq.token_ids[: each.count]
+        states, expected = known[seq.id][: each.count - 1], list[int]()
+        for position in range(each.count, each.count + len(each.drafts)):
+            made = case.draft(torch.tensor([*tokens[1:], *expected]), states)
+            temperature = np.array([seq.sampling_params.temperature], np.float32)
+            params = SampleParams(temperature, zeros, zeros.astype(np.float32) + 1, zeros.astype(np.float32))
+            seeds, places = np.array([seq.seed], np.uint64), np.array([position], np.int64)
+            drawn = sampling.sample(case.logits(made[-1:]), params, seeds, places, zeros)
+            expected.append(int(drawn))
+            states = torch.cat((states, made[-1:]))
+        num_swapped += expected != each.drafts
+    assert found
+    assert num_swapped <= MOST_SWAPPED * len(found), f"{num_swapped} of {len(found)}"
+
+
+def test_ranks_draft_alike(tmp_path: Path) -> None:
+    """Each rank has its heads of the draft model, and draws the same drafts from all of its logits."""
+    target = make_checkpoint(tmp_path / "target")
+    head = make_eagle3_head(tmp_path / "head", target, num_attention_heads=4, num_key_value_heads=2)
+    mtp_model = make_mtp_checkpoint(tmp_path / "mtp", "deepseek_v3", num_hidden_layers=2)
+    for folder, spec in (
+        (target, SpeculativeConfig(K, EAGLE3, str(head))),
+        (mtp_model, SpeculativeConfig(K, MTP)),
+    ):
+        one, two = (Ranks(folder, size, speculative_config=spec) for size in (1, 2))
+        outputs = []
+        for ranks in (one, two):
+            seq = Sequence(list(range(5, 45)), BLOCK_SIZE, SamplingParams(temperature=1.0), seed=7)
+            seq.block_table = [3, 1, 2]
+            batch = ScheduledBatch({seq.id: seq}, [40], 40)
+            batch.drafts_wanted = {seq.id: K}
+            outputs += [
+                [*out.token_ids.values(), *(out.draft_token_ids or {}).values()] for out in ranks.outputs(batch)
+            ]
+            ranks.close()
+        assert len(outputs[0][1]) == K
+        assert outputs == outputs[:1] * 3
+
+
+def test_the_pool_counts_the_layers_that_draft(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target")
+    head = make_eagle3_head(tmp_path / "head", target, num_key_value_heads=1, head_dim=20)
+    plain = Config(model=str(target), dtype="float32")
+    drafting = replace(plain, speculative_config=SpeculativeConfig(K, EAGLE3, str(head)))
+    few, more = (ModelRunner(each, ModelConfig.from_folder(target)).kv_block_bytes for each in (plain, drafting))
+    assert more == few + 2 * 20 * 16 * 4
+
+
+REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "vocabulary": ({"vocab_size": 500}, "vocab_size is 500, but the model has 384; give a head that was made for it"),
+    "width": ({"target_hidden_size": 48}, "target_hidden_size is 48, but the model has 64"),
+    "layers": (
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]},
+        r"eagle_aux_hidden_state_layer_ids \[0, 1, 9\] do not fit a target of 3 layers",
+    ),
+    "tensors": ({"intermediate_size": 99}, r"midlayer.mlp.down_proj.weight is \[64, 72\], expected \[64, 99\]"),
+    "architecture": ({"architectures": ["Qwen3ForCausalLM"]}, "architecture not supported: Qwen3ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_head_of_another_model(name: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target")
+    head = make_eagle3_head(tmp_path / "head", target)
+    entries, message = REFUSED[name]
+    file = head / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    _refused(target, SpeculativeConfig(K, EAGLE3, str(head)), f"speculative_config.model {head}: .*{message}")
+
+
+def test_a_head_that_is_not_there(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target")
+    _refused(target, SpeculativeConfig(K, EAGLE3, "/nowhere"), "speculative_config.model /nowhere: .*does not exist")
+
+
+def test_layers_that_are_not_there(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1, num_nextn_predict_layers=0)
+    _refused(folder, SpeculativeConfig(K, MTP), "the checkpoint has no layer that drafts")
+
+
+def test_engines_in_lockstep_have_no_layer_that_drafts(tmp_path: Path) -> None:
+    folder = make_mtp_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1)
+    parts = {"parallel_config": ParallelConfig(2), "enable_expert_parallel": True}
+    _refused(folder, SpeculativeConfig(K, MTP), "leave out --data-parallel-size, or speculation", **parts)
+
+
+def _refused(folder: Path, spec: SpeculativeConfig, message: str, **given: Any) -> None:
+    config = Config(model=str(folder), speculative_config=spec, **given)
+    with pytest.raises(ModelError, match=message) as refused:
+        ModelRunner(config, ModelConfig.from_folder(folder))
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,158 @@
+"""Proposers that are models: an EAGLE-3 head, or an MTP layer of the checkpoint.
+
+Drafts are drawn as the target draws at their positions: with the same noise, parameters, penalties and masks. A draft
+that is as likely here as there is then the same token, which is most of what makes drafts of sampled answers right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels.interface import KVCache
+from kernels.no_token import NO_TOKEN
+from worker.config.architectures import DraftModel
+from worker.model.draft_proposer import Ints, SampledStep
+from worker.model.draft_runner import DraftRows, DraftRunner
+from worker.model.forward_context import KVCacheTensor
+from worker.model.sampler import Sampler
+from worker.model.sharding import length
+
+if TYPE_CHECKING:
+    from worker.config.model_config import ModelConfig
+    from worker.model.model_runner import ModelRunner
+    from worker.model.models.eagle3 import Eagle3Head
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of a draft model for a step of its target.
+
+    Attributes:
+        rows: of all sequences of the step.
+        places: int64 [T], rows of the step whose states they have.
+    """
+
+    rows: DraftRows
+    places: Ints
+
+    @classmethod
+    def behind(cls, step: SampledStep) -> StepRows:
+        """A row for each right one of the step, with the token behind it."""
+        every = range(len(step.batch.req_ids))
+        counts = np.array([step.num_right_rows(i) for i in every], np.int64)
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts), counts)
+        token_ids = step.token_ids[np.minimum(places + 1, len(step.token_ids) - 1)]
+        token_ids[ends - 1] = [step.next_token(i) for i in every]
+        starts = np.array(step.batch.num_computed_tokens, np.int64)
+        return cls(DraftRows(starts, counts, step.batch.tables, token_ids), places)
+
+
+class ModelProposer:
+    """A draft model that goes on by itself: the states and the draft of one row are what the next one takes in.
+
+    Args:
+        model: drafts for the target.
+        runner: of its KV and its rows.
+        sampler: draws drafts; nobody else's, since it keeps what it has seen of sequences.
+        sampled_ids: ids below it may be drafted.
+    """
+
+    def __init__(self, model: DraftModel, runner: DraftRunner, sampler: Sampler, sampled_ids: int) -> None:
+        self._model = model
+        self._runner = runner
+        self._sampler = sampler
+        self._sampled_ids = sampled_ids
+        self.kv_spec = runner.kv_spec
+        self.num_layers = runner.num_layers
+
+    def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
+        """KV of its layers as they find it in the forward context."""
+        return self._runner.kv_cache_data(cache)
+
+    def propose(self, step: SampledStep) -> dict[int, list[int]]:
+        """Computes the step's rows into its KV, and at most `SampledStep.num_drafts` drafts of each sequence."""
+        made = StepRows.behind(step)
+        states = step.states[torch.from_numpy(made.places).to(step.states.device)]
+        states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data)
+        wanted = {i: count for i in range(len(made.rows.counts)) if (count := step.num_drafts(i))}
+        ends = made.rows.starts + made.rows.counts
+        drafts = self._chain(step, wanted, ends, states[torch.from_numpy(made.rows.last[list(wanted)])])
+        return {step.batch.req_ids[i]: [each for each in own if each != NO_TOKEN] for i, own in drafts.items()}
+
+    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self._model.forward(token_ids, positions, self._model.combine(states))
+
+    def _chain(self, step: SampledStep, wanted: dict[int, int], ends: Ints, last: torch.Tensor) -> dict[int, list[int]]:
+        """So many drafts of each sequence, by its place in the batch; NO_TOKEN ends them.
+
+        Args:
+            step: behind which they stand.
+            wanted: how many.
+            ends: int64 [S], position of the first row that has not been computed of each sequence of the step.
+            last: states [D, H] of the last rows of those that draft.
+        """
+        drafts: dict[int, list[int]] = {i: [] for i in wanted}
+        going = list(wanted)
+        while going:
+            for i, token in zip(going, self._draw(step, drafts, going, last), strict=True):
+                drafts[i].append(token)
+            stay = [at for at, i in enumerate(going) if drafts[i][-1] != NO_TOKEN and len(drafts[i]) < wanted[i]]
+            going, last = [going[at] for at in stay], last[stay]
+            if going:
+                starts = ends[going] + np.array([len(drafts[i]) - 1 for i in going], np.int64)
+                newest = np.array([drafts[i][-1] for i in going], np.int64)
+                tables = [step.batch.tables[i] for i in going]
+                rows = DraftRows(starts, np.ones(len(going), np.int64), tables, newest)
+                last = self._runner.run(self._model.forward, rows, last, step.kv_cache_data)
+        return drafts
+
+    def _draw(
+        self, step: SampledStep, drafts: dict[int, list[int]], going: list[int], states: torch.Tensor
+    ) -> list[int]:
+        """The next draft of each of these sequences."""
+        logits = self._model.compute_logits(states)
+        logits[:, self._sampled_ids :] = -torch.inf
+        positions = np.array([step.num_tokens(i) + len(drafts[i]) for i in going], np.int64)
+        histories = {row: known for row, i in enumerate(going) if (known := step.history(i, drafts[i])) is not None}
+        drawn = self._sampler.sample_rows(step.batch, np.array(going, np.int64), positions, logits, histories)
+        return drawn.tolist()
+
+
+class EagleProposer(ModelProposer):
+    """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py)."""
+
+    @classmethod
+    def of(cls, head: Eagle3Head, config: ModelConfig, target: ModelRunner) -> EagleProposer:
+        """Proposes for a target that is loaded.
+
+        Args:
+            head: with an embedding.
+            config: of the head.
+            target: the rank's runner.
+
+        Raises:
+            ModelError: the head cannot be shared out over the ranks.
+        """
+        heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))
+        spec = head.kv_spec(config, target.shard)
+        rows = DraftRunner(target.config, target.kernels, head.kv_names, spec, heads)
+        return cls(head, rows, _sampler(target), target.sampled_ids)
+
+
+class MtpProposer(ModelProposer):
+    """Proposes by the first MTP layer of the target's checkpoint (worker/model/models/grouped_moe.py)."""
+
+    @classmethod
+    def of(cls, layer: DraftModel, target: ModelRunner) -> MtpProposer:
+        """Proposes for the target that has the layer."""
+        rows = DraftRunner(target.config, target.kernels, layer.kv_names, target.kv_spec, target.num_heads)
+        return cls(layer, rows, _sampler(target), target.sampled_ids)
+
+
+def _sampler(target: ModelRunner) -> Sampler:
+    return Sampler(target.kernels, target.config.eos_token_ids, fetches=True)
