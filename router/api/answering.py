@@ -178,7 +178,8 @@ class Answering:
 
         async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
             choices = _choices(await self.prepare(kind, asked, model), asked)
-            if asked.request.HasField("resume"):
+            # Of a call that this router has had itself no other one has left anything.
+            if asked.request.HasField("resume") and not asked.call.took_over:
                 await self._requests.wait_for_orphans(choice.adoption_key for choice in choices)
             return self._open(kind, choices, model, asked, earlier)
 

@@ -37,6 +37,7 @@ class InFlightCall:
         opened: monotonic seconds at which its streams were first sent on their way, 0 before.
         streams: its answers, none while its prompt is made.
         number: counts calls, in order of their arrival.
+        took_over: whether this router still had an earlier call of its id, which it has ended.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class InFlightCall:
     opened: float = 0.0
     streams: Sequence[RequestStream] = ()
     number: int = field(default_factory=itertools.count(1).__next__)
+    took_over: bool = False
     _works: list[Interruptible] = field(default_factory=list)
     _error: ApiError | None = None
 
@@ -111,9 +113,10 @@ class InFlightCalls:
             raise DuplicateRequestError(call.request_id)
         if other is not None:
             other.end(SupersededError())
+            call.took_over = True
         self._calls[key] = call
         try:
-            yield other is not None
+            yield call.took_over
         finally:
             if self._calls.get(key) is call:
                 del self._calls[key]

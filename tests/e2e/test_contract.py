@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -276,18 +277,30 @@ async def test_answers_that_had_finished_are_not_sent_again() -> None:
         await b.empty()
 
 
-async def test_a_resumed_stream_takes_over_from_the_one_that_its_router_still_has() -> None:
+async def test_a_resumed_stream_takes_over_from_the_one_that_its_router_still_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And its place among the requests of its tenant, who may have no other."""
     worker = FakeWorker(FILES, answer=letters, step_s=0.01)
     async with bench(worker, tenants=TenantPolicy(concurrency=1)) as b:
         asked = request(request_id="r", params={"max_tokens": 300})
         broken = b.stub.Generate(asked)
         parts = [await broken.read() for _ in range(3)]
+        waits: list[Iterable[bytes]] = []
+
+        async def wait(keys: Iterable[bytes]) -> None:
+            waits.append(keys)
+
+        # For orphans of other routers: here is none.
+        monkeypatch.setattr(b.router.requests, "wait_for_orphans", wait)
         rest = await collect(b.stub.Generate(resumed(asked, parts, by="token_ids")))
+        assert waits == []
         assert [i for part in (*parts, *rest) for i in part.token_ids] == letters(wpb.SubmitSequence())[:300]
         error = await error_of(broken)
         assert error.code() is grpc.StatusCode.ABORTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "SUPERSEDED"
+        await collect(b.stub.Generate(resumed(asked, parts, by="token_ids")))
+        assert len(waits) == 1
         await b.empty()
 
 

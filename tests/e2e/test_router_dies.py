@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,64 @@ def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path
     assert rest.finish.usage.completion_tokens == TOKENS
 
 
+def came(parts: list[Any], index: int) -> tuple[str, list[int], list[pb.TokenLogprobs]]:
+    """Text, token ids and logprobs of an answer in these messages."""
+    mine = [part for part in parts if part.index == index]
+    ids = [token for part in mine for token in part.token_ids]
+    return "".join(part.text for part in mine), ids, [entry for part in mine for entry in part.logprobs]
+
+
+@dataclass
+class Broken:
+    """A stream whose router dies: its request, how its client goes on, and what has come."""
+
+    asked: pb.GenerateRequest
+    by: str
+    parts: list[Any] = field(default_factory=list)
+
+    @property
+    def indexes(self) -> range:
+        return range(max(1, self.asked.sampling_params.n))
+
+    @property
+    def kept(self) -> list[Any]:
+        """What its client has not thrown away."""
+        return [] if self.by == "nothing" else self.parts
+
+    def going_on(self) -> pb.GenerateRequest:
+        """The request with which its client goes on."""
+        again = pb.GenerateRequest()
+        again.CopyFrom(self.asked)
+        for index in self.indexes if self.kept else ():
+            again.resume.numerics = self.parts[0].prompt_info.numerics
+            text, ids, _ = came(self.parts, index)
+            point = again.resume.answers.add(index=index)
+            if self.by == "token_ids":
+                point.token_ids.ids.extend(ids)
+            else:
+                point.text.bytes, point.text.sha256 = len(text.encode()), hashlib.sha256(text.encode()).digest()
+        return again
+
+
+def broken(i: int, by: str, n: int = 1, **options: Any) -> Broken:
+    asked = request(i, TOKENS)
+    asked.sampling_params.n = n
+    asked.output_options.CopyFrom(pb.OutputOptions(return_token_ids=by != "text", **options))
+    return Broken(asked, by)
+
+
 def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tmp_path: Path) -> None:
-    """S12: by token ids, by text, with logprobs, and where the client has kept nothing: the sequences are adopted."""
-    # The lease is longer than the three take one after the other on a busy machine.
+    """S12: whatever its client has of it, the sequences are adopted, and what comes is as if nothing had happened."""
+    # The lease is longer than they take one after the other on a busy machine.
     environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}
+    digests = pb.ReceiptOptions(logits_every=3)
+    streams = [
+        broken(11, "token_ids"),
+        broken(12, "text", receipt=digests),
+        broken(13, "nothing"),
+        broken(14, "token_ids", logprobs=1, receipt=digests),
+        broken(15, "token_ids", n=2),
+    ]
     model = simulated_model(tmp_path / "model")
     with running_service(tmp_path, model, worker_options=OPTIONS, environment=environment) as service:
         port = free_port()
@@ -74,43 +129,25 @@ def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tm
         other.start()
         try:
             other.wait_serving()
-            by_ids, by_text, nothing, likely = (request(i, TOKENS) for i in (11, 12, 13, 14))
-            likely.output_options.logprobs = 1
-            by_text.output_options.return_token_ids = False
-            by_text.output_options.receipt.logits_every = 3
-            calls = [service.stub.Generate(each, timeout=60) for each in (by_ids, by_text, nothing, likely)]
-            got = read_until(calls[0], 20)
-            parts = [next(calls[1]) for _ in range(5)]
-            text, info = "".join(part.text for part in parts), parts[0].prompt_info
-            next(calls[2])
-            said = [entry for _ in range(5) for entry in next(calls[3]).logprobs]
+            calls = [service.stub.Generate(each.asked, timeout=60) for each in streams]
+            for each, call in zip(streams, calls, strict=True):
+                each.parts = [next(call) for _ in range(9)]
             service.router.stop(signal.SIGKILL)
-            behind(by_ids, got)
-            behind(likely, [entry.token_id for entry in said])
-            digest = pb.TextDigest(bytes=len(text.encode()), sha256=hashlib.sha256(text.encode()).digest())
-            by_text.resume.answers.add(text=digest)
-            by_text.resume.weights_digest, by_text.resume.numerics = info.weights_digest, info.numerics
             with client_of(other) as stub:
-                rests = [generate(stub, each) for each in (by_ids, by_text, nothing)]
-                last = list(stub.Generate(likely, timeout=60))
-                undisturbed = [generate(stub, request(i, TOKENS)) for i in (11, 12, 13)]
-                likely.ClearField("resume")
-                whole = list(stub.Generate(likely, timeout=60))
+                rests = [list(stub.Generate(each.going_on(), timeout=60)) for each in streams]
+                wholes = [list(stub.Generate(each.asked, timeout=60)) for each in streams]
         finally:
             other.stop()
             service.workers[0].stop()
-    assert [*got, *rests[0].token_ids] == undisturbed[0].token_ids
-    assert text + rests[1].text == undisturbed[1].text
-    assert rests[2].token_ids == undisturbed[2].token_ids
-    ends = [rest.finish for rest in rests if rest.finish is not None]
-    assert [end.usage.completion_tokens for end in ends] == [TOKENS] * 3
-    assert [end.attempts for end in ends] == [1] * 3
-    # The receipt's digests begin with the answer, of which the client had a part.
-    assert len(ends[1].receipt.logit_digests) == -(-TOKENS // 3)
-    assert said + [entry for part in last for entry in part.logprobs] == [e for part in whole for e in part.logprobs]
-    assert last[-1].finish.logprob == whole[-1].finish.logprob
+    for each, rest, whole in zip(streams, rests, wholes, strict=True):
+        for index in each.indexes:
+            assert came([*each.kept, *rest], index) == came(whole, index)
+        ends, expected = ([part.finish for part in parts if part.HasField("finish")] for parts in (rest, whole))
+        for end, wanted in zip(ends, expected, strict=True):
+            assert (end.usage.completion_tokens, end.attempts, end.exact) == (TOKENS, 1, True)
+            assert (end.logprob, end.receipt) == (wanted.logprob, wanted.receipt)
     log = service.workers[0].log.read_text()
-    assert log.count("sequence adopted") == 4
+    assert log.count("sequence adopted") == 6
     # One for each answer, and one for each that was not disturbed.
-    assert log.count("sequence ended") == 8
-    assert other.log.read_text().count('"adopted": true') == 4
+    assert log.count("sequence ended") == 12
+    assert other.log.read_text().count('"adopted": true') == 5
