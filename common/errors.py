@@ -297,14 +297,30 @@ class NoTokenizerError(ApiError):
 
 
 class NotARerankerError(ApiError):
-    """FAILED_PRECONDITION: the model was not trained to say how relevant documents are."""
+    """FAILED_PRECONDITION: the model was not trained to say how relevant documents are.
+
+    Args:
+        model: its name.
+        num_labels: of its classifier; 0 for a model that has none.
+    """
+
+    def __init__(self, model: str, num_labels: int = 0) -> None:
+        why = (
+            f"its classifier has {num_labels} labels, where a reranker's has one"
+            if num_labels
+            else "its checkpoint has no classifier and names no tokens for yes and no (1_LogitScore/config.json, or "
+            "classifier_from_token in config.json)"
+        )
+        message = f"model {model!r} is no reranker: {why}; ask a model with CAPABILITY_RERANK"
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NOT_A_RERANKER")
+
+
+class NoOutputHeadError(ApiError):
+    """FAILED_PRECONDITION: the model generates nothing."""
 
     def __init__(self, model: str) -> None:
-        message = (
-            f"model {model!r} is no reranker: its checkpoint names no tokens for yes and no (1_LogitScore/config.json, "
-            "or classifier_from_token in config.json); ask a model with CAPABILITY_RERANK"
-        )
-        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NOT_A_RERANKER")
+        message = f"model {model!r} generates nothing: its checkpoint has no output head; its vectors come by Embed"
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NO_OUTPUT_HEAD")
 
 
 class QueueFullError(ApiError):

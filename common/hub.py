@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Files of the top folder only: below it are copies in other formats.
+# Files of the top folder, and what sentence-transformers says of its modules, as in `1_Pooling/config.json`. In other
+# folders are copies in other formats.
 CONFIGURATION_FILES: Final = ("*.json", "*.jinja")
 WEIGHT_FILES: Final = ("*.safetensors",)
-_BELOW: Final = ("*/*",)
+_BELOW: Final = ("[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_*/*/*", "[0-9]_*/*.safetensors")
 _PART: Final = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _FORM: Final = re.compile(rf"({_PART}/({_PART}))(?:@(\S+))?")
 

@@ -1,4 +1,4 @@
-"""Pooling: the hidden states of a text's tokens become its vector."""
+"""Pooling: the hidden states of a text's tokens become its vector, or a number for each label of a classifier."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import numpy.typing as npt
 
 from common.sampling_params import SamplingParams
 
-Pooling: TypeAlias = Literal["last", "mean"]
+Pooling: TypeAlias = Literal["last", "mean", "labels"]
 LAST: Final = "last"
 MEAN: Final = "mean"
+# Of the last state, by the checkpoint's classifier.
+LABELS: Final = "labels"
+# Those that give vectors.
+VECTORS: Final = (LAST, MEAN)
 # Of a sequence that is embedded: it ends with one token, whatever that is.
 EMBED_PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -31,14 +35,15 @@ def finished(states: bytes, dimensions: int, *, normalize: bool) -> Vectors:
     values: Vectors = np.frombuffer(states, "<f4")[:dimensions]
     if not normalize:
         return values
-    length = np.sqrt(_sum(np.square(values, dtype=np.float64)))
+    length = np.sqrt(row_sums(np.square(values, dtype=np.float64)[None])[0])
     return (values / length).astype(np.float32) if length else values
 
 
-def _sum(values: npt.NDArray[np.float64]) -> np.float64:
-    """The sum of one row, in an order that depends on its length alone."""
-    padded = np.zeros(1 << (len(values) - 1).bit_length(), np.float64)
-    padded[: len(values)] = values
-    while len(padded) > 1:
-        padded = padded[: len(padded) // 2] + padded[len(padded) // 2 :]
-    return np.float64(padded[0])
+def row_sums(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[R] of rows [R, N], each added up in an order that depends on N alone."""
+    size = rows.shape[1]
+    padded = np.zeros((len(rows), 1 << (size - 1).bit_length()), np.float64)
+    padded[:, :size] = rows
+    while padded.shape[1] > 1:
+        padded = padded[:, : padded.shape[1] // 2] + padded[:, padded.shape[1] // 2 :]
+    return padded[:, 0]

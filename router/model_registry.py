@@ -17,13 +17,21 @@ from dataclasses import dataclass, field, replace
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, UnknownModelError
+from common.errors import (
+    InvalidFieldError,
+    NoOutputHeadError,
+    NoWorkerError,
+    OtherModelStateError,
+    UnknownModelError,
+)
+from common.heads import CLASSIFIER, OUTPUT_HEAD, Head
 from common.pooling import Pooling
 from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
+from common.rpc.head_protos import told_head
 from common.rpc.pooling_protos import told_pooling
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
-from common.text.rerank_template import rerank_template
+from common.text.rerank_template import RERANK_ROLES, rerank_template
 from common.text.response.form import ResponseForm, response_form
 from common.text.tokenizer import Tokenizer, read_json
 
@@ -86,6 +94,8 @@ class ServedModel:
     hidden_size: int = 0
     default_pooling: Pooling | None = None
     relevance_tokens: tuple[int, int] | None = None
+    head: Head = OUTPUT_HEAD
+    num_labels: int = 0
     identity: str = field(init=False)
     """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
@@ -110,9 +120,35 @@ class ServedModel:
         return EMBED_FEATURE in self.features
 
     @property
+    def generates(self) -> bool:
+        """True if it has an output head."""
+        return self.head == OUTPUT_HEAD
+
+    @property
+    def has_relevance_head(self) -> bool:
+        """True if its classifier gives one number."""
+        return self.head == CLASSIFIER and self.num_labels == 1
+
+    @property
     def reranks(self) -> bool:
         """True if it was trained to, and all its ready workers do what that needs."""
-        return self.relevance_tokens is not None and self.serves_logprobs and self.text.tokenizer is not None
+        says = self.generates and self.relevance_tokens is not None and self.serves_logprobs
+        return (says or self.has_relevance_head) and self.text.tokenizer is not None
+
+    @property
+    def pairs_texts(self) -> bool:
+        """True if query and document stand beside each other in a prompt, in no form of words."""
+        own = self.text.template
+        return self.has_relevance_head and (own is None or not own.roles >= RERANK_ROLES)
+
+    def check_generates(self) -> None:
+        """Refuses what needs an output head.
+
+        Raises:
+            NoOutputHeadError: it has none.
+        """
+        if not self.generates:
+            raise NoOutputHeadError(self.name)
 
     @property
     def reasons(self) -> bool:
@@ -151,6 +187,8 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         relevance_tokens=(description.relevance_tokens.yes, description.relevance_tokens.no)
         if description.HasField("relevance_tokens")
         else None,
+        head=told_head(description.head),
+        num_labels=description.num_labels,
     )
 
 

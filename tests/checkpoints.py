@@ -16,6 +16,8 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
+from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(len(SPECIAL_TOKENS))
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
@@ -96,6 +98,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # the context.
     "deepseek_v32": ("DeepseekV32", {**LATENT_SHAPE, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 24}),
 }
+# Ends of the names of transformers' classes.
+_CLASSES: dict[Head, str] = {OUTPUT_HEAD: "ForCausalLM", NO_HEAD: "Model", CLASSIFIER: "ForSequenceClassification"}
 # How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
 LAYER_GAIN = 3.0
 # Weight of q_norm and k_norm; with 1 attention is almost even over a long prompt, and streams depend on the last token.
@@ -112,6 +116,7 @@ def make_checkpoint(
     tokenizer: bool = True,
     chat_template: bool = True,
     generation: dict[str, Any] | None = None,
+    head: Head = OUTPUT_HEAD,
     **shape: Any,
 ) -> Path:
     """Writes a checkpoint with random weights and a byte-level tokenizer of the same vocabulary.
@@ -125,6 +130,7 @@ def make_checkpoint(
         tokenizer: whether to save the tokenizer beside the model.
         chat_template: whether the tokenizer has a (ChatML) chat template.
         generation: entries of generation_config.json over the defaults.
+        head: what it makes of hidden states; a classifier has `num_labels` of the shape.
         **shape: entries of config.json over the architecture's and DEFAULT_SHAPE.
 
     Returns:
@@ -135,7 +141,7 @@ def make_checkpoint(
 
     prefix, own_shape = ARCHITECTURES[architecture]
     config_class: Any = getattr(transformers, f"{prefix}Config")
-    model_class: Any = getattr(transformers, f"{prefix}ForCausalLM")
+    model_class: Any = getattr(transformers, prefix + _CLASSES[head])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**DEFAULT_SHAPE, **own_shape, **shape}

@@ -14,16 +14,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import numpy as np
 import structlog
 from fissile.seed import derive_seed
 
 from common.config import Config
-from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
+from common.errors import DuplicateRequestError, InvalidFieldError, NoOutputHeadError, NoTokenizerError
 from common.hub import HubError, model_folder
 from common.logprob_rows import TokenLogprobs, added, unpack
-from common.pooling import EMBED_PARAMS, Pooling, Vectors, finished
+from common.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams, TokenSequences
 from common.step_defaults import default_scheduling_policy, default_token_budget
@@ -241,7 +242,10 @@ class InputOutputProcessor:
         Raises:
             InvalidFieldError: an empty prompt, or a token id outside the vocabulary.
             NoTokenizerError: a text, or stop strings, and the model has no tokenizer.
+            NoOutputHeadError: the model generates nothing.
         """
+        if not self.model_config.generates:
+            raise NoOutputHeadError(self.model_config.architecture)
         token_ids = self._encode(prompt)
         if params.stop_strings and self.tokenizer is None:
             raise NoTokenizerError(self.model_config.architecture)
@@ -493,16 +497,39 @@ class LLMEngine:
             EngineDeadError: the model failed; this engine is of no use any more.
         """
         own = checkpoint_pooling(self.config.model) if pooling is None else pooling
-        if own is None or own not in get_args(Pooling):
-            raise InvalidFieldError("pooling", f"is {own!r}", "last or mean")
+        if own is None or own not in VECTORS:
+            raise InvalidFieldError("pooling", f"is {own!r}", " or ".join(VECTORS))
         size = self.io.model_config.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidFieldError("dimensions", f"is {dimensions!r}", f"1 to {size}")
-        answers = [self.io.to_embed(prompt, own, self._clock()) for prompt in _listed("prompts", prompts)]
+        return [finished(states, dimensions or size, normalize=normalize) for states in self._pooled(prompts, own)]
+
+    def classify(self, prompts: Seq[Prompt]) -> list[Vectors]:
+        """Numbers of the labels of a checkpoint that classifies (`...ForSequenceClassification`), float32, batched.
+
+        They are what its classifier gives for the last token, as they are: neither softmax nor a logistic function.
+
+        Args:
+            prompts: texts, or lists of token ids.
+
+        Raises:
+            ApiError: a prompt is not valid; nothing has run.
+            ModelError: the checkpoint has no classifier, or the model's output for a prompt is not a number.
+            EngineDeadError: the model failed; this engine is of no use any more.
+        """
+        config = self.io.model_config
+        if not config.num_labels:
+            raise ModelError(
+                f"{config.architecture} has no classifier; one that ends with ForSequenceClassification has"
+            )
+        return [np.frombuffer(labels, "<f4") for labels in self._pooled(prompts, LABELS)]
+
+    def _pooled(self, prompts: Seq[Prompt], pooling: Pooling) -> list[bytes]:
+        answers = [self.io.to_embed(prompt, pooling, self._clock()) for prompt in _listed("prompts", prompts)]
         self._run(answers)
         if not all(answer.pooled for answer in answers):
             raise ModelError(f"{self.config.model} gives no numbers for a prompt")
-        return [finished(answer.pooled, dimensions or size, normalize=normalize) for answer in answers]
+        return [answer.pooled for answer in answers]
 
     def _preprocess(
         self, prompt: Prompt, given: Given, request_id: str, stream_callback: StreamCallback | None

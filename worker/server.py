@@ -323,6 +323,8 @@ def _first_facts(
         hidden_size=model_config.hidden_size,
         default_pooling=checkpoint_pooling(config.model),
         relevance_tokens=relevance_tokens(config.model, model_config.source, model_config.vocab_size),
+        head=model_config.head,
+        num_labels=model_config.num_labels,
     )
 
 

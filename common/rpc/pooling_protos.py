@@ -7,7 +7,7 @@ from typing import Final
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.pooling import LAST, MEAN, Pooling
+from common.pooling import LABELS, LAST, MEAN, Pooling
 
 _PUBLIC: Final[dict[Pooling | None, pb.Pooling.ValueType]] = {
     None: pb.POOLING_UNSPECIFIED,
@@ -18,13 +18,14 @@ _OF_WORKERS: Final[dict[Pooling | None, wpb.Pooling.ValueType]] = {
     None: wpb.POOLING_UNSPECIFIED,
     LAST: wpb.POOLING_LAST,
     MEAN: wpb.POOLING_MEAN,
+    LABELS: wpb.POOLING_LABELS,
 }
 _FROM_PUBLIC: Final = {value: pooling for pooling, value in _PUBLIC.items()}
 _FROM_WORKERS: Final = {value: pooling for pooling, value in _OF_WORKERS.items()}
 
 
 def public_pooling(pooling: Pooling | None) -> pb.Pooling.ValueType:
-    """A pooling as clients get it."""
+    """A pooling that gives vectors, as clients get it."""
     return _PUBLIC[pooling]
 
 

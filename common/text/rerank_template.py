@@ -7,7 +7,7 @@ from typing import Final
 
 from common.text.chat_template import ChatTemplate
 
-_ROLES: Final = frozenset(("query", "document"))
+RERANK_ROLES: Final = frozenset(("query", "document"))
 # The form of Qwen3-Reranker, as its model card has it.
 _QWEN3: Final = """\
 {%- set query = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}
@@ -31,4 +31,4 @@ def rerank_template(own: ChatTemplate | None, files: Mapping[str, bytes]) -> Cha
     Returns:
         The model's own template, else the form of Qwen3-Reranker.
     """
-    return own if own is not None and own.roles >= _ROLES else ChatTemplate({"default": _QWEN3}, files)
+    return own if own is not None and own.roles >= RERANK_ROLES else ChatTemplate({"default": _QWEN3}, files)

@@ -162,6 +162,7 @@ class Tokenizer:
         self._special = special_pattern(special)
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
         self._frame = self._text_frame(files)
+        self._pair_frame = self._frame_of_pair(files)
         names = named_special_tokens(files)
         self._unknown = self._parsing.token_to_id(names.get("unk_token", ""))
         self.bos_token_id: int | None = self._parsing.token_to_id(names.get("bos_token", ""))
@@ -223,7 +224,28 @@ class Tokenizer:
             LongPieceError: a part that cannot be cut has more than `most_bytes` bytes.
         """
         try:
-            yield from self._chat_pieces(text, most_bytes) if allow_special else self._framed_pieces(text, most_bytes)
+            if allow_special:
+                yield from self._chat_pieces(text, most_bytes)
+            else:
+                yield from self._framed_pieces(text, most_bytes, self._frame)
+        except UncutTextError as error:
+            raise LongPieceError(str(error)) from None
+
+    def encode_pair_pieces(self, text: str, *, is_first: bool, most_bytes: int | None = None) -> Iterator[list[int]]:
+        """As `encode_pieces`, of one of two texts that the post-processor puts together, such as query and document.
+
+        Args:
+            text: the first one, with what stands before it and between both, or the second one, with what is behind it.
+            is_first: which it is.
+            most_bytes: as for `encode_pieces`.
+
+        Raises:
+            TokenizerError: as `encode`.
+            LongPieceError: as `encode_pieces`.
+        """
+        before, between, behind = self._pair_frame
+        try:
+            yield from self._framed_pieces(text, most_bytes, (before, between) if is_first else ([], behind))
         except UncutTextError as error:
             raise LongPieceError(str(error)) from None
 
@@ -254,8 +276,10 @@ class Tokenizer:
         """The vocabulary entry of each id, for people to read; empty for an id that has none."""
         return [self._parsing.id_to_token(id) or "" for id in ids]
 
-    def _framed_pieces(self, text: str, most_bytes: int | None) -> Iterator[list[int]]:
-        prefix, suffix = self._frame
+    def _framed_pieces(
+        self, text: str, most_bytes: int | None, frame: tuple[list[int], list[int]]
+    ) -> Iterator[list[int]]:
+        prefix, suffix = frame
         for ids in self._text_pieces(text, most_bytes):
             yield [*prefix, *ids]
             prefix = []
@@ -351,17 +375,33 @@ class Tokenizer:
 
     def _text_frame(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int]]:
         """Tokens before and after plain text: as the configuration says, else as the post-processor does."""
-        config = read_json(files, "tokenizer_config.json")
-        if "add_bos_token" in config or "add_eos_token" in config:
-            names = named_special_tokens(files)
-            bos = names.get("bos_token", "") if config.get("add_bos_token") else ""
-            eos = names.get("eos_token", "") if config.get("add_eos_token") else ""
-            found = [[self._parsing.token_to_id(token)] if token else [] for token in (bos, eos)]
-            return [id for id in found[0] if id is not None], [id for id in found[1] if id is not None]
+        if (configured := self._configured_frame(files)) is not None:
+            return configured
         whole = list(self._parsing.encode_batch_fast(["a"], add_special_tokens=True)[0].ids)
         bare = self._ids(self._parsing, "a")
         start = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
+
+    def _configured_frame(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int]] | None:
+        """Tokens before and after plain text as the configuration says; None where it says nothing."""
+        config = read_json(files, "tokenizer_config.json")
+        if "add_bos_token" not in config and "add_eos_token" not in config:
+            return None
+        names = named_special_tokens(files)
+        bos = names.get("bos_token", "") if config.get("add_bos_token") else ""
+        eos = names.get("eos_token", "") if config.get("add_eos_token") else ""
+        found = [[self._parsing.token_to_id(token)] if token else [] for token in (bos, eos)]
+        return [id for id in found[0] if id is not None], [id for id in found[1] if id is not None]
+
+    def _frame_of_pair(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int], list[int]]:
+        """Tokens before, between and behind two texts, likewise."""
+        if (configured := self._configured_frame(files)) is not None:
+            bos, eos = configured
+            return bos, [*eos, *bos], eos
+        whole = list(self._parsing.encode_batch_fast([("a", "a")], add_special_tokens=True)[0].ids)
+        bare = self._ids(self._parsing, "a")
+        first, *_, last = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:first], whole[first + len(bare) : last], whole[last + len(bare) :]
 
 
 def _load(files: Mapping[str, bytes], special: frozenset[str]) -> tokenizers.Tokenizer:

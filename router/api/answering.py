@@ -177,6 +177,7 @@ class Answering:
         """
 
         async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
+            model.check_generates()
             choices = _choices(await self.prepare(kind, asked, model), asked)
             # Of a call that this router has had itself no other one has left anything.
             if asked.request.HasField("resume") and not asked.call.took_over:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.errors import EngineError, InvalidFieldError, UnservedMethodError
+from common.errors import InvalidFieldError, UnservedMethodError
 from common.pooling import EMBED_PARAMS, Pooling, finished
 from common.rpc.pooling_protos import pooling_of, public_pooling
 from router.api.answering import Asked
-from router.api.gathering import Gathering, Part
+from router.api.gathering import Gathering, Part, pooled_states
 from router.model_registry import ServedModel
 from router.requests.stream import RequestStream, RoutedRequest
 from router.telemetry.metrics import RequestMeasure
@@ -55,7 +55,7 @@ class Embedding:
             return [Part(prompt, one, change) for prompt in prompts]
 
         async def read(stream: RequestStream) -> tuple[pb.Embedding, Pooling | None]:
-            states = await _states(stream)
+            states = await pooled_states(stream)
             dimensions = request.dimensions or len(states) // 4
             vector = finished(states, dimensions, normalize=normalize)
             return pb.Embedding(values=vector.tolist()), stream.request.pooling
@@ -85,17 +85,3 @@ def _pooling(request: pb.EmbedRequest, model: ServedModel) -> Pooling:
         problem = "is POOLING_UNSPECIFIED, and the checkpoint's own is not served"
         raise InvalidFieldError("pooling", problem, "POOLING_LAST or POOLING_MEAN")
     return pooling
-
-
-async def _states(stream: RequestStream) -> bytes:
-    """Waits for the hidden states of a prompt.
-
-    Raises:
-        EngineError: the worker has sent none.
-    """
-    while (await stream.next()).ending is None:
-        pass
-    states, stream.assembly.pooled = stream.assembly.pooled, b""
-    if not states:
-        raise EngineError(f"worker {stream.assembly.worker_id} sends no vector of a prompt that is embedded")
-    return states

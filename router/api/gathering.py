@@ -12,7 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.errors import ApiError
+from common.errors import ApiError, EngineError
 from common.limits import MAX_PROMPTS_AT_ONCE
 from router.api.answering import GENERATE, Answering, Asked, as_seen, first_of
 from router.model_registry import ServedModel
@@ -167,3 +167,17 @@ class Gathering:
         routed = await self._answering.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
         routed = part.change(replace(routed, choice=place))
         return routed, self._answering.assembly(GENERATE, routed, model)
+
+
+async def pooled_states(stream: RequestStream) -> bytes:
+    """Waits for what a worker makes of the hidden states of a prompt.
+
+    Raises:
+        EngineError: the worker has sent nothing.
+    """
+    while (await stream.next()).ending is None:
+        pass
+    states, stream.assembly.pooled = stream.assembly.pooled, b""
+    if not states:
+        raise EngineError(f"worker {stream.assembly.worker_id} sends no vector of a prompt that is embedded")
+    return states

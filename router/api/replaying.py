@@ -101,6 +101,7 @@ class Replaying:
         model = self._model(asked.request, receipt)
         asked.record.model = model.name
         only_worker = self._address(request.worker_id, model, receipt.numerics)
+        model.check_generates()
         with at_path("generate" if kind.continues else "chat"):
             routed = await self._answering.prepare(kind, asked, model)
         assert routed.receipt is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from fissile.v1 import inference_pb2 as pb
 
@@ -170,6 +171,20 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
     )
 
 
+# What a model without an output head has not, whatever its files say.
+_OF_OUTPUT_HEAD: Final = frozenset(
+    {
+        pb.CAPABILITY_GENERATE,
+        pb.CAPABILITY_CHAT,
+        pb.CAPABILITY_LOGPROBS,
+        pb.CAPABILITY_CONSTRAINTS,
+        pb.CAPABILITY_TOOLS,
+        pb.CAPABILITY_REASONING,
+        pb.CAPABILITY_RECEIPTS,
+    }
+)
+
+
 def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
     served = {
         pb.CAPABILITY_GENERATE: True,
@@ -182,7 +197,11 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_RERANK: model.reranks,
         pb.CAPABILITY_RECEIPTS: True,
     }
-    return [capability for capability, is_served in served.items() if is_served]
+    return [
+        capability
+        for capability, is_served in served.items()
+        if is_served and (model.generates or capability not in _OF_OUTPUT_HEAD)
+    ]
 
 
 def _prompt_info(stream: RequestStream, now: float) -> pb.PromptInfo:

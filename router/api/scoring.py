@@ -46,6 +46,7 @@ class Scoring:
         """
 
         async def prepare(model: ServedModel) -> list[Part]:
+            model.check_generates()
             if not model.serves_logprobs:
                 raise UnservedMethodError("Score", model.name)
             prompts = await self._encoder.for_score(request, model, asked.call.tenant, asked.cache_salt)

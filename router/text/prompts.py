@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
@@ -324,8 +324,14 @@ def _check_fewest(path: str, tokenizer: Tokenizer, text: str, model: ServedModel
 
 
 def _pieces(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> Iterator[list[int]]:
+    pieces = tokenizer.encode_pieces(text, allow_special=allow_special, most_bytes=MAX_UNCUT_TEXT_BYTES)
+    return _with_errors(path, pieces)
+
+
+def _with_errors(path: str, pieces: Iterator[list[int]]) -> Iterator[list[int]]:
+    """Pieces of the text of a field, whose errors name it."""
     try:
-        yield from tokenizer.encode_pieces(text, allow_special=allow_special, most_bytes=MAX_UNCUT_TEXT_BYTES)
+        yield from pieces
     except LongPieceError as error:
         raise TextTooLongError(path, str(error)) from None
     except TokenizerError as error:
@@ -389,6 +395,8 @@ def _embed_prompts(request: pb.EmbedRequest, model: ServedModel, cache_salt: byt
 
 def _rerank_prompts(request: pb.RerankRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[Prompt]]:
     tokenizer, template = _tokenizer_of(model), model.text.rerank_template
+    if model.pairs_texts:
+        return (yield from _pair_prompts(request, tokenizer, model, cache_salt))
     assert template is not None
     before = [{"role": "system", "content": request.instruction}] if request.instruction else []
     before.append({"role": "query", "content": request.query})
@@ -402,6 +410,31 @@ def _rerank_prompts(request: pb.RerankRequest, model: ServedModel, cache_salt: b
             raise InvalidFieldError(path, error.violations[0].problem, error.violations[0].valid) from None
         found.append((yield from _text_prompt(path, tokenizer, text, model, cache_salt, allow_special=True)))
         if step.is_over(len(text)):
+            yield
+    return found
+
+
+def _pair_prompts(
+    request: pb.RerankRequest, tokenizer: Tokenizer, model: ServedModel, cache_salt: bytes
+) -> Steps[list[Prompt]]:
+    """Query and document beside each other, as the tokenizer puts two texts together."""
+    if request.instruction:
+        problem = "is given, and the prompts of this model are query and document alone"
+        raise InvalidFieldError("instruction", problem, "none, or a chat template with the roles query and document")
+    first = tokenizer.encode_pair_pieces(request.query, is_first=True, most_bytes=MAX_UNCUT_TEXT_BYTES)
+    query: list[int] = []
+    for ids in _with_errors("query", first):
+        query += ids
+        if len(query) >= model.max_model_len:
+            raise PromptTooLongError("query", len(query), model.max_model_len, at_least=True)
+        yield
+    found: list[Prompt] = []
+    step = _Step()
+    for i, document in enumerate(request.documents):
+        path = f"documents[{i}]"
+        second = tokenizer.encode_pair_pieces(document, is_first=False, most_bytes=MAX_UNCUT_TEXT_BYTES)
+        found.append((yield from _pieces_prompt(path, _with_errors(path, second), model, cache_salt, query)))
+        if step.is_over(len(document)):
             yield
     return found
 
@@ -446,8 +479,17 @@ def _score_prompt(path: str, ids: list[int], start: int, model: ServedModel, cac
 def _text_prompt(
     path: str, tokenizer: Tokenizer, text: str, model: ServedModel, cache_salt: bytes, *, allow_special: bool = False
 ) -> Steps[Prompt]:
-    ids: list[int] = []
-    for number, piece in enumerate(_pieces(path, tokenizer, text, allow_special=allow_special)):
+    pieces = _pieces(path, tokenizer, text, allow_special=allow_special)
+    return (yield from _pieces_prompt(path, pieces, model, cache_salt))
+
+
+def _pieces_prompt(
+    path: str, pieces: Iterable[list[int]], model: ServedModel, cache_salt: bytes, before: Sequence[int] = ()
+) -> Steps[Prompt]:
+    """The prompt of encoded pieces, behind the ids `before`."""
+    tokenizer = _tokenizer_of(model)
+    ids: list[int] = [*before]
+    for number, piece in enumerate(pieces):
         if number:
             yield
         ids += piece

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 
 if TYPE_CHECKING:
     import torch
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from kernels.interface import KVSpec
     from worker.config.model_config import ModelConfig
     from worker.model.layers.build import Build
+    from worker.model.layers.classifier import Classifier
     from worker.model.models.eagle3 import Eagle3Head
     from worker.model.sharding import Shard
     from worker.weights.checkpoint import Shape
@@ -27,6 +30,9 @@ support_model_arch_dict: dict[str, str] = {
     "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
+_GENERATES: Final = "ForCausalLM"
+# Ends of names of the same decoders with another head than the one that generates.
+_OTHER_HEADS: Final[dict[str, Head]] = {"Model": NO_HEAD, "ForSequenceClassification": CLASSIFIER}
 # Likewise of what drafts for another model alone.
 draft_head_arch_dict: dict[str, str] = {
     "LlamaForCausalLMEagle3": "worker.model.models.eagle3:Eagle3Head",
@@ -34,7 +40,13 @@ draft_head_arch_dict: dict[str, str] = {
 
 
 class CausalModel(Protocol):
-    """A decoder: what the model runner needs of an architecture."""
+    """A decoder: what the model runner needs of an architecture.
+
+    Attributes:
+        classifier: head of a checkpoint that classifies; None for others.
+    """
+
+    classifier: Classifier | None
 
     def __init__(self, build: Build) -> None: ...
 
@@ -79,7 +91,7 @@ class CausalModel(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [S, V] of hidden states [S, H]."""
+        """float32 [S, V] of hidden states [S, H], of a checkpoint that generates."""
         ...
 
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
@@ -109,9 +121,20 @@ class DraftModel(Protocol):
         ...
 
 
+def parted(architecture: str) -> tuple[str, Head]:
+    """The name of a decoder with the head that generates, and the head that it has: the former for its relatives,
+    `Qwen3Model` and `Qwen3ForSequenceClassification`; other names as they are.
+    """
+    for end, head in _OTHER_HEADS.items():
+        decoder = architecture.removesuffix(end) + _GENERATES
+        if architecture.endswith(end) and decoder in support_model_arch_dict:
+            return decoder, head
+    return architecture, OUTPUT_HEAD
+
+
 def model_class(architecture: str) -> type[CausalModel]:
-    """The class of a supported architecture. Imports PyTorch."""
-    found: Any = _imported(support_model_arch_dict[architecture])
+    """The class of a supported architecture, whatever its head. Imports PyTorch."""
+    found: Any = _imported(support_model_arch_dict[parted(architecture)[0]])
     return found  # type: ignore[no-any-return]
 
 

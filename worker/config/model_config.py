@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import DTYPES, QuantizationConfig
+from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from common.sampling_params import SamplingParams, model_defaults
-from worker.config.architectures import support_model_arch_dict
+from worker.config.architectures import parted, support_model_arch_dict
 from worker.config.quantization import parse_quantization
+from worker.config.stored_names import stored_names
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -58,6 +60,8 @@ Entry = TypeVar("Entry", int, str)
 _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 # Largest count or length: kernels take them in 32 bits.
 _MOST = 2**31 - 1
+_EMBEDDING = "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 # Names that `transformers` gives DeepSeek-V3.2's layers, which need not be told from others.
@@ -113,6 +117,8 @@ class ModelConfig:
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
         sampling_defaults: what generation_config.json says for parameters that a request leaves out.
         quant_config: how the checkpoint's weights are quantized.
+        head: what it makes of hidden states.
+        num_labels: of a classifier; else 0.
         source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
     """
@@ -136,6 +142,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
+    head: Head = OUTPUT_HEAD
+    num_labels: int = 0
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
@@ -157,10 +165,17 @@ class ModelConfig:
             raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
         generation = _read_json(folder / "generation_config.json") or {}
         try:
-            return _parse(config, generation, architectures)
+            parsed = _parse(config, generation, architectures)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} cannot be used: {what}") from error
+        needs_head = parsed.generates and not parsed.tie_word_embeddings
+        return replace(parsed, head=NO_HEAD) if needs_head and _is_decoder_alone(folder) else parsed
+
+    @property
+    def generates(self) -> bool:
+        """True if it has an output head."""
+        return self.head == OUTPUT_HEAD
 
     @property
     def has_experts(self) -> bool:
@@ -247,9 +262,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectures: Collection[str]) -> ModelConfig:
     architecture = _architecture(config, architectures)
-    config = {**_DEFAULTS.get(architecture, {}), **config}
-    if architecture in _ROPE_DEFAULTS and not (config.get("rope_parameters") or config.get("rope_scaling")):
-        config["rope_parameters"] = _ROPE_DEFAULTS[architecture]
+    decoder, head = parted(architecture)
+    config = {**_DEFAULTS.get(decoder, {}), **config}
+    if decoder in _ROPE_DEFAULTS and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config["rope_parameters"] = _ROPE_DEFAULTS[decoder]
     _refuse_unsupported(config)
     hidden_size = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
@@ -272,7 +288,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectur
         vocab_size=_count(config, "vocab_size"),
         rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=head == OUTPUT_HEAD and bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         max_position_embeddings=_count(config, "max_position_embeddings", 2048),
@@ -281,6 +297,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectur
         eos_token_ids=_token_ids("eos_token_id", _first(generation, config, "eos_token_id")),
         sampling_defaults=model_defaults(generation),
         quant_config=parse_quantization(config),
+        head=head,
+        num_labels=_num_labels(config) if head == CLASSIFIER else 0,
         source=config,
     )
 
@@ -290,10 +308,27 @@ def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
     if not isinstance(named, list):
         raise ValueError(f"architectures is {named!r}; it must be a list of names")
     for architecture in named:
-        if architecture in supported:
+        if architecture in supported or parted(str(architecture))[0] in supported:
             return str(architecture)
     found = ", ".join(map(str, named)) or "none named"
-    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(supported)}")
+    raise ModelError(
+        f"architecture not supported: {found}; supported: {', '.join(supported)}, and the same with Model or "
+        "ForSequenceClassification at the end"
+    )
+
+
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """Labels of a classifier: as many as have names; two where nothing says it, as in `transformers`."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, Mapping) and names else _count(config, "num_labels", 2)
+
+
+def _is_decoder_alone(folder: Path) -> bool:
+    """True if the weights are a decoder's without any head, whatever config.json calls it: no name of a tensor has the
+    prefix `model.`, by which a decoder is part of a model with a head.
+    """
+    names = stored_names(folder)
+    return _EMBEDDING in names and _OUTPUT not in names
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Says what a checkpoint was trained for besides generation: vectors of texts, and how relevant documents are.
 
-Both are said in files of sentence-transformers beside config.json: `1_Pooling/config.json`, `1_LogitScore/config.json`.
+Both are said in files of sentence-transformers beside config.json: `modules.json`, `1_Pooling/config.json`,
+`1_LogitScore/config.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _POOLINGS: Final[dict[str, Pooling]] = {
     "pooling_mode_lasttoken": LAST,
     "pooling_mode_mean_tokens": MEAN,
 }
+# Kinds of modules that change no vector, or as Embed does.
+_MODULES: Final = frozenset(("Transformer", "Pooling", "Normalize", "LogitScore"))
 _MODE: Final = "pooling_mode"
 # Of config.json, as vLLM has it: the texts of the tokens "no" and "yes".
 _CLASSIFIER: Final = "classifier_from_token"
@@ -37,12 +40,15 @@ class RelevanceTokens:
 
 def checkpoint_pooling(folder: str | Path) -> Pooling | None:
     """The way in which a checkpoint's hidden states become a vector: `LAST` where it does not say, None where it is
-    another one than these.
+    another one than these, or something is done to vectors that is not done here.
 
     Raises:
-        ModelError: its file is no JSON object.
+        ModelError: one of its files is not what it has to be.
     """
-    config = _read(Path(folder) / "1_Pooling" / "config.json")
+    modules = _modules(Path(folder))
+    if not modules.keys() <= _MODULES:
+        return None
+    config = _read(Path(folder) / modules.get("Pooling", "1_Pooling") / "config.json")
     if isinstance(config.get(_MODE), str):
         return _POOLINGS.get(config[_MODE])
     modes = [name for name, value in config.items() if name.startswith(f"{_MODE}_") and value is True]
@@ -73,6 +79,21 @@ def relevance_tokens(folder: str | Path, source: Mapping[str, Any], vocab_size: 
     if not (type(yes) is type(no) is int and yes != no and max(yes, no) < vocab_size and min(yes, no) >= 0):
         raise ModelError(f"{folder}: the tokens of yes and no are {yes} and {no}; two ids below {vocab_size} are due")
     return RelevanceTokens(yes, no)
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """Kinds of the modules that `modules.json` lists, and their folders; empty where there is no such file.
+
+    Raises:
+        ModelError: it is no list of modules.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return {}
+    try:
+        return {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in json.loads(path.read_bytes())}
+    except (ValueError, TypeError, KeyError):
+        raise ModelError(f"{path} is no list of modules, each with type and path") from None
 
 
 def _token_ids(folder: str | Path, texts: object) -> list[int | None]:

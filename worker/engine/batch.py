@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.pooling import LAST, Pooling
+from common.pooling import MEAN, Pooling
 from common.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.outputs import RequestOutput
@@ -402,7 +402,7 @@ class ScheduledBatch:
     @cached_property
     def pooled(self) -> dict[int, Pooling]:
         """Indices of the sequences whose hidden states the step gives, and how: a mean is of every chunk."""
-        return {i: pooling for i, pooling in self._columns.poolings.items() if pooling != LAST or self.is_final[i]}
+        return {i: pooling for i, pooling in self._columns.poolings.items() if pooling == MEAN or self.is_final[i]}
 
     @property
     def only_pools(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.pooling import LAST, Pooling
+from common.pooling import MEAN, Pooling
 
 # States are below 2^16 behind a norm, and sequences shorter than 2^18 tokens: sums stay below 2^62.
 MEAN_SCALE: Final = float(1 << 28)
@@ -37,8 +37,8 @@ class PooledStates:
         self._end = 0
 
     def take(self, start: int, end: int, values: bytes) -> None:
-        """Takes the states of rows [start, end): float32 of the last one, or int64 sums; empty if one is no number."""
-        if self._pooling == LAST:
+        """Takes what rows [start, end) gave: float32 of the last one, or int64 sums; empty if one is no number."""
+        if self._pooling != MEAN:
             self._values = values
             return
         if start == 0:
@@ -50,8 +50,9 @@ class PooledStates:
         self._sums = self._sums + np.frombuffer(values, "<i8") if is_number else None
 
     def finish(self) -> bytes:
-        """The vector, float32; empty if a state is no number, or too large to be one behind a norm."""
-        if self._pooling == LAST:
+        """The vector, or the numbers of labels, float32; empty if a state is no number, or too large to be one behind a
+        norm."""
+        if self._pooling != MEAN:
             return self._values
         if self._sums is None:
             return b""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
+from common.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KVCache, KVSpec
 from kernels.select import select_backend
@@ -115,6 +116,8 @@ class ModelRunner:
         progress: Progress = no_progress,
         shard: Shard | None = None,
     ) -> None:
+        if config.speculative_config is not None and not model_config.generates:
+            raise ModelError(f"speculative_config: {model_config.architecture} generates nothing; leave it out")
         self.config = config
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
@@ -233,7 +236,9 @@ class ModelRunner:
         Raises:
             ModelError: drafts would change tokens.
         """
-        seq = Sequence([0] * min(_WARMUP_TOKENS, self.max_model_len), self.config.kv_cache_block_size)
+        pooling: Pooling | None = None if self.model_config.generates else LAST
+        tokens = [0] * min(_WARMUP_TOKENS, self.max_model_len)
+        seq = Sequence(tokens, self.config.kv_cache_block_size, pooling=pooling)
         seq.block_table = list(range(seq.num_blocks))
         with self.scratch_kv_cache(seq.num_blocks):
             self.forward(ScheduledBatch({seq.id: seq}, [seq.num_tokens], seq.num_tokens))
@@ -300,7 +305,7 @@ class ModelRunner:
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
             final, before_targets, hidden = self._states(step)
-            pooled = self.sampler.pooled(batch, hidden[:, : self.model_config.hidden_size])
+            pooled = self.sampler.pooled(batch, hidden[:, : self.model_config.hidden_size], self.model.classifier)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
             if batch.only_pools:
                 ids = self.sampler.no_ids(len(final))
@@ -375,8 +380,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
-        """float32 logits [R, V] of the sampled rows; -inf for ids that the tokenizer does not have."""
-        return self._logits(self._states(step)[0])
+        """float32 logits [R, V] of the sampled rows; -inf for ids that the tokenizer does not have.
+
+        Of a checkpoint that generates nothing they are the hidden states [R, H].
+        """
+        states = self._states(step)[0]
+        return self._logits(states) if self.model_config.generates else states.float()
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(states)

@@ -15,6 +15,7 @@ _PREFILL = 300
 _CHUNKS = (37, 20)
 _DECODES = 40
 _SEED = 0x5EED
+_FEW_IDS = 7
 # Any fixed numbers do; these are the constants of Knuth's MMIX generator.
 _MULTIPLIER = 6364136223846793005
 _INCREMENT = 1442695040888963407
@@ -26,6 +27,8 @@ def numerics_digest(runner: ModelRunner) -> str:
     The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
     Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks,
     `captured_facts`, for which the real pool must be there. Ranks compute it together, and each gets the same digest.
+
+    Of a checkpoint that generates nothing the hidden states are digested.
 
     Raises:
         ModelError: logits of the probe are NaN or infinite, so that the model cannot be served.
@@ -90,8 +93,14 @@ def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence
     if not bool(logits[:, : runner.sampled_ids].isfinite().all()):
         raise ModelError(f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity")
     digest.update(logits.cpu().numpy().tobytes())
-    output = runner.postprocess(batch, logits)
+    tokens = runner.postprocess(batch, logits).token_ids if runner.model_config.generates else _any_tokens(batch)
     for seq, count in scheduled.items():
         seq.num_computed_tokens += count
-        for token in output.token_ids.get(seq.id, ()):
+        for token in tokens.get(seq.id, ()):
             seq.append_token(token)
+
+
+def _any_tokens(batch: ScheduledBatch) -> dict[int, tuple[int, ...]]:
+    """Tokens for the final sequences of a model that generates none."""
+    ends = zip(batch.req_ids, batch.context_lens, batch.is_final, strict=True)
+    return {seq_id: (length % _FEW_IDS,) for seq_id, length, is_final in ends if is_final}

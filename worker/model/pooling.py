@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.pooling import LAST
+from common.pooling import LABELS, MEAN
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch
 from worker.engine.pooling import MEAN_LIMIT, MEAN_SCALE
+from worker.model.layers.classifier import Classifier
 
 Ints = npt.NDArray[np.int64]
 # Waits for pooled states, by sequence.
@@ -26,26 +27,38 @@ def mean_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
     runs = [
         np.arange(ends[i] - batch.num_scheduled_tokens[i], ends[i])
         for i, pooling in batch.pooled.items()
-        if pooling != LAST
+        if pooling == MEAN
     ]
     return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
 
-def begin_pooling(batch: ScheduledBatch, hidden: torch.Tensor) -> Pooled:
-    """Begins to pool a step's hidden states [T, H]; what is returned waits for the results."""
+def begin_pooling(batch: ScheduledBatch, hidden: torch.Tensor, classifier: Classifier | None) -> Pooled:
+    """Begins to pool a step's hidden states [T, H]; what is returned waits for the results.
+
+    Args:
+        batch: of the step.
+        hidden: all states.
+        classifier: of the model; None for one that has none, whose sequences ask for no labels.
+    """
     ends = np.cumsum(np.array(batch.num_scheduled_tokens, np.int64))
-    last = [i for i, pooling in batch.pooled.items() if pooling == LAST]
+    last = [i for i, pooling in batch.pooled.items() if pooling != MEAN]
     # A copy: the next step may write where these are.
     rows = hidden.index_select(0, to_device(ends[last] - 1, hidden.device)).float()
     sums = {
         batch.req_ids[i]: _sums(hidden[ends[i] - batch.num_scheduled_tokens[i] : ends[i]])
         for i, pooling in batch.pooled.items()
-        if pooling != LAST
+        if pooling == MEAN
     }
     ids = [batch.req_ids[i] for i in last]
+    labelled = [place for place, i in enumerate(last) if batch.pooled[i] == LABELS]
 
     def pooled() -> dict[int, bytes]:
-        found = {seq_id: _last_state(row) for seq_id, row in zip(ids, rows.cpu().numpy(), strict=True)}
+        states = rows.cpu().numpy()
+        found = {seq_id: _numbers(row) for seq_id, row in zip(ids, states, strict=True)}
+        if labelled:
+            assert classifier is not None
+            labels = classifier(states[labelled])
+            found |= {ids[place]: _numbers(row) for place, row in zip(labelled, labels, strict=True)}
         return found | {seq_id: _summed(*parts) for seq_id, parts in sums.items()}
 
     return pooled
@@ -62,7 +75,7 @@ def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return total, fits
 
 
-def _last_state(row: npt.NDArray[np.float32]) -> bytes:
+def _numbers(row: npt.NDArray[np.float32]) -> bytes:
     return row.tobytes() if np.isfinite(row).all() else b""
 
 

@@ -25,6 +25,7 @@ from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.model.kv_digests import KvDigests
+from worker.model.layers.classifier import Classifier
 from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
@@ -169,9 +170,9 @@ class Sampler:
             row: xxhash.xxh3_64_intdigest(values.data) for row, values in zip(wanted, copied.cpu().numpy(), strict=True)
         }
 
-    def pooled(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Pooled | None:
+    def pooled(self, batch: ScheduledBatch, hidden: torch.Tensor, classifier: Classifier | None) -> Pooled | None:
         """Begins to pool hidden states [T, H] of sequences that are embedded, on the rank that answers."""
-        return begin_pooling(batch, hidden) if batch.pooled and self._fetches else None
+        return begin_pooling(batch, hidden, classifier) if batch.pooled and self._fetches else None
 
     def given_logprobs(self, batch: ScheduledBatch, logits: Callable[[slice], torch.Tensor]) -> list[Rows]:
         """Begins the logprobs of `batch.targets`, on the rank that answers.

@@ -13,8 +13,9 @@ from typing import TypeAlias
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.block_hash import hash_chain, salt_root
-from common.errors import InvalidFieldError, PromptTooLongError
-from common.pooling import Pooling
+from common.errors import InvalidFieldError, NoOutputHeadError, PromptTooLongError
+from common.heads import OUTPUT_HEAD, Head
+from common.pooling import LABELS, Pooling
 from common.sampling_params import SamplingParams
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
@@ -34,6 +35,9 @@ class EngineLimits:
         hash_seed: seed of the block hashes.
         weights_digest: of the model, part of the hashes of salted prompts.
         eos_token_ids: the model's end-of-sequence ids.
+        model: its name.
+        head: of the model.
+        num_labels: of its classifier; else 0.
     """
 
     vocab_size: int
@@ -42,6 +46,9 @@ class EngineLimits:
     hash_seed: int
     weights_digest: str = ""
     eos_token_ids: frozenset[int] = frozenset()
+    model: str = ""
+    head: Head = OUTPUT_HEAD
+    num_labels: int = 0
 
     def hash_root(self, cache_salt: bytes) -> int | None:
         """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
@@ -109,8 +116,13 @@ def build_sequence(
         InvalidFieldError: `prompt_len` is not in the prompt, router and worker hash differently, or a sequence that is
             embedded would generate.
         PromptTooLongError: the prompt leaves no room for an answer.
+        NoOutputHeadError: the sequence would generate, and the model does not.
     """
     _check_prompt_len(prompt_len, len(token_ids), limits)
+    if pooling is None and limits.head != OUTPUT_HEAD:
+        raise NoOutputHeadError(limits.model)
+    if pooling == LABELS and not limits.num_labels:
+        raise InvalidFieldError("pooling", "is POOLING_LABELS of a model without a classifier", "a vector's")
     if pooling is not None and (params.max_tokens != 1 or prompt_len < len(token_ids)):
         raise InvalidFieldError("pooling", "stands beside tokens to generate", "a prompt alone, with max_tokens 1")
     root = limits.hash_root(request.cache_salt)

@@ -9,8 +9,10 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config
+from common.heads import OUTPUT_HEAD, Head
 from common.pooling import Pooling
 from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
+from common.rpc.head_protos import worker_head
 from common.rpc.pooling_protos import worker_pooling
 from worker.config.vector_config import RelevanceTokens
 from worker.engine.load import LoadReport
@@ -46,6 +48,8 @@ class WorkerFacts:
     hidden_size: int = 0
     default_pooling: Pooling | None = None
     relevance_tokens: RelevanceTokens | None = None
+    head: Head = OUTPUT_HEAD
+    num_labels: int = 0
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description with what is known when the model is loaded.
@@ -75,6 +79,9 @@ class WorkerFacts:
             self.hash_seed,
             weights_digest=self.weights_digest,
             eos_token_ids=self.eos_token_ids,
+            model=self.model,
+            head=self.head,
+            num_labels=self.num_labels,
         )
 
     def limits_proto(self) -> wpb.Limits:
@@ -108,10 +115,12 @@ class WorkerFacts:
             tp_size=self.tp_size,
             version=self.version,
             eos_token_ids=sorted(self.eos_token_ids),
-            features=(LOGPROBS_FEATURE, EMBED_FEATURE),
+            features=(LOGPROBS_FEATURE, EMBED_FEATURE) if self.head == OUTPUT_HEAD else (EMBED_FEATURE,),
             hidden_size=self.hidden_size,
             default_pooling=worker_pooling(self.default_pooling),
             relevance_tokens=None if tokens is None else wpb.RelevanceTokens(yes=tokens.yes, no=tokens.no),
+            head=worker_head(self.head),
+            num_labels=self.num_labels,
         )
 
 

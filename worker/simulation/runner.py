@@ -16,7 +16,7 @@ import numpy as np
 
 from common.logprob_rows import rows_table
 from common.logprobs import LogprobLayout
-from common.pooling import LAST, MEAN, Pooling
+from common.pooling import LABELS, MEAN, Pooling
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.pooling import MEAN_SCALE, PooledStates
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork
@@ -63,6 +63,7 @@ class SimulatedRunner:
         check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
             their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
         hidden_size: numbers of a hidden state.
+        num_labels: of the classifier; the first numbers of the state are theirs.
         clock: seconds; a virtual clock in simulations, with its `sleep`.
         sleep: waits for the given seconds.
 
@@ -83,6 +84,7 @@ class SimulatedRunner:
         draft_errors: int = 3,
         check_contexts: bool = True,
         hidden_size: int = 16,
+        num_labels: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -98,6 +100,7 @@ class SimulatedRunner:
         self.draft_errors = draft_errors
         self.check_contexts = check_contexts
         self.hidden_size = hidden_size
+        self.num_labels = num_labels
         self.num_forwards = 0
         self._last_output = ScheduledBatchOutput({})
         self._clock = clock
@@ -172,14 +175,14 @@ class SimulatedRunner:
         return pooled.finish()
 
     def _pooled(self, states: Sequence[int], pooling: Pooling) -> bytes:
-        """The hidden state of the last token, or the sums of those of all: numbers from -1 to 1."""
-        seen = np.array(states[-1:] if pooling == LAST else states, np.uint64)[:, None]
+        """The hidden state of the last token, its labels, or the sums of those of all: numbers from -1 to 1."""
+        seen = np.array(states if pooling == MEAN else states[-1:], np.uint64)[:, None]
         odd = np.arange(1, 2 * self.hidden_size, 2, dtype=np.uint64)
         hidden = (((seen * odd) >> np.uint64(40)).astype(np.float64) / (1 << 23) - 1).astype(np.float32)
         if pooling == MEAN:
             sums = np.rint(hidden.astype(np.float64) * MEAN_SCALE).astype(np.int64).sum(0)
             return bytes(sums.tobytes())
-        return bytes(hidden[0].tobytes())
+        return bytes(hidden[0, : self.num_labels if pooling == LABELS else None].tobytes())
 
     def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
         """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""

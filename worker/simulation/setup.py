@@ -39,6 +39,7 @@ def simulated_runner(config: Config, model_config: ModelConfig, cost: CostModel)
         num_blocks=config.num_kvcache_blocks,
         check_contexts=False,
         hidden_size=model_config.hidden_size,
+        num_labels=model_config.num_labels,
     )
     return config, runner
 

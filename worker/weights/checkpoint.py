@@ -16,6 +16,7 @@ import torch
 from common.config_parts import QuantizationConfig
 from kernels.interface import QuantizedWeight
 from worker.config.model_config import ModelError
+from worker.config.stored_names import INDEX_FILE
 from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_entries
 from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
 from worker.weights.tensor_index import CheckpointIndex, some
@@ -26,13 +27,15 @@ _log = structlog.get_logger(__name__)
 
 Progress = Callable[[int, int], None]
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Files up to this size are hashed whole; of larger ones, DIGEST_SAMPLES windows.
 DIGEST_WHOLE_BYTES = 64 << 20
 DIGEST_SAMPLES = 256
 DIGEST_WINDOW_BYTES = 64 << 10
 _ALL = slice(None)
+# Prefix of a decoder's tensors in a model with a head, and a tensor that every decoder has.
+_DECODER = "model."
+_EMBEDDING = "embed_tokens.weight"
 _UNQUANTIZED = QuantizationConfig()
 
 
@@ -214,8 +217,15 @@ def load_weights(
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))
-    there = {name: shape for name, shape in optional.items() if name in entries}
-    return Weights(CheckpointIndex(entries, quantization).find({**expected, **there}, kept), progress)
+    index = CheckpointIndex(entries, quantization, lacks=_DECODER if _is_decoder_alone(expected, entries) else "")
+    there = {name: shape for name, shape in optional.items() if index.stored(name) in entries}
+    return Weights(index.find({**expected, **there}, kept), progress)
+
+
+def _is_decoder_alone(expected: Mapping[str, Shape], entries: Mapping[str, Entry]) -> bool:
+    """True if a checkpoint names its tensors as a decoder that is part of no model with a head."""
+    whole, alone = f"{_DECODER}{_EMBEDDING}", _EMBEDDING
+    return whole in expected and whole not in entries and alone in entries
 
 
 def weights_digest(folder: Path | str) -> str:

@@ -58,15 +58,21 @@ class CheckpointIndex:
     Args:
         entries: every tensor of the checkpoint.
         quantization: how its weights are quantized.
+        lacks: prefix of the model's names that the checkpoint's lack.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], quantization: QuantizationConfig) -> None:
+    def __init__(self, entries: Mapping[str, Entry], quantization: QuantizationConfig, lacks: str = "") -> None:
         self._entries = entries
+        self._lacks = lacks
         self._quantization = quantization
         self._used: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
         self._mistyped: list[str] = []
+
+    def stored(self, name: str) -> str:
+        """Name that the checkpoint has for a tensor of the model, or for the beginning of such names."""
+        return name.removeprefix(self._lacks)
 
     def find(self, expected: Mapping[str, Shape], kept: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
         """Finds each expected tensor.
@@ -78,7 +84,9 @@ class CheckpointIndex:
         Raises:
             ModelError: tensors are missing, surplus, or of another shape or dtype; names them.
         """
-        found = {name: tensor for name, shape in expected.items() if (tensor := self._find(name, shape)) is not None}
+        places = {name: self._find(self.stored(name), shape) for name, shape in expected.items()}
+        found = {name: tensor for name, tensor in places.items() if tensor is not None}
+        kept = tuple(map(self.stored, kept))
         surplus = [name for name in self._entries.keys() - self._used if not self._is_harmless(name, kept)]
         # Some checkpoints with tied embeddings store the head again.
         surplus = [] if surplus == ["lm_head.weight"] else surplus

@@ -49,6 +49,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION: the model has no tokenizer; it takes and gives token ids alone."""
     ERROR_REASON_NOT_A_RERANKER: _ErrorReason.ValueType  # 52
     """FAILED_PRECONDITION: the model was not trained to say how relevant documents are."""
+    ERROR_REASON_NO_OUTPUT_HEAD: _ErrorReason.ValueType  # 60
+    """FAILED_PRECONDITION: the model generates nothing, as its checkpoint has no output head."""
     ERROR_REASON_OTHER_MODEL_STATE: _ErrorReason.ValueType  # 9
     """FAILED_PRECONDITION: what the request continues or repeats was made by other weights, another numerics class or
     another tokenizer than are served here now.
@@ -153,6 +155,8 @@ ERROR_REASON_NO_TOKENIZER: ErrorReason.ValueType  # 8
 """FAILED_PRECONDITION: the model has no tokenizer; it takes and gives token ids alone."""
 ERROR_REASON_NOT_A_RERANKER: ErrorReason.ValueType  # 52
 """FAILED_PRECONDITION: the model was not trained to say how relevant documents are."""
+ERROR_REASON_NO_OUTPUT_HEAD: ErrorReason.ValueType  # 60
+"""FAILED_PRECONDITION: the model generates nothing, as its checkpoint has no output head."""
 ERROR_REASON_OTHER_MODEL_STATE: ErrorReason.ValueType  # 9
 """FAILED_PRECONDITION: what the request continues or repeats was made by other weights, another numerics class or
 another tokenizer than are served here now.

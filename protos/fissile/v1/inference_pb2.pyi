@@ -221,7 +221,7 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
     """Never sent."""
     CAPABILITY_GENERATE: _Capability.ValueType  # 1
-    """Generate with token ids."""
+    """Generate with token ids. Models without an output head have it not, such as those for vectors alone."""
     CAPABILITY_TEXT: _Capability.ValueType  # 2
     """Text: the model has a tokenizer."""
     CAPABILITY_CHAT: _Capability.ValueType  # 3
@@ -247,7 +247,7 @@ class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
 """Never sent."""
 CAPABILITY_GENERATE: Capability.ValueType  # 1
-"""Generate with token ids."""
+"""Generate with token ids. Models without an output head have it not, such as those for vectors alone."""
 CAPABILITY_TEXT: Capability.ValueType  # 2
 """Text: the model has a tokenizer."""
 CAPABILITY_CHAT: Capability.ValueType  # 3
@@ -2433,7 +2433,9 @@ class RankedDocument(_message.Message):
     index: _builtins.int
     """Its place in the request."""
     relevance: _builtins.float
-    """How relevant it is, in [0, 1]: of P(yes) + P(no) the part that is P(yes), after the question whether it is."""
+    """How relevant it is, in [0, 1]: of P(yes) + P(no) the part that is P(yes), after the question whether it is. Of a model
+    with a classifier the logistic function of its one number.
+    """
     document: _builtins.str
     """Its text, when asked for."""
     def __init__(

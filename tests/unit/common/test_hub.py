@@ -22,9 +22,13 @@ FILES = {
     "model.safetensors": b"weights",
     "pytorch_model.bin": b"pickled",
     "original/model.safetensors": b"the same in another format",
+    "onnx/config.json": b"{}",
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+    "1_Pooling/old/config.json": b"{}",
+    "2_Dense/model.safetensors": b"of a module",
     "README.md": b"# Tiny",
 }
-WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "1_Pooling/config.json"}
 # The library reads its environment once, so each environment takes a process; it answers for all models.
 PROGRAM = """
 import json, sys
@@ -32,7 +36,7 @@ from common.hub import HubError, model_folder
 def found(model, weights):
     try:
         folder = model_folder(model, weights=weights)
-        return str(folder), sorted(path.name for path in folder.iterdir())
+        return str(folder), sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     except HubError as error:
         return str(error), []
 json.dump([found(model, weights) for model, weights in json.loads(sys.argv[1])], sys.stdout)

@@ -102,6 +102,7 @@ class MtpLayer:
         prefix = f"model.layers.{index}"
         self.kv_names: tuple[str, ...] = (f"layers.{index}",)
         self._rotary = target.rotary
+        assert target.head is not None
         self._embedding, self._head = target.embedding, target.head
         if _has_own(build, f"{prefix}.{_EMBEDDING}", "model.embed_tokens"):
             self._embedding = Embedding(build, f"{prefix}.{_EMBEDDING}", for_head=False)

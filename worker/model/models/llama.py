@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from common.heads import CLASSIFIER
 from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
 from worker.config.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
 from worker.model.forward_context import get_forward_context
 from worker.model.layers.attention import Attention
 from worker.model.layers.build import Build
+from worker.model.layers.classifier import Classifier
 from worker.model.layers.embedding import Embedding, LMHead, head_weight
 from worker.model.layers.linear import ColumnLinear, RowLinear
 from worker.model.layers.norm import RMSNorm
@@ -158,7 +160,8 @@ class LlamaForCausalLM:
     Attributes:
         embedding: of token ids.
         rotary: the rotary embedding of all layers.
-        head: gives logits.
+        head: gives logits; None where the checkpoint generates nothing.
+        classifier: gives numbers of labels; None where the checkpoint has none.
     """
 
     attention: type[LlamaAttention] = LlamaAttention
@@ -170,9 +173,17 @@ class LlamaForCausalLM:
         self.rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
-        tied = config.tie_word_embeddings
-        self.head = LMHead(build, self.embedding.packed if tied else head_weight(build, self.head_name(config)))
+        self.head = self._make_head(build)
+        self.classifier = Classifier(build) if config.head == CLASSIFIER else None
         self._fused = self._fuse(build)
+
+    def _make_head(self, build: Build) -> LMHead | None:
+        config = build.config
+        if not config.generates:
+            return None
+        if config.tie_word_embeddings:
+            return LMHead(build, self.embedding.packed)
+        return LMHead(build, head_weight(build, self.head_name(config)))
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
         """All layers as one operation, where there is one."""
@@ -269,8 +280,10 @@ class LlamaForCausalLM:
             "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
             "model.norm.weight": (config.hidden_size,),
         }
-        if not config.tie_word_embeddings:
+        if config.generates and not config.tie_word_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        if config.head == CLASSIFIER:
+            shapes["score.weight"] = (config.num_labels, config.hidden_size)
         for layer in range(config.num_hidden_layers):
             for name, shape in cls.layer_shapes(config, layer).items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
@@ -323,10 +336,12 @@ class LlamaForCausalLM:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""
+        assert self.head is not None
         return self.head(hidden)
 
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        assert self.head is not None
         return self.head.greedy(hidden, limit)
 
 

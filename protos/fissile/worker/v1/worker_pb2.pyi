@@ -66,6 +66,8 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """The last token's."""
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean of all tokens'."""
+    POOLING_LABELS: _Pooling.ValueType  # 3
+    """The numbers that the checkpoint's classifier gives for the last token's, one for each of its labels."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the hidden states of a sequence's tokens become its vector."""
@@ -76,7 +78,33 @@ POOLING_LAST: Pooling.ValueType  # 1
 """The last token's."""
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean of all tokens'."""
+POOLING_LABELS: Pooling.ValueType  # 3
+"""The numbers that the checkpoint's classifier gives for the last token's, one for each of its labels."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
+class _Head:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HeadEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Head.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEAD_UNSPECIFIED: _Head.ValueType  # 0
+    """Logits of tokens: it generates."""
+    HEAD_NONE: _Head.ValueType  # 1
+    """Nothing: sequences without `pooling` are refused."""
+    HEAD_CLASSIFIER: _Head.ValueType  # 2
+    """A number for each label. Likewise."""
+
+class Head(_Head, metaclass=_HeadEnumTypeWrapper):
+    """What a model makes of its hidden states."""
+
+HEAD_UNSPECIFIED: Head.ValueType  # 0
+"""Logits of tokens: it generates."""
+HEAD_NONE: Head.ValueType  # 1
+"""Nothing: sequences without `pooling` are refused."""
+HEAD_CLASSIFIER: Head.ValueType  # 2
+"""A number for each label. Likewise."""
+Global___Head: _TypeAlias = Head  # noqa: Y015
 
 class _Priority:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -1008,7 +1036,9 @@ class PooledStates(_message.Message):
     rid: _builtins.int
     """The sequence."""
     values: _builtins.bytes
-    """Its numbers, float32, little endian: as many as `GetWorkerResponse.hidden_size`, neither cut nor normalized."""
+    """Its numbers, float32, little endian: as many as `GetWorkerResponse.hidden_size`, neither cut nor normalized; with
+    POOLING_LABELS as many as `GetWorkerResponse.num_labels`.
+    """
     def __init__(
         self,
         *,
@@ -1587,6 +1617,8 @@ class GetWorkerResponse(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
     RELEVANCE_TOKENS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    NUM_LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1625,6 +1657,10 @@ class GetWorkerResponse(_message.Message):
     """Length of the vectors of embedded sequences; of workers with the feature `embed`."""
     default_pooling: Global___Pooling.ValueType
     """The checkpoint's own pooling; POOLING_UNSPECIFIED where it is another one than these."""
+    head: Global___Head.ValueType
+    """What the model makes of its hidden states."""
+    num_labels: _builtins.int
+    """Labels of a classifier; else 0."""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """What the worker can take."""
@@ -1667,10 +1703,12 @@ class GetWorkerResponse(_message.Message):
         hidden_size: _builtins.int = ...,
         default_pooling: Global___Pooling.ValueType = ...,
         relevance_tokens: Global___RelevanceTokens | None = ...,
+        head: Global___Head.ValueType = ...,
+        num_labels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, tokenizer_files
 from tests.unit.common.text.support import KINDS, backend, files, reference
@@ -25,6 +26,42 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("text", TEXTS)
 def test_plain_text_is_encoded_as_by_transformers(kind: str, text: str) -> None:
     assert Tokenizer.from_files(files(kind)).encode(text) == reference(kind)(text).input_ids
+
+
+def pair_ids(tokenizer: Tokenizer, first: str, second: str) -> list[int]:
+    parts = (tokenizer.encode_pair_pieces(text, is_first=place) for text, place in ((first, True), (second, False)))
+    return [id for pieces in parts for piece in pieces for id in piece]
+
+
+PAIRS = [("a query", " two  docs"), ("", "x"), ("a", "a")]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_pairs_are_encoded_as_by_transformers(kind: str, first: str, second: str) -> None:
+    assert pair_ids(Tokenizer.from_files(files(kind)), first, second) == reference(kind)(first, second).input_ids
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.mark.parametrize("pair", ["$A $B:1", f"{START} $A {START}:1 $B:1", f"{START} $A {END} $B:1 {END}:1"])
+def test_pairs_have_what_the_post_processor_puts_around_them(pair: str) -> None:
+    made = backend("byte_level")
+    special = [(token, made.token_to_id(token)) for token in (START, END)]
+    made.post_processor = processors.TemplateProcessing(single="$A", pair=pair, special_tokens=special)
+    tokenizer = Tokenizer.from_files({**files("byte_level"), "tokenizer.json": made.to_str().encode()})
+    for first, second in PAIRS:
+        assert pair_ids(tokenizer, first, second) == made.encode(first, second).ids
+    # A client's text is text.
+    around = [id for id in pair_ids(tokenizer, END, START) if id in tokenizer.special_ids]
+    assert around == [id for id in made.encode("a", "a").ids if id in tokenizer.special_ids]
+
+
+def test_the_configuration_says_what_is_around_both_of_a_pair() -> None:
+    config = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    made = {**files("sentencepiece"), "tokenizer_config.json": json.dumps(config).encode()}
+    tokenizer = Tokenizer.from_files(made)
+    assert pair_ids(tokenizer, "a b", "c") == tokenizer.encode("a b") + tokenizer.encode("c")
 
 
 @pytest.mark.parametrize("special", SPECIALS)

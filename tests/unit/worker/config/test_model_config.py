@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
 from common.sampling_params import SamplingParams
 from worker.config.architectures import model_class
 from worker.config.model_config import ModelConfig, ModelError, RopeConfig
+from worker.config.stored_names import stored_names
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +47,63 @@ def test_defaults_of_an_older_checkpoint(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
     assert config.sampling_defaults == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("changes", "head", "num_labels"),
+    [
+        ({"architectures": ["LlamaModel"], "tie_word_embeddings": True}, NO_HEAD, 0),
+        ({"architectures": ["LlamaForCausalLM"], "num_labels": 3}, OUTPUT_HEAD, 0),
+        ({"architectures": ["LlamaForSequenceClassification"]}, CLASSIFIER, 2),
+        ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}, CLASSIFIER, 3),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}, CLASSIFIER, 1),
+    ],
+)
+def test_the_architecture_names_the_head(tmp_path: Path, changes: dict[str, Any], head: str, num_labels: int) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, **changes))
+    assert (config.head, config.num_labels, config.generates) == (head, num_labels, head == OUTPUT_HEAD)
+    assert (config.architecture, config.tie_word_embeddings) == (changes["architectures"][0], False)
+
+
+def test_a_relative_has_the_defaults_of_its_decoder(tmp_path: Path) -> None:
+    changes = {"head_dim": None, "max_position_embeddings": None}
+    configs = [
+        ModelConfig.from_folder(write(tmp_path, architectures=[f"Qwen3{end}"], **changes))
+        for end in ("ForCausalLM", "Model", "ForSequenceClassification")
+    ]
+    assert {(config.head_dim, config.max_position_embeddings) for config in configs} == {(128, 32768)}
+    with pytest.raises(ModelError, match=r"BertModel; supported: Qwen3ForCausalLM, .* and the same with Model or"):
+        ModelConfig.from_folder(write(tmp_path, architectures=["BertModel"]))
+
+
+@pytest.mark.parametrize(
+    ("names", "tied", "generates"),
+    [
+        (["embed_tokens.weight", "norm.weight"], False, False),
+        (["embed_tokens.weight", "norm.weight"], True, True),
+        (["embed_tokens.weight", "lm_head.weight"], False, True),
+        # What is missing there is an error when it is loaded.
+        (["model.embed_tokens.weight"], False, True),
+        ([], False, True),
+    ],
+)
+def test_a_decoder_alone_has_no_head_whatever_its_name(
+    tmp_path: Path, names: list[str], tied: bool, generates: bool
+) -> None:
+    write(tmp_path, tie_word_embeddings=tied)
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert ModelConfig.from_folder(tmp_path).generates == generates
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")})
+    )
+    assert ModelConfig.from_folder(tmp_path).generates == generates
+
+
+def test_files_that_cannot_be_read_say_so_when_they_are_loaded(tmp_path: Path) -> None:
+    for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0{]", b"\x02\0\0\0\0\0\0\0[]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert stored_names(tmp_path) == frozenset()
 
 
 def test_generation_config_wins(tmp_path: Path) -> None:

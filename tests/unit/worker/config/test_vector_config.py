@@ -40,6 +40,26 @@ def test_pooling_is_the_checkpoints_own(tmp_path: Path, config: dict[str, Any], 
     assert checkpoint_pooling(tmp_path) == pooling
 
 
+def test_modules_say_where_the_pooling_is_and_what_else_is_done(tmp_path: Path) -> None:
+    """As sentence-transformers writes them; a projection behind the pooling gives other vectors."""
+    kinds = {"0": ("", "Transformer"), "1": ("pool", "Pooling"), "2": ("2_Normalize", "Normalize")}
+    modules = [
+        {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for name, (path, kind) in kinds.items()
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert checkpoint_pooling(tmp_path) == LAST
+    write(tmp_path, "pool", {"pooling_mode": "mean"})
+    assert checkpoint_pooling(tmp_path) == MEAN
+    dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, dense]))
+    assert checkpoint_pooling(tmp_path) is None
+    for content in ("{", "[1]", '[{"type": "a"}]', "3"):
+        (tmp_path / "modules.json").write_text(content)
+        with pytest.raises(ModelError, match=r"modules\.json is no list of modules"):
+            checkpoint_pooling(tmp_path)
+
+
 def test_relevance_is_told_by_two_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300)
     (yes,), (no,) = (Tokenizer.from_folder(tmp_path).encode_inside(text) for text in ("y", "n"))

@@ -131,6 +131,19 @@ def test_tensors_that_are_kept_for_later(tmp_path: Path) -> None:
     load_weights(folder, shapes, kept=("model.layers.1.", "model.layers.10."))
 
 
+def test_a_decoder_alone_lacks_the_prefix_of_all_its_tensors(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    alone = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+    save_file({**alone, "layers.9.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
+    weights = load_weights(folder, shapes, kept=("model.layers.9.",))
+    assert all(torch.equal(weights.take(name), whole[name]) for name in shapes)
+    optional = {"model.layers.9.eh_proj.weight": (2,), "model.layers.9.norm.weight": (2,)}
+    assert "model.layers.9.eh_proj.weight" in load_weights(folder, shapes, optional=optional)
+    with pytest.raises(ModelError, match=r"surplus layers\.9\.eh_proj\.weight$"):
+        load_weights(folder, shapes)
+
+
 def test_surplus_that_is_known_to_be_harmless(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     change(
