@@ -89,6 +89,7 @@ class Config:
         hash_seed: fleet-wide seed of the block hashes.
         kv_digests: share of the cached blocks whose contents are digested, for routers to compare between workers; 0 is
             none.
+        enable_constraints: whether sequences may have grammars, for which the vocabulary is kept in a form of its own.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
         stop_token_ids: the further ids of `generation_config.eos_token_id`.
@@ -127,6 +128,7 @@ class Config:
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     hash_seed: int = 0
     kv_digests: float = 0.0
+    enable_constraints: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -179,3 +181,8 @@ class Config:
         """Every end-of-sequence id of the generation config."""
         first = () if self.eos_token_id is None else (self.eos_token_id,)
         return frozenset(first + self.stop_token_ids)
+
+    @property
+    def can_constrain(self) -> bool:
+        """True if sequences may have grammars, which end with an end-of-sequence token."""
+        return self.enable_constraints and bool(self.eos_token_ids)

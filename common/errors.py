@@ -133,6 +133,14 @@ class UnservedByWorkersError(ApiError):
         super().__init__(grpc.StatusCode.UNIMPLEMENTED, str(violation), (violation,), reason="UNSERVED_FIELD")
 
 
+class ConstraintFailedError(ApiError):
+    """RESOURCE_EXHAUSTED: an answer's constraint took more work than it is given, or other masks left it no token."""
+
+    def __init__(self, why: str) -> None:
+        message = why or "the constraint cannot go on"
+        super().__init__(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="CONSTRAINT_FAILED")
+
+
 class UnservedMethodError(ApiError):
     """UNIMPLEMENTED: a method that workers of a model do not serve, since they are of an older version."""
 

@@ -48,6 +48,9 @@ MAX_BAD_WORD_BYTES = 256
 # One of each byte, and of the blank before it.
 MAX_BAD_WORD_TOKENS = MAX_BAD_WORD_BYTES + 1
 MAX_ALLOWED_TOKEN_IDS = 4096
+# Of a constraint, as it comes and as workers get it: what the stack of who compiles it has room for.
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_CHOICES = 1024
 # Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128

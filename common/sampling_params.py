@@ -16,12 +16,14 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Final, TypeAlias, cast
 
+from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
 from common.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
@@ -68,7 +70,8 @@ class SamplingParams:
     """Parameters of sampling: how tokens are chosen, when generation stops, and which logprobs are wanted.
 
     `logit_bias` is given as a mapping, and kept as pairs in order of their ids. `bad_words` are texts for those who
-    have the tokenizer; the engine knows their `bad_words_token_ids`.
+    have the tokenizer; the engine knows their `bad_words_token_ids`. Likewise `constraint`, also given as a mapping
+    (`Constraint.of`), is for those who check it, and `grammar` (common/constraints/lark.py) for the engine.
 
     Raises:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
@@ -100,6 +103,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1
     num_drafts: int | None = None
+    constraint: Constraint | None = None
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         for name, (valid, ok) in _REAL_RANGES.items():
@@ -128,6 +133,15 @@ class SamplingParams:
                 object.__setattr__(self, name, check(name, value))
         if self.logprobs is not None or self.prompt_logprobs is not None or self.logprob_token_ids:
             self._check_logprobs()
+        if self.constraint is not None or self.grammar:
+            self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        if self.constraint is not None:
+            object.__setattr__(self, "constraint", Constraint.of(self.constraint))
+        if (size := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
+            valid = f"at most {MAX_GRAMMAR_BYTES} bytes of UTF-8"
+            raise InvalidFieldError("sampling_params.grammar", f"has {size} bytes", valid)
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -196,7 +210,8 @@ class SamplingParams:
     @property
     def steers(self) -> bool:
         """True if something changes the logits of every token: penalties, a bias or masks."""
-        return self.penalized or bool(self.logit_bias or self.bad_words_token_ids or self.allowed_token_ids)
+        is_masked = self.bad_words_token_ids or self.allowed_token_ids or self.grammar
+        return self.penalized or bool(self.logit_bias or is_masked)
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:

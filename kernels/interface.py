@@ -154,6 +154,19 @@ class AllowedIds:
 
 
 @dataclass(frozen=True)
+class AllowedBits:
+    """The only ids that some of S rows may sample, a bit for each.
+
+    Attributes:
+        rows: int64 [M], each once.
+        bits: uint32 [M, W], 32 ids a word, the lowest in its lowest bit; 32 W is at least V.
+    """
+
+    rows: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
 class BiasedIds:
     """Numbers that are added to some logits of S rows; each id once in a row.
 
@@ -181,6 +194,7 @@ class SampleParams:
         penalties: None when no row has any.
         biased: None when no row has any.
         allowed: None when all rows may sample all ids.
+        confined: likewise, of other rows or the same.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -191,6 +205,7 @@ class SampleParams:
     penalties: Penalties | None = None
     biased: BiasedIds | None = None
     allowed: AllowedIds | None = None
+    confined: AllowedBits | None = None
 
 
 @dataclass(frozen=True)

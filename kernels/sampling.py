@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
+from kernels.interface import AllowedBits, AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import penalize
 from kernels.philox import Words, all_token_words, token_words
@@ -44,6 +44,7 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
         penalize(logits, params.penalties)
     write_biases(logits, params.biased)
     write_masks(logits, params.allowed, params.masked)
+    confine(logits, params.confined)
     ids = np.empty(len(logits), np.int64)
     broken = ~np.isfinite(logits.max(axis=1))
     if broken.any():
@@ -83,6 +84,14 @@ def write_masks(logits: Floats, allowed: AllowedIds | None, masked: MaskedIds | 
     if masked is not None:
         counts = _counting(masked)
         logits[masked.rows[counts], masked.ids[counts]] = -np.inf
+
+
+def confine(logits: Floats, confined: AllowedBits | None) -> None:
+    """Writes minus infinity into logits [S, V] where the bit of an id is not set."""
+    if confined is not None:
+        octets = confined.bits.astype("<u4").view(np.uint8)
+        kept = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+        logits[confined.rows] = np.where(kept, logits[confined.rows], np.float32(-np.inf))
 
 
 def _counting(masked: MaskedIds) -> npt.NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.constraints.library import ENGINE
 from common.errors import (
     InvalidFieldError,
     NoOutputHeadError,
@@ -75,9 +76,9 @@ class TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest, and
-    `features` what all have. Of `relevance_tokens` the first says that a document is relevant, the second that it is
-    not; None for a model that was not trained for that."""
+    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest,
+    `features` what all have, and `grammar_engine` the router's own if any has that. Of `relevance_tokens` the first
+    says that a document is relevant, the second that it is not; None for a model that was not trained for that."""
 
     name: str
     architecture: str
@@ -96,6 +97,7 @@ class ServedModel:
     relevance_tokens: tuple[int, int] | None = None
     head: Head = OUTPUT_HEAD
     num_labels: int = 0
+    grammar_engine: str = ""
     identity: str = field(init=False)
     """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
@@ -113,6 +115,11 @@ class ServedModel:
     def serves_logprobs(self) -> bool:
         """True if all its ready workers do."""
         return LOGPROBS_FEATURE in self.features
+
+    @property
+    def serves_constraints(self) -> bool:
+        """True if a ready worker compiles grammars as they are checked here."""
+        return self.grammar_engine == ENGINE and self.text.tokenizer is not None and bool(self.eos_token_ids)
 
     @property
     def embeds(self) -> bool:
@@ -184,6 +191,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         features=frozenset(description.features),
         hidden_size=description.hidden_size,
         default_pooling=told_pooling(description.default_pooling),
+        grammar_engine=description.grammar_engine,
         relevance_tokens=(description.relevance_tokens.yes, description.relevance_tokens.no)
         if description.HasField("relevance_tokens")
         else None,
@@ -360,7 +368,8 @@ class ModelRegistry:
         if ready:
             longest = max(served.max_model_len for served in ready)
             features = frozenset.intersection(*(served.features for served in ready))
-            measured = replace(ready[-1], max_model_len=longest, features=features)
+            engine = ENGINE if any(served.grammar_engine == ENGINE for served in ready) else ""
+            measured = replace(ready[-1], max_model_len=longest, features=features, grammar_engine=engine)
             self._models[model.name][model.identity] = measured
 
     def _assigned_names(self) -> list[str]:

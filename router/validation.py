@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
+from common.constraints.forms import CHOICES, FORMS, JSON_OBJECT, Constraint
 from common.errors import (
     InvalidFieldError,
     PromptTooLongError,
@@ -80,6 +81,9 @@ _SAMPLING = (
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
+    "constraint",
+    *(f"constraint.{form}" for form in FORMS),
+    "constraint.choices.texts",
 )
 _KINDS: Final = {
     pb.LOGPROBS_KIND_UNSPECIFIED: RAW,
@@ -541,6 +545,7 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         logit_bias=message.logit_bias,
         bad_words=tuple(message.bad_words),
         allowed_token_ids=tuple(message.allowed_token_ids),
+        constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
     )
     if message.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         problem = f"is {params.min_tokens}"
@@ -549,6 +554,21 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         check_token_ids(f"sampling_params.{name}", getattr(params, name), vocab_size)
     check_bias_ids(params, vocab_size)
     return params
+
+
+def _constraint(message: pb.Constraint) -> Constraint:
+    """A constraint as Python values.
+
+    Raises:
+        InvalidFieldError: it has no form, or one of a wrong size.
+    """
+    form = message.WhichOneof("form")
+    if form is None:
+        raise InvalidFieldError("sampling_params.constraint", "is empty", f"one of {', '.join(FORMS)}")
+    content = getattr(message, form)
+    if form == JSON_OBJECT:
+        return Constraint.of({form: content})
+    return Constraint(form, tuple(content.texts) if form == CHOICES else (content,))
 
 
 def with_logprobs(params: SamplingParams, options: pb.OutputOptions, vocab_size: int) -> SamplingParams:

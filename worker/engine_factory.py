@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from common.config import Config
 from common.limits import STEP_TIMEOUT_S
+from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelConfig
 from worker.engine.core import DPEngineCoreProc, EngineCore
+from worker.grammars import grammars_to_check
 from worker.progress import Progress
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
@@ -50,7 +52,8 @@ class BuiltEngine:
 
     Attributes:
         core: with the config as it was sized by the memory there is.
-        describe: says what was loaded: `weights_digest`, `numerics`, `kernels`, `dtype`; may run a few steps.
+        describe: says what was loaded: `weights_digest`, `numerics`, `kernels`, `dtype` and
+            `grammar_engine`; may run a few steps.
     """
 
     core: EngineCore
@@ -89,7 +92,7 @@ def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]
         options.config, options.model_config, options.threads, progress, takes_memory=options.takes_memory
     )
     config, executor = make_executor(config, runner, clock)
-    return BuiltEngine(EngineCore(config, runner, clock, executor), lambda: describe(runner))
+    return BuiltEngine(EngineCore(config, runner, clock, executor, runner.grammars), lambda: describe(runner))
 
 
 def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
@@ -98,12 +101,16 @@ def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], fl
     threads = threads_per_rank(options.threads, topology.ranks_per_node)
     group = RankGroup(topology, options.config.model, threads, progress, options.step_timeout_s)
     config, known = load_ranks(group, options.config, options.model_config, progress)
+    grammars = None
+    if known["grammar_engine"]:
+        grammars = grammars_to_check(Tokenizer.from_folder(config.model), config.eos_token_ids)
     if topology.dp_size > 1:
-        return BuiltEngine(DPEngineCoreProc(config, group, clock), lambda: known)
-    return BuiltEngine(EngineCore(config, group, clock, group), lambda: known)
+        return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)
+    return BuiltEngine(EngineCore(config, group, clock, group, grammars), lambda: known)
 
 
 def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], float]) -> BuiltEngine:
     config, runner = simulated_runner(options.config, options.model_config, cost)
-    known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated")
+    # A cost model has no logits that could be confined.
+    known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated") | {"grammar_engine": ""}
     return BuiltEngine(EngineCore(config, runner, clock), lambda: known)

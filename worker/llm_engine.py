@@ -21,6 +21,8 @@ import structlog
 from fissile.seed import derive_seed
 
 from common.config import Config
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoOutputHeadError, NoTokenizerError
 from common.hub import HubError, model_folder
 from common.logprob_rows import TokenLogprobs, added, unpack
@@ -181,6 +183,7 @@ class InputOutputProcessor:
         model_config: vocabulary size and generation defaults.
         block_size: tokens per KV block.
         eos_token_ids: the model's end-of-sequence ids.
+        serves_grammars: True if the engine does.
     """
 
     def __init__(
@@ -189,8 +192,13 @@ class InputOutputProcessor:
         model_config: ModelConfig,
         block_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        serves_grammars: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._checker = None
+        if tokenizer is not None and serves_grammars:
+            self._checker = GrammarChecker(tokenizer.added_tokens, eos_token_ids)
         self.model_config = model_config
         self.block_size = block_size
         self._eos_token_ids = eos_token_ids
@@ -218,6 +226,8 @@ class InputOutputProcessor:
             raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
         if params.bad_words:
             params = replace(params, bad_words_token_ids=self._bad_words_token_ids(params))
+        if params.constraint is not None:
+            params = replace(params, constraint=None, grammar=self._grammar(params.constraint))
         request_validation.check_ids(params, self.model_config.vocab_size)
         check_tokens_left(params, self._num_ids, self._eos_token_ids)
         return params
@@ -228,6 +238,12 @@ class InputOutputProcessor:
             raise NoTokenizerError(self.model_config.architecture)
         of_words = bad_words_token_ids(params.bad_words, self.tokenizer, self.model_config.vocab_size)
         return tuple(dict.fromkeys((*of_words, *params.bad_words_token_ids)))
+
+    def _grammar(self, constraint: Constraint) -> str:
+        if self._checker is None:
+            problem = "cannot be served: the model has no tokenizer or no end-of-sequence token, or constraints are off"
+            raise InvalidFieldError("sampling_params.constraint", problem, "no constraint")
+        return self._checker.check(constraint, optional_space=False)
 
     def preprocess(
         self,
@@ -352,6 +368,7 @@ class LLMEngine:
         model: a checkpoint folder or `org/name[@revision]` on the Hugging Face Hub, run with prefix caching and a step
             size for CPUs; or a Config whose `model` is one.
         runner: executes batches instead of the model, for tests; the Config must then have `num_kvcache_blocks`.
+            Requests may have constraints where it has `grammars`, as a ModelRunner.
         clock: monotonic seconds.
 
     Raises:
@@ -375,11 +392,17 @@ class LLMEngine:
             self.core = _loaded_engine(config, model_config, clock)
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
-            self.core = EngineCore(config, runner, clock)
+            self.core = EngineCore(config, runner, clock, grammars=getattr(runner, "grammars", None))
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
         self.config = config = self.core.config
-        self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size, config.eos_token_ids)
+        self.io = InputOutputProcessor(
+            tokenizer,
+            model_config,
+            config.kv_cache_block_size,
+            config.eos_token_ids,
+            serves_grammars=self.core.serves_grammars,
+        )
         self._clock = clock
         # The same live answers by sequence and by request.
         self._live: dict[int, Answer] = {}

@@ -27,6 +27,7 @@ SAMPLING_FIELDS: Final = frozenset(
         "bad_words_token_ids.ids",
         "allowed_token_ids",
         "num_drafts",
+        "grammar",
         *LOGPROB_FIELDS,
     }
 )
@@ -54,6 +55,7 @@ def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
         logprobs=params.logprobs,
         logprob_token_ids=params.logprob_token_ids,
         prompt_logprobs=params.prompt_logprobs,
+        grammar=params.grammar,
     )
     # What nobody asks for takes no bytes.
     if params.logprobs_kind == PROCESSED:
@@ -91,4 +93,5 @@ def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
         logprobs_kind=PROCESSED if params.logprobs_kind == wpb.LOGPROBS_KIND_PROCESSED else RAW,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         prompt_logprobs_start=params.prompt_logprobs_start or 1,
+        grammar=params.grammar,
     )

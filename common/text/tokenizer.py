@@ -272,6 +272,16 @@ class Tokenizer:
         """A new incremental decoder, of a text that continues that of the ids `behind`; special ones of `keep` stay."""
         return Detokenizer(self._bytes, skip=self.special_ids - keep if skip_special else frozenset(), behind=behind)
 
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of every token that follows another, by id."""
+        return [self._bytes.inner(id) for id in range(self.vocab_size)]
+
+    @property
+    def hides_first_space(self) -> bool:
+        """True if a text does not have the space that its first token has, as with SentencePiece."""
+        first = self._ids(self._plain, "a")[:1]
+        return any(self._bytes.first(id) != self._bytes.inner(id) for id in first)
+
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary entry of each id, for people to read; empty for an id that has none."""
         return [self._parsing.id_to_token(id) or "" for id in ids]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kernels import logprobs, sampling
 from kernels.cpu.library import address
-from kernels.interface import LogitStats, SampleParams
+from kernels.interface import AllowedBits, LogitStats, SampleParams
 from kernels.penalties import Penalties, penalize
 from kernels.philox import Words
 from kernels.sampling import Floats, Ids
@@ -23,6 +23,8 @@ from kernels.torch_backend.sampling import TorchSamplingOps
 _LEFT = -2
 # Arguments of the library that tell of penalties.
 _PENALTY_COLUMNS = 6
+# Likewise of bits.
+_BIT_COLUMNS = 2
 
 
 class CpuSamplingOps(TorchSamplingOps):
@@ -80,8 +82,9 @@ def logit_stats(library: CDLL, logits: Floats, tokens: Ids, top: int, given: Ids
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
-    A row's penalties are written by the thread that samples it, but for those of a row with biases, which come behind
-    them. Masks are written before, which changes nothing: minus infinity stays what it is. Rows that the library has no
+    A row's penalties, and its mask of bits, are written by the thread that samples it, but for penalties of a row with
+    biases, which come behind them. Other masks are written before, which changes nothing: minus infinity stays what it
+    is. Rows that the library has no
     memory for are left to kernels/sampling.py.
     """
     penalties = params.penalties
@@ -95,19 +98,25 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
             penalties = None if of_biased.all() else penalties.where(~of_biased)
         sampling.write_biases(logits, params.biased)
     sampling.write_masks(logits, params.allowed, params.masked)
+    confined = params.confined
     if logits.strides[1] != logits.itemsize:
-        logits = np.ascontiguousarray(logits)
+        # Here, since the library has a copy.
+        sampling.confine(logits, confined)
+        logits, confined = np.ascontiguousarray(logits), None
     ids = np.empty(len(logits), np.int64)
     given = (params.temperature, params.top_k, params.top_p, params.min_p, seeds, positions, choices, ids)
     wanted = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64, np.int64)
     columns = [np.ascontiguousarray(column, dtype) for column, dtype in zip(given, wanted, strict=True)]
     of_penalties = [] if penalties is None else _penalty_columns(penalties, len(logits))
-    addresses = [address(one) for one in (*columns, *of_penalties)]
+    of_bits = [] if confined is None else _bit_columns(confined, len(logits))
     library.fissile_sample(
         logits.ctypes.data,
         logits.strides[0] // logits.itemsize,
         *logits.shape,
-        *(addresses if of_penalties else [*addresses, *[None] * _PENALTY_COLUMNS]),
+        *map(address, columns),
+        *(map(address, of_penalties) if of_penalties else [None] * _PENALTY_COLUMNS),
+        *(map(address, of_bits) if of_bits else [None] * _BIT_COLUMNS),
+        0 if confined is None else confined.bits.shape[1],
     )
     left = np.flatnonzero(ids == _LEFT)
     if len(left):
@@ -121,9 +130,17 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
             penalties=None,
             biased=None,
             allowed=None,
+            confined=None,
         )
         ids[left] = sampling.sample(logits[left], rest, seeds[left], positions[left], choices[left])
     return ids
+
+
+def _bit_columns(confined: AllowedBits, rows: int) -> list[npt.NDArray[np.generic]]:
+    """The library's: each row's place among the bits, and these."""
+    places = np.full(rows, -1, np.int64)
+    places[confined.rows] = np.arange(len(confined.rows))
+    return [places, np.ascontiguousarray(confined.bits, np.uint32)]
 
 
 def _penalty_columns(penalties: Penalties, rows: int) -> list[npt.NDArray[np.generic]]:

@@ -17,7 +17,7 @@ from kernels.cpu import attention, elementwise, experts, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, PLAIN, select
 from kernels.cpu.routing import route
-from kernels.interface import AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
+from kernels.interface import AllowedBits, AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
 from kernels.logprobs import log_normalizers
 from kernels.penalties import Penalties, SeenIds
 from kernels.torch_backend.attention import PagedKVCache
@@ -311,8 +311,11 @@ def _sample() -> Check:
         np.where(number % 6 == 5, 0.05, 0.0).astype(np.float32),
     )
 
+    bits = np.random.default_rng(1003).integers(1 << 32, size=(ROWS, 32), dtype=np.uint32)
+
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:
         ids = rows.numpy()
+        confined = np.flatnonzero(ids % 4 == 3)
         penalized = np.flatnonzero(ids % 2)
         repetition, presence, frequency = (np.full(len(penalized), one, np.float32) for one in (1.3, 0.2, 0.1))
         own = SampleParams(
@@ -321,6 +324,7 @@ def _sample() -> Check:
             params.top_p[ids],
             params.min_p[ids],
             penalties=Penalties(penalized, [seen[i] for i in ids[penalized]], repetition, presence, frequency),
+            confined=AllowedBits(confined, bits[ids[confined]]),
         )
         seeds = (ids * 7919).astype(np.uint64)
         drawn = sampling.sample(library, logits[ids].copy(), own, seeds, ids.copy(), np.zeros_like(ids))

@@ -26,12 +26,19 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from kernels.interface import LogitStats, SampleParams, SamplingOps
+from kernels.interface import AllowedBits, LogitStats, SampleParams, SamplingOps
 from kernels.philox import DOMAIN
 from kernels.torch_backend import logit_stats
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.penalties import penalize
-from kernels.triton_backend.sample_tensors import DeviceMaskedIds, SampleTensors, mask_others, prepare, write_biases
+from kernels.triton_backend.sample_tensors import (
+    DeviceMaskedIds,
+    SampleTensors,
+    columns_to_device,
+    mask_others,
+    prepare,
+    write_biases,
+)
 from kernels.upload import to_device
 
 # Numbers of a row that a program looks at.
@@ -135,6 +142,18 @@ def _mask_kernel(logits, row_stride, rows, ids, after, late, count, AFTER: tl.co
     row = tl.load(rows + entry, mask=mask, other=0).to(tl.int64)
     place = logits + row * row_stride + tl.load(ids + entry, mask=mask, other=0)
     tl.store(place, tl.full((BLOCK,), float("-inf"), tl.float32), mask=mask)
+
+
+# A program sets the logits in a chunk of a row to minus infinity whose bits are not set.
+@triton.jit
+def _confine_kernel(logits, row_stride, rows, bits, words, vocab, CHUNK: tl.constexpr):
+    own = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + own)
+    id = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = id < vocab
+    word = tl.load(bits + own * words + (id >> 5), mask=inside, other=-1)
+    place = logits + row * row_stride + id
+    tl.store(place, tl.full((CHUNK,), float("-inf"), tl.float32), mask=inside & (((word >> (id & 31)) & 1) == 0))
 
 
 # A program finds the first of the largest numbers in a chunk of a row, and whether there is a NaN.
@@ -450,7 +469,20 @@ class TritonSamplingOps(SamplingOps):
             penalize(logits, params.penalties)
         write_biases(logits, params.biased)
         mask_others(logits, params.allowed)
+        confine(logits, params.confined)
         return sample(logits, prepare(params, seeds, positions, choices, self._device))
+
+
+def confine(logits: torch.Tensor, confined: AllowedBits | None) -> None:
+    """Writes minus infinity into logits [S, V] on the device where the bit of an id is not set."""
+    if confined is not None:
+        count, words = confined.bits.shape
+        rows, bits = columns_to_device([confined.rows, confined.bits.view(np.int32).ravel()], logits.device)
+        grid = (count, triton.cdiv(logits.shape[1], _CHUNK))
+        launch(
+            _confine_kernel, grid, logits, logits.stride(0), rows, bits, words, logits.shape[1],
+            CHUNK=_CHUNK, num_warps=4,
+        )  # fmt: skip
 
 
 def greedy(logits: torch.Tensor, limit: int) -> torch.Tensor:

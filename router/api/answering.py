@@ -300,6 +300,8 @@ class Answering:
         params = with_candidates(params, request.sampling_params)
         if params.wants_logprobs and not model.serves_logprobs:
             raise UnservedByWorkersError(wanted_by, model.name)
+        if params.constraint is not None and not model.serves_constraints:
+            raise UnservedByWorkersError("sampling_params.constraint", model.name)
         began = self._clock()
         try:
             with self.interruptible(call):
@@ -307,6 +309,11 @@ class Answering:
                 if params.bad_words:
                     ids = await self._encoder.bad_words(params.bad_words, model, call.tenant)
                     params = replace(params, bad_words_token_ids=ids)
+                if params.constraint is not None:
+                    grammar = await self._encoder.grammar(
+                        params.constraint, model, is_message=not kind.continues, tenant=call.tenant
+                    )
+                    params = replace(params, constraint=None, grammar=grammar)
                 prompt_text = await self._prompt_text(request.output_options, prompt, model, call.tenant)
         finally:
             asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())

@@ -193,6 +193,7 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_LOGPROBS: model.serves_logprobs,
         pb.CAPABILITY_TOOLS: model.calls_tools,
         pb.CAPABILITY_REASONING: model.reasons,
+        pb.CAPABILITY_CONSTRAINTS: model.serves_constraints,
         pb.CAPABILITY_EMBED: model.embeds,
         pb.CAPABILITY_RERANK: model.reranks,
         pb.CAPABILITY_RECEIPTS: True,

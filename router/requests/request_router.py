@@ -244,7 +244,9 @@ class RequestRouter:
         """Ends a request for which there has been no worker for too long."""
         queued = stream.queued
         wanted = "" if queued.numerics is None else f" of numerics class {queued.numerics}"
-        if self._dispatcher.lanes.can_serve(queued.model, queued.numerics):
+        if queued.grammar_engine:
+            wanted += f" with {queued.grammar_engine}"
+        if self._dispatcher.lanes.can_serve(queued.model, queued.numerics, grammar_engine=queued.grammar_engine):
             wanted += f" with room for the request's {queued.most_tokens} tokens"
         model, wait_s = stream.request.model, self._worker_wait_s
         stream.assembly.lose_worker(f"no worker{wanted} serves model {model!r}, for {wait_s:g} s now")

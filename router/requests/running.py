@@ -152,7 +152,9 @@ class RunningRequests:
         queued = stream.queued
         if queued.only_worker:
             return False
-        return self._dispatcher.lanes.can_serve(queued.model, queued.numerics, queued.most_tokens, but=address)
+        return self._dispatcher.lanes.can_serve(
+            queued.model, queued.numerics, queued.most_tokens, grammar_engine=queued.grammar_engine, but=address
+        )
 
     def workers_of(self, identity: str, numerics: str) -> dict[str, str]:
         """Addresses, by worker id, of the workers of a model and numerics class that take work."""
@@ -214,7 +216,10 @@ class RunningRequests:
         for stream in reversed(_streams(session.state.live.values())):
             num_tokens, queued = stream.assembly.num_tokens, stream.queued
             wanted = stream.attempts.numerics_wanted(self._policy, num_tokens)
-            if queued.only_worker or not self._dispatcher.lanes.can_serve(queued.model, wanted, queued.most_tokens):
+            can_go = self._dispatcher.lanes.can_serve(
+                queued.model, wanted, queued.most_tokens, grammar_engine=queued.grammar_engine
+            )
+            if queued.only_worker or not can_go:
                 continue
             if stream.attempts.has_begun(num_tokens):
                 begun.append((stream, Loss.DRAINED))

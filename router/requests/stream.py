@@ -16,6 +16,7 @@ from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.adoption import delivered_digest
+from common.constraints.library import ENGINE
 from common.errors import ApiError, NoWorkerError
 from common.pooling import MEAN, Pooling
 from common.rpc.pooling_protos import worker_pooling
@@ -159,6 +160,7 @@ class RoutedRequest:
             granule_tokens=self.granule_tokens,
             most_tokens=len(self.token_ids) + self.params.max_tokens,
             numerics=self.resumed_from or None,
+            grammar_engine=ENGINE if self.params.grammar else "",
             only_worker=self.only_worker,
             shared_tokens=self._shared_tokens,
         )

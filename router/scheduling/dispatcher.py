@@ -222,6 +222,7 @@ class Dispatcher:
         *,
         max_model_len: float = math.inf,
         caches_prefixes: bool = True,
+        grammar_engine: str = "",
     ) -> None:
         """A worker takes work: a clean lane, to which of what waits goes what it would serve sooner."""
         lane = Lane(
@@ -232,6 +233,7 @@ class Dispatcher:
             self.shares,
             max_model_len=max_model_len,
             caches_prefixes=caches_prefixes,
+            grammar_engine=grammar_engine,
         )
         self.lanes.add(lane)
         self.lane_ready(worker, now)

@@ -77,6 +77,7 @@ class QueuedRequest:
         granules: names of the granules of its prompt, as in `prefix_index`.
         granule_tokens: tokens of a granule.
         most_tokens: tokens that it has at its end at most, prompt and answer; 0 when nobody has said.
+        grammar_engine: library that its worker must compile grammars with; "" for a request without one.
         work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
         excluded_worker: a worker that it does not go to if there is another, "" for none.
         only_worker: the one worker that it may go to, "" for any.
@@ -103,6 +104,7 @@ class QueuedRequest:
     granules: Sequence[int] = ()
     granule_tokens: int = 0
     most_tokens: int = 0
+    grammar_engine: str = ""
     work: int = 0
     excluded_worker: str = ""
     only_worker: str = ""

@@ -56,6 +56,7 @@ class Lane:
         numerics: its numerics class.
         max_model_len: most tokens of a sequence there, prompt and answer.
         caches_prefixes: whether it shares the KV of equal prefixes and says what it holds.
+        grammar_engine: library that compiles grammars there; "" for none.
         shares: what the tenants have had; every request that is bound has entered it.
     """
 
@@ -69,7 +70,9 @@ class Lane:
         *,
         max_model_len: float = math.inf,
         caches_prefixes: bool = True,
+        grammar_engine: str = "",
     ) -> None:
+        self.grammar_engine = grammar_engine
         self.caches_prefixes = caches_prefixes
         self.max_model_len = max_model_len
         self.worker = worker
@@ -88,9 +91,20 @@ class Lane:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._bound)
 
-    def can_serve(self, numerics: str | None, most_tokens: int) -> bool:
-        """True if the worker can run a sequence of so many tokens in a numerics class (None: in any) to its end."""
-        return numerics in (None, self.numerics) and most_tokens <= self.max_model_len
+    def can_serve(self, numerics: str | None, most_tokens: int, grammar_engine: str = "") -> bool:
+        """True if the worker can run a sequence of so many tokens in a numerics class (None: in any) to its end, with a
+        grammar of this library ("": without one)."""
+        is_class, compiles = numerics in (None, self.numerics), grammar_engine in ("", self.grammar_engine)
+        return is_class and compiles and most_tokens <= self.max_model_len
+
+    def suits(self, request: QueuedRequest) -> bool:
+        """True if the worker can run a request to its end, as far as that depends on what the worker is."""
+        return self.can_serve(request.numerics, request.most_tokens, request.grammar_engine)
+
+    @property
+    def kind(self) -> tuple[str, float, str]:
+        """All that `can_serve` depends on."""
+        return self.numerics, self.max_model_len, self.grammar_engine
 
     @property
     def bound_tokens(self) -> int:

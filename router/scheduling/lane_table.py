@@ -71,7 +71,7 @@ class LaneTable:
         self._kinds.pop(model, None)
         if lanes:
             self._ready[model] = lanes
-            self._kinds[model] = list({(each.numerics, each.max_model_len): each for each in lanes}.values())
+            self._kinds[model] = list({each.kind: each for each in lanes}.values())
 
     def limit(self, worker: str, most_seqs: int | None) -> Lane:
         """Gives a worker no more sequences at a time than these; None: as many as it reports room for."""
@@ -101,24 +101,27 @@ class LaneTable:
             self._taken.discard(lane.worker)
         return True
 
-    def can_serve(self, model: str, numerics: str | None, most_tokens: int = 0, *, but: str = "") -> bool:
+    def can_serve(
+        self, model: str, numerics: str | None, most_tokens: int = 0, *, grammar_engine: str = "", but: str = ""
+    ) -> bool:
         """True if a worker, another one than `but`, takes work for a model and can serve it.
 
         Args:
             model: identity of the model.
             numerics: class that the worker must be of, None for any.
             most_tokens: tokens that the sequence has at its end at most.
+            grammar_engine: library of its grammar, "" for none.
             but: a worker that does not count, "" for none.
         """
         lanes = self._ready.get(model, ())
-        return any(lane.worker != but and lane.can_serve(numerics, most_tokens) for lane in lanes)
+        return any(lane.worker != but and lane.can_serve(numerics, most_tokens, grammar_engine) for lane in lanes)
 
     def is_servable(self, request: QueuedRequest) -> bool:
         """True if a worker that takes work can serve a request."""
         if request.only_worker:
             return bool(self._own_lane(request))
         kinds = self._kinds.get(request.model, ())
-        return any(lane.can_serve(request.numerics, request.most_tokens) for lane in kinds)
+        return any(lane.suits(request) for lane in kinds)
 
     def candidates(self, request: QueuedRequest) -> list[Lane]:
         """The lanes that a request may go to; all of its model's are one and the same list.
@@ -128,9 +131,8 @@ class LaneTable:
         if request.only_worker:
             return self._own_lane(request)
         lanes = self._ready.get(request.model, [])
-        numerics, most_tokens = request.numerics, request.most_tokens
-        if not all(lane.can_serve(numerics, most_tokens) for lane in self._kinds.get(request.model, ())):
-            lanes = [lane for lane in lanes if lane.can_serve(numerics, most_tokens)]
+        if not all(lane.suits(request) for lane in self._kinds.get(request.model, ())):
+            lanes = [lane for lane in lanes if lane.suits(request)]
         if request.excluded_worker:
             lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
         if self._taken or self._limited:
@@ -146,7 +148,7 @@ class LaneTable:
         return [
             lane
             for lane in self._ready.get(request.model, ())
-            if lane.worker == request.only_worker and lane.can_serve(request.numerics, request.most_tokens)
+            if lane.worker == request.only_worker and lane.suits(request)
         ]
 
     def counts(self, now: float, gate: DelayGate) -> LaneCounts:

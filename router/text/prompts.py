@@ -22,6 +22,8 @@ import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
 from common.errors import (
     InvalidFieldError,
     NoChatTemplateError,
@@ -52,6 +54,8 @@ _INLINE_TOKENS = 2048
 _PIECE_TOKENS = 4096
 _STEP_TOKENS = 16 * _PIECE_TOKENS
 _BYTES_PER_ID = 4
+# Models whose constraints are remembered.
+_MOST_CHECKERS = 16
 # Bytes of text that take a thread for more than about 20 ms.
 LONG_TEXT: Final = 16_384
 LONG_TEXT_NICE: Final = 10
@@ -113,6 +117,8 @@ class PromptEncoder:
         self._queue = TextQueue() if queue is None else queue
         self._running = dict.fromkeys(TextPool, 0)
         self._closed = False
+        # By tokenizer and end-of-sequence ids, the one that was needed last at the end.
+        self._checkers: dict[tuple[str, frozenset[int]], GrammarChecker] = {}
 
     def __len__(self) -> int:
         """Number of texts that have not ended."""
@@ -224,6 +230,36 @@ class PromptEncoder:
         tokenizer = _tokenizer_of(model)
         size = sum(len(word.encode()) for word in words)
         return await self._run(_once(lambda: bad_words_token_ids(words, tokenizer, model.vocab_size)), size, tenant)
+
+    async def grammar(self, constraint: Constraint, model: ServedModel, *, is_message: bool, tenant: str = "") -> str:
+        """The grammar of a constraint, as workers get it.
+
+        Args:
+            constraint: of a request.
+            model: that answers.
+            is_message: True if the answer's text does not begin with the space that its first token may have.
+            tenant: whose turn it takes where the constraint is not known yet.
+
+        Raises:
+            ApiError: it cannot be guaranteed, no tokenizer, or too many requests wait.
+        """
+        tokenizer = _tokenizer_of(model)
+        checker = self._checker(model, tokenizer)
+        space = is_message and tokenizer.hides_first_space
+        if (known := checker.known(constraint, optional_space=space)) is not None:
+            return known
+        steps = _once(lambda: checker.check(constraint, optional_space=space))
+        # Among the long texts: a second of somebody's grammar keeps nobody's short prompt waiting.
+        size = sum(len(text.encode()) for text in constraint.texts)
+        return await self._run(steps, size, tenant, TextPool.LONG)
+
+    def _checker(self, model: ServedModel, tokenizer: Tokenizer) -> GrammarChecker:
+        key = (model.tokenizer_sha256, model.eos_token_ids)
+        checker = self._checkers.pop(key, None) or GrammarChecker(tokenizer.added_tokens, model.eos_token_ids)
+        self._checkers[key] = checker
+        while len(self._checkers) > _MOST_CHECKERS:
+            del self._checkers[next(iter(self._checkers))]
+        return checker
 
     async def tokenize(self, text: str, model: ServedModel, tenant: str = "") -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.

@@ -50,7 +50,12 @@ class GapError(Exception):
 
 _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 # Ends that a client sees as a finish; the others are failures.
-_STOPS = (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE)
+_STOPS = (
+    wpb.END_REASON_EOS,
+    wpb.END_REASON_STOP_TOKEN,
+    wpb.END_REASON_STOP_SEQUENCE,
+    wpb.END_REASON_CONSTRAINT,
+)
 
 
 class StreamAssembly:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DeadlineError, EngineError
+from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
 from common.text.response.parser import Part
 from router.text.answer_logprobs import ChunkLogprobs
 
@@ -57,6 +57,8 @@ def error_of(end: wpb.SequenceEnd) -> ApiError:
     """The failure that a worker's end is for the client."""
     if end.reason == wpb.END_REASON_DEADLINE:
         return DeadlineError("at the worker")
+    if end.reason == wpb.END_REASON_CONSTRAINT_FAILED:
+        return ConstraintFailedError(end.message)
     return EngineError(end.message or "the worker failed")
 
 
@@ -68,5 +70,7 @@ def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
         return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
     if end.reason == wpb.END_REASON_STOP_TOKEN:
         return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
+    if end.reason == wpb.END_REASON_CONSTRAINT:
+        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(constraint=True))
     ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
     return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))

@@ -356,6 +356,7 @@ class WorkerPool:
             session.numerics,
             max_model_len=session.model.max_model_len,
             caches_prefixes=welcome.kv_events,
+            grammar_engine=session.model.grammar_engine,
         )
         self._begin_probation(worker, session, now)
         self.caches.welcomed(session)

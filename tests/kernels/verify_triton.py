@@ -20,6 +20,7 @@ import torch
 
 from kernels import sampling
 from kernels.interface import (
+    AllowedBits,
     AllowedIds,
     AttentionMetaData,
     BiasedIds,
@@ -51,6 +52,10 @@ STORED = (
 def packed_formats(backend: TritonBackend) -> tuple[str, ...]:
     """Those of FORMATS that the GPU has; without FP8 in its hardware only the others."""
     return tuple(name for name in FORMATS if backend.packed_format(name, torch.bfloat16) is not None)
+
+
+def _bits(rows: int, vocab: int) -> np.ndarray:
+    return np.random.default_rng(vocab).integers(1 << 32, size=(rows, -(-vocab // 32)), dtype=np.uint32)
 
 
 class BitVerifier:
@@ -173,6 +178,7 @@ class BitVerifier:
             biased=BiasedIds(rows.repeat(4), ids, np.linspace(-100, 100, 4 * count, dtype=np.float32)),
             allowed=AllowedIds(np.repeat(rows[::3], 40), np.tile(np.arange(40) * 31 % self._vocab, len(rows[::3]))),
             masked=masked,
+            confined=AllowedBits(rows[1::3], _bits(len(rows[1::3]), self._vocab)),
         )
         choice = rows.astype(np.uint64), rows + 9, rows * 0
         expected = sampling.sample(logits.cpu().numpy().copy(), params, *choice)

@@ -23,6 +23,8 @@ import torch
 
 from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.config_parts import NGRAM
+from common.constraints.forms import Constraint
+from common.constraints.lark import canonical
 from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -36,11 +38,13 @@ from tests.parity.drafts import RandomProposer, streams_of
 from tests.parity.draws import changes_of_logits
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import OBJECTIONS, Mutant
+from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.prefix_cache import PrefixCache
+from worker.grammars import Grammars
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
 from worker.model.logprobs import TokenLogprobsMaker
@@ -53,6 +57,16 @@ MODEL_LEN = 128
 NUM_IDS = 1000
 NUM_WORKLOADS, NUM_LONG = 4, 60
 MAX_STEPS = 3_000
+# Some that end soon, and some that `max_tokens` cuts.
+GRAMMARS = [
+    canonical(Constraint.of(given))
+    for given in (
+        {"json_schema": {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 3}},
+        {"json_object": True},
+        {"regex": "[a-z]{2,9}( [a-z]{2,9}){1,4}[.!]"},
+        {"choices": ["yes", "no", "a longer choice of many letters"]},
+    )
+]
 # Chunks that end anywhere in a block; chunks of several sequences; whole prompts.
 BUDGETS = (20, 48, 512)
 # One for each combination of switches; every second pool is tight, and small blocks fill it best.
@@ -125,10 +139,11 @@ def texts() -> list[list[int]]:
 
 def workload(number: int) -> dict[str, Request]:
     """Requests by id: prompts with common beginnings, every kind of sampling, arrivals while others run, aborts."""
-    rnd, logprobs = random.Random(number), random.Random(f"logprobs {number}")
+    rnd, logprobs, grammars = (random.Random(seed) for seed in (number, f"logprobs {number}", f"grammars {number}"))
     beginnings = [[], *(rnd.choice(texts())[:n] for n in (16, 37, 48))]
     requests = {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(5)}
-    return {name: _with_logprobs(logprobs, request) for name, request in requests.items()}
+    steered = {name: _with_logprobs(logprobs, request) for name, request in requests.items()}
+    return {name: _with_grammar(grammars, request) for name, request in steered.items()}
 
 
 def _request(rnd: random.Random, beginning: list[int]) -> Request:
@@ -156,6 +171,13 @@ def _with_logprobs(rnd: random.Random, request: Request) -> Request:
     if asked and rnd.random() < 0.5:
         asked["logprob_token_ids"] = tuple(rnd.sample(range(5, 1000), rnd.choice([1, 3])))
     return replace(request, params=replace(request.params, **asked))
+
+
+def _with_grammar(rnd: random.Random, request: Request) -> Request:
+    """With or without a grammar, which its other masks may leave nothing of."""
+    if rnd.random() > 0.2:
+        return request
+    return replace(request, params=replace(request.params, grammar=rnd.choice(GRAMMARS)))
 
 
 def _sampling(rnd: random.Random) -> dict[str, Any]:
@@ -186,6 +208,10 @@ class Watched:
     runner: ModelRunner
     seen: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def grammars(self) -> Grammars | None:
+        return self.runner.grammars
+
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         self.watch(batch)
         return self.runner.forward(batch)
@@ -199,6 +225,7 @@ class Watched:
         self.seen["prompts and decodes in one step"] += 0 < batch.total_seqs_num_prefill < batch.total_seqs_num
         self.seen["chunks"] += batch.is_final.count(False)
         self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
+        self.seen["constrained"] += sum(bool(history.params.grammar) for history in batch.histories.values())
         self.seen["copies"] += len(batch.block_copies)
         self.seen["rows before their token"] += sum(batch.from_last_output)
         self.seen["drafts beside prompts"] += bool(batch.num_spec_step and batch.total_seqs_num_prefill)
@@ -210,8 +237,8 @@ def loaded(block_size: int, kernels: str) -> ModelRunner:
     """The model, loaded once for each block size and back end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "select_backend", lambda *choice: poisoned(select_backend(*choice)))
-        config = Setting(block_size=block_size, kernels=kernels).config
-        return ModelRunner(config, ModelConfig.from_folder(DEMO))
+        config, model_config = Setting(block_size=block_size, kernels=kernels).config, ModelConfig.from_folder(DEMO)
+        return ModelRunner(with_special_tokens(config, model_config), model_config)
 
 
 def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
@@ -341,7 +368,8 @@ class RemembersTables(ModelRunner):
     """Keeps each sequence's block table and extends it only, so that after a preemption it reads blocks of others."""
 
     def __init__(self) -> None:
-        super().__init__(TIGHT.config, ModelConfig.from_folder(DEMO))
+        model_config = ModelConfig.from_folder(DEMO)
+        super().__init__(with_special_tokens(TIGHT.config, model_config), model_config)
         self.tables: dict[int, list[int]] = {}
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -17,7 +17,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     make_checkpoint(tmp_path / "deploy" / "demo" / "checkpoint", "qwen3", num_hidden_layers=2, vocab_size=1024)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(DOC), "exec"), names)
@@ -25,6 +25,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "s per token" in printed
     assert re.search(r"^first .* max_tokens$", printed, re.MULTILINE)
     assert "\nfirst 20\n" in printed
+    assert re.search(r"^\{.* (constraint|max_tokens)$", printed, re.MULTILINE | re.DOTALL)
     rate = int(re.search(r"(\d+) tokens per second\n$", printed)[1])  # type: ignore[index]
     # 64 000 prompt tokens at 39 000 per second, then 99 steps of 7 ms.
     assert rate == pytest.approx(6400 / (64_000 / 39_000 + 99 * 0.007), rel=0.05)

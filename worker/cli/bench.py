@@ -36,6 +36,7 @@ OF_A_SERVICE: Final[dict[str, Any]] = {
     "model_name": None,
     "hash_seed": 0,
     "kv_digests": 0.0,
+    "enable_constraints": False,
     "drain_timeout": DRAIN_TIMEOUT_S,
     "simulate": None,
     "nnodes": 1,

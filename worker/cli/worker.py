@@ -161,6 +161,11 @@ class WorkerCommand(ConfigurableCommand):
     "workers choose the same ones. 0% is off.",
 )  # fmt: skip
 @option(
+    "--constraints/--no-constraints", "enable_constraints", envvar="FISSILE_CONSTRAINTS", default=True,
+    help="Serve answers that are confined to a schema, an expression or a grammar. The vocabulary in the form that "
+    "this needs takes up to 100 MB, on each rank.",
+)  # fmt: skip
+@option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),
     help="Compute threads, shared among the ranks of this machine. Default: all cores.",
 )  # fmt: skip

@@ -23,6 +23,7 @@ _OF_CONFIG: Final = (
     "scheduler_delay_factor",
     "hash_seed",
     "kv_digests",
+    "enable_constraints",
     "dtype",
     "kv_cache_dtype",
     "kernels",

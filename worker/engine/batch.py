@@ -479,6 +479,9 @@ class ScheduledBatchOutput:
     without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
     of `ScheduledBatch.digested_blocks`. None where there are none.
 
+    `constraint_ends` has the sequences whose NO_TOKEN says that their grammar has ended: completely (empty), or why it
+    cannot go on.
+
     `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
     without meaning.
     """
@@ -490,6 +493,7 @@ class ScheduledBatchOutput:
     target_logprobs: dict[int, bytes] | None = None
     kv_digests: tuple[tuple[bytes, int], ...] | None = None
     pooled: dict[int, bytes] | None = None
+    constraint_ends: dict[int, str] | None = None
 
     @property
     def req_ids(self) -> list[int]:

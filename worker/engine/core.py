@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from common.config import Config
+from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
@@ -38,6 +39,14 @@ _OVERLOAD: Final = "the worker has no room for it"
 
 class EngineDeadError(Exception):
     """The runner has failed. What the engine holds is lost, and no further step is possible."""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars on threads of its own."""
+
+    def begin(self, text: str) -> Future[Any]:
+        """Begins to compile a grammar; the future raises where it does not compile."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class EngineCore:
         runner: executes batches.
         clock: monotonic seconds; a virtual one in simulations.
         executor: of the runner's own; None runs it in this process, on a thread of its own with deferred output.
+        grammars: compiles those of sequences; None where these cannot have any.
 
     Raises:
         InvalidFieldError: see Scheduler.
@@ -99,6 +109,7 @@ class EngineCore:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -108,6 +119,9 @@ class EngineCore:
         self._flights: deque[_Flight] = deque()
         self._clock = clock
         self._deadlines = _Deadlines()
+        self._grammars = grammars
+        # Sequences that wait for their grammars.
+        self._compiling: list[Sequence] = []
         self._dead = False
 
     @property
@@ -115,8 +129,15 @@ class EngineCore:
         """Steps scheduled since the start."""
         return self.scheduler.lifecycle.totals.steps
 
+    @property
+    def serves_grammars(self) -> bool:
+        """True if sequences may have any."""
+        return self._grammars is not None
+
     def validate(self, seq: Sequence) -> None:
         """Raises an ApiError if `seq` cannot be run (Scheduler.validate)."""
+        if seq.sampling_params.grammar and self._grammars is None:
+            raise InvalidFieldError("params.grammar", "is set", "none: this engine has no grammars")
         self.scheduler.validate(seq)
 
     def add_request(self, seq: Sequence) -> None:
@@ -125,8 +146,9 @@ class EngineCore:
         Raises:
             ApiError: it cannot be run; it has not been taken.
         """
+        self.validate(seq)
         if self.scheduler.add(seq):
-            self._deadlines.add(seq)
+            self._watch(seq)
 
     def add_group(self, seqs: Iterable[Sequence]) -> None:
         """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
@@ -134,14 +156,24 @@ class EngineCore:
         Raises:
             ApiError: one cannot be run; none has been taken.
         """
-        for seq in self.scheduler.add_group(seqs):
-            self._deadlines.add(seq)
+        group = list(seqs)
+        for seq in group:
+            self.validate(seq)
+        for seq in self.scheduler.add_group(group):
+            self._watch(seq)
 
     def enter(self, seqs: Iterable[Sequence], *, is_gated: bool) -> None:
         """Takes sequences that `validate` has passed."""
         for seq in seqs:
             if self.scheduler.enter(seq, is_gated=is_gated):
-                self._deadlines.add(seq)
+                self._watch(seq)
+
+    def _watch(self, seq: Sequence) -> None:
+        """Looks after what happens to a sequence by itself: its deadline, and the end of its grammar's compilation."""
+        self._deadlines.add(seq)
+        if seq.sampling_params.grammar and self._grammars is not None:
+            seq.compiling = self._grammars.begin(seq.sampling_params.grammar)
+            self._compiling.append(seq)
 
     def abort(self, seq_id: int) -> bool:
         """Ends a sequence and frees its blocks at once. False when it is not live, so that repeating does no harm.
@@ -205,6 +237,8 @@ class EngineCore:
         now = self._clock()
         self.expire(now)
         self._deadlines.compact(self.scheduler.num_live)
+        if self._compiling:
+            self._look_at_grammars(now)
         scheduled = self.scheduler.schedule(now)
         if scheduled is None:
             self._nothing_scheduled()
@@ -216,6 +250,13 @@ class EngineCore:
             self._land(self._flights[0])
             self._flights.popleft()
         return StepResult(self.scheduler.take_outputs())
+
+    def _look_at_grammars(self, now: float) -> None:
+        """Ends sequences whose grammars do not compile; the others can be scheduled when theirs are there."""
+        for seq in self._compiling:
+            if seq.compiling is not None and seq.compiling.done() and (error := seq.compiling.exception()):
+                self.scheduler.abort(seq.id, now=now, reason=EndReason.INVALID, message=str(error))
+        self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:
         """A step without a batch."""
@@ -293,10 +334,17 @@ class DPEngineCoreProc(EngineCore):
         config: as EngineCore, as are the others.
         group: runs the steps, and knows the other engines.
         clock: monotonic seconds.
+        grammars: as of EngineCore.
     """
 
-    def __init__(self, config: Config, group: LockstepGroup, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(config, group, clock, group)
+    def __init__(
+        self,
+        config: Config,
+        group: LockstepGroup,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        super().__init__(config, group, clock, group, grammars)
         self._group = group
         self._in_round = False
         self._busy = False

@@ -23,6 +23,8 @@ from worker.engine.step import Step
 from worker.engine.stop_rules import Stop, StopRules
 
 _NOT_A_NUMBER: Final = Stop("not_a_number", EndReason.NOT_A_NUMBER)
+_COMPLETE: Final = Stop("constraint", EndReason.CONSTRAINT)
+_CONSTRAINT_FAILED: Final = Stop("constraint_failed", EndReason.CONSTRAINT_FAILED)
 _NOT_A_NUMBER_MESSAGE: Final = "the model's output is not a number"
 # The token with which a sequence that is embedded ends.
 _POOLED_TOKEN: Final = 0
@@ -89,14 +91,24 @@ class Landing:
         if batch.is_plain_decode:
             self._land_decodes(seqs, batch, fwd_output, finished, now)
             return finished
-        logprobs = fwd_output.logprobs or {}
+        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
         given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
             verified = batch.scheduled_spec_decode_tokens.get(seq.id)
             token_ids = fwd_output.token_ids.get(seq.id, ())
             if seq.id in given:
                 self._land_given(seq, *given[seq.id])
-            self._land(seq, num_scheduled, final, token_ids, verified, finished, now, logprobs.get(seq.id, b""))
+            self._land(
+                seq,
+                num_scheduled,
+                final,
+                token_ids,
+                verified,
+                finished,
+                now,
+                logprobs.get(seq.id, b""),
+                ends.get(seq.id),
+            )
         return finished
 
     @staticmethod
@@ -131,7 +143,7 @@ class Landing:
     ) -> None:
         """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
-        logprobs = fwd_output.logprobs or {}
+        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
         num_others = 0
         for seq in seqs:
             sampled = token_ids.get(seq.id, ())
@@ -139,7 +151,8 @@ class Landing:
             is_plain = seq.status is running and len(sampled) == 1 and seq.first_token_time is not None
             if not is_plain or sampled[0] < 0 or (logprobs and seq.id in logprobs):
                 num_others += 1
-                self._land(seq, 1, True, sampled, None, finished, now, logprobs.get(seq.id, b""))
+                own, end = logprobs.get(seq.id, b""), ends.get(seq.id)
+                self._land(seq, 1, True, sampled, None, finished, now, own, end)
                 continue
             token_id = sampled[0]
             seq.num_inflight_tokens -= 1
@@ -175,14 +188,18 @@ class Landing:
         finished: list[Sequence],
         now: float,
         logprobs: bytes = b"",
+        constraint_end: str | None = None,
     ) -> None:
-        """Takes what a step has computed of one sequence, with the drafts that it has verified."""
+        """Takes what a step has computed of one sequence, with the drafts that it has verified.
+
+        `constraint_end` is of `ScheduledBatchOutput.constraint_ends`, None for a sequence that is not there.
+        """
         if seq.is_finished:
             return
         seq.num_inflight_tokens -= num_scheduled
         seq.num_placeholder -= final
         had_none = seq.first_token_time is None
-        taken, stop = self._append(seq, token_ids, now)
+        taken, stop = self._append(seq, token_ids, now, constraint_end)
         # A preempted sequence gets its late token, but what was computed with it is gone. Nor is what a step has
         # computed for anybody else if its output is not a number.
         if seq.status is SequenceStatus.RUNNING and stop is not _NOT_A_NUMBER:
@@ -202,7 +219,7 @@ class Landing:
         if stop is not None:
             self._lifecycle.end(seq, stop, now)
             finished.append(seq)
-            message = _NOT_A_NUMBER_MESSAGE if stop is _NOT_A_NUMBER else ""
+            message = _NOT_A_NUMBER_MESSAGE if stop is _NOT_A_NUMBER else constraint_end or ""
             self._lifecycle.emit_end(seq, taken, stop, is_first=is_first, message=message, logprobs=logprobs)
         elif taken:
             self._lifecycle.emit(seq, taken, is_first=is_first, logprobs=logprobs)
@@ -224,7 +241,9 @@ class Landing:
         seq.logprobs_from = last + 1 if last + 1 < seq.num_given_tokens else math.inf
         self._lifecycle.emit_given(seq, GivenLogprobs(first, len(rows) // (last + 1 - first), rows))
 
-    def _append(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> tuple[list[int], Stop | None]:
+    def _append(
+        self, seq: Sequence, token_ids: tuple[int, ...], now: float, constraint_end: str | None
+    ) -> tuple[list[int], Stop | None]:
         """Appends tokens one by one up to a stop; those behind it count nowhere. Those appended, and the stop."""
         if token_ids and token_ids[0] != NO_TOKEN and seq.first_token_time is None:
             seq.first_token_time = now
@@ -232,8 +251,7 @@ class Landing:
         stop = None
         for token_id in token_ids:
             if token_id == NO_TOKEN:
-                self.num_nan_rows += 1
-                stop = _NOT_A_NUMBER
+                stop = self._without_token(constraint_end)
                 break
             seq.append_token(token_id)
             taken.append(token_id)
@@ -243,6 +261,13 @@ class Landing:
         if seq.status is SequenceStatus.WAITING:
             self._lifecycle.waiting.grew(len(taken))
         return taken, stop
+
+    def _without_token(self, constraint_end: str | None) -> Stop:
+        """Why a sequence stops that has got no token."""
+        if constraint_end is not None:
+            return _CONSTRAINT_FAILED if constraint_end else _COMPLETE
+        self.num_nan_rows += 1
+        return _NOT_A_NUMBER
 
     def _count_rejected(self, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
         """Number of the drafts verified by a sequence's step that were not accepted."""

@@ -59,7 +59,8 @@ class RequestOutput:
         request_id: id of the sequence.
         output_tokens: its new tokens.
         finished: True with its last output.
-        finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`.
+        finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`,
+            `constraint`, `constraint_failed`.
         first_pos: absolute position of the first new token.
         logprobs: a row for each new token (common/logprob_rows.py), where they are wanted.
         given: logprobs of given tokens, where they are wanted; before any new token.

@@ -6,7 +6,8 @@ Invariants:
 - all blocks of a prompt are reserved when it is admitted, so that its chunks cannot run out of them;
 - nobody is admitted in a step that preempts, else a newcomer would get the victim's blocks;
 - at most `max_num_seqs` run;
-- a prompt whose next block, or tail, another one is computing waits for it, and is passed over.
+- a prompt whose next block, or tail, another one is computing waits for it, and is passed over;
+- likewise one whose grammar is being compiled.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class PromptFiller:
             if seq.num_inflight_tokens:
                 # Preempted with a step in flight: its late token belongs to what has to be computed.
                 break
+            if seq.waits_for_grammar:
+                continue
             # If this very step computes its next block, it hits that next step instead of computing it again.
             if self._followers.follows(seq, step.fronts):
                 continue

@@ -6,6 +6,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class EndReason(enum.Enum):
     DEADLINE = enum.auto()
     ERROR = enum.auto()
     NOT_A_NUMBER = enum.auto()
+    CONSTRAINT = enum.auto()
+    CONSTRAINT_FAILED = enum.auto()
     INVALID = enum.auto()
 
 
@@ -106,6 +109,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "choice",
+        "compiling",
         "deadline",
         "first_scheduled_time",
         "first_token_time",
@@ -239,6 +243,8 @@ class Sequence:
         self.work_before = (0, 0)
         self.leave_time: float | None = None
         self.leave_reason = ""
+        # Its grammar, which is to be compiled before its first step; None where there is none.
+        self.compiling: Future[object] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -322,6 +328,11 @@ class Sequence:
     def num_cached_blocks(self) -> int:
         """Blocks that came from the prefix cache."""
         return self.num_cached_tokens // self.block_size
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """True if its grammar is not compiled yet."""
+        return self.compiling is not None and not self.compiling.done()
 
     @property
     def is_finished(self) -> bool:

@@ -82,7 +82,8 @@ class LogitMasks:
 
     def allowed(self, histories: Mapping[int, TokenHistory], size: int) -> AllowedIds | None:
         """Ids that alone some of the rows may sample; arguments as of `biased`."""
-        ids = {row: self._of(h, size).allowed for row, h in histories.items() if h.params.allowed_token_ids}
+        given = {row: h for row, h in histories.items() if h.params.allowed_token_ids and not h.params.grammar}
+        ids = {row: self._of(h, size).allowed for row, h in given.items()}
         if not ids:
             return None
         return AllowedIds(_rows(ids, ids.values()), np.concatenate(list(ids.values())))
@@ -105,7 +106,7 @@ class LogitMasks:
         found = [
             (row, *pair)
             for row, history in histories.items()
-            if history.params.min_tokens or history.params.bad_words_token_ids
+            if not history.params.grammar and (history.params.min_tokens or history.params.bad_words_token_ids)
             for pair in self._masked(history, is_late=row in late, size=size)
         ]
         if not found:
@@ -114,6 +115,33 @@ class LogitMasks:
         if (after == NO_TOKEN).all():
             return MaskedIds(rows, ids)
         return MaskedIds(rows, ids, after, newest([late.get(row, -1) for row in rows.tolist()]))
+
+    def narrow(self, history: TokenHistory, bits: npt.NDArray[np.uint32], size: int) -> bool:
+        """Clears bits of ids that a row must not sample now; False, and nothing is said of them, if none is left.
+
+        Args:
+            history: of a sequence with a grammar, which allows something.
+            bits: a mask as AllowedBits has it; changed.
+            size: logits of a row.
+        """
+        params = history.params
+        if not (params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens):
+            return True
+        rules, count = self._of(history, size), history.num_output
+        kept = np.unpackbits(bits.view(np.uint8), bitorder="little").view(np.bool_)
+        if params.allowed_token_ids:
+            others = np.ones(len(kept), np.bool_)
+            others[rules.allowed] = False
+            kept[others] = False
+        kept[rules.bad_words.next_ids(history.output_from(max(0, count - rules.bad_words.reach)))] = False
+        if not kept.any():
+            return False
+        if count < params.min_tokens:
+            longer = kept.copy()
+            longer[rules.ending] = False
+            kept = longer if longer.any() else kept
+        bits[:] = np.packbits(kept, bitorder="little").view(np.uint32)
+        return True
 
     def _masked(self, history: TokenHistory, *, is_late: bool, size: int) -> list[tuple[int, int]]:
         """Pairs of the token behind which alone an id is masked, and the id."""

@@ -26,6 +26,7 @@ from worker.config.architectures import model_class, support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
+from worker.grammars import Grammars, model_grammars
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
 from worker.model.draft_loading import DraftSource
@@ -159,7 +160,8 @@ class ModelRunner:
         self.model = self._loader.load(progress)
         # Ids below it may be sampled.
         self.sampled_ids = _sampled_ids(config.model, model_config)
-        self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0)
+        self.grammars = _grammars(config, model_config)
+        self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0, grammars=self.grammars)
         self._kv_digester = KvDigester(self.kernels, self.shard)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
@@ -299,6 +301,7 @@ class ModelRunner:
             self.dummy_run()
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
+        self.sampler.begin(batch)
         step = self.prepare_model(batch)
         rows, digests, logprobs = step.sampled, None, None
         with torch.inference_mode():
@@ -446,6 +449,13 @@ def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
         for end in [int(ends[i]) - batch.is_final[i]]
     ]
     return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+
+def _grammars(config: Config, model_config: ModelConfig) -> Grammars | None:
+    """Grammars over the model's tokens; None where sequences cannot have any."""
+    if not config.can_constrain or not (Path(config.model) / "tokenizer.json").is_file():
+        return None
+    return model_grammars(Tokenizer.from_folder(config.model), model_config.vocab_size, config.eos_token_ids)
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from common.available_memory import available_memory
 from common.config import Config
+from common.constraints.library import ENGINE
 from common.errors import InvalidFieldError
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
@@ -63,6 +64,7 @@ def describe(runner: ModelRunner) -> dict[str, str]:
         "numerics": numerics_digest(runner),
         "kernels": runner.kernels.description,
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "grammar_engine": "" if runner.grammars is None else ENGINE,
     }
 
 

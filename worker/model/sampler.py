@@ -24,6 +24,8 @@ from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.grammars import Grammars
+from worker.model.grammar_masks import GrammarMasks
 from worker.model.kv_digests import KvDigests
 from worker.model.layers.classifier import Classifier
 from worker.model.logit_adjustments import SeenTokens
@@ -51,6 +53,7 @@ class SampledTokens:
         given: waits for those of given tokens, each of some sequences.
         kv_digests: waits for those of KV blocks; None where there are none.
         pooled: waits for hidden states of those that are embedded; None where none is.
+        constraint_ends: by row, as of ScheduledBatchOutput.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class SampledTokens:
         given: Many[Rows] = (),
         kv_digests: KvDigests | None = None,
         pooled: Pooled | None = None,
+        constraint_ends: dict[int, str] | None = None,
     ) -> None:
         self.ids = ids
+        self._constraint_ends = constraint_ends
         self._digests = digests
         self.place = dict(zip(rows.seq_ids, rows.metadata.bonus_logits_indices.tolist(), strict=True))
         self._rows = rows
@@ -93,6 +98,12 @@ class SampledTokens:
             output.target_logprobs = dict(chain.from_iterable(rows().items() for rows in self._given))
         if self._pooled is not None:
             output.pooled = self._pooled()
+        if self._constraint_ends:
+            # Behind drafts that are wrong nothing counts.
+            last = {seq_id: own[-1] for seq_id, own in self._accepted(output)}
+            output.constraint_ends = {
+                seq_id: self._constraint_ends[row] for seq_id, row in last.items() if row in self._constraint_ends
+            }
         return output
 
     def _accepted(self, output: ScheduledBatchOutput) -> Iterator[tuple[int, range]]:
@@ -116,19 +127,30 @@ class Sampler:
         kernels: sample.
         eos_token_ids: ids that a sequence may not have before its `min_tokens`, and may have whatever it is allowed.
         fetches: True if the tokens are wanted on the host as soon as they are there: on the rank that answers. The
-            others need them at most for penalties, and wait then.
+            others need them at most for penalties and grammars, and wait then.
+        grammars: confine sequences; None where none has any.
 
     Attributes:
         last: the tokens of the last step.
         waits_for_tokens: True if those may still be on their way to the host when the next step is launched.
     """
 
-    def __init__(self, kernels: KernelBackend, eos_token_ids: frozenset[int], *, fetches: bool) -> None:
+    def __init__(
+        self,
+        kernels: KernelBackend,
+        eos_token_ids: frozenset[int],
+        *,
+        fetches: bool,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._sampling = kernels.sampling
         self._kernels = kernels
         self._fetches = fetches
         self._seen = SeenTokens()
         self._masks = LogitMasks(eos_token_ids)
+        self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
+        # Of the last step that was sampled.
+        self._constraint_ends: dict[int, str] = {}
         self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids())
@@ -149,8 +171,14 @@ class Sampler:
     ) -> SampledTokens:
         """Notes what a step has sampled, for the next one, and what is to be put out with it."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(rows, ids, fetched, digests, logprobs, given, kv_digests, pooled)
+        ends, self._constraint_ends = self._constraint_ends, {}
+        self.last = SampledTokens(rows, ids, fetched, digests, logprobs, given, kv_digests, pooled, ends)
         return self.last
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        """Begins, before a step computes anything, what takes time on other threads."""
+        if self._grammars is not None:
+            self._grammars.begin(batch.histories)
 
     def digests(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> Digests | None:
         """Begins the digests of rows of logits that are asked for, before anything changes them.
@@ -219,6 +247,11 @@ class Sampler:
         known = batch.histories
         if late and not self.waits_for_tokens:
             known, late = batch.token_histories(self.last.output), []
+        elif late and any(known[i].params.grammar for i in late):
+            # Masks are made on the host: a row that has one waits for its token, as the step that brings it does.
+            come = batch.token_histories(self.last.output)
+            known = {i: come[i] if history.params.grammar else history for i, history in known.items()}
+            late = [i for i in late if not known[i].params.grammar]
         places = {rows.rows_of[i][0]: self.last.place[batch.req_ids[i]] for i in late}
         return rows.histories(batch, known), places
 
@@ -277,6 +310,7 @@ class Sampler:
         """
         self._masks.forget(histories)
         size = logits.shape[1]
+        confined, ended = (None, {}) if self._grammars is None else self._grammars.confined(histories, size)
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[own],
             top_k=np.array(batch.top_ks, np.int64)[own],
@@ -286,11 +320,20 @@ class Sampler:
             penalties=self._penalties(histories, late),
             biased=self._masks.biased(histories, size),
             allowed=self._masks.allowed(histories, size),
+            confined=confined,
         )
-        return self._sampling.sample(
+        ids = self._sampling.sample(
             logits,
             params,
             seeds=np.array(batch.seeds, np.uint64)[own],
             positions=positions,
             choices=np.array(batch.choices, np.int64)[own],
         )
+        return self._without_ended(ids, ended)
+
+    def _without_ended(self, ids: torch.Tensor, ended: dict[int, str]) -> torch.Tensor:
+        """`ids` with NO_TOKEN in the rows whose grammar has ended; notes why, for `keep`."""
+        self._constraint_ends = ended
+        if ended:
+            ids.index_fill_(0, to_device(np.array(list(ended), np.int64), self._kernels.device), NO_TOKEN)
+        return ids

@@ -50,13 +50,14 @@ class WorkerFacts:
     relevance_tokens: RelevanceTokens | None = None
     head: Head = OUTPUT_HEAD
     num_labels: int = 0
+    grammar_engine: str = ""
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description with what is known when the model is loaded.
 
         Args:
             config: as it was sized by the memory there is.
-            model: `weights_digest`, `numerics`, `kernels`, `dtype`.
+            model: `weights_digest`, `numerics`, `kernels`, `dtype`, `grammar_engine`.
         """
         return replace(
             self,
@@ -67,6 +68,7 @@ class WorkerFacts:
             numerics=model["numerics"],
             kernels=model["kernels"],
             dtype=model["dtype"],
+            grammar_engine=model["grammar_engine"],
         )
 
     @property
@@ -121,6 +123,7 @@ class WorkerFacts:
             relevance_tokens=None if tokens is None else wpb.RelevanceTokens(yes=tokens.yes, no=tokens.no),
             head=worker_head(self.head),
             num_labels=self.num_labels,
+            grammar_engine=self.grammar_engine,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from common.cli.core.errors import CommandError
 from common.cli.core.options import Bias, json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
+from common.constraints.forms import FORMS, GRAMMAR, JSON_SCHEMA
 from common.errors import ApiError
 from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
@@ -129,6 +131,23 @@ SAMPLING_OPTIONS = (
         help="Verify at most N draft tokens per step; 0: none. The answer is the same. Default: the worker's choice.",
     ),
     option(
+        "--json-schema",
+        envvar="FISSILE_JSON_SCHEMA",
+        metavar="FILE|TEXT",
+        help="Confine the answer to JSON of this schema.",
+    ),
+    option(
+        "--json-object", envvar="FISSILE_JSON_OBJECT", is_flag=True, default=None, help="Confine it to a JSON object."
+    ),
+    option("--regex", envvar="FISSILE_REGEX", help="Confine it to what this regular expression matches."),
+    option(
+        "--grammar",
+        envvar="FISSILE_GRAMMAR",
+        metavar="FILE|TEXT",
+        help="Confine it to this grammar, in Lark or GBNF.",
+    ),
+    option("--choice", "choices", envvar="FISSILE_CHOICE", multiple=True, help="Confine it to such texts. Repeatable."),
+    option(
         "--ignore-eos",
         envvar="FISSILE_IGNORE_EOS",
         is_flag=True,
@@ -182,6 +201,11 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
         CommandError: a value is out of range (exit code 2).
     """
     chosen = {name: value for name, value in sampling.items() if value is not None and value != ()}
+    confined = {name: _content(name, chosen.pop(name)) for name in FORMS if name in chosen}
+    if len(confined) > 1:
+        raise CommandError(f"give one of {', '.join(f'--{name}'.replace('_', '-') for name in confined)}")
+    if confined:
+        chosen["constraint"] = confined
     if "logit_bias" in chosen:
         chosen["logit_bias"] = dict(chosen["logit_bias"])
     try:
@@ -189,6 +213,17 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
     except ApiError as error:
         raise CommandError(str(error)) from error
     return chosen
+
+
+def _content(form: str, given: Any) -> Any:
+    """A constraint's content; a schema or a grammar may be in a file."""
+    if form not in (JSON_SCHEMA, GRAMMAR):
+        return given
+    # A text may be too long for the name of a file.
+    with contextlib.suppress(OSError, ValueError):
+        if Path(given).is_file():
+            return Path(given).read_text("utf-8")
+    return given
 
 
 def read_prompt(argument: str | None) -> str:

@@ -185,7 +185,10 @@ class Question:
     @property
     def sampling_params(self) -> pb.SamplingParams:
         """Choice of tokens."""
-        return pb.SamplingParams(**{name: value for name, value in self.sampling.items() if name not in LOGPROB_FIELDS})
+        given = {name: value for name, value in self.sampling.items() if name not in LOGPROB_FIELDS}
+        if (constraint := given.get("constraint")) is not None and "choices" in constraint:
+            given["constraint"] = {"choices": {"texts": constraint["choices"]}}
+        return pb.SamplingParams(**given)
 
 
 @dataclass(slots=True)

@@ -418,9 +418,11 @@ FISSILE_API void fissile_sample(
     float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,
     const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions, const int64_t* choices,
     int64_t* ids, const int64_t* penalty_of, const int64_t* penalty_ids, const int64_t* penalty_counts,
-    const float* repetition, const float* presence, const float* frequency) {
+    const float* repetition, const float* presence, const float* frequency, const int64_t* mask_of,
+    const uint32_t* masks, int64_t words) {
   const Sample work{logits, row_stride, vocab, temperature, top_k, top_p, min_p, seeds, positions, choices, ids,
-                    {penalty_ids, penalty_counts, repetition, presence, frequency}, penalty_of};
+                    {penalty_ids, penalty_counts, repetition, presence, frequency}, penalty_of,
+                    mask_of, masks, words};
   share(rows, kernels().sample, work);
 }
 

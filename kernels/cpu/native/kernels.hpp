@@ -290,6 +290,10 @@ struct Sample {
   Penalties penalties;
   // Of each row its place among the penalties, below 0 for none; null where no row has any.
   const int64_t* penalty_of;
+  // Likewise among masks of `words` words each, 32 ids a word, of which those alone are allowed whose bit is set.
+  const int64_t* mask_of;
+  const uint32_t* masks;
+  int64_t words;
 };
 
 // In place of a token: of a row without a finite largest number; of one that there was no memory for.

@@ -178,6 +178,18 @@ void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t
   }
 }
 
+// Minus infinity where the bit of an id is not set. Words without any come in long runs.
+void confine(const uint32_t* mask, float* logits, int64_t vocab) {
+  constexpr int64_t BITS_OF_WORD = 32;
+  for (int64_t first = 0; first < vocab; first += BITS_OF_WORD) {
+    const uint32_t word = mask[first / BITS_OF_WORD];
+    if (word == 0xFFFFFFFFu) continue;
+    const int64_t size = at_most(vocab - first, BITS_OF_WORD);
+    for (int64_t bit = 0; bit < size; bit++)
+      logits[first + bit] = (word >> bit) & 1u ? logits[first + bit] : -__builtin_inff();
+  }
+}
+
 // Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one.
 float scale(const float* logits, int64_t count, float temperature, float* scaled, float* largest_of) {
   const Floats divisor = splat(temperature);
@@ -581,6 +593,7 @@ void sample(const fissile::Sample& work, int64_t row) {
   float* logits = work.logits + row * work.row_stride;
   // Here, and not of all rows before: a row is in the cache then, where it is wanted anyway.
   if (work.penalty_of && work.penalty_of[row] >= 0) penalize(work.penalties, work.penalty_of[row], logits, work.vocab);
+  if (work.mask_of && work.mask_of[row] >= 0) confine(work.masks + work.mask_of[row] * work.words, logits, work.vocab);
   const float temperature = work.temperature[row];
   int64_t& id = work.ids[row];
   if (temperature == 0.0f) {

@@ -81,6 +81,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """ABORTED: the worker was lost after tokens had been sent, and no other one may go on; metadata `tokens_sent`."""
     ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 22
     """INTERNAL: workers die of this request. Do not repeat it."""
+    ERROR_REASON_CONSTRAINT_FAILED: _ErrorReason.ValueType  # 50
+    """RESOURCE_EXHAUSTED: the request's constraint took more work than it is given, or its other masks left none of the tokens
+    that it allows. Do not repeat it.
+    """
     ERROR_REASON_ENGINE_ERROR: _ErrorReason.ValueType  # 23
     """INTERNAL: the engine failed; the worker's log says how."""
     ERROR_REASON_ROUTER_ERROR: _ErrorReason.ValueType  # 24
@@ -187,6 +191,10 @@ ERROR_REASON_WORKER_LOST: ErrorReason.ValueType  # 21
 """ABORTED: the worker was lost after tokens had been sent, and no other one may go on; metadata `tokens_sent`."""
 ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 22
 """INTERNAL: workers die of this request. Do not repeat it."""
+ERROR_REASON_CONSTRAINT_FAILED: ErrorReason.ValueType  # 50
+"""RESOURCE_EXHAUSTED: the request's constraint took more work than it is given, or its other masks left none of the tokens
+that it allows. Do not repeat it.
+"""
 ERROR_REASON_ENGINE_ERROR: ErrorReason.ValueType  # 23
 """INTERNAL: the engine failed; the worker's log says how."""
 ERROR_REASON_ROUTER_ERROR: ErrorReason.ValueType  # 24

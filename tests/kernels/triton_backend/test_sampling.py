@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kernels import logprobs
 from kernels import sampling as reference
-from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
+from kernels.interface import AllowedBits, AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties, SeenIds, penalize
 from kernels.triton_backend import sampling
@@ -244,6 +244,22 @@ def test_biases_and_allowed_ids() -> None:
     ids = reference.sample(expected, given, *counters)
     assert TritonSamplingOps(CPU).sample(found, given, *counters).tolist() == ids.tolist()
     assert np.array_equal(found.numpy(), expected, equal_nan=True)
+
+
+def test_bits() -> None:
+    """Of some rows, over more than a program's chunk, and of a vocabulary that ends within a word."""
+    rng = np.random.default_rng(14)
+    logits = rng.normal(size=(4, 1050)).astype(np.float32)
+    logits[3, 8] = np.nan
+    bits = rng.integers(1 << 32, size=(3, 40), dtype=np.uint32)
+    bits[1, 4:] = 0
+    given = replace(params(4, rng, FILTERS["all"]), confined=AllowedBits(np.array([3, 0, 2]), bits))
+    counters = randoms(4, rng)
+    expected, found = logits.copy(), torch.from_numpy(logits.copy())
+    ids = reference.sample(expected, given, *counters)
+    assert TritonSamplingOps(CPU).sample(found, given, *counters).tolist() == ids.tolist()
+    assert np.array_equal(found.numpy(), expected, equal_nan=True)
+    assert np.isneginf(expected[0, 128:]).all()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

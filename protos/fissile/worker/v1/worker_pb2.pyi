@@ -160,6 +160,10 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """The sequence was cancelled."""
     END_REASON_NOT_A_NUMBER: _EndReason.ValueType  # 9
     """The model's output was NaN or infinite, so there is no next token. The engine and its other sequences go on."""
+    END_REASON_CONSTRAINT: _EndReason.ValueType  # 10
+    """The grammar is complete and allows nothing more."""
+    END_REASON_CONSTRAINT_FAILED: _EndReason.ValueType  # 11
+    """The grammar took more work than it is given, or its masks and others leave no token; `SequenceEnd.message` says which."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a sequence ended on the worker."""
@@ -184,6 +188,10 @@ END_REASON_CANCELLED: EndReason.ValueType  # 8
 """The sequence was cancelled."""
 END_REASON_NOT_A_NUMBER: EndReason.ValueType  # 9
 """The model's output was NaN or infinite, so there is no next token. The engine and its other sequences go on."""
+END_REASON_CONSTRAINT: EndReason.ValueType  # 10
+"""The grammar is complete and allows nothing more."""
+END_REASON_CONSTRAINT_FAILED: EndReason.ValueType  # 11
+"""The grammar took more work than it is given, or its masks and others leave no token; `SequenceEnd.message` says which."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 class _Intake:
@@ -293,6 +301,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_KIND_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """>= 0; 0 is greedy."""
     top_k: _builtins.int
@@ -327,6 +336,10 @@ class SamplingParams(_message.Message):
     """
     prompt_logprobs_start: _builtins.int
     """First position whose token comes with a logprob. 0 is 1."""
+    grammar: _builtins.str
+    """Grammar that confines the output, in llguidance's dialect of Lark, at most 64 KiB; empty for none. For workers with the
+    router's own `GetWorkerResponse.grammar_engine`.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the generation."""
@@ -375,10 +388,11 @@ class SamplingParams(_message.Message):
         logprobs_kind: Global___LogprobsKind.ValueType = ...,
         prompt_logprobs: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_drafts", b"_num_drafts", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_drafts", b"_num_drafts", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_drafts", b"num_drafts", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_drafts", b"_num_drafts", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_drafts", b"num_drafts", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1175,7 +1189,7 @@ class SequenceEnd(_message.Message):
     stop_token_id: _builtins.int
     """The token id that stopped it, for END_REASON_EOS and END_REASON_STOP_TOKEN."""
     message: _builtins.str
-    """For people to read, for END_REASON_INVALID, END_REASON_ERROR and END_REASON_NOT_A_NUMBER."""
+    """For people to read, for END_REASON_INVALID, END_REASON_ERROR, END_REASON_NOT_A_NUMBER and END_REASON_CONSTRAINT_FAILED."""
     @_builtins.property
     def stop_token_sequence(self) -> Global___TokenIds:
         """The sequence that stopped it, for END_REASON_STOP_SEQUENCE."""
@@ -1619,6 +1633,7 @@ class GetWorkerResponse(_message.Message):
     RELEVANCE_TOKENS_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1661,6 +1676,8 @@ class GetWorkerResponse(_message.Message):
     """What the model makes of its hidden states."""
     num_labels: _builtins.int
     """Labels of a classifier; else 0."""
+    grammar_engine: _builtins.str
+    """The library that compiles grammars, with its version; empty where sequences cannot have any."""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """What the worker can take."""
@@ -1705,10 +1722,11 @@ class GetWorkerResponse(_message.Message):
         relevance_tokens: Global___RelevanceTokens | None = ...,
         head: Global___Head.ValueType = ...,
         num_labels: _builtins.int = ...,
+        grammar_engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

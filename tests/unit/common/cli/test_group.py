@@ -16,6 +16,9 @@ import pytest
 
 from common.cli import group, main
 from common.cli.client.generate import generate, given
+from common.cli.core.client import Question
+from common.cli.core.errors import CommandError
+from common.constraints.forms import FORMS
 from common.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -108,15 +111,32 @@ def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
     assert message in result.stderr
 
 
-def test_generate_has_an_option_for_every_parameter_but_four() -> None:
-    """What it has none for: several answers are not served; the others are for programs."""
-    left_out = {"n", "include_stop_string", "stop_token_sequences", "bad_words_token_ids"}
+def test_generate_has_an_option_for_every_parameter_but_a_few() -> None:
+    """What it has none for: several answers are not served; a constraint has one for each form; the others are for
+    programs."""
+    left_out = {"n", "include_stop_string", "stop_token_sequences", "bad_words_token_ids", "constraint", "grammar"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)} - left_out
     options = {parameter.name: parameter for parameter in generate.params}
-    assert fields <= options.keys()
+    assert fields | set(FORMS) <= options.keys()
     names = [name for name in fields if options[name].type.name in ("integer", "float") and not options[name].multiple]
     with generate.make_context("generate", ["hi", *(f"--{n.replace('_', '-')}=1" for n in names)]) as context:
         assert given({name: context.params[name] for name in fields}) == dict.fromkeys(names, 1)
+
+
+def test_a_constraint_is_one_of_the_forms(tmp_path: Path) -> None:
+    """A schema or a grammar is a text, or the name of a file that has it."""
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "null"}', "utf-8")
+    assert given({"json_schema": str(file)}) == {"constraint": {"json_schema": '{"type": "null"}'}}
+    assert given({"grammar": "start: /" + "a" * 5000 + "/"}) == {
+        "constraint": {"grammar": "start: /" + "a" * 5000 + "/"}
+    }
+    assert given({"choices": ("a", "b"), "regex": None}) == {"constraint": {"choices": ("a", "b")}}
+    with pytest.raises(CommandError, match="give one of --json-object, --regex"):
+        given({"json_object": True, "regex": "a"})
+    with pytest.raises(CommandError, match="at most 65536 bytes"):
+        given({"regex": "a" * 70_000})
+    assert Question("p", sampling=given({"choices": ("a", "b")})).sampling_params.constraint.choices.texts == ["a", "b"]
 
 
 def test_the_help_says_how_long_an_answer_may_be() -> None:

@@ -34,9 +34,10 @@ PARAMS = SamplingParams(
     prompt_logprobs=1,
     prompt_logprobs_start=4,
     num_drafts=3,
+    grammar='start: "a"',
 )
 # Stay with the router, or go beside the parameters.
-_ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words"}
+_ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words", "constraint"}
 
 
 def test_there_and_back() -> None:

@@ -109,7 +109,7 @@ SPOILED = [
     ("fissile_write_kv", -2, "attention"),
     ("fissile_write_kv", -1, "attention"),
     ("fissile_attention", -1, "attention"),
-    ("fissile_sample", -7, "sample"),
+    ("fissile_sample", -10, "sample"),
 ]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.sampling_params import float32
 from kernels import sampling as reference
 from kernels.cpu import sampling
-from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
+from kernels.interface import AllowedBits, AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.penalties import Penalties, SeenIds, penalize
 from tests.unit.kernels.test_sampling import LOGITS, ROWS, Row, reference_sample
 
@@ -220,6 +220,35 @@ def test_biases_and_allowed_ids_are_those_of_numpy(threads: CDLL, temperature: f
     value = {token: np.float32(own[4, token] + bias) for token, bias in zip(ids[:50], biased.biases[:50], strict=True)}
     row = [value.get(token, own[4, token]) if token in allowed.ids[:50] else -np.inf for token in range(vocab)]
     assert same_bits(expected[1][4], np.array(row, np.float32))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 200])
+def test_bits_are_those_of_numpy(threads: CDLL, temperature: float, vocab: int) -> None:
+    """Rows with penalties, bits, both or neither; words beyond the vocabulary and bits of no id do nothing."""
+    rng = np.random.default_rng(vocab)
+    rows, words = 6, -(-vocab // 32) + 2
+    logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
+    logits[1, 0], logits[5, -1] = np.nan, np.inf
+    seen = [draw_seen(rng, vocab, min(vocab, size)) for size in (40, 0, 3)]
+    columns = [np.array(one, np.float32) for one in ((1.7, 0.5, 1.0), (0.4, 0, -2), (0.2, -0.3, 0))]
+    penalties = Penalties(np.array([4, 0, 2]), seen, columns[0], columns[1], columns[2])
+    bits = rng.integers(1 << 32, size=(4, words), dtype=np.uint32)
+    bits[0], bits[1, 0] = 0xFFFFFFFF, 0
+    confined = AllowedBits(np.array([3, 4, 1, 5]), bits)
+    plain = greedy_params(rows, penalties, None)
+    params = replace(plain, temperature=np.full(rows, temperature, np.float32), confined=confined)
+    for count, view in product((1, 3), (logits, np.asfortranarray(logits))):
+        threads.fissile_set_threads(count)
+        found, expected = sampled_both(threads, view, params)
+        assert found[0].tolist() == expected[0].tolist()
+        assert same_bits(found[1], expected[1])
+    # Against the definition, bit by bit.
+    own = logits.copy()
+    penalize(own, penalties)
+    for row, mask in zip(confined.rows, bits, strict=True):
+        own[row, [token for token in range(vocab) if not mask[token // 32] >> (token % 32) & 1]] = -np.inf
+    assert same_bits(expected[1], own)
 
 
 def test_masks_come_first(native: CDLL) -> None:

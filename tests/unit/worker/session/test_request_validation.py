@@ -90,6 +90,7 @@ def test_every_parameter_arrives() -> None:
         "logit_bias": {3: 0.5},
         "allowed_token_ids": [1, 2],
         "num_drafts": 5,
+        "grammar": 'start: "a"',
         "logprobs": 4,
         "logprob_token_ids": [9],
         "prompt_logprobs": 3,

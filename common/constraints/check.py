@@ -1,0 +1,124 @@
+"""Checks constraints before anything is computed for them, and remembers what it has found.
+
+A grammar is compiled here as on a worker, with a vocabulary of single bytes and less fuel, on a thread whose stack has
+room for whatever rules MAX_GRAMMAR_BYTES of text can have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from hashlib import blake2b
+from typing import Final
+
+from common.constraints import big_stack, faults, json_schema, lark, library
+from common.constraints.forms import GRAMMAR, JSON_SCHEMA, REGEX, Constraint
+from common.errors import FieldViolation, InvalidFieldError
+from common.limits import MAX_GRAMMAR_BYTES
+
+_MOST_REMEMBERED: Final = 256
+# Room for the blank that may come first.
+_SPACE_BYTES: Final = 64
+_VALID: Final = {
+    JSON_SCHEMA: "a JSON Schema (2020-12) of keywords that are supported",
+    REGEX: "a regular expression without look-around and back references",
+    GRAMMAR: "a grammar in Lark or GBNF",
+}
+# The first line of a grammar's own text in the canonical one.
+_FIRST_LINE: Final = lark.HEADER.count("\n") + 1
+
+
+class GrammarChecker:
+    """Turns the constraints of one model's requests into grammars. For any thread.
+
+    Args:
+        special: names of the special tokens, by id.
+        eos_token_ids: the model's.
+    """
+
+    def __init__(self, special: Mapping[int, str], eos_token_ids: Collection[int]) -> None:
+        self._special = dict(special)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab: library.Vocabulary | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, str | FieldViolation] = OrderedDict()
+
+    def known(self, constraint: Constraint, *, optional_space: bool) -> str | None:
+        """The grammar of a constraint that has been checked before.
+
+        Raises:
+            InvalidFieldError: as `check` has raised.
+        """
+        with self._lock:
+            found = self._known.get(key := _key(constraint, optional_space))
+            if found is not None:
+                self._known.move_to_end(key)
+        return None if found is None else _granted(found)
+
+    def check(self, constraint: Constraint, *, optional_space: bool) -> str:
+        """The grammar of a constraint; may take a second or two.
+
+        Args:
+            constraint: of a request.
+            optional_space: as of `lark.canonical`.
+
+        Raises:
+            InvalidFieldError: it cannot be guaranteed; says why, and where.
+        """
+        if (found := self.known(constraint, optional_space=optional_space)) is not None:
+            return found
+        result: str | FieldViolation
+        try:
+            result = big_stack.begin(lambda: self._checked(constraint, optional_space), "grammar").result()
+        except InvalidFieldError as error:
+            (result,) = error.violations
+        with self._lock:
+            self._known[_key(constraint, optional_space)] = result
+            while len(self._known) > _MOST_REMEMBERED:
+                self._known.popitem(last=False)
+        return _granted(result)
+
+    def _checked(self, constraint: Constraint, optional_space: bool) -> str:
+        try:
+            plain = lark.canonical(constraint)
+            # Which has a text to begin with whatever is behind the blank, so that it would hide some faults.
+            text = lark.canonical(constraint, optional_space=True) if optional_space else plain
+        except (json_schema.SchemaError, lark.LarkError, library.GbnfError) as error:
+            raise _refusal(constraint, str(error)) from None
+        size, most = len(plain.encode()), MAX_GRAMMAR_BYTES - _SPACE_BYTES
+        if size > most:
+            raise _refusal(constraint, f"it becomes a grammar of {size} bytes; at most {most} are served")
+        if fault := self._fault(plain):
+            raise _refusal(constraint, self._described(constraint, fault))
+        return text
+
+    def _fault(self, text: str) -> str:
+        """Objections of the library to a grammar; empty for none."""
+        if self._vocab is None:
+            self._vocab = library.byte_vocabulary(self._special, self._eos_token_ids)
+        return str(library.compiled(text, self._vocab, library.ADMISSION).get_error())
+
+    def _described(self, constraint: Constraint, fault: str) -> str:
+        if constraint.form == JSON_SCHEMA:
+            schema = json_schema.parsed(constraint.texts[0])
+            return str(faults.of_schema(schema, lambda text: self._fault(f"{lark.HEADER}start: %json {text}\n")))
+        return faults.of_expression(fault) if constraint.form == REGEX else faults.of_grammar(fault, _FIRST_LINE)
+
+
+def _granted(result: str | FieldViolation) -> str:
+    if isinstance(result, FieldViolation):
+        raise InvalidFieldError(result.path, result.problem, result.valid)
+    return result
+
+
+def _refusal(constraint: Constraint, why: str) -> InvalidFieldError:
+    return InvalidFieldError(constraint.path, f"cannot be served: {why}", _VALID.get(constraint.form, "another one"))
+
+
+def _key(constraint: Constraint, optional_space: bool) -> bytes:
+    digest = blake2b(f"{constraint.form}/{optional_space}".encode(), digest_size=16)
+    for text in constraint.texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return digest.digest()

@@ -1,0 +1,70 @@
+"""Objections of the library to a grammar, in one line and with the place that the caller knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+from common.constraints import json_schema
+
+# `at LINE(COLUMN): MESSAGE`
+_PLACED: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
+_OF_PARSER: Final = "error: "
+# Of a first mask without a token.
+_SAID: Final = {"NoExtension": "no text satisfies it", "NoExtensionBias": "no text satisfies it"}
+_OF_SCHEMA: Final = "failed to compile JSON schema: "
+# Schemas that are compiled to find the place of a fault, at most.
+_MOST_TRIED: Final = 64
+_MOST_CHARACTERS: Final = 300
+
+# What is wrong with a grammar; empty where nothing is.
+Fault = Callable[[str], str]
+
+
+def of_grammar(message: str, first_line: int) -> str:
+    """A fault in a grammar that begins on a line of the canonical text."""
+    placed = _PLACED.match(message)
+    if placed is None:
+        return _short(message)
+    line = int(placed[1]) - first_line + 1
+    place = f"line {line}, column {placed[2]}: " if line > 0 else ""
+    return place + _short(placed[3])
+
+
+def of_expression(message: str) -> str:
+    """A fault in a regular expression: what its parser says, and the character, where it does."""
+    lines = message.splitlines()
+    for before, said in pairwise(["", *lines]):
+        if said.startswith(_OF_PARSER):
+            # The expression stands above the mark, indented by four.
+            at = f"character {before.index('^') - 3}: " if before.strip().startswith("^") else ""
+            return at + _short(said)
+    placed = _PLACED.match(message)
+    return _short(message if placed is None else placed[3])
+
+
+def of_schema(schema: Any, fault: Fault) -> json_schema.SchemaError:
+    """A fault in a schema: the innermost subschema that has it alone."""
+    message, place, tried = _of_schema(fault(json_schema.dumped(schema))), "", 0
+    known = json_schema.definitions(schema)
+    inner = list(json_schema.children(schema))
+    while inner and tried < _MOST_TRIED:
+        step, child = inner.pop(0)
+        tried += 1
+        if isinstance(child, dict) and _of_schema(fault(json_schema.dumped({**known, **child}))) == message:
+            place += step
+            inner = list(json_schema.children(child))
+    return json_schema.SchemaError(place, message)
+
+
+def _of_schema(message: str) -> str:
+    return message and _short(message.partition(_OF_SCHEMA)[2] or message)
+
+
+def _short(message: str) -> str:
+    """The line that says most, without what only the library's own callers could do."""
+    lines = message.strip().splitlines() or [""]
+    said = next((line.removeprefix(_OF_PARSER) for line in lines if line.startswith(_OF_PARSER)), lines[0])
+    return _SAID.get(said, said.partition(". Enable ")[0][:_MOST_CHARACTERS])

@@ -1,0 +1,106 @@
+"""Grammars as workers get them: one text, whatever form the constraint has.
+
+It is llguidance's dialect of Lark. Schemas in a grammar are those of `json_schema.py`; options that would change
+nothing here, or another part of the grammar than they stand at, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from common.constraints import json_schema
+from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, Constraint
+from common.constraints.library import lark_of_gbnf, lark_of_regex
+
+# Forced text may be split into tokens in any way, as every other text.
+HEADER: Final = '%llguidance {"no_forcing": true}\n'
+_GBNF: Final = "::="
+_OBJECT: Final = '{"type": "object"}'
+# Strings, comments and expressions, in which nothing is looked for; and what is looked for.
+_PARTS: Final = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/'
+    r"|(?P<schema>%json\b\s*)|(?P<option>%llguidance\b|\b(?:temperature|capture|stop_capture)\s*=)"
+)
+
+
+class LarkError(Exception):
+    """A grammar has what is not served; one line, with line and column."""
+
+
+def canonical(constraint: Constraint, *, optional_space: bool = False) -> str:
+    """The grammar of a constraint.
+
+    Args:
+        constraint: of a request.
+        optional_space: True if a blank may come first, which the answer's text does not have: the first token of a
+            text has one with SentencePiece's kind of tokenizers.
+
+    Raises:
+        SchemaError, LarkError, GbnfError: there is none.
+    """
+    space = '" "? ' if optional_space else ""
+    if constraint.form != GRAMMAR:
+        return f"{HEADER}start: {space}{_body(constraint)}\n"
+    (text,) = constraint.texts
+    made = lark_of_gbnf(text) if _GBNF in text else _with_schemas(text)
+    return f"{HEADER}start: {space}%lark {{\n{made}\n}}\n" if space else f"{HEADER}{made}\n"
+
+
+def quoted(text: str) -> str:
+    """A text as grammars write it."""
+    # The library's lexer takes no raw control character, and JSON escapes all but this one.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _body(constraint: Constraint) -> str:
+    if constraint.form == CHOICES:
+        return f"({' | '.join(map(quoted, constraint.texts))})"
+    if constraint.form == JSON_OBJECT:
+        return f"%json {json_schema.canonical(_OBJECT)}"
+    (text,) = constraint.texts
+    return f"%json {json_schema.canonical(text)}" if constraint.form == JSON_SCHEMA else _expression(text)
+
+
+def _expression(text: str) -> str:
+    # Between slashes nothing would be a comment.
+    return f"/{lark_of_regex(text)}/" if text else '""'
+
+
+def _with_schemas(text: str) -> str:
+    """A grammar whose schemas are checked and written as the library gets them."""
+    return "".join(_checked_parts(text))
+
+
+def _checked_parts(text: str) -> Iterator[str]:
+    done = at = 0
+    while (part := _PARTS.search(text, at)) is not None:
+        at = part.end()
+        if part["option"]:
+            raise LarkError(f"{_place(text, part.start())}: {part['option'].rstrip(' =')!r} is not supported")
+        if part["schema"]:
+            end = _end_of_json(text, at)
+            try:
+                schema = json_schema.canonical(text[at:end])
+            except json_schema.SchemaError as error:
+                raise LarkError(f"{_place(text, at)}: of its schema, {error}") from None
+            yield text[done:at]
+            yield schema
+            done = at = end
+    yield text[done:]
+
+
+def _end_of_json(text: str, start: int) -> int:
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except RecursionError:
+        raise LarkError(f"{_place(text, start)}: the schema is nested too deeply") from None
+    except ValueError as error:
+        raise LarkError(f"{_place(text, start)}: the schema is no JSON: {error}") from None
+
+
+def _place(text: str, at: int) -> str:
+    line = text.count("\n", 0, at)
+    return f"line {line + 1}, column {at - (text.rfind(chr(10), 0, at) + 1) + 1}"

@@ -1,0 +1,114 @@
+"""The library that grammars are compiled by, llguidance: the only file that imports it.
+
+Its matchers never raise for what a grammar or a token does: they enter an error state, which they do not leave.
+Nothing in it reads a clock; what bounds its work is fuel, which depends on what is warm. So workers have ten times the
+fuel that a grammar is admitted with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from typing import Final
+
+import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+# Part of what an answer depends on: masks are this version's.
+ENGINE: Final = f"llguidance {version('llguidance')}"
+Matcher = llguidance.LLMatcher
+Vocabulary = llguidance.LLTokenizer
+
+
+class GbnfError(Exception):
+    """A text is no GBNF; one line, with the place where that is known."""
+
+
+def _limits(factor: int) -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        max_items_in_row=2_000 * factor,
+        initial_lexer_fuel=1_000_000 * factor,
+        step_lexer_fuel=200_000 * factor,
+        step_max_items=50_000 * factor,
+        max_lexer_states=25_000 * factor,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+# Of a grammar that is checked, and of one that an answer is made by.
+ADMISSION: Final = _limits(1)
+RUNNING: Final = _limits(10)
+
+
+class _Tokens:
+    """Tokens as the library asks for them; nothing is tokenized, since no text is forced."""
+
+    def __init__(self, tokens: list[bytes], special: Collection[int], eos_token_id: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = list(special)
+        self.eos_token_id = eos_token_id
+        self.bos_token_id: int | None = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        raise NotImplementedError("no grammar forces text")
+
+
+def vocabulary(tokens: list[bytes], special: Collection[int], eos_token_ids: Collection[int]) -> Vocabulary:
+    """A vocabulary: the bytes of each token, the names of special ones; grammars may name these, no text gives them.
+
+    Args:
+        tokens: by id; empty for an id that there is not.
+        special: ids of special tokens.
+        eos_token_ids: those that may end what a grammar has accepted.
+    """
+    ends = sorted(eos_token_ids)
+    made = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0]))
+    return llguidance.LLTokenizer(made, len(tokens), ends)
+
+
+def byte_vocabulary(special: Mapping[int, str], eos_token_ids: Collection[int]) -> Vocabulary:
+    """A vocabulary to check grammars with: single bytes, and special tokens with the ids that they have."""
+    size = max((*special, *eos_token_ids), default=-1) + 1
+    taken = {*special, *eos_token_ids}
+    free = [i for i in range(size + 256) if i not in taken][:256]
+    tokens = [b""] * max(size, free[-1] + 1)
+    for value, token_id in enumerate(free):
+        tokens[token_id] = bytes([value])
+    for token_id, name in special.items():
+        tokens[token_id] = name.encode()
+    return vocabulary(tokens, taken, eos_token_ids)
+
+
+def compiled(text: str, vocab: Vocabulary, limits: llguidance.LLParserLimits) -> Matcher:
+    """A matcher at the beginning of a grammar, which has made its first mask: some faults show only there.
+
+    To be called on a thread with a large stack (`big_stack`); the matcher may be used and copied on any.
+    """
+    matcher = Matcher(vocab, text, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def lark_of_regex(expression: str) -> str:
+    """The expression as a grammar writes it between slashes."""
+    return llguidance.regex_to_lark(expression, "")
+
+
+def lark_of_gbnf(text: str) -> str:
+    """The Lark form of a grammar in GBNF.
+
+    Raises:
+        GbnfError: it is none.
+    """
+    try:
+        # Behind its own header.
+        return gbnf_to_lark(text).removeprefix("%llguidance {}").lstrip("\n")
+    except GbnfToLarkError as error:
+        raise GbnfError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise GbnfError("it is nested too deeply") from None
+    # Of other faults, such as a rule that is missing, it raises a bare Exception.
+    except Exception as error:
+        raise GbnfError(" ".join(str(error).split())) from None

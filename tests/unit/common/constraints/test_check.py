@@ -1,0 +1,199 @@
+"""Constraints become grammars, or are refused with the place of the fault; hostile ones harm nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.constraints import library
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
+from common.errors import InvalidFieldError
+from common.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES
+
+TOOL, END = 300, 301
+SPECIAL = {TOOL: "<|tool|>", END: "<|end|>"}
+CHECKER = GrammarChecker(SPECIAL, {END})
+VOCAB = library.byte_vocabulary(SPECIAL, {END})
+
+
+def check(given: Any, *, optional_space: bool = False) -> str:
+    return CHECKER.check(Constraint.of(given), optional_space=optional_space)
+
+
+def takes(grammar: str, text: str, *before: int) -> bool:
+    """Whether a text, behind special tokens, is one of the grammar's."""
+    matcher = library.compiled(grammar, VOCAB, library.RUNNING)
+    ids = [*before, *text.encode()]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("given", "good", "bad"),
+    [
+        ({"json_object": True}, '{"a": [1]}', "[1]"),
+        ({"json_schema": {"type": "integer"}}, "12", '"a"'),
+        ({"json_schema": True}, "null", "nul"),
+        ({"regex": r"\d{2}/[a-z]+"}, "12/ab", "12ab"),
+        ({"regex": "//x|#y"}, "#y", "x"),
+        ({"regex": "a\n|b"}, "a\n", "a"),
+        ({"regex": ""}, "", "a"),
+        ({"choices": ["yes", "no"]}, "no", "maybe"),
+        ({"choices": ['"\\\n\x00\x7f', "ü😀\u2028"]}, '"\\\n\x00\x7f', "u"),
+        ({"grammar": 'start: "a" b+\nb: /[0-9]/'}, "a12", "a"),
+        ({"grammar": 'root ::= "a" b+\nb ::= [0-9]'}, "a12", "a"),
+        ({"grammar": 'start: "x" %json {"enum": ["}"]} "::"'}, 'x"}"::', 'x"{"::'),
+        ({"grammar": '# " %json\nstart: "#" // "\n'}, "#", "# "),
+    ],
+)
+def test_forms(given: Any, good: str, bad: str) -> None:
+    grammar = check(given)
+    assert takes(grammar, good)
+    assert not takes(grammar, bad)
+    spaced = check(given, optional_space=True)
+    assert takes(spaced, good)
+    assert takes(spaced, f" {good}")
+    assert not takes(spaced, bad)
+    assert not takes(grammar, f" {good}")
+
+
+def test_special_tokens_are_named_and_never_spelled() -> None:
+    grammar = check({"grammar": 'start: <|tool|> "x" | /.*/'})
+    assert takes(grammar, "x", TOOL)
+    assert takes(grammar, "<|tool|>x")
+    assert not takes(check({"grammar": 'start: "<|tool|>"'}), "", TOOL)
+    assert takes(check({"grammar": f'start: <[{TOOL}]> "x"'}), "x", TOOL)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "said"),
+    [
+        ({"regex": "ab(c"}, "regex", "character 3: unclosed group"),
+        ({"regex": r"(a)\1"}, "regex", "character 4: backreferences are not supported"),
+        ({"regex": "a(?=b)"}, "regex", "character 2: look-around"),
+        ({"grammar": 'start: "a'}, "grammar", "line 1, column 10: lexer error"),
+        ({"grammar": 'start: foo\nfoo: "x" bar'}, "grammar", 'line 2, column 6: unknown name: "bar"'),
+        ({"grammar": "start: <|none|>"}, "grammar", "line 1, column 8: unknown special token"),
+        ({"grammar": 'start: "x"\nfoo[temperature=1]: /a/'}, "grammar", "line 2, column 5: 'temperature'"),
+        ({"grammar": 'start: a\na[capture="x"]: /a/'}, "grammar", "line 2, column 3: 'capture'"),
+        ({"grammar": '%llguidance {}\nstart: "x"'}, "grammar", "line 1, column 1: '%llguidance'"),
+        ({"grammar": 'start: "x"\n  %json {"not": {}}'}, "grammar", "line 2, column 9: of its schema, at its root"),
+        ({"grammar": 'start: "x" %json {"a": '}, "grammar", "line 1, column 18: the schema is no JSON"),
+        ({"grammar": "start: a\na: a"}, "grammar", "no text satisfies it"),
+        ({"grammar": "root ::= foo"}, "grammar", "Rule 'foo' not found"),
+        ({"grammar": 'root ::= "a'}, "grammar", "line 1"),
+        ({"grammar": 'root := "a" # ::='}, "grammar", "line 1"),
+        ({"choices": []}, "choices.texts", "has 0 entries"),
+        ({"choices": ["x"] * (MAX_CHOICES + 1)}, "choices.texts", f"1 to {MAX_CHOICES}"),
+        ({"choices": "yes"}, "choices", "a list of texts"),
+        ({"choices": [1]}, "choices", "text"),
+        ({"choices": ["\ud83d"]}, "choices", "half of a surrogate pair"),
+        ({"regex": "x" * (MAX_GRAMMAR_BYTES + 1)}, "regex", f"at most {MAX_GRAMMAR_BYTES} bytes"),
+        ({"regex": "\n" * (MAX_GRAMMAR_BYTES // 2 + 100)}, "regex", "becomes a grammar of"),
+        ({"json_object": False}, "json_object", "true"),
+        ({"json_schema": {"const": object()}}, "json_schema", "no JSON"),
+    ],
+)
+def test_faults(given: Any, path: str, said: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        check(given)
+    (violation,) = refused.value.violations
+    assert violation.path == f"sampling_params.constraint.{path}"
+    assert said in str(violation)
+    # Not with another place where a blank may be before it.
+    with pytest.raises(InvalidFieldError) as spaced:
+        check(given, optional_space=True)
+    assert str(spaced.value) == str(refused.value)
+
+
+@pytest.mark.parametrize("given", [None, "a+", {}, {"regex": "a", "choices": ["b"]}, {"other": "x"}])
+def test_what_is_no_constraint(given: Any) -> None:
+    with pytest.raises(InvalidFieldError, match=r"sampling_params\.constraint"):
+        Constraint.of(given)
+
+
+def test_a_constraint_is_checked_once() -> None:
+    checker = GrammarChecker(SPECIAL, {END})
+    good, bad = Constraint("regex", ("a+",)), Constraint("regex", ("(",))
+    assert checker.known(good, optional_space=False) is None
+    grammar = checker.check(good, optional_space=False)
+    assert checker.known(good, optional_space=False) == grammar
+    # Another one, though its texts join to the same.
+    assert checker.known(Constraint("choices", ("a+",)), optional_space=False) is None
+    assert checker.known(good, optional_space=True) is None
+    with pytest.raises(InvalidFieldError) as first:
+        checker.check(bad, optional_space=False)
+    with pytest.raises(InvalidFieldError) as again:
+        checker.known(bad, optional_space=False)
+    assert str(first.value) == str(again.value)
+    assert first.value is not again.value
+
+
+def chain(rule: Callable[[int], str], first: str, last: str) -> str:
+    """As many rules, each of which refers to the next, as there is room for."""
+    text, number = first, 0
+    while len(text) + len(rule(number)) + 40 < MAX_GRAMMAR_BYTES:
+        text += rule(number)
+        number += 1
+    return text + last.format(number)
+
+
+def references(number: int) -> dict[str, Any]:
+    return {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(number)} | {f"a{number}": {"type": "integer"}}
+
+
+HOSTILE: dict[str, Any] = {
+    "aliases": {"grammar": chain(lambda i: f"r{i}:r{i + 1}\n", "start:r0\n", 'r{}:"x"')},
+    "terminals": {"grammar": chain(lambda i: f"T{i}:T{i + 1}\n", "start:T0\n", 'T{}:"x"')},
+    "references": {"json_schema": {"$ref": "#/$defs/a0", "$defs": references(1600)}},
+    "all of references": {"json_schema": {"allOf": [{"$ref": "#/$defs/a0"}], "$defs": references(1600)}},
+    "brackets": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
+    "brackets of GBNF": {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
+    "groups": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
+    "power of sets": {"json_schema": {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(20)]}},
+    "repetitions": {"regex": "((((a{1,999}){1,999}){1,999}){1,999}){1,999}"},
+    "letters": {"regex": r"\p{L}{1,50000}(\p{L}|\p{N}){1,50000}"},
+    "words": {"regex": "|".join(f"w{i}x{i * 7919 % 65537}" for i in range(4600))},
+    "enum": {"json_schema": {"enum": [f"{i * 7919 % 65537}" for i in range(7000)]}},
+    "recursion": {"grammar": 'start: a\na: a a a | "x" | ""'},
+    "ambiguity": {"grammar": 'start: (/.*/ | /[a-z]*/ | /a?/ | "a" | "")*'},
+    "loop": {"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
+    "nested": {"json_schema": '{"items":' * 6000 + "{}" + "}" * 6000},
+    "long string": {"json_schema": {"type": "string", "minLength": 2**31, "pattern": "^(ab|cd)*$"}},
+}
+PROGRAM = """
+import json, resource, sys, threading
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
+from common.errors import InvalidFieldError
+checker = GrammarChecker({}, {256})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    checker.check(Constraint.of(json.load(sys.stdin)), optional_space=False)
+    said = "taken"
+except InvalidFieldError as error:
+    said = str(error)[:200]
+print(json.dumps([said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10]))
+"""
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_hostile_input_is_taken_or_refused(name: str) -> None:
+    """In a process of its own, which must not die of it, nor take much memory; its main thread has the usual stack."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(HOSTILE[name]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    said, megabytes = json.loads(done.stdout)
+    assert said == "taken" or "sampling_params.constraint" in said
+    assert megabytes < 700

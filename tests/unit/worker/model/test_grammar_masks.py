@@ -1,0 +1,260 @@
+"""Masks of grammars: what they let through is valid, and they depend on grammar and output alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
+from common.errors import InvalidFieldError
+from common.sampling_params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from tests.schemas import random_schema
+from worker.engine.batch import TokenHistory
+from worker.grammars import GrammarError, Grammars, grammars_to_check, model_grammars
+from worker.model.grammar_masks import COMPLETE, GrammarMasks
+from worker.model.logit_masks import LogitMasks
+
+DEMO = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
+TOKENIZER = Tokenizer.from_folder(DEMO)
+EOS = frozenset({next(id for id, name in TOKENIZER.added_tokens.items() if name == "<|im_end|>")})
+(END,) = EOS
+# A model's matrix has more rows than its tokenizer has ids.
+SIZE = 1060
+TEXTS = TOKENIZER.token_bytes()
+CHECKER = GrammarChecker(TOKENIZER.added_tokens, EOS)
+
+
+@cache
+def grammars() -> Grammars:
+    return model_grammars(TOKENIZER, SIZE, EOS)
+
+
+def grammar_of(given: Any) -> str:
+    return CHECKER.check(Constraint.of(given), optional_space=False)
+
+
+def new_masks() -> GrammarMasks:
+    return GrammarMasks(grammars(), LogitMasks(EOS), EOS)
+
+
+def history(output: list[int], params: SamplingParams, seq_id: int = 1) -> TokenHistory:
+    return TokenHistory(seq_id, params, np.empty(0, np.int64), output, 0, len(output))
+
+
+def allowed(masks: GrammarMasks, output: list[int], params: SamplingParams, seq_id: int = 1) -> list[int] | str:
+    """Ids that may come next; or why none can."""
+    bits, ended = masks.confined({3: history(output, params, seq_id)}, SIZE)
+    if ended:
+        assert bits is None
+        assert list(ended) == [3]
+        return ended[3]
+    assert bits is not None
+    assert bits.rows.tolist() == [3]
+    return np.flatnonzero(np.unpackbits(bits.bits[0].view(np.uint8), bitorder="little")).tolist()
+
+
+def params_of(given: Any, **others: Any) -> SamplingParams:
+    return SamplingParams(grammar=grammar_of(given), **others)
+
+
+def text_of(output: list[int]) -> str:
+    return b"".join(TEXTS[token] for token in output if token != END).decode()
+
+
+def walk(rnd: random.Random, params: SamplingParams, most: int = 120) -> tuple[list[int], str | None]:
+    """A random output, and why it has ended: `COMPLETE` also behind an end-of-sequence token; None where it has not.
+
+    At each position the mask is that of a fresh state that is given the whole output.
+    """
+    masks, output = new_masks(), list[int]()
+    while len(output) < most:
+        found = allowed(masks, output, params)
+        if not len(output) % 29 or isinstance(found, str):
+            assert found == allowed(new_masks(), output, params)
+        if isinstance(found, str):
+            return output, found
+        assert found
+        assert max(found) < TOKENIZER.vocab_size
+        token = choose(rnd, found)
+        output.append(token)
+        if token == END:
+            return output, COMPLETE
+    return output, None
+
+
+def choose(rnd: random.Random, found: list[int]) -> int:
+    """One of them: mostly one that leads to an end soon."""
+    if END in found and rnd.random() < 0.5:
+        return END
+    closing = [token for token in found if set(TEXTS[token]) & set(b'"]}0')]
+    some = closing if closing and rnd.random() < 0.6 else [t for t in found if TEXTS[t].strip()] or found
+    return rnd.choice(some)
+
+
+def schemas(seed: int) -> Iterator[tuple[dict[str, Any], SamplingParams]]:
+    """Random schemas that are served."""
+    rnd = random.Random(seed)
+    while True:
+        schema = random_schema(rnd)
+        try:
+            yield schema, params_of({"json_schema": schema})
+        except InvalidFieldError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_output_of_a_random_schema_validates(seed: int) -> None:
+    """By jsonschema, with formats; a walk is one of a model that knows nothing."""
+    found, finished = schemas(seed), 0
+    for number in range(20):
+        schema, params = next(found)
+        rnd = random.Random(f"{seed} {number}")
+        for _ in range(2):
+            output, end = walk(rnd, params)
+            if end is not None:
+                assert end == COMPLETE
+                jsonschema.Draft202012Validator(schema).validate(json.loads(text_of(output)))
+                finished += 1
+    assert finished > 20
+
+
+def test_masks_are_those_of_the_bytes() -> None:
+    """Against the grammar itself, in single bytes: a token is allowed iff its bytes are."""
+    params = params_of({"regex": "(ab|a cat|the .{1,9}|[^a-z]+)"})
+    byte = grammars_to_check(TOKENIZER, EOS)
+    for output in ([], [TOKENIZER.encode("a")[0]], TOKENIZER.encode("the b")):
+        found = allowed(new_masks(), output, params)
+        for token, text in enumerate(TEXTS):
+            matcher = byte.begin(params.grammar).result().deep_copy()
+            before = [value for known in output for value in TEXTS[known]]
+            ids = [_byte_id(value) for value in (*before, *text)]
+            takes = bool(text) and token not in TOKENIZER.added_tokens and matcher.try_consume_tokens(ids) == len(ids)
+            assert (token in found) == takes or token == END
+
+
+def _byte_id(value: int) -> int:
+    """Its id in the vocabulary that grammars are checked with: in front of special tokens there is room for all."""
+    return value
+
+
+CHOICES = {"choices": ["yes", "yes please", "no"]}
+
+
+def test_an_end_is_allowed_where_the_grammar_may_end() -> None:
+    params, yes = params_of(CHOICES), TOKENIZER.encode_inside("yes")
+    assert END not in allowed(new_masks(), [], params)
+    assert END in allowed(new_masks(), yes, params)
+    assert allowed(new_masks(), TOKENIZER.encode_inside("no"), params) == COMPLETE
+    ignoring = params_of(CHOICES, ignore_eos=True)
+    found = allowed(new_masks(), yes, ignoring)
+    assert END not in found
+    assert found
+    assert allowed(new_masks(), [], params_of({"regex": ""}, ignore_eos=True)) == COMPLETE
+
+
+def test_other_masks_narrow_it() -> None:
+    yes, no = TOKENIZER.encode_inside("yes"), TOKENIZER.encode_inside("no")
+    long = params_of(CHOICES, min_tokens=20)
+    assert END not in allowed(new_masks(), yes, long)
+    assert END in allowed(new_masks(), yes, params_of(CHOICES, min_tokens=len(yes)))
+    # Nothing but an end is left: the grammar wins.
+    assert allowed(new_masks(), TOKENIZER.encode_inside("yes please"), long) == COMPLETE
+    assert allowed(new_masks(), [], params_of({"regex": ""}, min_tokens=2)) in (COMPLETE, [END])
+    only = params_of(CHOICES, allowed_token_ids=(no[0],))
+    assert allowed(new_masks(), [], only) == [no[0]]
+    without = params_of(CHOICES, bad_words_token_ids=((no[0],),))
+    assert no[0] in allowed(new_masks(), [], params_of(CHOICES))
+    assert no[0] not in allowed(new_masks(), [], without)
+    nothing = params_of(CHOICES, allowed_token_ids=(no[0],), bad_words_token_ids=((no[0],),))
+    assert "leave no token" in allowed(new_masks(), [], nothing)
+
+
+def test_rows_without_a_grammar_are_left_alone() -> None:
+    masks, params = new_masks(), params_of(CHOICES)
+    plain = SamplingParams(allowed_token_ids=(5,), min_tokens=3, bad_words_token_ids=((7,),))
+    histories = {0: history([], plain, 1), 2: history([], params, 2)}
+    bits, ended = masks.confined(histories, SIZE)
+    assert bits is not None
+    assert bits.rows.tolist() == [2]
+    assert not ended
+    others = LogitMasks(EOS)
+    found = others.allowed(histories, SIZE), others.masked(histories, {}, lambda places: pytest.fail("late"), SIZE)
+    assert [one is not None and set(one.rows.tolist()) for one in found] == [{0}, {0}]
+    assert masks.confined({0: history([], plain, 1)}, SIZE) == (None, {})
+
+
+def test_a_state_follows_its_tokens() -> None:
+    """Further tokens, fewer (a step was interrupted), another list (the sequence has come again), another grammar."""
+    masks, params = new_masks(), params_of({"regex": "(ab)*c"})
+    a, b, c = (TOKENIZER.encode_inside(letter)[0] for letter in "abc")
+    output = [a]
+    assert allowed(masks, output, params) == allowed(new_masks(), [a], params)
+    output += [b, a, b]
+    assert c in allowed(masks, output, params)
+    del output[1:]
+    assert c not in allowed(masks, output, params)
+    assert allowed(masks, [c], params) == COMPLETE
+    assert "cannot go on" in allowed(masks, [c, c], params)
+    assert b in allowed(masks, [], params_of({"choices": ["b"]}), seq_id=2)
+
+
+def test_a_late_token_counts() -> None:
+    params, ab = params_of({"regex": "ab"}), TOKENIZER.encode_inside("a")
+    masks = new_masks()
+    bits, ended = masks.confined({0: history([], params).with_token(ab[0])}, SIZE)
+    assert bits is not None
+    assert not ended
+    expected, _ = new_masks().confined({0: history(ab, params)}, SIZE)
+    assert expected is not None
+    assert np.array_equal(bits.bits, expected.bits)
+
+
+def test_few_idle_states_are_kept() -> None:
+    masks, params = new_masks(), params_of(CHOICES)
+    for seq_id in range(200):
+        allowed(masks, [], params, seq_id)
+    assert len(masks._states) <= 70
+
+
+def test_a_grammar_is_compiled_once_and_faults_are_told() -> None:
+    compiled = model_grammars(TOKENIZER, SIZE, EOS)
+    text = grammar_of(CHOICES)
+    assert compiled.begin(text) is compiled.begin(text)
+    one, other = (compiled.begin(text).result().deep_copy() for _ in range(2))
+    one.consume_tokens(TOKENIZER.encode_inside("no"))
+    assert one.is_stopped()
+    assert not other.is_stopped()
+    with pytest.raises(GrammarError, match="does not compile"):
+        compiled.begin("start: foo").result()
+    for number in range(200):
+        compiled.begin(f'start: "{number}"')
+    assert len(compiled._kept) <= 128
+    masks = GrammarMasks(compiled, LogitMasks(EOS), EOS)
+    assert "does not compile" in allowed(masks, [], SamplingParams(grammar="start: foo"))
+
+
+def test_work_is_bounded_while_it_runs() -> None:
+    """A grammar that is admitted and then takes too much ends its sequence, with a reason; others of the same grammar,
+    which share what is known of its expressions, go on: what becomes of each is a matter of its own tokens."""
+    params = params_of({"regex": "(a|b|[ab]{2,5}|.{3,900}){1,900}"})
+    masks, letter = new_masks(), TOKENIZER.encode_inside("a")
+    first = letter * 50
+    before = allowed(masks, first, params, seq_id=1)
+    assert isinstance(before, list)
+    end = allowed(masks, letter * 100, params, seq_id=2)
+    assert isinstance(end, str)
+    assert "the constraint cannot go on: lexer error" in end
+    first += letter
+    assert allowed(masks, first, params, seq_id=1) == allowed(new_masks(), first, params)
+    assert allowed(masks, letter * 50, params, seq_id=3) == before
+    assert allowed(masks, letter * 100, params, seq_id=4) == end

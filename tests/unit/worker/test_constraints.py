@@ -1,0 +1,225 @@
+"""Constrained answers of an engine: the same alone and among others, and wherever they go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from common.config import Config
+from common.errors import InvalidFieldError
+from common.sampling_params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from worker.config.engine_config import with_special_tokens
+from worker.config.model_config import ModelConfig
+from worker.engine.core import EngineCore
+from worker.engine.executor import PipelinedExecutor
+from worker.engine.outputs import RequestOutput
+from worker.engine.sequence import EndReason, Sequence
+from worker.grammars import GrammarError
+from worker.llm_engine import LLMEngine
+from worker.model.model_runner import ModelRunner
+
+DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "checkpoint"
+CONFIG = Config(
+    model=str(DEMO),
+    kernels="torch",
+    num_kvcache_blocks=128,
+    max_model_len=512,
+    max_num_batched_tokens=64,
+    enable_prefix_caching=True,
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+CONSTRAINTS: dict[str, Any] = {
+    "schema": {"json_schema": SCHEMA},
+    "regex": {"regex": "[a-z]{3,8}(-[0-9]{2}){1,3}"},
+    "grammar": {"grammar": 'start: "once" (" " word){2,6} "."\nword: /[a-z]{2,6}/'},
+    "choices": {"choices": ["yes", "no", "maybe"]},
+}
+PROMPT = "Tell me a story."
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return runner_of(CONFIG)
+
+
+def runner_of(config: Config) -> ModelRunner:
+    model_config = ModelConfig.from_folder(DEMO)
+    return ModelRunner(with_special_tokens(config, model_config), model_config)
+
+
+@pytest.fixture
+def engine(runner: ModelRunner) -> LLMEngine:
+    return engine_of(runner)
+
+
+def engine_of(runner: ModelRunner, **options: Any) -> LLMEngine:
+    config = replace(CONFIG, **options)
+    runner.allocate_kv_cache(config.num_kvcache_blocks)
+    return LLMEngine(config, runner=runner)
+
+
+def asked(**others: Any) -> list[dict[str, Any]]:
+    return [{"constraint": one, "max_tokens": 60, "temperature": 0.8, **others} for one in CONSTRAINTS.values()]
+
+
+def generate(engine: LLMEngine, params: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return engine.generate([PROMPT] * len(params), params, request_ids=[f"r{i}" for i in range(len(params))])
+
+
+def test_finished_answers_satisfy_their_constraints(engine: LLMEngine) -> None:
+    for temperature in (0.0, 0.8):
+        schema, regex, _, choice = generate(engine, asked(temperature=temperature))
+        jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(schema["text"]))
+        assert schema["finish_reason"] == choice["finish_reason"] == "constraint"
+        assert re.fullmatch(CONSTRAINTS["regex"]["regex"], regex["text"])
+        assert choice["text"] in ("yes", "no", "maybe")
+
+
+def test_an_answer_is_the_same_among_others_in_chunks_and_after_preemption(runner: ModelRunner) -> None:
+    params = [*asked(), *asked(temperature=0.0), *asked(seed=9, n=2)]
+    alone = [answer for i in range(len(params)) for answer in engine_of(runner).generate(
+        [PROMPT], params[i], request_ids=[f"r{i}"])]  # fmt: skip
+    plain = [{"max_tokens": 60, "seed": i} for i in range(4)]
+    for options in (
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_kvcache_blocks": 16, "max_model_len": 128},
+        {"scheduling_policy": "mixed"},
+    ):
+        engine = engine_of(runner, **options)
+        found = generate(engine, [*params, *plain])[: len(alone)]
+        assert [(a["token_ids"], a["finish_reason"]) for a in found] == [
+            (a["token_ids"], a["finish_reason"]) for a in alone
+        ]
+        if "num_kvcache_blocks" in options:
+            assert engine.core.scheduler.lifecycle.num_preemptions > 0
+
+
+def test_neighbours_of_a_constrained_answer_are_left_alone(runner: ModelRunner) -> None:
+    plain: list[dict[str, Any]] = [{"max_tokens": 40, "seed": i, "temperature": i % 2} for i in range(4)]
+    expected = [answer["token_ids"] for answer in generate(engine_of(runner), plain)]
+    beside = generate(engine_of(runner), [*plain, *asked()])
+    assert [answer["token_ids"] for answer in beside[:4]] == expected
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_it_goes_on_from_every_position(runner: ModelRunner, name: str) -> None:
+    """As a request that moves: prompt and tokens come together, to an engine that has not seen it."""
+    (asking,) = [one for one in asked(seed=3) if one["constraint"] is CONSTRAINTS[name]]
+    engine = engine_of(runner)
+    (answer,) = engine.generate([PROMPT], asking)
+    params = engine.io.sampling_params(asking)
+    prompt, tokens = Tokenizer.from_folder(DEMO).encode(PROMPT), answer["token_ids"]
+    core = engine_of(runner).core
+    seqs = [
+        Sequence([*prompt, *tokens[:have]], CONFIG.kv_cache_block_size, params, num_prompt_tokens=len(prompt), seed=3)
+        for have in range(len(tokens))
+    ]
+    core.add_group(seqs)
+    ends: dict[int, EndReason | None] = {}
+    while core.has_unfinished():
+        ends |= {out.request_id: out.end_reason for out in core.step().outputs if out.finished}
+    assert [seq.completion_token_ids for seq in seqs] == [tokens] * len(seqs)
+    assert set(ends.values()) <= {EndReason.CONSTRAINT, EndReason.EOS}
+    assert len(set(ends.values())) == 1
+
+
+def test_steps_that_are_launched_ahead(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a mask waits for the token that it is behind, others' rows take theirs on the device."""
+    params = [*asked(), *[{"max_tokens": 30, "seed": i, "repetition_penalty": 1.2} for i in range(2)]]
+    expected = [answer["token_ids"] for answer in generate(engine_of(runner), params)]
+    monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
+    engine = engine_of(runner, deferred_output=True)
+    engine.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+    assert [answer["token_ids"] for answer in generate(engine, params)] == expected
+
+
+def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:
+    fails = {"constraint": {"regex": "[ab]{40}"}, "allowed_token_ids": (5, 6), "max_tokens": 50}
+    failed, other = generate(engine, [fails, asked()[0]])
+    assert (failed["finish_reason"], other["finish_reason"]) == ("constraint_failed", "constraint")
+    outputs = list[RequestOutput]()
+    seq = Sequence([1, 2], 16, engine.io.sampling_params(fails), stream_callback=outputs.append)
+    engine.core.add_request(seq)
+    while engine.core.has_unfinished():
+        engine.core.step()
+    end = outputs[-1].end
+    assert end is not None
+    assert end.reason is EndReason.CONSTRAINT_FAILED
+    assert "leave no token" in end.message
+    assert engine.core.scheduler.landing.num_nan_rows == 0
+
+
+class Compiling:
+    """Grammars that are compiled when a test says so."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[Any]] = {}
+
+    def begin(self, text: str) -> Future[Any]:
+        return self.futures.setdefault(text, Future())
+
+
+def test_a_sequence_waits_for_its_grammar_and_nobody_for_it(runner: ModelRunner) -> None:
+    runner.allocate_kv_cache(128)
+    grammars = Compiling()
+    core = EngineCore(CONFIG, runner, grammars=grammars)
+    text = '%llguidance {"no_forcing": true}\nstart: "ab"\n'
+    waits, bad = (Sequence([5, 6], 16, SamplingParams(max_tokens=3, grammar=g)) for g in (text, "bad"))
+    plain = Sequence([5, 6], 16, SamplingParams(max_tokens=3))
+    core.add_group([waits, bad, plain])
+    ended = [out.request_id for _ in range(6) for out in core.step().outputs if out.finished]
+    assert ended == [plain.id]
+    core.scheduler.check_integrity()
+    grammars.futures["bad"].set_exception(GrammarError("the grammar does not compile: so"))
+    (output,) = core.step().outputs
+    assert output.end is not None
+    assert (output.request_id, output.end.reason) == (bad.id, EndReason.INVALID)
+    assert output.end.message == "the grammar does not compile: so"
+    grammars.futures[text].set_result(None)
+    reasons = [out.end_reason for _ in range(6) for out in core.step().outputs if out.finished]
+    assert reasons == [EndReason.CONSTRAINT]
+    # One that is cancelled while it waits, and one whose deadline passes.
+    for change in ("abort", "deadline"):
+        grammars.futures.clear()
+        seq = Sequence([5, 6], 16, SamplingParams(max_tokens=3, grammar=text), deadline=time.monotonic() - 1)
+        if change == "abort":
+            seq.deadline = None
+        core.add_request(seq)
+        if change == "abort":
+            core.abort(seq.id)
+        assert [out.request_id for out in core.step().outputs if out.finished] == [seq.id]
+        assert not core.has_unfinished()
+
+
+def test_an_engine_without_grammars_refuses_constraints(tmp_path: Path, runner: ModelRunner) -> None:
+    without = runner_of(replace(CONFIG, enable_constraints=False))
+    assert without.grammars is None
+    engine = engine_of(without)
+    with pytest.raises(InvalidFieldError, match=r"sampling_params\.constraint cannot be served"):
+        engine.generate([PROMPT], asked()[0])
+    seq = Sequence([1], 16, SamplingParams(grammar='start: "x"'))
+    for add in (engine.core.validate, engine.core.add_request, lambda one: engine.core.add_group([one])):
+        with pytest.raises(InvalidFieldError, match=r"params\.grammar is set"):
+            add(seq)
+    assert not engine.core.has_unfinished()
+    assert runner.grammars is not None

@@ -1,0 +1,188 @@
+"""From the grammar of a sequence and its output so far to the bits of the tokens that may come next.
+
+The state is a function of grammar and output: it is built anew, by giving a fresh matcher all tokens, wherever a
+sequence goes on that this rank does not know, or knows with other tokens. The masks of a sequence with a grammar are
+one (docs/determinism.md): bits, of which only those stay that all of them leave.
+
+- An end-of-sequence token is allowed where the grammar may end, but not with `ignore_eos`.
+- Before `min_tokens` what would end the sequence is left out, unless nothing else is left: the grammar wins.
+- A grammar that allows nothing more ends its sequence, without a token.
+- What `allowed_token_ids` and `bad_words` leave nothing of fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.constraints.library import Matcher
+from kernels.interface import AllowedBits
+from worker.engine.batch import TokenHistory
+from worker.grammars import GrammarError, Grammars
+from worker.model.logit_masks import LogitMasks
+
+Bits = npt.NDArray[np.uint32]
+# Tokens that a matcher is given at once, which holds the interpreter's lock.
+_MOST_AT_ONCE: Final = 1024
+_WORD_BITS: Final = 32
+# Sequences that do not run now, whose states are kept: some are as large as a hundred kilobytes.
+_MOST_IDLE: Final = 64
+COMPLETE: Final = ""
+
+
+class _Ended(Exception):
+    """No token can come; says why, `COMPLETE` for a grammar that allows nothing more."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class _Failed(Exception):
+    """A matcher is in its error state; says why."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A sequence's list of tokens, how many of its output the matcher has been given, that, and what that is a copy
+    of."""
+
+    tokens: list[int]
+    count: int
+    matcher: Matcher
+    compiled: Future[Matcher]
+
+
+class GrammarMasks:
+    """Masks of the sequences that have a grammar; their states are kept from step to step.
+
+    Args:
+        grammars: compiled.
+        others: masks of the same sequences.
+        eos_token_ids: the model's.
+    """
+
+    def __init__(self, grammars: Grammars, others: LogitMasks, eos_token_ids: frozenset[int]) -> None:
+        self._grammars = grammars
+        self._others = others
+        self._eos = sorted(token for token in eos_token_ids if token < grammars.num_ids)
+        self._states: dict[int, _State] = {}
+
+    def begin(self, histories: Mapping[int, TokenHistory]) -> None:
+        """Begins to compile grammars that a step is going to need."""
+        for history in histories.values():
+            if history.params.grammar and history.seq_id not in self._states:
+                self._grammars.begin(history.params.grammar)
+
+    def confined(self, histories: Mapping[int, TokenHistory], size: int) -> tuple[AllowedBits | None, dict[int, str]]:
+        """Masks of the rows that are the keys and have a grammar; and rows that have ended, with the reason.
+
+        Args:
+            histories: by row of logits; those of a sequence with drafts in their order, each with one more of them.
+            size: logits of a row.
+        """
+        given = {row: history for row, history in histories.items() if history.params.grammar}
+        self._forget(given)
+        rows, masks, ended = list[int](), list[Bits](), dict[int, str]()
+        # By sequence, of its last row so far.
+        newest: dict[int, Bits] = {}
+        for row, history in given.items():
+            before = newest.pop(history.seq_id, None)
+            if history.drafts and (before is None or not _has(before, history.drafts[-1])):
+                # The row in front does not draw the draft, so that nobody asks what this one draws.
+                continue
+            try:
+                newest[history.seq_id] = self._mask(history, size)
+            except _Ended as end:
+                ended[row] = end.why
+            else:
+                masks.append(newest[history.seq_id])
+                rows.append(row)
+        if not rows:
+            return None, ended
+        return AllowedBits(np.array(rows, np.int64), np.stack(masks)), ended
+
+    def _mask(self, history: TokenHistory, size: int) -> Bits:
+        try:
+            return self._bits(history, size)
+        except _Failed:
+            # Perhaps of what other sequences of the same grammar have done. By itself it either fails, or does not.
+            self._start_anew(history)
+        try:
+            return self._bits(history, size)
+        except _Failed as error:
+            self._start_anew(history)
+            raise _Ended(f"the constraint cannot go on: {error}") from None
+
+    def _bits(self, history: TokenHistory, size: int) -> Bits:
+        matcher = self._matcher(history)
+        _check(matcher)
+        bits = np.zeros(-(-max(size, self._grammars.num_ids) // _WORD_BITS), np.uint32)
+        words = -(-self._grammars.num_ids // _WORD_BITS)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, words * bits.itemsize)
+        _check(matcher)
+        bits = bits[: -(-size // _WORD_BITS)]
+        if history.params.ignore_eos:
+            _clear(bits, self._eos)
+            if not bits.any():
+                raise _Ended(COMPLETE)
+        if not self._others.narrow(history, bits, size):
+            raise _Ended("allowed_token_ids and bad_words leave no token that the constraint allows")
+        return bits
+
+    def _matcher(self, history: TokenHistory) -> Matcher:
+        """A matcher that has been given the output so far, or has failed at it."""
+        state = self._states.get(history.seq_id)
+        count = history.num_output - len(history.drafts)
+        # Another list of tokens; or a step that had given it a token was interrupted.
+        if state is None or state.tokens is not history.tokens or state.count > count:
+            compiled = self._grammars.begin(history.params.grammar)
+            try:
+                fresh = compiled.result().deep_copy()
+            except GrammarError as error:
+                raise _Ended(str(error)) from None
+            state = self._states[history.seq_id] = _State(history.tokens, 0, fresh, compiled)
+        while state.count < count:
+            new = history.output_from(state.count)[: min(count - state.count, _MOST_AT_ONCE)]
+            if not state.matcher.consume_tokens(new):
+                return state.matcher
+            state.count += len(new)
+        if not history.drafts:
+            return state.matcher
+        ahead = state.matcher.deep_copy()
+        ahead.consume_tokens(list(history.drafts))
+        return ahead
+
+    def _start_anew(self, history: TokenHistory) -> None:
+        """Forgets a state, and what it is a copy of."""
+        state = self._states.pop(history.seq_id)
+        self._grammars.forget(history.params.grammar, state.compiled)
+
+    def _forget(self, histories: Mapping[int, TokenHistory]) -> None:
+        """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""
+        if len(self._states) > 2 * len(histories) + _MOST_IDLE:
+            now = {history.seq_id for history in histories.values()}
+            self._states = {seq_id: state for seq_id, state in self._states.items() if seq_id in now}
+
+
+def _check(matcher: Matcher) -> None:
+    if matcher.is_error():
+        lines = str(matcher.get_error()).splitlines() or ["no reason is known"]
+        raise _Failed(lines[0][:300])
+    if matcher.is_stopped():
+        raise _Ended(COMPLETE)
+
+
+def _has(bits: Bits, token: int) -> bool:
+    return token // _WORD_BITS < len(bits) and bool(int(bits[token // _WORD_BITS]) >> token % _WORD_BITS & 1)
+
+
+def _clear(bits: Bits, ids: list[int]) -> None:
+    for token in ids:
+        if token // _WORD_BITS < len(bits):
+            bits[token // _WORD_BITS] &= np.uint32(0xFFFFFFFF ^ (1 << token % _WORD_BITS))
