@@ -40,7 +40,7 @@ from common.telemetry.tracing import RequestSpan, Tracing
 from common.text.stop_strings import StopStrings
 from router.api.answers import AnswerResponse, Answers
 from router.api.in_flight import InFlightCall
-from router.api.responses import decode_s, fill_response, finish_name, times_of, usage_of
+from router.api.responses import decode_s, fill_response, finish_name, one_of_each_prompt, times_of, usage_of
 from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
 from router.model_registry import ModelRegistry, ServedModel
@@ -493,22 +493,25 @@ class Answering:
         # Of several answers the one that began first tells where the time went.
         first = min(streams, key=lambda stream: stream.assembly.first_token_time or now)
         assembly = first.assembly
+        prompts = one_of_each_prompt(streams)
+        input_tokens = sum(stream.assembly.prompt_tokens for stream in prompts)
+        cached_tokens = sum(stream.assembly.start.cached_tokens for stream in prompts)
         record.times, record.worker_id = times_of(first, now), assembly.worker_id
         record.attempts = max(len(stream.attempts) for stream in streams)
         record.exact = all(stream.attempts.exact for stream in streams)
         record.adopted = any(stream.is_adopted for stream in streams)
         record.completion_tokens = written
         if record.times.first_token is not None:
-            record.cached_tokens = assembly.start.cached_tokens
-            measure.usage(assembly.prompt_tokens, assembly.start.cached_tokens, written)
+            record.cached_tokens = cached_tokens
+            measure.usage(input_tokens, cached_tokens, written)
         for stream in streams:
             self._trace_attempts(span, stream)
         if self._tracing.enabled:
             _trace_waits(span, first.attempts.waits(asked.call.opened, record.times.ended))
         span.usage(
-            input_tokens=assembly.prompt_tokens,
+            input_tokens=input_tokens,
             output_tokens=written,
-            cached_tokens=assembly.start.cached_tokens,
+            cached_tokens=cached_tokens,
             worker_id=assembly.worker_id,
             attempts=record.attempts,
         )

@@ -139,6 +139,11 @@ def times_of(stream: RequestStream, now: float) -> RequestTimes:
     )
 
 
+def one_of_each_prompt(streams: Sequence[RequestStream]) -> list[RequestStream]:
+    """The first stream of each prompt of a call: answers to one share its ids, the texts of a call have their own."""
+    return [*{id(stream.request.token_ids): stream for stream in reversed(streams)}.values()][::-1]
+
+
 def finish_name(ending: FinishInfo) -> str:
     """The finish reason as people read it: `stop`, `length`."""
     return pb.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()

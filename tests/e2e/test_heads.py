@@ -17,13 +17,16 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from google.rpc import error_details_pb2
 
+from common.cli.serve.first_question import next_steps
 from common.config import Config
 from common.heads import CLASSIFIER, NO_HEAD
 from common.pooling import LABELS
+from examples.semantic_search import INSTRUCTION
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import CONFIG, simulated_model, wait_workers
+from tests.e2e.test_command_line import example, fissile
 from tests.e2e.test_router import FILES, bench, detail, error_of
 from worker.llm_engine import LLMEngine
 from worker.simulation.runner import SimulatedRunner
@@ -109,6 +112,42 @@ def test_a_decoder_alone_gives_the_vectors_of_the_library(embedder: Service, dec
     found = [list(embedding.values) for embedding in response.embeddings]
     assert found == [vector.tolist() for vector in library.embed(said)]
     assert refusal(embedder.stub, "Rerank", RERANK) == ("FAILED_PRECONDITION", "NOT_A_RERANKER")
+
+
+def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> None:
+    """The example: the nearest of the vectors, then in the order of the reranker."""
+    query, texts = "where is the cat?", ["the cat sat", "two dogs", "bread needs yeast", "nothing"]
+    inputs = [pb.TextOrTokens(text=text) for text in (INSTRUCTION + query, *texts)]
+    answer = embedder.stub.Embed(pb.EmbedRequest(inputs=inputs), timeout=60)
+    wanted, *vectors = (np.array(embedding.values) for embedding in answer.embeddings)
+    nearest = sorted(zip((float(wanted @ vector) for vector in vectors), texts, strict=True), reverse=True)[:2]
+    routers = ["--router", embedder.router.address, "--top", "2"]
+    shown = example("semantic_search.py", *routers, query, *texts)
+    assert shown.splitlines() == [f"{score:.4f}  {text}" for score, text in nearest]
+    asked = pb.RerankRequest(query=query, documents=[text for _, text in nearest], return_documents=True)
+    ranked = reranker.stub.Rerank(asked, timeout=60).documents
+    shown = example("semantic_search.py", *routers, "--rerank", reranker.router.address, query, *texts)
+    assert shown.splitlines() == [f"{one.relevance:.4f}  {one.document}" for one in ranked]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "classifier"])
+def test_a_service_without_an_output_head_is_asked_for_a_vector(kind: str, request: pytest.FixtureRequest) -> None:
+    """`fissile serve` asks a first question, and says what else can be asked: not what is refused."""
+    folder: Path = request.getfixturevalue(kind)
+    done = fissile("serve", "--model", str(folder), "--once", "--max-model-len", "64", "--kv-cache-memory", "16MiB")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "a vector of 64 numbers, " in done.stderr
+
+
+def test_commands_are_those_that_a_model_serves(reranker: Service) -> None:
+    capabilities = reranker.stub.GetModel(pb.GetModelRequest(), timeout=60).model.capabilities
+    said = next_steps("h:1", "", capabilities)
+    assert ("embed --address h:1" in said, "rerank --address h:1" in said, "generate" in said) == (True, True, False)
+    assert "chat --address h:1" in next_steps("h:1")
+    shown = fissile("models", "--address", reranker.router.address).stdout
+    assert shown.splitlines()[1].split()[4] == "embed,rerank"
+    asked = fissile("generate", "--address", reranker.router.address, "a")
+    assert (asked.returncode, "its checkpoint has no output head" in asked.stderr) == (2, True)
 
 
 def test_relevance_is_that_of_a_cross_encoder(reranker: Service, classifier: Path) -> None:

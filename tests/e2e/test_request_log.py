@@ -17,6 +17,7 @@ import pytest
 import structlog
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from fissile.worker.v1 import worker_pb2 as wpb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import LogCapture
 
@@ -402,6 +403,40 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
         points = {p.name: p for p in receiver.points if p.attributes.get(names.RPC_STATUS) == "CANCELLED"}
         assert points[names.ROUTER_GENERATED_TOKENS].value == broken.generated
         assert points[names.ROUTER_PROMPT_TOKENS].attributes[names.REQUEST_MODEL] == "m"
+
+
+@pytest.mark.parametrize("method", ["Embed", "Rerank"])
+async def test_calls_with_many_texts_count_the_tokens_of_all(
+    method: str, monkeypatch: pytest.MonkeyPatch, lines: list[Line]
+) -> None:
+    """In log line, span and figures as in the answer: none is generated for the client."""
+    parts = [pb.TextOrTokens(text=text) for text in ("a b", "three of it", "two")]
+    asked: dict[str, Any] = {
+        "Embed": pb.EmbedRequest(inputs=parts),
+        "Rerank": pb.RerankRequest(query="q", documents=[part.text for part in parts]),
+    }
+    described = {"features": ["logprobs", "embed"], "hidden_size": 3, "default_pooling": wpb.POOLING_LAST}
+    if method == "Rerank":
+        described |= {"head": wpb.HEAD_CLASSIFIER, "num_labels": 1}
+    with OtlpReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        async with bench(FakeWorker(FILES, description=described, answer=short)) as b:
+            usage = (await getattr(b.stub, method)(asked[method])).usage
+            await until(lambda: not b.router.service.in_flight)
+            (figures,) = b.router._snapshot().usage.values()
+        (span,) = receiver.wait_for(f"fissile.v1.InferenceService/{method}", 1)
+    (line,) = ended(lines)
+    assert usage.prompt_tokens > 10
+    for found in (
+        (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]),
+        (figures.prompt, figures.cached, figures.generated),
+        (
+            span.attributes["gen_ai.usage.input_tokens"],
+            usage.cached_tokens,
+            span.attributes["gen_ai.usage.output_tokens"],
+        ),
+    ):
+        assert found == (usage.prompt_tokens, usage.cached_tokens, 0)
 
 
 async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:

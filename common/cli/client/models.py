@@ -16,8 +16,15 @@ from common.cli.core.errors import CommandError
 from common.cli.core.options import address_option, json_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 
-_HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "CHAT", "WORKERS", "WEIGHTS", "TOKENIZER")
+_HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "SERVES", "WORKERS", "WEIGHTS", "TOKENIZER")
 _DIGEST_CHARACTERS = 12
+# Shown of what models can do.
+_SERVED = {
+    "generate": pb.CAPABILITY_GENERATE,
+    "chat": pb.CAPABILITY_CHAT,
+    "embed": pb.CAPABILITY_EMBED,
+    "rerank": pb.CAPABILITY_RERANK,
+}
 
 
 async def list_models(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> Sequence[pb.Model]:
@@ -52,7 +59,7 @@ def _row(model: pb.Model) -> tuple[str, ...]:
         model.architecture,
         str(model.max_model_len),
         str(model.vocab_size),
-        "yes" if pb.CAPABILITY_CHAT in model.capabilities else "no",
+        ",".join(name for name, capability in _SERVED.items() if capability in model.capabilities),
         str(model.ready_workers),
         model.weights_digest[:_DIGEST_CHARACTERS],
         model.tokenizer_sha256[:_DIGEST_CHARACTERS],

@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shlex
-import shutil
 import signal
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import grpc
-from fissile.client import AsyncClient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.available_memory import available_memory
-from common.cli.core.client import Question, ask, client_arguments
 from common.cli.core.config_file import (
     FILE_VARIABLE,
     ConfigurableCommand,
@@ -36,6 +31,7 @@ from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, Fraction
 from common.cli.core.speculative_option import SpeculationText
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
 from common.cli.group import CHECKOUT, missing_extra
+from common.cli.serve.first_question import FIRST_PROMPT, GENERATES, FirstQuestion, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor
@@ -50,10 +46,6 @@ from common.version import fissile_version
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
 GIB = 1 << 30
-FIRST_PROMPT = "Tell me a story."
-# Enough for a short story to come to its end.
-FIRST_MAX_TOKENS = 256
-FIRST_ANSWER_TIMEOUT_S = 600.0
 POLL_S = 0.1
 # A connection that was refused because the router does not listen yet is tried again soon.
 _QUICK_RECONNECT = [
@@ -62,15 +54,6 @@ _QUICK_RECONNECT = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstQuestion:
-    """Request to send when the router serves, if any, and whether to end after it."""
-
-    ask: bool
-    prompt: str
-    once: bool
 
 
 class Service:
@@ -115,11 +98,10 @@ class Service:
         async with grpc.aio.insecure_channel(self._fleet.health_address, options=_QUICK_RECONNECT) as channel:
             await self._until_serving(channel)
             self._has_served = True
-            if self._first.ask:
-                await self._ask()
+            capabilities = await self._ask() if self._first.ask else GENERATES
         if self._first.once:
             return
-        self._console.line(next_steps(self._fleet.address, self._fleet.client_options))
+        self._console.line(next_steps(self._fleet.address, self._fleet.client_options, capabilities))
         await asyncio.Event().wait()
 
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
@@ -131,21 +113,26 @@ class Service:
             await asyncio.sleep(POLL_S)
         self._console.line(f"the router serves, after {time.monotonic() - started:.1f} s")
 
-    async def _ask(self) -> None:
-        """Asks the first question. Without `once` a failure is a line, and the service goes on."""
-        question = Question(self._first.prompt, self._fleet.model_name, sampling={"max_tokens": FIRST_MAX_TOKENS})
+    async def _ask(self) -> Collection[int]:
+        """Asks the first question. Without `once` a failure is a line, and the service goes on.
+
+        Returns:
+            What the model can do.
+        """
         self._console.line(f"\nthe first request: {self._first.prompt}")
         self._console.begin_answer()
         try:
-            async with AsyncClient(**client_arguments([self._fleet.address])) as client:
-                answer = await ask(client, question, FIRST_ANSWER_TIMEOUT_S, self._console.answer)
+            figures, capabilities = await self._first.answered(
+                self._fleet.address, self._fleet.model_name, self._console.answer
+            )
         except CommandError as error:
             self._console.end_answer()
             if self._first.once:
                 raise CommandError(f"the first request failed: {error}", 1) from error
             self._console.line(f"the first request failed: {error}")
-            return
-        self._console.end_answer(answer.figures())
+            return GENERATES
+        self._console.end_answer(figures)
+        return capabilities
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -196,26 +183,6 @@ def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
     file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file}
-
-
-def next_steps(address: str, options: str = "") -> str:
-    """Commands that call the service, to be copied into another terminal; with further options that it wants."""
-    installed = Path(sys.executable).with_name("fissile")
-    on_path = shutil.which("fissile")
-    if on_path and Path(on_path) == installed:
-        program = "fissile"
-    else:
-        program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
-    where = f"--address {address}{options}"
-    commands = [
-        f'{program} generate {where} "{FIRST_PROMPT}"',
-        f"{program} chat {where}",
-        f"{program} models {where}",
-    ]
-    example = CHECKOUT / "examples" / "python_client.py"
-    if example.is_file() and not options:
-        commands.append(f"{sys.executable} {example} {address}")
-    return "\n  ".join([f"\nserving on {address} until Ctrl-C. From another terminal:", *commands]) + "\n"
 
 
 def make_fleet(

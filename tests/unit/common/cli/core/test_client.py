@@ -195,7 +195,7 @@ async def test_models_as_a_table() -> None:
     await server.stop(None)
     heading, row = table.splitlines()
     assert heading.split()[:4] == ["MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY"]
-    assert row.split() == ["demo", "Qwen3ForCausalLM", "512", "1024", "yes", "0"]
+    assert row.split() == ["demo", "Qwen3ForCausalLM", "512", "1024", "chat", "0"]
 
 
 def test_no_models_are_no_empty_table() -> None:
