@@ -18,7 +18,9 @@ REGEX: Final = "re:"
 NGRAM: Final = "ngram"
 MTP: Final = "mtp"
 EAGLE3: Final = "eagle3"
-SPECULATIVE_METHODS: Final = (NGRAM, MTP, EAGLE3)
+DRAFT_MODEL: Final = "draft_model"
+SPECULATIVE_METHODS: Final = (NGRAM, MTP, EAGLE3, DRAFT_MODEL)
+_WITH_MODEL: Final = (EAGLE3, DRAFT_MODEL)
 # Formats that the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per weight row.
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
@@ -164,7 +166,7 @@ class SpeculativeConfig:
     Attributes:
         num_speculative_tokens: most drafts of a sequence and step.
         method: `ngram` looks up what followed a sequence's newest tokens before; the others are draft models: `mtp` a
-            layer of the checkpoint, `eagle3` a head of its own folder.
+            layer of the checkpoint, `eagle3` a head of its own folder, `draft_model` a smaller model.
         model: that folder, or its name on the Hugging Face Hub; empty for the others.
         prompt_lookup_max: newest tokens that are looked up at most, by `ngram`.
         prompt_lookup_min: at least.
@@ -183,8 +185,9 @@ class SpeculativeConfig:
         name = "speculative_config."
         require_types(self, name)
         require_one_of(f"{name}method", self.method, SPECULATIVE_METHODS)
-        valid = "a folder, or a name on the Hub" if self.method == EAGLE3 else f"empty with method {self.method}"
-        require(bool(self.model) == (self.method == EAGLE3), f"{name}model", self.model, valid)
+        needs_model = self.method in _WITH_MODEL
+        valid = "a folder, or a name on the Hub" if needs_model else f"empty with method {self.method}"
+        require(bool(self.model) == needs_model, f"{name}model", self.model, valid)
         count, longest, shortest = self.num_speculative_tokens, self.prompt_lookup_max, self.prompt_lookup_min
         most = MAX_SPECULATIVE_TOKENS
         require(1 <= count <= most, f"{name}num_speculative_tokens", count, f"1 to {most}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.config import MIXED, PREFILL_FIRST, Config, ParallelConfig, SpeculativeConfig
-from common.config_parts import EAGLE3, MTP
+from common.config_parts import DRAFT_MODEL, EAGLE3, MTP
 from common.sampling_params import SamplingParams
 from kernels.interface import SampleParams
 from kernels.select import select_backend
@@ -35,7 +37,7 @@ from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
 from worker.model.draft_proposer import SampledStep
-from worker.model.model_proposers import ModelProposer, StepRows
+from worker.model.model_proposers import ModelProposer, SmallModelProposer, StepRows
 from worker.model.model_runner import ModelRunner
 from worker.model.models.eagle3 import NUM_AUX
 
@@ -103,12 +105,36 @@ def mtp(tmp_path: Path, architecture: str) -> Case:
     return Case(config, states, reference, reference.logits)
 
 
+def small(tmp_path: Path, architecture: str) -> Case:
+    """A model of its own, which sees a token more: the state in front of which a draft is made is that of the token."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path / "target", "qwen3")
+    own = make_checkpoint(tmp_path / "own", architecture, seed=5, num_hidden_layers=2)
+    hf: Any = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32)
+
+    def draft(tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        # The first token is none of these: its id stands where a head has a state.
+        every = torch.cat((states[0, :1].long(), tokens))
+        with torch.no_grad():
+            made: torch.Tensor = hf(every[None]).logits[0]
+        return made[1:]
+
+    def states(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[0].float().expand(len(tokens), NUM_IDS)
+
+    spec = SpeculativeConfig(K, DRAFT_MODEL, str(own))
+    return Case(Config(model=str(folder), speculative_config=spec), states, draft, lambda made: made)
+
+
 CASES: Final[dict[str, Callable[[Path], Case]]] = {
     "eagle3 qwen3": lambda path: eagle(path, "qwen3"),
     "eagle3 llama": lambda path: eagle(path, "llama", num_hidden_layers=5, tie_word_embeddings=False),
     "mtp deepseek_v3": lambda path: mtp(path, "deepseek_v3"),
     "mtp deepseek_v32": lambda path: mtp(path, "deepseek_v32"),
     "mtp glm4_moe": lambda path: mtp(path, "glm4_moe"),
+    "draft_model llama": lambda path: small(path, "llama"),
+    "draft_model deepseek_v32": lambda path: small(path, "deepseek_v32"),
 }
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "chunked": {"max_num_batched_tokens": 9, "scheduling_policy": MIXED},
@@ -160,19 +186,16 @@ MUTANTS = [
     Mutant("noise of the first draft", ModelProposer, "_draw", "step.num_tokens(i) + len(drafts[i])",
            "step.num_tokens(i)"),
     Mutant("a place before", ModelProposer, "_chain", "len(drafts[i]) - 1", "len(drafts[i]) - 2"),
+    Mutant("the newest token is another", StepRows, "with_newest", "step.next_token(i) for", "5 for"),
     Mutant("states of another row", StepRows, "behind", "(step.begins - (ends - counts)", "(-(ends - counts)"),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return CASES["eagle3 qwen3"](tmp_path_factory.mktemp("drafting"))
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant, drafting: Case) -> None:
+def test_a_fault_shows(mutant: Mutant, tmp_path: Path) -> None:
+    case = CASES["draft_model llama" if mutant.name == "with_newest" else "eagle3 qwen3"](tmp_path)
     with mutant.applied(), pytest.raises(OBJECTIONS):
-        _check(drafting, "chunked", Counter())
+        _check(case, "chunked", Counter())
 
 
 def _requests(rnd: random.Random) -> tuple[list[list[int]], list[dict[str, Any]]]:
@@ -210,8 +233,10 @@ def _recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
         for i, seq in enumerate(step.batch.columns.rows):
             wanted = step.batch.drafts_wanted.get(seq.id, 0)
             own = drafts.get(seq.id, [])
-            slots = len(step.batch.tables[i]) * step.batch.block_size
-            assert len(own) == (max(0, min(wanted, slots - step.num_tokens(i) + 2)) if wanted else 0)
+            # A model that sees the newest token has a row more.
+            room = len(step.batch.tables[i]) * step.batch.block_size - step.num_tokens(i) + 2
+            room -= isinstance(proposer, SmallModelProposer)
+            assert len(own) == (max(0, min(wanted, room)) if wanted else 0)
             if own:
                 found.append(Proposed(seq, step.num_tokens(i), own))
         return drafts
@@ -240,6 +265,36 @@ def _compare(case: Case, found: list[Proposed]) -> None:
     assert num_swapped <= MOST_SWAPPED * len(found), f"{num_swapped} of {len(found)}"
 
 
+def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
+    """With penalties and masks too: drafts are drawn as tokens are."""
+    folder = make_checkpoint(tmp_path / "model")
+    # Longer by rows that no token has.
+    padded = make_checkpoint(tmp_path / "other", vocab_size=400, tokenizer=False)
+    weights, more = load_file(folder / "model.safetensors"), load_file(padded / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file(weights | {name: torch.cat((weights[name], more[name][384:]))}, padded / "model.safetensors")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, padded)
+    spec = SpeculativeConfig(K, DRAFT_MODEL, str(padded))
+    engine = LLMEngine(
+        Config(model=str(folder), dtype="float32", max_model_len=96, num_kvcache_blocks=60, speculative_config=spec)
+    )
+    engine.generate(*_requests(random.Random(4)))
+    stats = engine.core.scheduler.spec_stats
+    assert stats.total_accepted_tokens == stats.total_draft_tokens > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_draft_model_of_another_tokenizer(tmp_path: Path, missing: bool) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    other = make_checkpoint(tmp_path / "other", vocab_size=400, num_hidden_layers=1)
+    if missing:
+        (other / "tokenizer.json").unlink()
+    message = f"speculative_config.model {other}: its tokenizer is another one than the model's; give a model that"
+    _refused(folder, SpeculativeConfig(K, DRAFT_MODEL, str(other)), message)
+
+
 def test_ranks_draft_alike(tmp_path: Path) -> None:
     """Each rank has its heads of the draft model, and draws the same drafts from all of its logits."""
     target = make_checkpoint(tmp_path / "target")
@@ -248,6 +303,7 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
     for folder, spec in (
         (target, SpeculativeConfig(K, EAGLE3, str(head))),
         (mtp_model, SpeculativeConfig(K, MTP)),
+        (target, SpeculativeConfig(K, DRAFT_MODEL, str(make_checkpoint(tmp_path / "small", seed=3)))),
     ):
         one, two = (Ranks(folder, size, speculative_config=spec) for size in (1, 2))
         outputs = []

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config import Config, QuantizationConfig
-from common.config_parts import EAGLE3, MTP
+from common.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.hub import HubError, model_folder
+from common.text.tokenizer import Tokenizer
 from worker.config.architectures import draft_head_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.draft_proposer import DraftProposer
 from worker.model.model_loader import ModelLoader
-from worker.model.model_proposers import EagleProposer, MtpProposer
-from worker.model.models.eagle3 import Eagle3Config, Eagle3Head, aux_layers
+from worker.model.model_proposers import EagleProposer, MtpProposer, SmallModelProposer
+from worker.model.models.eagle3 import Eagle3Config, aux_layers
 from worker.weights.checkpoint import no_progress
 
 if TYPE_CHECKING:
@@ -53,18 +54,14 @@ class DraftSource:
             ModelError: it cannot draft for that; one line.
         """
         spec = config.speculative_config
-        if spec is None or spec.method not in (EAGLE3, MTP):
+        if spec is None or spec.method == NGRAM:
             return None
         if spec.method == MTP:
-            if config.parallel_config.data_parallel_size > 1:
-                raise ModelError(
-                    "speculative_config.method mtp: engines in lockstep share no layers that draft; "
-                    "leave out --data-parallel-size, or speculation"
-                )
+            _refuse_lockstep(config, MTP)
             return cls(MTP)
         folder = _folder(spec.model)
         try:
-            return cls._head(folder, target)
+            return cls._head(folder, target) if spec.method == EAGLE3 else cls._small(folder, config, target)
         except ModelError as error:
             raise _named(folder, error) from None
 
@@ -80,10 +77,20 @@ class DraftSource:
                 raise ModelError(f"{name} is {own}, but the model has {there}; give a head that was made for it")
         return cls(EAGLE3, folder, config, aux_layers(config, target.num_hidden_layers))
 
+    @classmethod
+    def _small(cls, folder: Path, engine: Config, target: ModelConfig) -> DraftSource:
+        config = ModelConfig.from_folder(folder)
+        if config.has_experts:
+            _refuse_lockstep(engine, DRAFT_MODEL)
+        tokens, others = _token_strings(Path(engine.model)), _token_strings(folder)
+        if tokens != others or config.vocab_size < len(tokens or range(target.vocab_size)):
+            raise ModelError("its tokenizer is another one than the model's; give a model that shares it")
+        return cls(DRAFT_MODEL, folder, config)
+
     @property
     def wanted(self) -> dict[str, Any]:
         """Arguments of ModelLoader with which the target has to be loaded."""
-        return {"aux_layers": self.aux_layers, "drafts": self.folder is None}
+        return {"aux_layers": self.aux_layers, "drafts": self.method == MTP}
 
     def load(self, runner: ModelRunner, make_loader: MakeLoader) -> DraftProposer:
         """The draft model, beside a target that is loaded.
@@ -96,11 +103,35 @@ class DraftSource:
             return MtpProposer.of(target.draft_layer, runner)
         config = replace(runner.config, model=str(self.folder), quant_config=QuantizationConfig())
         try:
-            head: Eagle3Head = make_loader(config, self.config).load_head(no_progress)
+            loader = make_loader(config, self.config)
+            if self.method == DRAFT_MODEL:
+                return SmallModelProposer.of(loader.load(no_progress), self.config, runner)
+            head = loader.load_head(no_progress)
             head.share(target.embedding)
             return EagleProposer.of(head, self.config, runner)
         except ModelError as error:
             raise _named(self.folder, error) from None
+
+
+def _refuse_lockstep(config: Config, method: str) -> None:
+    """For a draft model with experts.
+
+    Raises:
+        ModelError: engines run in lockstep, each step of which all of them take.
+    """
+    if config.parallel_config.data_parallel_size > 1:
+        raise ModelError(
+            f"speculative_config.method {method}: engines in lockstep share no experts of a draft model; "
+            "leave out --data-parallel-size, or speculation"
+        )
+
+
+def _token_strings(folder: Path) -> list[str] | None:
+    """The token of each id; None where there is no tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer.token_strings(range(tokenizer.vocab_size))
 
 
 def _folder(model: str) -> Path:

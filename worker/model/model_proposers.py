@@ -1,4 +1,4 @@
-"""Proposers that are models: an EAGLE-3 head, or an MTP layer of the checkpoint.
+"""Proposers that are models: an EAGLE-3 head, an MTP layer of the checkpoint, or a small model of its own.
 
 Drafts are drawn as the target draws at their positions: with the same noise, parameters, penalties and masks. A draft
 that is as likely here as there is then the same token, which is most of what makes drafts of sampled answers right.
@@ -6,15 +6,17 @@ that is as likely here as there is then the same token, which is most of what ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
-from worker.config.architectures import DraftModel
+from worker.config.architectures import CausalModel, DraftModel, model_class
 from worker.model.draft_proposer import Ints, SampledStep
 from worker.model.draft_runner import DraftRows, DraftRunner
 from worker.model.forward_context import KVCacheTensor
@@ -42,14 +44,34 @@ class StepRows:
     @classmethod
     def behind(cls, step: SampledStep) -> StepRows:
         """A row for each right one of the step, with the token behind it."""
-        every = range(len(step.batch.req_ids))
-        counts = np.array([step.num_right_rows(i) for i in every], np.int64)
+        counts = _right_rows(step)
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts), counts)
         token_ids = step.token_ids[np.minimum(places + 1, len(step.token_ids) - 1)]
-        token_ids[ends - 1] = [step.next_token(i) for i in every]
-        starts = np.array(step.batch.num_computed_tokens, np.int64)
-        return cls(DraftRows(starts, counts, step.batch.tables, token_ids), places)
+        token_ids[ends - 1] = [step.next_token(i) for i in range(len(counts))]
+        return cls(DraftRows(_starts(step), counts, step.batch.tables, token_ids), places)
+
+    @classmethod
+    def with_newest(cls, step: SampledStep, drafting: Iterable[int]) -> StepRows:
+        """A row for each right one of the step, with its own token; and one with the newest token of these sequences,
+        by their places in the batch."""
+        counts = _right_rows(step)
+        more = np.zeros(len(counts), np.int64)
+        more[list(drafting)] = 1
+        ends = np.cumsum(counts + more)
+        places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts - more), counts + more)
+        places = np.minimum(places, len(step.token_ids) - 1)
+        token_ids = step.token_ids[places]
+        token_ids[ends[more > 0] - 1] = [step.next_token(i) for i in np.flatnonzero(more).tolist()]
+        return cls(DraftRows(_starts(step), counts + more, step.batch.tables, token_ids), places)
+
+
+def _right_rows(step: SampledStep) -> Ints:
+    return np.array([step.num_right_rows(i) for i in range(len(step.batch.req_ids))], np.int64)
+
+
+def _starts(step: SampledStep) -> Ints:
+    return np.array(step.batch.num_computed_tokens, np.int64)
 
 
 class ModelProposer:
@@ -76,13 +98,27 @@ class ModelProposer:
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:
         """Computes the step's rows into its KV, and at most `SampledStep.num_drafts` drafts of each sequence."""
-        made = StepRows.behind(step)
+        every = range(len(step.batch.req_ids))
+        wanted = {i: count for i in every if (count := self.num_drafts(step, i))}
+        made = self.rows(step, wanted)
         states = step.states[torch.from_numpy(made.places).to(step.states.device)]
         states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data)
-        wanted = {i: count for i in range(len(made.rows.counts)) if (count := step.num_drafts(i))}
         ends = made.rows.starts + made.rows.counts
         drafts = self._chain(step, wanted, ends, states[torch.from_numpy(made.rows.last[list(wanted)])])
         return {step.batch.req_ids[i]: [each for each in own if each != NO_TOKEN] for i, own in drafts.items()}
+
+    def num_drafts(self, step: SampledStep, i: int) -> int:
+        """Drafts of a sequence, by its place in the batch."""
+        return step.num_drafts(i)
+
+    def rows(self, step: SampledStep, wanted: Iterable[int]) -> StepRows:
+        """Its rows for a step.
+
+        Args:
+            step: behind which it drafts.
+            wanted: places in the batch of the sequences that draft.
+        """
+        return StepRows.behind(step)
 
     def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, positions, self._model.combine(states))
@@ -152,6 +188,65 @@ class MtpProposer(ModelProposer):
         """Proposes for the target that has the layer."""
         rows = DraftRunner(target.config, target.kernels, layer.kv_names, target.kv_spec, target.num_heads)
         return cls(layer, rows, _sampler(target), target.sampled_ids)
+
+
+class SmallModel:
+    """A model that drafts by its own states; a `DraftModel`, to which its target's states are nothing.
+
+    Args:
+        model: of the target's tokenizer.
+        config: of it.
+    """
+
+    def __init__(self, model: CausalModel, config: ModelConfig) -> None:
+        self.kv_names: tuple[str, ...] = tuple(f"layers.{layer}" for layer in range(config.num_hidden_layers))
+        self._model = model
+        self._last_id = config.vocab_size - 1
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states."""
+        return states
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H]; ids that only its target's embedding has rows for are taken for the last one."""
+        return self._model.forward(token_ids.clamp(max=self._last_id), positions)
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of its states [S, H]."""
+        return self._model.compute_logits(states)
+
+
+class SmallModelProposer(ModelProposer):
+    """Proposes by a model of the same tokenizer, which sees the newest token before it says what comes behind."""
+
+    @classmethod
+    def of(cls, model: CausalModel, config: ModelConfig, target: ModelRunner) -> SmallModelProposer:
+        """Proposes for a target that is loaded.
+
+        Args:
+            model: that drafts.
+            config: of it.
+            target: the rank's runner.
+
+        Raises:
+            ModelError: the model cannot be shared out over the ranks.
+        """
+        small = SmallModel(model, config)
+        heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))
+        spec = model_class(config.architecture).kv_spec(config, target.shard)
+        rows = DraftRunner(target.config, target.kernels, small.kv_names, spec, heads)
+        return cls(small, rows, _sampler(target), target.sampled_ids)
+
+    @override
+    def num_drafts(self, step: SampledStep, i: int) -> int:
+        # The newest token's KV is computed too.
+        num_slots = len(step.batch.tables[i]) * step.batch.block_size
+        wanted = step.num_drafts(i)
+        return max(0, min(wanted, num_slots - step.num_tokens(i) + 1)) if wanted else 0
+
+    @override
+    def rows(self, step: SampledStep, wanted: Iterable[int]) -> StepRows:
+        return StepRows.with_newest(step, wanted)
 
 
 def _sampler(target: ModelRunner) -> Sampler:

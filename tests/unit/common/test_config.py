@@ -120,7 +120,7 @@ def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> N
             "speculative_config.model is ''; valid: a folder, or a name on the Hub",
         ),
         (lambda: SpeculativeConfig(1, "mtp", "x"), "speculative_config.model is 'x'; valid: empty with method mtp"),
-        (lambda: SpeculativeConfig(0), "speculative_config.num_speculative_tokens is 0; valid: at least 1"),
+        (lambda: SpeculativeConfig(0), "speculative_config.num_speculative_tokens is 0; valid: 1 to 16"),
     ],
 )
 def test_parts_refuse_what_is_unknown(make: Any, problem: str) -> None:
