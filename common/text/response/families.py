@@ -165,21 +165,38 @@ HARMONY: Final[Mapping[str, Any]] = {
         },
     },
 }
-# What the chat template of a family says of itself, the surest first.
-_FAMILIES: Final = (
-    ("<|channel|>", HARMONY),
-    ("｜DSML｜", DEEPSEEK_V32),
-    ("<function=", QWEN_CODER),
-    ("<arg_key>", GLM),
-    ("<｜tool▁calls▁begin｜>", DEEPSEEK_V31),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<tool_call>", QWEN),
-    ("<|python_tag|>", LLAMA),
-    ("<|start_header_id|>", LLAMA),
-    ("<think>", QWEN),
+SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "harmony": HARMONY,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "qwen_coder": QWEN_CODER,
+    "glm": GLM,
+    "mistral": MISTRAL,
+    "qwen": QWEN,
+    "llama": LLAMA,
+}
+# Words of the chat template of a family, the surest first.
+_SIGNS: Final = (
+    ("<|channel|>", "harmony"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<function=", "qwen_coder"),
+    ("<arg_key>", "glm"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "qwen"),
+    ("<|python_tag|>", "llama"),
+    ("<|start_header_id|>", "llama"),
+    ("<think>", "qwen"),
 )
 # Arguments in a fenced block, as DeepSeek-V3 and R1 began.
 _FENCED: Final = "```json"
+
+
+def family_name(chat_template: str) -> str:
+    """Name of the family that a chat template is of; "" where it is of none."""
+    name = next((name for sign, name in _SIGNS if sign in chat_template), "")
+    return "deepseek_v3" if name == "deepseek_v31" and _FENCED in chat_template else name
 
 
 def family_of(chat_template: str) -> Mapping[str, Any] | None:
@@ -188,12 +205,11 @@ def family_of(chat_template: str) -> Mapping[str, Any] | None:
     Returns:
         None where it says nothing of tools or reasoning.
     """
-    spec = next((spec for sign, spec in _FAMILIES if sign in chat_template), None)
-    if spec is DEEPSEEK_V31 and _FENCED in chat_template:
-        spec = DEEPSEEK_V3
-    if spec is None:
+    name = family_name(chat_template)
+    if not name:
         return None
-    has_reasoning = spec is HARMONY or "think>" in chat_template
+    spec = SPECS[name]
+    has_reasoning = name == "harmony" or "think>" in chat_template
     absent = {*(() if has_reasoning else ("thinking",)), *(() if "tools" in chat_template else ("tool_calls",))}
-    fields = {name: field for name, field in spec["fields"].items() if name not in absent}
+    fields = {key: field for key, field in spec["fields"].items() if key not in absent}
     return {**spec, "fields": fields} if set(fields) != {"content"} else None

@@ -9,7 +9,8 @@ from typing import Any
 import structlog
 
 from common.text.chat_template import ChatTemplate
-from common.text.response.families import family_of
+from common.text.response.families import family_name, family_of
+from common.text.response.grammar import STYLES, CallStyle
 from common.text.response.template import ResponseTemplate, ResponseTemplateError
 from common.text.tokenizer import Tokenizer, read_json
 
@@ -24,11 +25,13 @@ class ResponseForm:
         template: the form itself.
         markers: texts of the tokens that stand for a delimiter, or for a part of one, by id.
         kept_ids: special tokens among them, which stay in the text that is read.
+        style: of calls and reasoning, as grammars write them; None where that is not known.
     """
 
     template: ResponseTemplate
     markers: Mapping[int, str]
     kept_ids: frozenset[int]
+    style: CallStyle | None = None
 
 
 def response_form(
@@ -46,7 +49,8 @@ def response_form(
     """
     if chat_template is None:
         return None
-    spec: Any = read_json(files, "tokenizer_config.json").get("response_template") or family_of(chat_template.source)
+    own: Any = read_json(files, "tokenizer_config.json").get("response_template")
+    spec = own or family_of(chat_template.source)
     if spec is None:
         return None
     try:
@@ -55,4 +59,5 @@ def response_form(
         log.warning("response template cannot be used; answers are content alone", error=str(error))
         return None
     markers = {id: token for id, token in tokenizer.added_tokens.items() if template.names(token)}
-    return ResponseForm(template, markers, tokenizer.special_ids & markers.keys())
+    style = None if own else STYLES.get(family_name(chat_template.source))
+    return ResponseForm(template, markers, tokenizer.special_ids & markers.keys(), style)

@@ -1,0 +1,218 @@
+"""Grammars of calls and reasoning: whatever a model writes within them is read as what they promise."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jsonschema
+import numpy as np
+import pytest
+
+from common.constraints import big_stack, lark, library
+from common.constraints.forms import GRAMMAR, Constraint
+from common.text.response.calls import Tools
+from common.text.response.families import SPECS
+from common.text.response.grammar import STYLES, AnswerGrammar, CalledTool, Thinking, keys_of
+from common.text.response.markers import SpelledMarkers
+from common.text.response.parser import Channel, Part, ResponseParser
+from common.text.response.template import ResponseTemplate
+
+EOS: Final = 300
+MARKERS: Final = {
+    "qwen": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "qwen_coder": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "glm": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "deepseek_v3": tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+    "deepseek_v31": tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama": (),
+    "harmony": ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>"),
+}
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/n"}, "s": {"enum": ["a", "b"]}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+NAMES: Final = ("look", "other")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A vocabulary of single bytes, with or without tokens for delimiters, and how its family writes."""
+
+    family: str
+    with_tokens: bool = True
+
+    @property
+    def markers(self) -> Mapping[int, str]:
+        names = [name for name in MARKERS[self.family] if self.with_tokens or "think" not in name]
+        return {EOS + 1 + i: name for i, name in enumerate(names)}
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return frozenset({EOS, *(i for i, name in self.markers.items() if name in ("<|call|>", "<|return|>"))})
+
+    @property
+    def grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(STYLES[self.family], self.markers, self.ends)
+
+    def tools(self, *, strict: bool) -> list[CalledTool]:
+        return [CalledTool(name, json.dumps(SCHEMA) if strict else "", keys_of(SCHEMA)) for name in NAMES]
+
+    def matcher(self, text: str) -> library.Matcher:
+        special = {**self.markers, EOS: "<eos>"}
+        vocab = library.byte_vocabulary(special, self.ends)
+        made = lark.canonical(Constraint(GRAMMAR, (text,)))
+        matcher = big_stack.begin(lambda: library.compiled(made, vocab, library.RUNNING), "test").result()
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def read(self, ids: Sequence[int], opening: str = "") -> list[Part]:
+        """The parts of an answer, as a router reads it."""
+        template = ResponseTemplate(SPECS[self.family])
+        tools = Tools({name: SCHEMA["properties"] for name in NAMES})
+        parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
+        # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
+        text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
+        spelled = SpelledMarkers(self.markers.values())
+        for token_id in ids[:-1]:
+            if token_id in self.markers:
+                spelled.announce(self.markers[token_id], marker=self.markers[token_id])
+            elif token_id < 0x80:
+                spelled.announce(chr(token_id))
+        return [*parser.push(spelled.mark(text)), *parser.finish(token=self.markers.get(ids[-1], ""))]
+
+
+def allowed(matcher: library.Matcher) -> list[int]:
+    """Ids that may come next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    found: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+    return found
+
+
+def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 300) -> list[int] | None:
+    """Tokens of an answer made at random, with a liking for what ends things; None for one that does not end."""
+    style, draw, ids = STYLES[model.family], random.Random(seed), list[int]()
+    ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]") if end]
+    while len(ids) < most:
+        every = allowed(matcher)
+        # Bytes of longer characters where nothing else comes next.
+        may = [i for i in every if i >= EOS or 0x20 <= i < 0x7F or i == 0x0A] or every
+        said = "".join(chr(i) if i < EOS else "\0" for i in ids[-80:])
+        begun = [next(n for n in range(len(end) - 1, -1, -1) if said.endswith(end[:n])) for end in ends]
+        liked = {ord(end[n]) for end, n in zip(ends, begun, strict=True) if n == max(begun)} & {*may}
+        liked |= {i for i in may if i >= EOS}
+        chosen = draw.choice(sorted(liked) if liked and draw.random() < 0.9 else may)
+        ids.append(chosen)
+        if chosen in model.ends:
+            return ids
+        assert matcher.try_consume_tokens([chosen]) == 1
+    return None
+
+
+def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bool) -> int:
+    """Checks that calls are what was promised; their number."""
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if part.channel is Channel.CALL and part.name:
+            calls.append((part.name, part.text))
+        elif part.channel is Channel.CALL:
+            calls[part.call] = (calls[part.call][0], calls[part.call][1] + part.text)
+    for name, arguments in calls:
+        assert name in NAMES
+        value = json.loads(arguments)
+        assert isinstance(value, dict)
+        if strict:
+            jsonschema.validate(value, SCHEMA)
+    assert not is_one or len(calls) <= 1
+    return len(calls)
+
+
+MODELS: Final = [*map(Model, STYLES), Model("qwen", False)]
+by_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.family + ("" if m.with_tokens else "-spelled"))
+
+
+@by_model
+@pytest.mark.parametrize("is_one", [False, True])
+def test_required_calls_are_made(model: Model, is_one: bool) -> None:
+    strict = model.grammar.has_json
+    text = model.grammar.calls(model.tools(strict=strict), None, is_required=True, is_one=is_one)
+    answers = [walked(model, model.matcher(text), seed) for seed in range(12)]
+    ended = [answer for answer in answers if answer is not None]
+    assert len(ended) > 3
+    for ids in ended:
+        parts = model.read(ids)
+        assert check_calls(model, parts, strict=strict, is_one=is_one) >= 1
+        assert all(part.channel is Channel.CALL for part in parts)
+
+
+@pytest.mark.parametrize("family", [family for family in STYLES if family != "llama"])
+def test_calls_that_are_made_at_will_are_strict(family: str) -> None:
+    model = Model(family)
+    assert model.grammar.tells_calls
+    strict = model.grammar.has_json
+    text = model.grammar.calls(model.tools(strict=strict), None, is_required=False, is_one=False)
+    numbers = set[int]()
+    for seed in range(40):
+        ids = walked(model, model.matcher(text), seed)
+        if ids is not None:
+            numbers.add(check_calls(model, model.read(ids), strict=strict, is_one=False))
+    assert numbers >= {0, 1}
+
+
+@by_model
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
+    if not STYLES[model.family].reasoning[1] or (has_begun and model.family == "harmony"):
+        return
+    opening = "<think>\n" if has_begun else ""
+    text = model.grammar.calls(model.tools(strict=False), Thinking(has_begun), is_required=True, is_one=True)
+    reasons = 0
+    for seed in range(12):
+        ids = walked(model, model.matcher(text), seed)
+        if ids is None:
+            continue
+        parts = model.read(ids, opening)
+        assert check_calls(model, parts, strict=False, is_one=True) == 1
+        assert {part.channel for part in parts} <= {Channel.REASONING, Channel.CALL}
+        reasons += any(part.channel is Channel.REASONING for part in parts)
+    assert reasons
+
+
+@pytest.mark.parametrize("most", [0, 1, 7])
+@pytest.mark.parametrize("family", ["qwen", "harmony"])
+def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
+    """After so many tokens nothing but the end of it is allowed, whether its state is kept or made anew."""
+    model = Model(family)
+    assert model.grammar.ends_reasoning
+    matcher = model.matcher(model.grammar.calls((), Thinking(max_tokens=most), is_required=False, is_one=False))
+    begin, end = ([i for i, name in model.markers.items() if name == text][0] for text in {
+        "qwen": ("<think>", "</think>"), "harmony": ("<|message|>", "<|end|>")
+    }[family])
+    before = [begin] if family == "qwen" else [301, *b"analysis", begin]
+    kept = matcher.deep_copy()
+    for i in before:
+        assert i in allowed(kept)
+        kept.consume_token(i)
+    for count in range(most):
+        assert {end, ord("x")} <= {*allowed(kept)}, count
+        kept.consume_token(ord("x"))
+        anew = matcher.deep_copy()
+        assert anew.try_consume_tokens([*before, *b"x" * (count + 1)]) == len(before) + count + 1
+        assert allowed(anew) == allowed(kept)
+    assert allowed(kept) == [end]
+
+
+def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
+    model = Model("qwen")
+    inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
+    matcher = model.matcher(model.grammar.around(inner, Thinking()))
+    assert {ord("y"), ord("n"), 301} <= {*allowed(matcher)}
+    assert matcher.try_consume_tokens([301, *b"hm", 302, *b"\n\nyes"]) == 9
+    assert allowed(matcher) == [EOS]
