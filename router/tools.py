@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.errors import InvalidFieldError, UnservedFieldError
+from common.errors import InvalidFieldError
 from common.limits import MAX_TOOLS
 from common.text.response.calls import Tools
 from router.json_text import json_object
@@ -41,6 +41,9 @@ def check_tools(request: pb.ChatRequest) -> None:
     if ends_with_first_call(request) and request.sampling_params.min_tokens:
         valid = "no min_tokens: the answer ends with its first call"
         raise InvalidFieldError("sampling_params.min_tokens", "stands beside parallel_tool_calls", valid)
+    if are_in_force(request) and request.sampling_params.HasField("constraint"):
+        valid = "tool_choice none, or no tools: a constraint is about a whole answer"
+        raise InvalidFieldError("sampling_params.constraint", "stands beside tools", valid)
     for i, message in enumerate(request.messages):
         _check_message(f"messages[{i}]", message)
 
@@ -53,8 +56,6 @@ def _check_declared(request: pb.ChatRequest) -> None:
         _check_name(f"tools[{i}].name", tool.name)
         if tool.name in seen:
             raise InvalidFieldError(f"tools[{i}].name", f"is {tool.name!r} again", "a name of its own")
-        if tool.strict:
-            raise UnservedFieldError(f"tools[{i}].strict")
         seen.add(tool.name)
 
 
@@ -62,10 +63,9 @@ def _check_choice(request: pb.ChatRequest) -> None:
     for name in ("tool_choice", "parallel_tool_calls"):
         if request.HasField(name) and not request.tools:
             raise InvalidFieldError(name, "stands without tools", "tools")
-    if request.tool_choice.WhichOneof("choice") == "name":
-        raise UnservedFieldError("tool_choice.name")
-    if request.tool_choice.mode == pb.TOOL_MODE_REQUIRED:
-        raise UnservedFieldError("tool_choice.mode")
+    choice = request.tool_choice
+    if choice.WhichOneof("choice") == "name" and choice.name not in {tool.name for tool in request.tools}:
+        raise InvalidFieldError("tool_choice.name", f"is {choice.name[:_QUOTED]!r}", "the name of one of the tools")
 
 
 def _check_message(path: str, message: pb.ChatMessage) -> None:

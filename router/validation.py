@@ -183,10 +183,12 @@ CHAT_SERVED = _COMMON | {
     "tools.strict",
     "tool_choice",
     "tool_choice.mode",
+    "tool_choice.name",
     "parallel_tool_calls",
     "template_arguments_json",
     "reasoning",
     "reasoning.separate",
+    "reasoning.max_tokens",
 }
 
 

@@ -59,6 +59,20 @@ def canonical_params(given: pb.SamplingParams, params: object) -> pb.SamplingPar
     return canonical
 
 
+def confining(request: pb.GenerateRequest | pb.ChatRequest) -> pb.ChatRequest | None:
+    """The fields by which tools and reasoning confine an answer; None where they do not."""
+    if isinstance(request, pb.GenerateRequest):
+        return None
+    made, choice = pb.ChatRequest(), request.tool_choice
+    is_called = choice.WhichOneof("choice") == "name" or choice.mode == pb.TOOL_MODE_REQUIRED
+    if choice.mode != pb.TOOL_MODE_NONE and (is_called or any(tool.strict for tool in request.tools)):
+        made.tools.MergeFrom(request.tools)
+        made.tool_choice.CopyFrom(choice)
+    if request.reasoning.HasField("max_tokens"):
+        made.reasoning.max_tokens = request.reasoning.max_tokens
+    return made if made.ListFields() else None
+
+
 class RequestDigest:
     """SHA-256 of a canonical request, for each of its answers.
 
@@ -70,6 +84,7 @@ class RequestDigest:
         keeps_special_tokens: True if special tokens are part of the text.
         keeps_delimiters: True if stop strings are searched in text with the delimiters of its channels.
         ends_with_first_call: True if the answer ends with its first call of a tool.
+        confined_by: of `confining`.
     """
 
     def __init__(
@@ -82,15 +97,19 @@ class RequestDigest:
         keeps_special_tokens: bool = False,
         keeps_delimiters: bool = False,
         ends_with_first_call: bool = False,
+        confined_by: pb.ChatRequest | None = None,
     ) -> None:
         self.continues = continues
         self.seed = seed
         self.prompt_tokens = len(token_ids)
         self._digest = hashlib.sha256(_REQUEST_DOMAIN)
         kind_of_text = continues + 2 * keeps_special_tokens + 4 * keeps_delimiters + 8 * ends_with_first_call
+        kind_of_text += 0 if confined_by is None else 16
         self._digest.update(struct.pack("<BI", kind_of_text, len(token_ids)))
         self._digest.update(_little_endian(token_ids))
         self._digest.update(_encoded(params, NEUTRAL))
+        if confined_by is not None:
+            self._digest.update(_encoded(confined_by))
         self._digest.update(struct.pack("<Q", seed))
 
     def of_answer(self, index: int) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import grpc
-from fissile.receipts import RequestDigest, canonical_params
+from fissile.receipts import RequestDigest, canonical_params, confining
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
@@ -309,11 +309,10 @@ class Answering:
                 if params.bad_words:
                     ids = await self._encoder.bad_words(params.bad_words, model, call.tenant)
                     params = replace(params, bad_words_token_ids=ids)
-                if params.constraint is not None:
-                    grammar = await self._encoder.grammar(
-                        params.constraint, model, is_message=not kind.continues, tenant=call.tenant
-                    )
-                    params = replace(params, constraint=None, grammar=grammar)
+                grammar = await self._encoder.answer_grammar(
+                    params.constraint, prompt, model, is_message=not kind.continues, tenant=call.tenant
+                )
+                params = replace(params, constraint=None, grammar=grammar)
                 prompt_text = await self._prompt_text(request.output_options, prompt, model, call.tenant)
         finally:
             asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
@@ -614,8 +613,10 @@ def receipt_terms(
             seed,
             continues=kind.continues,
             keeps_special_tokens=request.output_options.keep_special_tokens,
-            keeps_delimiters=reading is not None and bool(params.stop_strings),
+            keeps_delimiters=reading is not None
+            and (bool(params.stop_strings) or request.sampling_params.HasField("constraint")),
             ends_with_first_call=reading is not None and reading.ends_with_first_call,
+            confined_by=confining(request),
         ),
         model.tokenizer_sha256,
         "" if template is None else template.sha256,

@@ -8,6 +8,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
 from router.model_registry import ServedModel
+from router.text.confinement import confinement_of
 from router.text.reading import Reading
 from router.tools import declared, ends_with_first_call, template_calls
 from router.validation import content_of
@@ -59,11 +60,16 @@ def reading_of(
         problem = f"are given, and the chat template of {model.name!r} knows none"
         raise InvalidFieldError("tools", problem, "no tools, or a model with CAPABILITY_TOOLS")
     if form is None or not (separates or tools):
+        if options.HasField("max_tokens"):
+            problem = "stands without reasoning in its own channel"
+            raise InvalidFieldError("reasoning.max_tokens", problem, "reasoning.separate, of a model that reasons")
         return None
+    opening = form.template.opening(prompt)
     return Reading(
         form,
-        form.template.opening(prompt),
+        opening,
         separates_reasoning=separates,
         tools=None if tools is None else declared(tools),
         ends_with_first_call=ends_with_first_call(request),
+        confinement=confinement_of(request, model, form, opening, tools, separates_reasoning=separates),
     )

@@ -8,6 +8,7 @@ gone is not taken up again, and one that is too long is given up as soon as that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
@@ -23,7 +24,8 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from common.constraints.check import GrammarChecker
-from common.constraints.forms import Constraint
+from common.constraints.forms import GRAMMAR, JSON_SCHEMA, Constraint
+from common.constraints.lark import HEADER
 from common.errors import (
     InvalidFieldError,
     NoChatTemplateError,
@@ -31,6 +33,7 @@ from common.errors import (
     PromptTooLongError,
     QueueFullError,
     TextTooLongError,
+    UnservedByWorkersError,
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
 from common.sampling_params import TokenSequences
@@ -231,6 +234,43 @@ class PromptEncoder:
         size = sum(len(word.encode()) for word in words)
         return await self._run(_once(lambda: bad_words_token_ids(words, tokenizer, model.vocab_size)), size, tenant)
 
+    async def answer_grammar(
+        self,
+        constraint: Constraint | None,
+        prompt: Prompt,
+        model: ServedModel,
+        *,
+        is_message: bool,
+        tenant: str = "",
+    ) -> str:
+        """The grammar of an answer, by its constraint, its tools and its reasoning; "" for none.
+
+        Args:
+            constraint: of the request; None for none.
+            prompt: of the answer.
+            model: as of `grammar`, like the rest.
+            is_message: as of `grammar`.
+            tenant: as of `grammar`.
+
+        Raises:
+            ApiError: as `grammar`, or workers serve no grammars.
+        """
+        confinement = None if prompt.reading is None else prompt.reading.confinement
+        field = "sampling_params.constraint" if constraint is not None else confinement.field if confinement else ""
+        if field and not model.serves_constraints:
+            raise UnservedByWorkersError(field, model.name)
+        if constraint is not None:
+            grammar = await self.grammar(constraint, model, is_message=is_message, tenant=tenant)
+            return grammar if confinement is None else _headed(confinement.around(grammar.removeprefix(HEADER)))
+        if confinement is None or not confinement.grammar:
+            return ""
+        for path, schema in confinement.schemas:
+            with _of_field(path):
+                await self.grammar(Constraint(JSON_SCHEMA, (schema,)), model, is_message=is_message, tenant=tenant)
+        with _of_field(confinement.field):
+            own = Constraint(GRAMMAR, (confinement.grammar,))
+            return await self.grammar(own, model, is_message=is_message, tenant=tenant)
+
     async def grammar(self, constraint: Constraint, model: ServedModel, *, is_message: bool, tenant: str = "") -> str:
         """The grammar of a constraint, as workers get it.
 
@@ -327,6 +367,20 @@ class PromptEncoder:
         else:
             self._queue.again(job)
         self._dispatch(job.pool)
+
+
+@contextlib.contextmanager
+def _of_field(path: str) -> Iterator[None]:
+    """Errors of a grammar as those of the field that has asked for it."""
+    try:
+        yield
+    except InvalidFieldError as error:
+        (violation,) = error.violations
+        raise InvalidFieldError(path, violation.problem, violation.valid) from None
+
+
+def _headed(grammar: str) -> str:
+    return f"{HEADER}{grammar}\n"
 
 
 def _step(steps: Steps[T]) -> tuple[bool, T | None]:

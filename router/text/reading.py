@@ -13,6 +13,7 @@ from common.text.response.calls import Tools
 from common.text.response.form import ResponseForm
 from common.text.response.markers import SpelledMarkers
 from common.text.response.parser import Part, ResponseParser
+from router.text.confinement import Confinement
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Reading:
         separates_reasoning: True if reasoning is a channel of its own.
         tools: that may be called; None for none.
         ends_with_first_call: True if the answer ends with its first call.
+        confinement: forms that the answer is held to; None where it may have any.
     """
 
     form: ResponseForm
@@ -32,6 +34,7 @@ class Reading:
     separates_reasoning: bool = True
     tools: Tools | None = None
     ends_with_first_call: bool = False
+    confinement: Confinement | None = None
 
 
 class ChannelReader:

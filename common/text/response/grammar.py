@@ -167,9 +167,7 @@ class AnswerGrammar:
         """True if arguments are JSON, which can be held to a schema."""
         return not self._style.key
 
-    def calls(
-        self, tools: Sequence[CalledTool], thinking: Thinking | None, *, is_required: bool, is_one: bool
-    ) -> str:
+    def calls(self, tools: Sequence[CalledTool], thinking: Thinking | None, *, is_required: bool, is_one: bool) -> str:
         """Grammar of an answer that calls tools.
 
         Args:
@@ -212,8 +210,8 @@ class AnswerGrammar:
         for j, (key, is_required) in enumerate(tool.keys):
             parts.append(f"{rule}_{j}{'' if is_required else '?'}")
             text, more = self._until(f"{rule}_{j}_value", self._style.key_end)
-            begin, end = (self._literal(each) for each in (self._style.key.replace("{key}", key), self._style.key_after))
-            rules += [(f"{rule}_{j}", f"{begin} {text} {end}"), *more]
+            begin = self._literal(self._style.key.replace("{key}", key))
+            rules += [(f"{rule}_{j}", f"{begin} {text} {self._literal(self._style.key_after)}"), *more]
         return [(rule, " ".join(parts) or '""'), *rules]
 
     def _until(self, rule: str, end: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from fissile.client.errors import ReceiptError, ReceiptPart
 from fissile.client.messages import Request, Unary
-from fissile.receipts import NEUTRAL, RequestDigest, canonical_params, contradiction, output_sha256
+from fissile.receipts import (
+    NEUTRAL,
+    RequestDigest,
+    canonical_params,
+    confining,
+    contradiction,
+    output_sha256,
+)
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
@@ -191,10 +198,16 @@ class ReceiptCheck:
             self._seed,
             continues=isinstance(self._request, pb.GenerateRequest),
             keeps_special_tokens=self._request.output_options.keep_special_tokens,
-            keeps_delimiters=bool(given.stop_strings) and _has_channels(self._request, model),
+            keeps_delimiters=_sees_delimiters(given) and _has_channels(self._request, model),
             ends_with_first_call=_ends_with_first_call(self._request),
+            confined_by=confining(self._request),
         )
         return digest.of_answer(index)
+
+
+def _sees_delimiters(params: pb.SamplingParams) -> bool:
+    """True if stop strings, or a constraint, are about text in which delimiters of channels may be."""
+    return bool(params.stop_strings) or params.HasField("constraint")
 
 
 def _has_tools(request: Request) -> bool:

@@ -137,7 +137,7 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
     """Calls none: as if there were no tools."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
-    """Calls at least one."""
+    """Calls at least one tool, by a grammar."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Whether the assistant calls tools."""
@@ -149,7 +149,7 @@ TOOL_MODE_AUTO: ToolMode.ValueType  # 1
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
 """Calls none: as if there were no tools."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
-"""Calls at least one."""
+"""Calls at least one tool, by a grammar."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Pooling:
@@ -1538,7 +1538,7 @@ class Tool(_message.Message):
     parameters_json: _builtins.str
     """JSON Schema of its arguments, as text; the model reads it in this order. Default: no arguments."""
     strict: _builtins.bool
-    """True: arguments satisfy the schema, by a grammar. Default false."""
+    """True: arguments satisfy the schema, by a grammar; a keyword that cannot be held is refused by name. Default false."""
     def __init__(
         self,
         *,
@@ -1568,7 +1568,7 @@ class ToolChoice(_message.Message):
     mode: Global___ToolMode.ValueType
     """Whether it calls tools."""
     name: _builtins.str
-    """Calls the tool of this name."""
+    """Calls the tool of this name, once, by a grammar."""
     def __init__(
         self,
         *,
@@ -1598,7 +1598,7 @@ class ReasoningOptions(_message.Message):
     False: all is content. Default: true for models whose template has it.
     """
     max_tokens: _builtins.int
-    """Most tokens of reasoning, after which it is ended in order. Default: no limit."""
+    """Most tokens of reasoning, after which it is ended in order, by a grammar. Default: no limit."""
     def __init__(
         self,
         *,

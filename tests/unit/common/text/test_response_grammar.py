@@ -23,14 +23,8 @@ from common.text.response.template import ResponseTemplate
 
 EOS: Final = 300
 MARKERS: Final = {
-    "qwen": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-    "qwen_coder": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-    "glm": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "deepseek_v3": tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
-    "deepseek_v31": tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
-    "mistral": ("[TOOL_CALLS]",),
-    "llama": (),
-    "harmony": ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>"),
+    family: (*(style.reasoning if "think" in style.reasoning[1] else ()), *style.delimiters)
+    for family, style in STYLES.items()
 }
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -56,7 +50,7 @@ class Model:
 
     @property
     def ends(self) -> frozenset[int]:
-        return frozenset({EOS, *(i for i, name in self.markers.items() if name in ("<|call|>", "<|return|>"))})
+        return frozenset({EOS, *(i for i, name in self.markers.items() if name == "<|call|>")})
 
     @property
     def grammar(self) -> AnswerGrammar:
@@ -76,7 +70,7 @@ class Model:
     def read(self, ids: Sequence[int], opening: str = "") -> list[Part]:
         """The parts of an answer, as a router reads it."""
         template = ResponseTemplate(SPECS[self.family])
-        tools = Tools({name: SCHEMA["properties"] for name in NAMES})
+        tools = Tools(dict.fromkeys(NAMES, SCHEMA["properties"]))
         parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
         # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
         text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
@@ -192,10 +186,10 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
     model = Model(family)
     assert model.grammar.ends_reasoning
     matcher = model.matcher(model.grammar.calls((), Thinking(max_tokens=most), is_required=False, is_one=False))
-    begin, end = ([i for i, name in model.markers.items() if name == text][0] for text in {
-        "qwen": ("<think>", "</think>"), "harmony": ("<|message|>", "<|end|>")
-    }[family])
-    before = [begin] if family == "qwen" else [301, *b"analysis", begin]
+    names = {"qwen": ("<think>", "</think>"), "harmony": ("<|message|>", "<|end|>")}
+    ids = {name: token_id for token_id, name in model.markers.items()}
+    begin, end = (ids[name] for name in names[family])
+    before = [begin] if family == "qwen" else [ids["<|channel|>"], *b"analysis", begin]
     kept = matcher.deep_copy()
     for i in before:
         assert i in allowed(kept)

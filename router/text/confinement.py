@@ -1,0 +1,159 @@
+"""Grammars that an answer to a conversation is confined to by its tools and its reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fissile.receipts import confining
+from fissile.v1 import inference_pb2 as pb
+
+from common.errors import InvalidFieldError
+from common.text.response.form import ResponseForm
+from common.text.response.grammar import AnswerGrammar, CalledTool, Thinking, keys_of
+from common.text.response.parser import ResponseParser
+from router.model_registry import ServedModel
+from router.tools import ends_with_first_call
+
+_NO_ARGUMENTS: Final = '{"type": "object", "additionalProperties": false}'
+_AT_WILL: Final = "no strict, or a tool_choice that calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """Forms that an answer is held to.
+
+    Attributes:
+        grammar: of its calls or its budget of reasoning, without a header; "" where its constraint alone confines it.
+        field: that asks for it.
+        schemas: of arguments, with the paths of their fields.
+        writer: writes grammars of the model.
+        thinking: that may come before; None for none.
+    """
+
+    grammar: str
+    field: str
+    schemas: Sequence[tuple[str, str]]
+    writer: AnswerGrammar
+    thinking: Thinking | None
+
+    def around(self, grammar: str) -> str:
+        """A grammar of the request's own constraint, without its header, behind reasoning."""
+        return grammar if self.thinking is None else self.writer.around(grammar, self.thinking)
+
+
+def confinement_of(
+    request: pb.ChatRequest,
+    model: ServedModel,
+    form: ResponseForm,
+    opening: str,
+    tools: list[dict[str, Any]] | None,
+    *,
+    separates_reasoning: bool,
+) -> Confinement | None:
+    """The forms that an answer is held to.
+
+    Args:
+        request: the conversation.
+        model: its model.
+        form: of the model's answers.
+        opening: text of the answer that the prompt ends with.
+        tools: as the chat template has had them; None for none.
+        separates_reasoning: True if reasoning is a channel of its own.
+
+    Returns:
+        None where nothing is known of how the model writes, and nothing has to be.
+
+    Raises:
+        InvalidFieldError: something is asked for that cannot be held.
+    """
+    field = _field_of(request)
+    if form.style is None:
+        if field:
+            raise InvalidFieldError(field, f"needs a form of answers that {model.name!r} does not have", "leave it out")
+        return None
+    writer = AnswerGrammar(form.style, form.markers, model.eos_token_ids)
+    thinking = _thinking(request, form, opening) if separates_reasoning or tools else None
+    if not field:
+        return Confinement("", "", (), writer, thinking if separates_reasoning else None)
+    _check(request, model, writer, field, thinking, has_tools=tools is not None)
+    called, schemas = _called(request, tools or [])
+    is_named = request.tool_choice.WhichOneof("choice") == "name"
+    grammar = writer.calls(
+        called,
+        thinking,
+        is_required=_is_required(request),
+        is_one=is_named or ends_with_first_call(request),
+    )
+    if request.sampling_params.HasField("constraint"):
+        grammar = ""
+    return Confinement(grammar, field, schemas, writer, thinking)
+
+
+def _is_required(request: pb.ChatRequest) -> bool:
+    choice = request.tool_choice
+    return choice.WhichOneof("choice") == "name" or choice.mode == pb.TOOL_MODE_REQUIRED
+
+
+def _field_of(request: pb.ChatRequest) -> str:
+    """The field by which an answer is confined; "" where it is not."""
+    if confining(request) is None:
+        return ""
+    if _is_required(request):
+        return "tool_choice"
+    strict = next((i for i, tool in enumerate(request.tools) if tool.strict), None)
+    return "reasoning.max_tokens" if strict is None else f"tools[{strict}].strict"
+
+
+def _check(
+    request: pb.ChatRequest,
+    model: ServedModel,
+    writer: AnswerGrammar,
+    field: str,
+    thinking: Thinking | None,
+    *,
+    has_tools: bool,
+) -> None:
+    """Refuses what the model's own delimiters cannot hold."""
+    if has_tools and not writer.holds:
+        problem = f"needs delimiters of calls that are tokens, which {model.name!r} does not have"
+        raise InvalidFieldError(field, problem, "leave it out")
+    if has_tools and not _is_required(request) and not writer.tells_calls:
+        problem = f"needs calls that begin with a token of their own, as those of {model.name!r} do not"
+        raise InvalidFieldError(field, problem, _AT_WILL)
+    if not writer.has_json and (strict := [i for i, tool in enumerate(request.tools) if tool.strict]):
+        problem = f"needs arguments that are JSON, and {model.name!r} writes tags"
+        raise InvalidFieldError(f"tools[{strict[0]}].strict", problem, "no strict")
+    if request.reasoning.HasField("max_tokens") and (thinking is None or not writer.ends_reasoning):
+        problem = f"needs reasoning in its own channel that ends with a token, which {model.name!r} does not have here"
+        raise InvalidFieldError("reasoning.max_tokens", problem, "leave it out")
+
+
+def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> Thinking | None:
+    """Reasoning that may come: none where the prompt has ended it."""
+    if not form.template.has_reasoning:
+        return None
+    most = request.reasoning.max_tokens if request.reasoning.HasField("max_tokens") else None
+    reader = ResponseParser(form.template, tools=None, separates_reasoning=True, opening=opening)
+    if reader.is_reasoning:
+        return Thinking(has_begun=True, max_tokens=most)
+    return None if opening.strip() else Thinking(max_tokens=most)
+
+
+def _called(request: pb.ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[CalledTool], list[tuple[str, str]]]:
+    """Tools that may be called, and the schemas that hold their arguments."""
+    name = request.tool_choice.name
+    called, schemas = list[CalledTool](), list[tuple[str, str]]()
+    for i, (given, tool) in enumerate(zip(request.tools, tools, strict=False)):
+        if name and given.name != name:
+            continue
+        schema = (given.parameters_json or _NO_ARGUMENTS) if given.strict else ""
+        parameters = tool["function"]["parameters"]
+        if given.strict:
+            path = f"tools[{i}].parameters_json"
+            if parameters.get("type") != "object":
+                raise InvalidFieldError(path, "has no type object", '"type": "object" at its root')
+            schemas.append((path, schema))
+        called.append(CalledTool(given.name, schema, keys_of(parameters)))
+    return called, schemas

@@ -1,0 +1,182 @@
+"""Calls and reasoning that are held to their form: through routers and workers that compute the demo model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+from fissile.client import Client
+from fissile.v1 import inference_pb2 as pb
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.constraints.library import ENGINE
+from tests.e2e.service import Service, running_service
+from tests.e2e.test_constraints import DEMO
+from tests.e2e.test_router import bench, collect, detail, error_of
+from tests.e2e.test_tools import calls_of, content_of, worker_of
+from tests.unit.router.support import EOS
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    # A model that knows nothing of tools likes blanks.
+    "x-guidance": {"whitespace_flexible": False},
+}
+# A call is the whole answer, as of Llama 3.
+TEMPLATE = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{# <|python_tag|> #}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The demo model, which knows no tools, with a template that shows some."""
+    folder = tmp_path_factory.mktemp("model") / "demo"
+    shutil.copytree(DEMO, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(TEMPLATE + template.read_text())
+    with running_service(tmp_path_factory.mktemp("service"), folder, workers=2) as service:
+        yield service
+
+
+def asking(seed: int = 5, **fields: Any) -> pb.ChatRequest:
+    tools = [
+        pb.Tool(name="forecast", parameters_json=json.dumps(SCHEMA), strict=True),
+        pb.Tool(name="other", parameters_json='{"type": "object"}'),
+    ]
+    made = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hi")], **{"tools": tools, **fields})
+    made.sampling_params.MergeFrom(pb.SamplingParams(max_tokens=120, seed=seed, temperature=0.8))
+    made.output_options.return_token_ids = True
+    made.request_id = f"r{seed}"
+    return made
+
+
+def check_call(parts: list[pb.ChatResponse], name: str = "") -> str:
+    """Checks a finished answer that must call, by something else than what has confined it; the arguments."""
+    finish = parts[-1].finish
+    assert finish.reason == pb.FINISH_REASON_TOOL_CALLS
+    (call,) = calls_of(parts)
+    assert content_of(parts) == ""
+    assert call.name == name or not name
+    value = json.loads(call.arguments_json)
+    if call.name == "forecast":
+        jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    assert isinstance(value, dict)
+    return call.arguments_json
+
+
+@pytest.mark.proto_field("ToolChoice.name")
+def test_a_call_that_is_named_is_made_and_strict(service: Service) -> None:
+    named = pb.ToolChoice(name="forecast")
+    answers = {check_call([*service.stub.Chat(asking(seed, tool_choice=named))], "forecast") for seed in range(4)}
+    assert len(answers) > 1
+    once = service.stub.ChatOnce(asking(tool_choice=named)).answers[0]
+    assert once.finish.reason == pb.FINISH_REASON_TOOL_CALLS
+    # Any object may be longer than the answer.
+    required = [
+        [*service.stub.Chat(asking(seed, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)))] for seed in range(4)
+    ]
+    ended = [parts for parts in required if parts[-1].finish.reason != pb.FINISH_REASON_LENGTH]
+    assert ended
+    for parts in ended:
+        check_call(parts)
+
+
+def test_a_held_call_goes_on_behind_every_token_and_elsewhere(service: Service) -> None:
+    """Resumed by token ids behind each message, the same; its receipt is of the request, and a replay is equal."""
+    asked = asking(7, tool_choice=pb.ToolChoice(name="forecast"))
+    whole = [*service.stub.Chat(asked)]
+    arguments = check_call(whole)
+    for count in range(1, len(whole)):
+        again = pb.ChatRequest()
+        again.CopyFrom(asked)
+        again.resume.answers.add().token_ids.ids.extend(i for part in whole[:count] for i in part.token_ids)
+        assert check_call([*whole[:count], *service.stub.Chat(again)]) == arguments
+    with Client(service.router.address) as client:
+        given = {"tools": [*asked.tools], "tool_choice": asked.tool_choice, "seed": 7, "max_tokens": 120}
+        result = client.chat("Hi", temperature=0.8, receipt=True, **given)
+        assert [call.arguments_json for call in result.tool_calls] == [arguments]
+        assert result.receipt is not None
+        assert result.receipt.is_of_request
+        assert client.verify(result.receipt).is_equal
+
+
+def field_of(error: grpc.RpcError) -> tuple[str, str]:
+    status = rpc_status.from_call(error)
+    assert status is not None
+    found = error_details_pb2.BadRequest()
+    assert any(packed.Unpack(found) for packed in status.details)
+    return error.code().name, found.field_violations[0].field
+
+
+def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
+    def refused(**fields: Any) -> tuple[str, str]:
+        with pytest.raises(grpc.RpcError) as caught:
+            [*service.stub.Chat(asking(**fields))]
+        return field_of(caught.value)
+
+    # Calls of this family are the whole text: whether some text is one, is known behind it alone.
+    assert refused() == ("INVALID_ARGUMENT", "tools[0].strict")
+    tools = [pb.Tool(name="f", parameters_json='{"type": "object", "not": {}}', strict=True)]
+    required = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
+    assert refused(tools=tools, tool_choice=required) == ("INVALID_ARGUMENT", "tools[0].parameters_json")
+    tools[0].parameters_json = '{"type": "string"}'
+    assert refused(tools=tools, tool_choice=required) == ("INVALID_ARGUMENT", "tools[0].parameters_json")
+    budget = pb.ReasoningOptions(max_tokens=3)
+    assert refused(tools=[], reasoning=budget) == ("INVALID_ARGUMENT", "reasoning.max_tokens")
+
+
+async def test_workers_that_compile_no_grammars_get_no_held_calls() -> None:
+    asked = asking(tool_choice=pb.ToolChoice(name="forecast"))
+    async with bench(worker_of()) as b:
+        error = await error_of(b.stub.Chat(asked))
+        assert error.code().name == "UNIMPLEMENTED"
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "tool_choice"
+        assert not b.workers[0].submitted
+
+
+@pytest.mark.proto_field("ReasoningOptions.max_tokens")
+async def test_what_an_answer_is_held_to_goes_with_it() -> None:
+    """One grammar of reasoning and what is behind it: calls, words, or the request's own constraint."""
+    worker = worker_of()
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    async with bench(worker) as b:
+
+        async def grammar(**fields: Any) -> str:
+            asked = asking(**fields)
+            await collect(b.stub.Chat(asked))
+            return worker.submitted[-1].params.grammar
+
+        begin, end, call = "<[300]>", "<[301]>", "<[302]>"
+        at_will = await grammar()
+        assert all(part in at_will for part in (begin, end, call, "reasoning? answer", "calls?"))
+        assert "max_tokens" not in at_will
+        named = await grammar(tool_choice=pb.ToolChoice(name="other"))
+        assert "call_0" in named
+        assert not any(part in named for part in ("call_1", "forecast", "calls?", "call)*"))
+        one = await grammar(tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED), parallel_tool_calls=False)
+        assert "call_1" in one
+        assert "call)*" not in one
+        budget = await grammar(tools=[], reasoning=pb.ReasoningOptions(max_tokens=5))
+        assert "thought[max_tokens=5]" in budget
+        assert call not in budget
+        begun = await grammar(
+            tools=[], reasoning=pb.ReasoningOptions(max_tokens=5), template_arguments_json='{"begin_thinking": true}'
+        )
+        assert begin not in begun
+        held = asking(tools=[])
+        held.sampling_params.constraint.choices.texts.extend(["yes", "no"])
+        await collect(b.stub.Chat(held))
+        behind = worker.submitted[-1].params.grammar
+        assert all(part in behind for part in (begin, end, "%lark", '"yes" | "no"'))
+        held.reasoning.separate = False
+        await collect(b.stub.Chat(held))
+        assert begin not in worker.submitted[-1].params.grammar
+        assert await grammar(tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_NONE)) == ""
+        await b.empty()
