@@ -22,6 +22,8 @@ _BLANKS: Final = " \t\n\r"
 _EXTRA_KEYS: Final = frozenset({"id", "type"})
 _IN_STRING: Final = regex.compile(r'["\\]')
 _IN_VALUE: Final = regex.compile(r'["\[\]{}]')
+# Behind the last character that may mean something else in a pattern, and what may belong to it.
+_LITERAL_END: Final = regex.compile(r"(?:\A|[()\[\]{}*+?.^$|]|\\.)([^\\()\[\]{}*+?.^$|]*)\Z")
 _SCALAR: Final = regex.compile(r"[^\s,\]}]+")
 NO_ARGUMENTS: Final = "{}"
 # Of a tool: the schema of each argument.
@@ -149,6 +151,9 @@ class _TagRegion:
         self._name = name
         self._tools = tools
         self._pattern = regex.compile(field.content_args["tag_pattern"], regex.DOTALL)
+        # A tag ends with it: without one that is new, a long text need not be searched again.
+        self._tag_end = _literal_end(field.content_args["tag_pattern"])
+        self._may_match = True
         self._parser = field.content_args.get("value_parser")
         self._between = ""
         self._text = ""
@@ -164,6 +169,8 @@ class _TagRegion:
 
     def push(self, text: str) -> list[CallPart]:
         """Gives the arguments that are whole."""
+        seen = self._text[max(0, len(self._text) - len(self._tag_end) + 1) :]
+        self._may_match |= self._tag_end in seen + text
         self._text += text
         return self._take(final=False)
 
@@ -182,8 +189,9 @@ class _TagRegion:
 
     def _take(self, *, final: bool) -> list[CallPart]:
         parts: list[CallPart] = []
-        while not self._is_refused:
+        while self._may_match and not self._is_refused:
             match = self._pattern.search(self._text)
+            self._may_match = match is not None
             if match is None or (match.end() == len(self._text) and not final):
                 break
             parts += [*self._begun(), CallPart("", self._argument(match))]
@@ -207,6 +215,13 @@ class _TagRegion:
             value = raw
         separator, self._has_arguments = ", " if self._has_arguments else "", True
         return f"{separator}{dumps(key)}: {dumps(self._tools.typed_value(self._name, key, value))}"
+
+
+def _literal_end(pattern: str) -> str:
+    """Text that every match of a pattern ends with; "" where it is not known."""
+    match = _LITERAL_END.search(pattern)
+    means_more = regex.compile(pattern).flags & (regex.IGNORECASE | regex.VERBOSE)
+    return "" if match is None or means_more else str(match[1])
 
 
 class _Copy:

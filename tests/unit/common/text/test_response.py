@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser as Reference
@@ -474,3 +475,24 @@ def test_only_spelled_delimiters_are_marked(tokens: list[str], real: list[bool],
     assert marked.replace(MARK, "") == text
     whole = {len(marked[: m.start()].replace(MARK, "")) for m in re.finditer("<a>|</a>", marked)}
     assert whole == {place for place in places if text.startswith(("<a>", "</a>"), place)}
+
+
+@pytest.mark.parametrize(
+    ("tag", "text"),
+    [
+        (r"<(?P<key>\w+)>(?P<value>.*?)</\w>", "<k>a</x> </y>"),
+        (r"(?i)<(?P<key>\w+)>(?P<value>.*?)</P>", "<k>a</p> </P>"),
+        (r"<(?P<key>\w+)>(?P<value>[^<]*)(?:</a>|</b>)", "<k>a</b>"),
+        (r"<(?P<key>\w+)>(?P<value>.*?)\|>", "<k>a|b|>"),
+    ],
+)
+def test_arguments_are_found_where_their_tags_end(tag: str, text: str) -> None:
+    """Whole and by characters, whatever of the pattern is a text that it ends with."""
+    field = {**families.GLM["fields"]["tool_calls"], "content_args": {"tag_pattern": tag}}
+    template = ResponseTemplate({**families.GLM, "fields": {"tool_calls": field, "content": {}}})
+    whole = f"<tool_call>f {text}</tool_call>"
+    expected = json.dumps({"k": regex.search(tag, text)["value"]})
+    for pieces in ([whole], [*whole]):
+        reader = ResponseParser(template, tools=Tools({"f": {}}), separates_reasoning=True)
+        parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+        assert calls_of(parts) == [("f", expected)]
