@@ -27,6 +27,7 @@ from common.cli.core.errors import CommandError
 from common.config import Config
 from common.errors import ApiError
 from common.hub import HubError, model_folder
+from common.pooling import LAST
 from common.telemetry.logs import LEVELS, setup_logging
 from worker.cli.bench import OF_A_SERVICE, engine_options
 from worker.cli.worker_options import worker_options
@@ -220,7 +221,10 @@ def _compute(engine: LLMEngine, work: Work) -> float:
     vocabulary = engine.io.model_config.vocab_size
     prompt = [token % vocabulary for token in range(work.length)]
     began = time.monotonic()
-    engine.generate([prompt] * work.prompts, work.params)
+    if engine.io.model_config.generates:
+        engine.generate([prompt] * work.prompts, work.params)
+    else:
+        engine.embed([prompt] * work.prompts, LAST)
     return time.monotonic() - began
 
 

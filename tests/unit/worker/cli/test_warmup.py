@@ -30,7 +30,7 @@ SMALL = ["--kernels", "torch", "--max-num-batched-tokens", "48", "--max-num-seqs
 def config_only(folder: Path, architecture: str, **shape: Any) -> Path:
     """A folder with config.json."""
     prefix, own = ARCHITECTURES[architecture]
-    entries = {**DEFAULT_SHAPE, **own, **shape, "architectures": [f"{prefix}ForCausalLM"]}
+    entries = {**DEFAULT_SHAPE, **own, "architectures": [f"{prefix}ForCausalLM"], **shape}
     folder = folder / "config-only"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(entries), "utf-8")
@@ -73,6 +73,14 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     engine = LLMEngine(str(blank))
     (answer,) = engine.generate([[1, 2, 3]], {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True})
     assert answer["token_ids"] == [0, 0]
+
+
+@pytest.mark.parametrize("end", ["Model", "ForSequenceClassification"])
+def test_a_model_without_an_output_head_is_embedded(tmp_path: Path, end: str) -> None:
+    source = config_only(tmp_path, "qwen3", architectures=[f"Qwen3{end}"])
+    done = run("--model", str(source), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("first ") == 3
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
