@@ -170,6 +170,7 @@ class SpeculativeConfig:
         model: that folder, or its name on the Hugging Face Hub; empty for the others.
         prompt_lookup_max: newest tokens that are looked up at most, by `ngram`.
         prompt_lookup_min: at least.
+        adaptive: verifies as many drafts as pay, by what steps take and how many drafts are right; else all there are.
 
     Raises:
         InvalidFieldError: a value is out of range.
@@ -180,6 +181,7 @@ class SpeculativeConfig:
     model: str = ""
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         name = "speculative_config."

@@ -84,7 +84,7 @@ def eagle(tmp_path: Path, architecture: str, **shape: Any) -> Case:
             hidden = hf(tokens[None], output_hidden_states=True).hidden_states
         return reference.linear("fc", torch.cat([hidden[layer][0] for layer in layers], dim=1))
 
-    spec = SpeculativeConfig(K, EAGLE3, str(head))
+    spec = SpeculativeConfig(K, EAGLE3, str(head), adaptive=False)
     return Case(Config(model=str(folder), speculative_config=spec), states, reference, reference.logits)
 
 
@@ -101,7 +101,7 @@ def mtp(tmp_path: Path, architecture: str) -> Case:
     def states(tokens: torch.Tensor) -> torch.Tensor:
         return reference.run(layers, reference.target_norm, input_ids=tokens[None])
 
-    config = Config(model=str(folder), speculative_config=SpeculativeConfig(K, MTP))
+    config = Config(model=str(folder), speculative_config=SpeculativeConfig(K, MTP, adaptive=False))
     return Case(config, states, reference, reference.logits)
 
 
@@ -301,9 +301,9 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
     head = make_eagle3_head(tmp_path / "head", target, num_attention_heads=4, num_key_value_heads=2)
     mtp_model = make_mtp_checkpoint(tmp_path / "mtp", "deepseek_v3", num_hidden_layers=2)
     for folder, spec in (
-        (target, SpeculativeConfig(K, EAGLE3, str(head))),
-        (mtp_model, SpeculativeConfig(K, MTP)),
-        (target, SpeculativeConfig(K, DRAFT_MODEL, str(make_checkpoint(tmp_path / "small", seed=3)))),
+        (target, SpeculativeConfig(K, EAGLE3, str(head), adaptive=False)),
+        (mtp_model, SpeculativeConfig(K, MTP, adaptive=False)),
+        (target, SpeculativeConfig(K, DRAFT_MODEL, str(make_checkpoint(tmp_path / "small", seed=3)), adaptive=False)),
     ):
         one, two = (Ranks(folder, size, speculative_config=spec) for size in (1, 2))
         outputs = []
@@ -324,7 +324,7 @@ def test_the_pool_counts_the_layers_that_draft(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     head = make_eagle3_head(tmp_path / "head", target, num_key_value_heads=1, head_dim=20)
     plain = Config(model=str(target), dtype="float32")
-    drafting = replace(plain, speculative_config=SpeculativeConfig(K, EAGLE3, str(head)))
+    drafting = replace(plain, speculative_config=SpeculativeConfig(K, EAGLE3, str(head), adaptive=False))
     few, more = (ModelRunner(each, ModelConfig.from_folder(target)).kv_block_bytes for each in (plain, drafting))
     assert more == few + 2 * 20 * 16 * 4
 
@@ -348,7 +348,9 @@ def test_a_head_of_another_model(name: str, tmp_path: Path) -> None:
     entries, message = REFUSED[name]
     file = head / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
-    _refused(target, SpeculativeConfig(K, EAGLE3, str(head)), f"speculative_config.model {head}: .*{message}")
+    _refused(
+        target, SpeculativeConfig(K, EAGLE3, str(head), adaptive=False), f"speculative_config.model {head}: .*{message}"
+    )
 
 
 def test_a_head_that_is_not_there(tmp_path: Path) -> None:
@@ -358,13 +360,15 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
 
 def test_layers_that_are_not_there(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1, num_nextn_predict_layers=0)
-    _refused(folder, SpeculativeConfig(K, MTP), "the checkpoint has no layer that drafts")
+    _refused(folder, SpeculativeConfig(K, MTP, adaptive=False), "the checkpoint has no layer that drafts")
 
 
 def test_engines_in_lockstep_have_no_layer_that_drafts(tmp_path: Path) -> None:
     folder = make_mtp_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1)
     parts = {"parallel_config": ParallelConfig(2), "enable_expert_parallel": True}
-    _refused(folder, SpeculativeConfig(K, MTP), "leave out --data-parallel-size, or speculation", **parts)
+    _refused(
+        folder, SpeculativeConfig(K, MTP, adaptive=False), "leave out --data-parallel-size, or speculation", **parts
+    )
 
 
 def _refused(folder: Path, spec: SpeculativeConfig, message: str, **given: Any) -> None:

@@ -111,7 +111,7 @@ class Setting:
             num_kvcache_blocks=MODEL_LEN // self.block_size * (1 if self.tight else 12),
             kv_cache_block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
-            speculative_config=SpeculativeConfig(self.drafts, NGRAM) if self.drafts else None,
+            speculative_config=SpeculativeConfig(self.drafts, NGRAM, adaptive=False) if self.drafts else None,
         )
 
 

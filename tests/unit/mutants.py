@@ -227,7 +227,7 @@ FAULTS = [
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
     Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "seq.awaits_output or ", ""),
     Mutant("end-not-foreseen", DecodeFiller, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
-    Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(verified, token_ids)", ""),
+    Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(seq, verified, token_ids)", ""),
     Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),
     Mutant("stop-missed", Landing, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
     Mutant("length-missed", Landing, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),

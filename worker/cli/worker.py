@@ -114,8 +114,9 @@ class WorkerCommand(ConfigurableCommand):
     "--speculative-config", envvar="FISSILE_SPECULATIVE_CONFIG", type=Speculation(), default=None, metavar="JSON",
     help="Verify draft tokens, so that a step brings several; no answer changes. An object with method (ngram: what "
     "followed the newest tokens before; mtp: the checkpoint's own layer; eagle3: the head in the folder model; "
-    "draft_model: the model in it), num_speculative_tokens (most per step), and for ngram prompt_lookup_max and "
-    "prompt_lookup_min (how many tokens are looked up). Default: none.",
+    "draft_model: the model in it), num_speculative_tokens (most per step), for ngram prompt_lookup_max and "
+    "prompt_lookup_min (how many tokens are looked up), and adaptive: false, which verifies all drafts, whether that "
+    "pays or not. Default: none.",
 )  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),

@@ -13,6 +13,7 @@ from typing import Protocol
 from common.config import Config
 from common.config_parts import NGRAM, SpeculativeConfig
 from worker.engine.batch import ScheduledBatch
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
@@ -44,33 +45,49 @@ class Drafter:
         limits: of a step.
         lifecycle: the sequences.
         proposer: proposes on this side, in front of what the runner proposes; None for nobody.
+        lengths: how many drafts pay.
         in_runner: True if the runner proposes.
 
     Attributes:
         proposer: as above.
+        lengths: as above.
     """
 
-    def __init__(self, limits: StepLimits, lifecycle: Lifecycle, proposer: Proposer | None, *, in_runner: bool) -> None:
+    def __init__(
+        self,
+        limits: StepLimits,
+        lifecycle: Lifecycle,
+        proposer: Proposer | None,
+        lengths: DraftLengths,
+        *,
+        in_runner: bool,
+    ) -> None:
         self._limits = limits
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._in_runner = in_runner
         self.proposer = proposer
+        self.lengths = lengths
 
     def fill(self, step: Step) -> None:
         """Adds drafts to the decodes of a step, in their order."""
         if not self._limits.mtp_k:
             return
-        drafts: dict[int, list[int]] = {}
-        budget = step.budget
-        for seq in step.decodes():
-            if not seq.num_placeholder and (found := self._drafts(seq, min(budget, self._room(seq)))):
-                drafts[seq.id] = found
-                budget -= len(found)
-                self._reserve(seq, 1 + len(found))
-            seq.spec_token_ids = []
-        if drafts:
-            step.verify(drafts)
+        decodes = step.decodes()
+        drafts = {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+        if not drafts:
+            return
+        chosen = self.lengths.choose(drafts, step.seqs, self._limits.max_num_batched_tokens - step.budget)
+        budget, fitting = step.budget, dict[int, list[int]]()
+        for seq in decodes:
+            if own := chosen.get(seq.id, [])[: max(0, min(budget, self._room(seq)))]:
+                fitting[seq.id] = own
+                budget -= len(own)
+                self._reserve(seq, 1 + len(own))
+            if seq.id in drafts:
+                self.lengths.decided(seq, drafts[seq.id], len(own))
+        if fitting:
+            step.verify(fitting)
 
     def ask(self, batch: ScheduledBatch) -> None:
         """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the
@@ -83,7 +100,8 @@ class Drafter:
             if not batch.is_final[i] or seq.pooling is not None:
                 continue
             # The step brings one token at least, and so does the next one.
-            most = min(self._most(seq), seq.length_limit - seq.num_tokens - seq.num_placeholder - 2)
+            own = self.lengths.wanted(seq, self._most(seq))
+            most = min(own, seq.length_limit - seq.num_tokens - seq.num_placeholder - 2)
             if most > 0:
                 needed = batch.num_scheduled_tokens[i] + most - 1
                 self._reserve(seq, min(needed, seq.length_limit - 1 - seq.next_position))
@@ -91,7 +109,12 @@ class Drafter:
 
     def expects(self, seq: Sequence) -> bool:
         """True if a sequence whose newest token is in flight will have drafts behind it, as far as can be told."""
-        return self.proposer is not None and self._most(seq) > 0 and bool(self.proposer.propose(seq, 1))
+        most = self._most(seq)
+        if self.proposer is None or most == 0 or not (found := self.proposer.propose(seq, most)):
+            return False
+        if not (pays := self.lengths.pays(seq)):
+            self.lengths.decided(seq, found, 0)
+        return pays
 
     def _most(self, seq: Sequence) -> int:
         """Most drafts of a sequence in a step."""
@@ -99,16 +122,17 @@ class Drafter:
         return self._limits.mtp_k if own is None else min(own, self._limits.mtp_k)
 
     def _room(self, seq: Sequence) -> int:
-        """Drafts that a sequence, whose newest token a step decodes, can put out and has blocks for."""
-        num_slots = seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size
-        return min(seq.length_limit - seq.num_tokens - 1, num_slots - seq.num_tokens)
+        """Drafts that a sequence has blocks for, or would get."""
+        return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.num_tokens
 
-    def _drafts(self, seq: Sequence, most: int) -> list[int]:
-        most = min(most, self._most(seq))
-        if most <= 0:
+    def _drafts(self, seq: Sequence) -> list[int]:
+        """Drafts that there are behind the newest token; those of the runner are for this step alone."""
+        own, seq.spec_token_ids = seq.spec_token_ids, []
+        most = min(self._most(seq), seq.length_limit - seq.num_tokens - 1)
+        if seq.num_placeholder or most <= 0:
             return []
         found = self.proposer.propose(seq, most) if self.proposer is not None else []
-        return found or seq.spec_token_ids[:most]
+        return found or own[:most]
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Gives a sequence slots for so many tokens from its next one on, as far as blocks are free."""

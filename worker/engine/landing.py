@@ -15,6 +15,7 @@ from typing import Final
 
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
@@ -37,17 +38,21 @@ class Landing:
         lifecycle: the sequences.
         stop_rules: end them.
         in_flight: the steps that are being computed, oldest first; the first one leaves with its output.
+        lengths: learns which drafts were right.
 
     Attributes:
         spec_stats: drafts verified and accepted.
         num_nan_rows: rows of logits that were no numbers, since the start.
     """
 
-    def __init__(self, lifecycle: Lifecycle, stop_rules: StopRules, in_flight: deque[Step]) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, stop_rules: StopRules, in_flight: deque[Step], lengths: DraftLengths
+    ) -> None:
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._stop_rules = stop_rules
         self._in_flight = in_flight
+        self._lengths = lengths
         self.spec_stats = SpecStats()
         self.num_nan_rows = 0
 
@@ -119,8 +124,8 @@ class Landing:
         for seq in batch.columns.rows:
             if seq.id in batch.drafts_wanted or seq.id in batch.scheduled_spec_decode_tokens:
                 seq.awaits_output = False
-            if seq.id in drafts and seq.status is SequenceStatus.RUNNING:
-                seq.spec_token_ids = drafts[seq.id]
+            if seq.id in batch.drafts_wanted and seq.status is SequenceStatus.RUNNING:
+                seq.spec_token_ids = drafts.get(seq.id, [])
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""
@@ -163,6 +168,8 @@ class Landing:
             if position >= seq.publish_at:
                 self._blocks.publish(seq)
                 self._blocks.prove(seq)
+            if seq.draft_history is not None and seq.draft_history.shadow:
+                self._lengths.came(seq.draft_history, token_id)
             if token_id in seq.stopping_ids or seq.stop_token_sequences or len(tokens) >= seq.length_limit:
                 stop = self._stop_rules.check(seq)
                 if stop is not None:
@@ -203,7 +210,7 @@ class Landing:
         # A preempted sequence gets its late token, but what was computed with it is gone. Nor is what a step has
         # computed for anybody else if its output is not a number.
         if seq.status is SequenceStatus.RUNNING and stop is not _NOT_A_NUMBER:
-            computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(verified, token_ids)
+            computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(seq, verified, token_ids)
             seq.num_computed_tokens = min(computed, seq.num_tokens)
             self._blocks.publish(seq)
             if taken:
@@ -255,6 +262,8 @@ class Landing:
                 break
             seq.append_token(token_id)
             taken.append(token_id)
+            if seq.draft_history is not None and seq.draft_history.shadow:
+                self._lengths.came(seq.draft_history, token_id)
             stop = self._stop_rules.check(seq)
             if stop is not None:
                 break
@@ -269,12 +278,13 @@ class Landing:
         self.num_nan_rows += 1
         return _NOT_A_NUMBER
 
-    def _count_rejected(self, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
+    def _count_rejected(self, seq: Sequence, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
         """Number of the drafts verified by a sequence's step that were not accepted."""
         if not drafts:
             return 0
         accepted = len(token_ids) - 1
         self.spec_stats.update(len(drafts), accepted)
+        self._lengths.verified(seq, len(drafts), accepted)
         return len(drafts) - accepted
 
 

@@ -7,9 +7,10 @@ a step computes one token of every running sequence and fills its budget up with
 waits, decodes leave it PREFILL_SHARE of the budget.
 
 The parts answer one question each: where a sequence is (lifecycle.py), which prompt tokens a step computes
-(prompt_filler.py), which decodes (decode_filler.py) and which drafts behind them (drafter.py), who waits for another's
-prefix (prefix_followers.py), how fast prompts are computed (prefill_meter.py), what a step's output does (landing.py),
-how much is there to do (load.py). The invariants of each stand there. Those of the whole, checked by `check_integrity`:
+(prompt_filler.py), which decodes (decode_filler.py), which drafts behind them (drafter.py) and how many
+(draft_lengths.py), who waits for another's prefix (prefix_followers.py), how fast prompts are computed
+(prefill_meter.py), what a step's output does (landing.py), how much is there to do (load.py). The invariants of each
+stand there. Those of the whole, checked by `check_integrity`:
 - a step computes at most `max_num_batched_tokens` tokens;
 - deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
   What is in flight is counted on the sequence, and a preempted one is admitted again when nothing of it is;
@@ -29,6 +30,7 @@ from common.errors import InvalidFieldError, PromptTooLongError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.drafter import Drafter, make_proposer
 from worker.engine.integrity import check_lifecycle
 from worker.engine.landing import Landing
@@ -85,10 +87,12 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)
         self._prompts = PromptFiller(limits, self.lifecycle, self._followers, self.meter)
-        proposer = make_proposer(config)
-        self.drafter = Drafter(limits, self.lifecycle, proposer, in_runner=self.use_spec and proposer is None)
+        spec, proposer = config.speculative_config, make_proposer(config)
+        lengths = DraftLengths(limits.mtp_k, adapts=spec is not None and spec.adaptive)
+        in_runner = self.use_spec and proposer is None
+        self.drafter = Drafter(limits, self.lifecycle, proposer, lengths, in_runner=in_runner)
         self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
-        self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight)
+        self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
         self.spec_stats = self.landing.spec_stats
         self._num_prefill_steps = 0
 
@@ -211,6 +215,8 @@ class Scheduler:
     def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Takes note of how long a batch took, which is what `last_prompt_latency` means."""
         self.meter.note(batch, duration_s)
+        if self.use_spec and not batch.total_seqs_num_prefill:
+            self.drafter.lengths.costs.note(batch.total_tokens_num, duration_s)
 
     @property
     def last_prompt_latency(self) -> float:

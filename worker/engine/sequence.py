@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,23 @@ class EndReason(enum.Enum):
     INVALID = enum.auto()
 
 
+@dataclass(slots=True)
+class DraftHistory:
+    """Record of what has become of a sequence's drafts (worker/engine/draft_lengths.py).
+
+    Attributes:
+        rates: how often the draft at a position behind the newest token was right, if those before it were.
+        num_verified: drafts of its last step.
+        shadow: drafts that are compared with the tokens that come, and are not verified.
+        place: of the next one in `shadow`.
+    """
+
+    rates: list[float]
+    num_verified: int = 0
+    shadow: list[int] = field(default_factory=list)
+    place: int = 0
+
+
 class Sequence:
     """Tokens, blocks and timing of one request.
 
@@ -111,6 +129,7 @@ class Sequence:
         "choice",
         "compiling",
         "deadline",
+        "draft_history",
         "first_scheduled_time",
         "first_token_time",
         "hash_root",
@@ -233,6 +252,7 @@ class Sequence:
         self.may_grow = False
         # Drafts of the runner behind the newest token.
         self.spec_token_ids: list[int] = []
+        self.draft_history: DraftHistory | None = None
         # True while a step in flight verifies its drafts, or brings it some.
         self.awaits_output = False
         self.first_scheduled_time: float | None = None

@@ -666,6 +666,8 @@ class Oracle:
         for row in flight.rows:
             self._write(row)
             self._sample(row)
+            if row.life.seq.id not in flight.shown.drafts_wanted:
+                row.life.drafts = []
             row.life.num_inflight += 1
             if row.final:
                 tokens[row.life.seq.id] = tuple(row.sampled)

@@ -80,7 +80,7 @@ def test_what_a_preempted_sequence_finds_again_is_no_hit() -> None:
 
 
 def test_drafts() -> None:
-    speculating = replace(CONFIG, speculative_config=SpeculativeConfig(num_speculative_tokens=3))
+    speculating = replace(CONFIG, speculative_config=SpeculativeConfig(num_speculative_tokens=3, adaptive=False))
     turns = turns_of(speculating)
     last, _, tokens = run(turns, [prompt(1, max_tokens=30), prompt(2, max_tokens=30)])
     stats = turns.core.scheduler.spec_stats

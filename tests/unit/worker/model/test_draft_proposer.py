@@ -86,7 +86,7 @@ def test_streams_with_drafts_of_the_runner(folder: Path, policy: str) -> None:
     runner.draft_proposer = proposer = Knowing(runner, rnd)
     assert runner.kv_block_bytes == plain_bytes * 4 // 3, "one layer more than three"
     runner.allocate_kv_cache(given.num_kvcache_blocks)
-    spec = SpeculativeConfig(4, MTP)
+    spec = SpeculativeConfig(4, MTP, adaptive=False)
     drafting = LLMEngine(Config(**{**vars(given), "speculative_config": spec}), runner=runner)
     for _ in range(4):
         prompts = [[rnd.randrange(5, 300) for _ in range(rnd.randint(1, 40))] for _ in range(6)]
@@ -122,7 +122,9 @@ def test_right_drafts_save_steps(folder: Path) -> None:
     params = {"temperature": 0.0, "max_tokens": 41, "ignore_eos": True}
     answer = LLMEngine(config, runner=runner).generate([[7, 8, 9]], params)[0]
     assert runner.num_forwards == 41
-    drafting = LLMEngine(Config(**{**vars(config), "speculative_config": SpeculativeConfig(4, NGRAM)}), runner=runner)
+    drafting = LLMEngine(
+        Config(**{**vars(config), "speculative_config": SpeculativeConfig(4, NGRAM, adaptive=False)}), runner=runner
+    )
 
     class Right:
         def propose(self, seq: object, most: int) -> list[int]:

@@ -28,7 +28,8 @@ def test_a_config_is_read() -> None:
         ('{"num_speculative_tokens": 3}', "method is missing; use for example"),
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "k": 1}',
-            "k is unknown; valid: num_speculative_tokens, method, model, prompt_lookup_max, prompt_lookup_min",
+            "k is unknown; valid: num_speculative_tokens, method, model, prompt_lookup_max, prompt_lookup_min, "
+            "adaptive",
         ),
         (
             '{"method": "magic", "num_speculative_tokens": 3}',
