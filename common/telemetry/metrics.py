@@ -39,6 +39,7 @@ class EngineFigures:
         generated_tokens: tokens delivered.
         draft_tokens: drafts that were verified.
         accepted_tokens: those of them that were the model's own tokens.
+        drafts: these two by method and by the draft's position behind a token, from 0 on.
         ended: sequences by the reason of their end.
     """
 
@@ -55,6 +56,7 @@ class EngineFigures:
     generated_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     ended: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -91,9 +93,12 @@ _COUNTERS: Final = (
     _Instrument(names.ENGINE_PROMPT_TOKENS, "{token}", "Prompt tokens", lambda f: f.prompt_tokens),
     _Instrument(names.ENGINE_CACHED_TOKENS, "{token}", "Prompt tokens found in the cache", lambda f: f.cached_tokens),
     _Instrument(names.ENGINE_GENERATED_TOKENS, "{token}", "Tokens delivered", lambda f: f.generated_tokens),
+)  # fmt: skip
+# Of drafts by position; of all where there are none.
+_OF_DRAFTS: Final = (
     _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
     _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
-)  # fmt: skip
+)
 
 
 def setup_metrics(service_name: str, instance_id: str) -> Metrics:
@@ -159,6 +164,9 @@ class Metrics:
             self._meter.create_observable_gauge(one.name, [_callback(read, one, labels)], one.unit, one.description)
         for one in _COUNTERS:
             self._meter.create_observable_counter(one.name, [_callback(read, one, labels)], one.unit, one.description)
+        for place, one in enumerate(_OF_DRAFTS):
+            observed = _drafts(read, one, place, labels)
+            self._meter.create_observable_counter(one.name, [observed], one.unit, one.description)
         self._meter.create_observable_counter(
             names.ENGINE_ENDED, [_ended(read, labels)], "{sequence}", "Sequences that have ended, by the reason"
         )
@@ -201,6 +209,21 @@ def _callback(read: ReadFigures, one: _Instrument, labels: Labels) -> _Callback:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         figures = read()
         return [] if figures is None else [Observation(one.value(figures), labels)]
+
+    return observe
+
+
+def _drafts(read: ReadFigures, one: _Instrument, place: int, labels: Labels) -> _Callback:
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        figures = read()
+        if figures is None:
+            return []
+        if not figures.drafts:
+            return [Observation(one.value(figures), labels)]
+        return [
+            Observation(counts[place], {**labels, names.DRAFT_METHOD: method, names.DRAFT_POSITION: str(position)})
+            for (method, position), counts in figures.drafts.items()
+        ]
 
     return observe
 

@@ -77,7 +77,11 @@ ERROR_REASON: Final = "fissile.error.reason"
 DECODE_STEPS: Final = "fissile.decode.steps"
 DECODE_MEAN_BATCH: Final = "fissile.decode.mean_batch"
 DECODE_PREEMPTIONS: Final = "fissile.decode.preemptions"
+DECODE_DRAFTS: Final = "fissile.decode.drafts"
+DECODE_ACCEPTED: Final = "fissile.decode.drafts_accepted"
 END_REASON: Final = "fissile.end_reason"
+DRAFT_METHOD: Final = "fissile.draft.method"
+DRAFT_POSITION: Final = "fissile.draft.position"
 
 # Metrics of a worker's engine. The Gateway API Inference Extension asks a model server for the first three
 # (TotalRunningRequests, TotalQueuedRequests, KVCacheUtilization), may ask for two more (NumGPUBlocks, BlockSize).

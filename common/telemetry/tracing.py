@@ -409,20 +409,27 @@ class DecodeWork:
         steps: of the engine, those too that had nothing of the sequence.
         tokens: that they gave, of all sequences.
         preemptions: of the sequence, since it arrived.
+        drafts: of the sequence, that were verified.
+        accepted: of those, the model's own tokens.
     """
 
     steps: int
     tokens: int
     preemptions: int
+    drafts: int = 0
+    accepted: int = 0
 
     def attributes(self) -> dict[str, AttributeValue]:
         """For the span."""
         mean = round(self.tokens / max(1, self.steps), 2)
-        return {
+        said: dict[str, AttributeValue] = {
             names.DECODE_STEPS: self.steps,
             names.DECODE_MEAN_BATCH: mean,
             names.DECODE_PREEMPTIONS: self.preemptions,
         }
+        if self.drafts:
+            said |= {names.DECODE_DRAFTS: self.drafts, names.DECODE_ACCEPTED: self.accepted}
+        return said
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,12 +68,16 @@ class DraftHistory:
     Attributes:
         rates: how often the draft at a position behind the newest token was right, if those before it were.
         num_verified: drafts of its last step.
+        num_drafts: all that were verified.
+        num_accepted: of those, the model's own tokens.
         shadow: drafts that are compared with the tokens that come, and are not verified.
         place: of the next one in `shadow`.
     """
 
     rates: list[float]
     num_verified: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
     shadow: list[int] = field(default_factory=list)
     place: int = 0
 

@@ -17,11 +17,13 @@ class SpecStats:
     Attributes:
         total_draft_tokens: drafts that were verified.
         total_accepted_tokens: those of them that were the model's own tokens.
+        by_position: the same two, of the first draft behind a token, the second, and so on.
     """
 
     def __init__(self) -> None:
         self.total_draft_tokens = 0
         self.total_accepted_tokens = 0
+        self.by_position: list[tuple[int, int]] = []
 
     @property
     def acceptance_rate(self) -> float:
@@ -33,6 +35,9 @@ class SpecStats:
         logged = self.total_draft_tokens // _LOG_EVERY
         self.total_draft_tokens += num_drafts
         self.total_accepted_tokens += num_accepted
+        self.by_position += [(0, 0)] * (num_drafts - len(self.by_position))
+        for position, (drafts, accepted) in enumerate(self.by_position[:num_drafts]):
+            self.by_position[position] = drafts + 1, accepted + (position < num_accepted)
         if self.total_draft_tokens // _LOG_EVERY > logged:
             log.info(
                 f"[MTP Stats] Total draft tokens: {self.total_draft_tokens}, Accepted: {self.total_accepted_tokens}, "

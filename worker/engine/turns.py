@@ -152,6 +152,8 @@ class EngineTurns:
 
     def _figures(self, load: LoadReport) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals
+        spec = self.core.config.speculative_config
+        method = "" if spec is None else spec.method
         return EngineFigures(
             running=len(scheduler.running),
             waiting=load.waiting_seqs,
@@ -166,6 +168,7 @@ class EngineTurns:
             generated_tokens=totals.generated_tokens,
             draft_tokens=scheduler.spec_stats.total_draft_tokens,
             accepted_tokens=scheduler.spec_stats.total_accepted_tokens,
+            drafts={(method, position): both for position, both in enumerate(scheduler.spec_stats.by_position)},
             ended={reason.name.lower(): count for reason, count in totals.ended.items()},
         )
 

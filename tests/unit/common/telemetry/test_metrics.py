@@ -79,7 +79,8 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     metrics.shutdown()
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
-    assert len(EXPECTED) + 1 == len(fields(EngineFigures)), "a figure without a metric, or free and total blocks as two"
+    # Free and total blocks are one, and drafts by position are those of all.
+    assert len(EXPECTED) + 2 == len(fields(EngineFigures)), "a figure without a metric"
     for point in points.values():
         assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
         assert point.unit
@@ -87,6 +88,20 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     reasons = {point.attributes.pop(names.END_REASON): point.value for point in ended}
     assert reasons == FIGURES.ended
     assert all(point.attributes == LABELS for point in ended)
+
+
+def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
+    drafts = {("ngram", 0): (60, 41), ("ngram", 1): (30, 20)}
+    metrics = setup_metrics("fissile-worker", "w1")
+    metrics.observe_engine(lambda: EngineFigures(draft_tokens=90, accepted_tokens=61, drafts=drafts), LABELS)
+    metrics.shutdown()
+    for place, name in enumerate((names.ENGINE_DRAFT_TOKENS, names.ENGINE_ACCEPTED_TOKENS)):
+        found = {
+            (point.attributes[names.DRAFT_METHOD], int(point.attributes[names.DRAFT_POSITION])): point.value
+            for point in receiver.points
+            if point.name == name
+        }
+        assert found == {key: counts[place] for key, counts in drafts.items()}
 
 
 def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpReceiver) -> None:

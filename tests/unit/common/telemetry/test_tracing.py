@@ -346,6 +346,11 @@ def test_a_decode_span_says_what_the_engine_did_meanwhile(recorder: Recorder) ->
     assert attributes(recorder.one(names.PREFILL_SPAN)) == {}
 
 
+def test_a_decode_span_says_how_many_drafts_were_right() -> None:
+    said = DecodeWork(steps=10, tokens=35, preemptions=0, drafts=8, accepted=5).attributes()
+    assert (said["fissile.decode.drafts"], said["fissile.decode.drafts_accepted"]) == (8, 5)
+
+
 def test_a_tracer_that_fails_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: neither making a span nor what is said to one raises into the request; each failure is counted."""
     provider = TracerProvider()

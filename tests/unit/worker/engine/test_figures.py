@@ -86,6 +86,10 @@ def test_drafts() -> None:
     stats = turns.core.scheduler.spec_stats
     assert (last.draft_tokens, last.accepted_tokens) == (stats.total_draft_tokens, stats.total_accepted_tokens)
     assert 0 < last.accepted_tokens < last.draft_tokens
+    verified, accepted = zip(*last.drafts.values(), strict=True)
+    assert [*last.drafts] == [("mtp", position) for position in range(3)]
+    assert (sum(verified), sum(accepted)) == (last.draft_tokens, last.accepted_tokens)
+    assert list(verified) == sorted(verified, reverse=True)
     assert last.generated_tokens == tokens == 60
     plain, _, _ = run(turns_of(), [prompt(1)])
     assert (plain.draft_tokens, plain.accepted_tokens) == (0, 0)
