@@ -123,7 +123,7 @@ def small(tmp_path: Path, architecture: str) -> Case:
     def states(tokens: torch.Tensor) -> torch.Tensor:
         return tokens[0].float().expand(len(tokens), NUM_IDS)
 
-    spec = SpeculativeConfig(K, DRAFT_MODEL, str(own))
+    spec = SpeculativeConfig(K, DRAFT_MODEL, str(own), adaptive=False)
     return Case(Config(model=str(folder), speculative_config=spec), states, draft, lambda made: made)
 
 

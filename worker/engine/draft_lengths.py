@@ -17,20 +17,29 @@ from itertools import accumulate
 from operator import mul
 from typing import Final
 
-from worker.engine.sequence import DraftHistory, Sequence
+from worker.engine.sequence import DraftHistory, DraftRates, Sequence
 
-# What the newest verification counts in the mean of its sequence, and in that of all; and the newest step.
+# What the newest verification counts at least in the mean of its sequence, and in that of all.
 _WEIGHT: Final = 0.07
-_WEIGHT_OF_ALL: Final = 0.02
-_COST_WEIGHT: Final = 0.15
+_WEIGHT_OF_ALL: Final = 0.01
+# Verifications that what is known of all sequences stands for in a new one.
+_PRIOR: Final = 4
+# What the newest step counts: other programs make steps longer, nothing makes them shorter.
+_WEIGHT_OF_SHORTER: Final = 0.3
+_WEIGHT_OF_LONGER: Final = 0.03
+# Steps without drafts behind a decision that drafts do not pay.
+_REST: Final = 3
 # A clock may stand still.
 _SHORTEST_S: Final = 1e-9
 # A step may be interrupted; it counts for no more than so many usual ones.
 _LONGEST: Final = 2.0
-# What is left of a duration that was not measured, with each step.
+# What is left of a duration that was not measured, with each step; and of one that was measured fewer times than
+# _MANY: the first steps of a size are slower.
 _TRUST: Final = 0.999
+_TRUST_OF_FEW: Final = 0.985
+_MANY: Final = 3
 # How much more tokens per second drafts must promise.
-_LEAST_GAIN: Final = 1.03
+_LEAST_GAIN: Final = 1.05
 # A sequence whose drafts a model makes asks for some again after so many tokens without.
 _PROBE_EVERY: Final = 64
 # Numbers of rows that are measured apart; more are measured in eighths of a power of two.
@@ -44,8 +53,8 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        # By number of rows: seconds, and the number of the step that was the last one.
-        self._measured: dict[int, tuple[float, int]] = {}
+        # By number of rows: seconds, the number of the step that was the last one, and how many there were.
+        self._measured: dict[int, tuple[float, int, int]] = {}
         self._rows: list[int] = []
         self._num_steps = 0
 
@@ -61,13 +70,14 @@ class StepCosts:
         self._num_steps += 1
         key, duration_s = _bucket(rows), max(duration_s, _SHORTEST_S)
         if key not in self._measured:
-            self._measured[key] = duration_s, self._num_steps
+            self._measured[key] = duration_s, self._num_steps, 1
             self._rows = sorted(self._measured)
             return
-        mean, step = self._measured[key]
-        weight = max(_COST_WEIGHT, 1 - _TRUST ** (self._num_steps - step))
+        mean, _, count = self._measured[key]
+        usual = _WEIGHT_OF_SHORTER if duration_s < mean else _WEIGHT_OF_LONGER
+        weight = max(usual, 1 - self._trust(key))
         mean += weight * (min(duration_s, _LONGEST * mean) - mean)
-        self._measured[key] = mean, self._num_steps
+        self._measured[key] = mean, self._num_steps, count + 1
 
     def of(self, rows: int) -> float:
         """Seconds that a step of so many rows takes: on a line between what was measured, and beyond it."""
@@ -84,8 +94,12 @@ class StepCosts:
         return shorter + (rows - low) / (high - low) * (self._known(high) - shorter)
 
     def _known(self, key: int) -> float:
-        duration_s, step = self._measured[key]
-        return duration_s * _TRUST ** (self._num_steps - step)
+        return self._measured[key][0] * self._trust(key)
+
+    def _trust(self, key: int) -> float:
+        """Part that is left of a duration that was not measured for some steps."""
+        _, step, count = self._measured[key]
+        return (_TRUST if count >= _MANY else _TRUST_OF_FEW) ** (self._num_steps - step)
 
     def _beyond(self, rows: int) -> float:
         high = self._rows[-1]
@@ -117,8 +131,9 @@ class DraftLengths:
     def __init__(self, most: int, *, adapts: bool) -> None:
         self.costs = StepCosts()
         self._adapts = adapts
-        # How often a draft is right if those before it are, over all sequences: what a new one begins with.
-        self._rates = [1.0] * most
+        self._most = most
+        # Over all sequences: what a new one begins with.
+        self._rates = DraftRates()
 
     def choose(self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rows: int) -> dict[int, list[int]]:
         """The drafts that a step verifies, by sequence.
@@ -137,9 +152,14 @@ class DraftLengths:
             chosen[seq_id] = drafts[seq_id][: len(chosen.get(seq_id, ())) + 1]
         return chosen
 
+    @property
+    def rest(self) -> int:
+        """Steps that need no decision behind one that verifies nothing."""
+        return _REST if self._adapts else 0
+
     def pays(self, seq: Sequence) -> bool:
         """True if drafts of a sequence would be verified, were it alone in its step."""
-        return not self._adapts or self._count(self._gains(seq, len(self._rates)), 1, 1) > 0
+        return not self._adapts or self._count(self._gains(seq, self._most), 1, 1) > 0
 
     def wanted(self, seq: Sequence, most: int) -> int:
         """Number of drafts that a model is to make for a sequence: one more than pays, or all to find out."""
@@ -178,23 +198,26 @@ class DraftLengths:
         more than without."""
         shortest = self.costs.of(rows)
         best, count = _LEAST_GAIN * num_tokens / shortest, 0
+        if num_tokens + sum(gains) <= _LEAST_GAIN * num_tokens:
+            return 0
         for i, gain in enumerate(gains[: max(0, self.costs.most_rows(rows) - rows)], 1):
             num_tokens += gain
-            # No step is shorter for having more rows, only measured long ago.
-            if (rate := num_tokens / max(shortest, self.costs.of(rows + i))) > best:
+            # No step is shorter for having more rows: it was measured long ago, or by luck.
+            shortest = max(shortest, self.costs.of(rows + i))
+            if (rate := num_tokens / shortest) > best:
                 best, count = rate, i
         return count
 
     def _gains(self, seq: Sequence, count: int) -> list[float]:
         """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing."""
         rates = self._rates if seq.draft_history is None else seq.draft_history.rates
-        return list(accumulate(rates[:count], mul))
+        return list(accumulate((rates.of(position) for position in range(count)), mul))
 
     def _history(self, seq: Sequence) -> DraftHistory:
         if seq.draft_history is None:
-            seq.draft_history = DraftHistory(list(self._rates))
+            seq.draft_history = DraftHistory(self._rates.prior(_PRIOR))
         return seq.draft_history
 
     def _learn(self, history: DraftHistory, position: int, *, is_right: bool) -> None:
-        for rates, weight in ((history.rates, _WEIGHT), (self._rates, _WEIGHT_OF_ALL)):
-            rates[position] += weight * (is_right - rates[position])
+        history.rates.learn(position, is_right, _WEIGHT)
+        self._rates.learn(position, is_right, _WEIGHT_OF_ALL)

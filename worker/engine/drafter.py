@@ -66,12 +66,16 @@ class Drafter:
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._in_runner = in_runner
+        self._rest = 0
         self.proposer = proposer
         self.lengths = lengths
 
     def fill(self, step: Step) -> None:
         """Adds drafts to the decodes of a step, in their order."""
         if not self._limits.mtp_k:
+            return
+        if self._rest > 0 and not self._in_runner:
+            self._rest -= 1
             return
         decodes = step.decodes()
         drafts = {seq.id: found for seq in decodes if (found := self._drafts(seq))}
@@ -88,6 +92,7 @@ class Drafter:
                 self.lengths.decided(seq, drafts[seq.id], len(own))
         if fitting:
             step.verify(fitting)
+        self._rest = 0 if chosen else self.lengths.rest
 
     def ask(self, batch: ScheduledBatch) -> None:
         """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the

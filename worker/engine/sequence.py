@@ -62,11 +62,42 @@ class EndReason(enum.Enum):
 
 
 @dataclass(slots=True)
+class DraftRates:
+    """Rates at which drafts at a position behind the newest token were right, if those before them were.
+
+    Attributes:
+        rates: of the positions that are known; a further one counts as the last of these.
+        counts: how many drafts each is the mean of.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def of(self, position: int) -> float:
+        """The rate at a position; 1 where nothing is known."""
+        if position < len(self.rates):
+            return self.rates[position]
+        return self.rates[-1] if self.rates else 1.0
+
+    def learn(self, position: int, is_right: bool, weight: float) -> None:
+        """One more draft, which counts as the others do at first, and later `weight`."""
+        if position == len(self.rates):
+            self.rates.append(self.of(position))
+            self.counts.append(1)
+        self.counts[position] += 1
+        self.rates[position] += max(weight, 1 / self.counts[position]) * (is_right - self.rates[position])
+
+    def prior(self, count: int) -> DraftRates:
+        """A copy that stands for at most so many drafts at each position."""
+        return DraftRates(list(self.rates), [min(count, own) for own in self.counts])
+
+
+@dataclass(slots=True)
 class DraftHistory:
     """Record of what has become of a sequence's drafts (worker/engine/draft_lengths.py).
 
     Attributes:
-        rates: how often the draft at a position behind the newest token was right, if those before it were.
+        rates: how often they were right.
         num_verified: drafts of its last step.
         num_drafts: all that were verified.
         num_accepted: of those, the model's own tokens.
@@ -74,7 +105,7 @@ class DraftHistory:
         place: of the next one in `shadow`.
     """
 
-    rates: list[float]
+    rates: DraftRates
     num_verified: int = 0
     num_drafts: int = 0
     num_accepted: int = 0

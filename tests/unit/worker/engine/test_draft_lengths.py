@@ -138,10 +138,20 @@ class TestStepCosts:
     def test_what_is_not_measured_lies_between_what_is(self) -> None:
         costs = StepCosts()
         assert costs.of(3) == costs.of(30)
-        costs.note(2, 1.0)
-        costs.note(4, 3.0)
+        for _ in range(5):
+            costs.note(2, 1.0)
+            costs.note(4, 3.0)
         found = [costs.of(rows) for rows in (1, 2, 3, 4, 6)]
         assert found == pytest.approx([1.0, 1.0, 2.0, 3.0, 5.0], rel=0.01)
+
+    def test_a_first_step_that_was_slow_is_soon_tried_again(self) -> None:
+        costs = StepCosts()
+        costs.note(8, 9.0)
+        for _ in range(200):
+            costs.note(1, 1.0)
+        assert costs.of(8) < 1.0
+        costs.note(8, 1.5)
+        assert costs.of(8) < 2.0
 
     def test_one_slow_step_counts_little(self) -> None:
         costs = StepCosts()
@@ -151,7 +161,8 @@ class TestStepCosts:
 
     def test_what_was_not_measured_for_long_counts_less(self) -> None:
         costs = StepCosts()
-        costs.note(8, 9.0)
+        for _ in range(3):
+            costs.note(8, 9.0)
         for _ in range(1000):
             costs.note(1, 1.0)
         assert 3.0 < costs.of(8) < 3.6
