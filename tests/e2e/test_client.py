@@ -298,7 +298,7 @@ def test_the_library_needs_nothing_else_of_ours() -> None:
 
 _STANDARD = {
     "__future__", "abc", "array", "asyncio", "collections", "contextlib", "copy", "dataclasses", "enum",
-    "hashlib", "itertools", "pathlib", "random", "re", "reprlib", "struct", "sys", "threading", "time",
+    "hashlib", "itertools", "json", "pathlib", "random", "re", "reprlib", "struct", "sys", "threading", "time",
     "types", "typing", "uuid", "weakref",
 }  # fmt: skip
 
