@@ -1,0 +1,65 @@
+"""The demo model's EAGLE-3 head: the training script computes what is served, and the head drafts well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Config, SpeculativeConfig
+from common.config_parts import EAGLE3
+from common.text.tokenizer import Tokenizer
+from deploy.demo import batches, draft_head
+from deploy.demo.questions import questions
+from deploy.demo.train import load
+from tests.parity.test_draft_models import ReferenceHead
+from worker.llm_engine import LLMEngine
+
+DEMO = Path(draft_head.__file__).parent
+CHECKPOINT, HEAD = DEMO / "checkpoint", DEMO / "eagle3"
+
+
+def test_a_trained_head_is_one_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two short steps change all of its matrices; drafts in training are those of an independent head."""
+    monkeypatch.setattr(batches, "TOKENS_PER_BATCH", 256)
+    model = load(CHECKPOINT)
+    new = draft_head.DraftHead(model)
+    draft_head.train(CHECKPOINT, tmp_path, 2)
+    reference = ReferenceHead(tmp_path, model.model.embed_tokens.weight.detach())
+    reference.weights = {name: tensor.float() for name, tensor in reference.weights.items()}
+    assert reference.weights.keys() == new.tensors.keys()
+    matrices = {name: tensor.bfloat16().float() for name, tensor in new.tensors.items() if tensor.dim() > 1}
+    assert not any(torch.equal(reference.weights[name], tensor) for name, tensor in matrices.items())
+
+    head = draft_head.DraftHead(model)
+    head.tensors |= reference.weights
+    ids = torch.randint(5, 1000, (1, 30), generator=torch.Generator().manual_seed(2))
+    aux, _ = draft_head.target(model, ids)
+    states, known = head.combine(aux[:, :26]), list[Any]()
+    for depth in range(draft_head.DEPTH):
+        states = head.states(ids[:, depth + 1 : depth + 27], states, depth, known)
+        # Of whole sequences that end at some row: in front of it are the model's states, behind them its own.
+        for row in (0, 7, 25):
+            every = reference.linear("fc", aux[0, : row + 1])
+            for end in range(row + 1, row + depth + 2):
+                made = reference(ids[0, 1 : end + 1], every)
+                every = torch.cat((every, made[-1:]))
+            torch.testing.assert_close(states[0, row], made[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_most_drafts_for_the_demo_are_right() -> None:
+    tokenizer, asked = Tokenizer.from_folder(CHECKPOINT), questions()[::10]
+    chats = [f"<|im_start|>user\n{one.user}<|im_end|>\n<|im_start|>assistant\n" for one in asked]
+    prompts = [tokenizer.encode(chat, allow_special=True) for chat in chats]
+    given: dict[str, Any] = {"model": str(CHECKPOINT), "max_model_len": 256, "num_kvcache_blocks": 160}
+    params = {"temperature": 0.0, "max_tokens": 40}
+    drafting = LLMEngine(Config(**given, speculative_config=SpeculativeConfig(3, EAGLE3, str(HEAD))))
+    plain = LLMEngine(Config(**given))
+    found, expected = (engine.generate(prompts, params) for engine in (drafting, plain))
+    assert [one["token_ids"] for one in found] == [one["token_ids"] for one in expected]
+    stats = drafting.core.scheduler.spec_stats
+    assert stats.total_accepted_tokens > 0.6 * stats.total_draft_tokens > 0
+    drafting.close()
+    plain.close()
