@@ -31,6 +31,7 @@ from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, Fraction
 from common.cli.core.speculative_option import SpeculationText
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
 from common.cli.group import CHECKOUT, missing_extra
+from common.cli.serve.demo_drafts import demo_speculation
 from common.cli.serve.first_question import FIRST_PROMPT, GENERATES, FirstQuestion, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
@@ -394,6 +395,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     "Default: none.",
 )  # fmt: skip
 @option(
+    "--speculate", envvar="FISSILE_SPECULATE", is_flag=True, default=False,
+    help="Let the demo model's EAGLE-3 head draft; a --speculative-config for those who try it.",
+)  # fmt: skip
+@option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
     help="Folder of packed weights, which later starts and other workers map; off keeps none. Default: in the user's "
     "cache folder.",
@@ -459,6 +464,7 @@ def serve(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     api_keys: Path | None,
+    speculate: bool,
     **options: Any,
 ) -> int:
     """Serve a model on this machine: one router and its workers, until Ctrl-C.
@@ -473,6 +479,8 @@ def serve(
     is_protected = any(protection.values()) or bool(os.environ.get(_KEY_LINES_VARIABLE))
     if once and is_protected:
         raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
+    if speculate:
+        options["speculative_config"] = demo_speculation(options["model"], options["speculative_config"])
     console = Console()
     config = file_of(click.get_current_context())
     fleet = with_model_folder(make_fleet(router_options=protection, **options))
