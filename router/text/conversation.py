@@ -71,5 +71,6 @@ def reading_of(
         separates_reasoning=separates,
         tools=None if tools is None else declared(tools),
         ends_with_first_call=ends_with_first_call(request),
+        is_constrained=request.sampling_params.HasField("constraint"),
         confinement=confinement_of(request, model, form, opening, tools, separates_reasoning=separates),
     )

@@ -27,6 +27,7 @@ class Reading:
         tools: that may be called; None for none.
         ends_with_first_call: True if the answer ends with its first call.
         confinement: forms that the answer is held to; None where it may have any.
+        is_constrained: True if content satisfies the request's own constraint, so that it is left as it is.
     """
 
     form: ResponseForm
@@ -35,6 +36,7 @@ class Reading:
     tools: Tools | None = None
     ends_with_first_call: bool = False
     confinement: Confinement | None = None
+    is_constrained: bool = False
 
 
 class ChannelReader:
@@ -52,6 +54,7 @@ class ChannelReader:
             tools=reading.tools,
             separates_reasoning=reading.separates_reasoning,
             opening=reading.opening,
+            keeps_blanks=reading.is_constrained,
         )
         self._ends_with_first_call = reading.ends_with_first_call
         self._was_reasoning = self._parser.is_reasoning

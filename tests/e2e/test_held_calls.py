@@ -141,6 +141,19 @@ async def test_workers_that_compile_no_grammars_get_no_held_calls() -> None:
         assert not b.workers[0].submitted
 
 
+@pytest.mark.parametrize(
+    ("answer", "content"), [(" la \n", " la \n"), ("<think>lo</think>\n\nla ", "la "), ("<think>lo</think>", "")]
+)
+async def test_content_that_is_constrained_keeps_its_blanks(answer: str, content: str) -> None:
+    worker = worker_of(answer=answer)
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    async with bench(worker) as b:
+        held = asking(tools=[])
+        held.sampling_params.constraint.regex = r"(?s:.*)"
+        assert content_of(await collect(b.stub.Chat(held))) == content
+        await b.empty()
+
+
 @pytest.mark.proto_field("ReasoningOptions.max_tokens")
 async def test_what_an_answer_is_held_to_goes_with_it() -> None:
     """One grammar of reasoning and what is behind it: calls, words, or the request's own constraint."""

@@ -75,13 +75,20 @@ class ResponseParser:
         tools: that the request has; None for none, and then text that looks like a call is content.
         separates_reasoning: False makes reasoning content.
         opening: what the prompt has written of the answer already; nothing of it comes out.
+        keeps_blanks: True if blanks around content are part of it, but for those behind reasoning.
 
     Attributes:
         num_calls: calls that have begun.
     """
 
     def __init__(
-        self, template: ResponseTemplate, *, tools: Tools | None, separates_reasoning: bool, opening: str = ""
+        self,
+        template: ResponseTemplate,
+        *,
+        tools: Tools | None,
+        separates_reasoning: bool,
+        opening: str = "",
+        keeps_blanks: bool = False,
     ) -> None:
         left_out: Collection[str] = () if separates_reasoning else REASONING_FIELDS
         if tools is None:
@@ -89,6 +96,7 @@ class ResponseParser:
         self._regions = Regions(template.without(left_out))
         self._tools = Tools({}) if tools is None else tools
         self._texts = {channel: _Text() for channel in (Channel.REASONING, Channel.CONTENT)}
+        self._keeps_blanks = keeps_blanks
         self._call: CallRegion | None = None
         self._delimiter = ""
         self._is_first = True
@@ -175,12 +183,23 @@ class ResponseParser:
 
     def _text(self, field: Field | None, text: str) -> list[Part]:
         channel = Channel.CONTENT if field is None else _channel(field)
-        out = self._texts[channel].push(text, field, is_first=self._is_first)
+        if self._keeps_blanks and channel is Channel.CONTENT:
+            out = self._kept(text)
+        else:
+            out = self._texts[channel].push(text, field, is_first=self._is_first)
         if not out:
             return []
         self._is_first = False
         self._ends_with_call = False
         return [Part(channel, _plain(out))]
+
+    def _kept(self, text: str) -> str:
+        """Content as it is, but for blanks between it and reasoning."""
+        content = self._texts[Channel.CONTENT]
+        if self._texts[Channel.REASONING].has_any and not content.has_any:
+            text = text.lstrip()
+        content.has_any |= bool(text)
+        return text
 
 
 def _plain(text: str) -> str:
