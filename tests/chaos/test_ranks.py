@@ -208,7 +208,7 @@ def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None
 
 def test_llm_engine_on_ranks(model: Path) -> None:
     """With deferred output ranks launch steps ahead, and take the token that is in flight from their own last step."""
-    prompts = [[7, 8, 9] * n for n in (1, 9, 40)]
+    prompts = [[7, 8, 9] * n for n in (1, 9, 40, 5)]
     steered = {"temperature": 0.7, "max_tokens": 24, "repetition_penalty": 1.2, "seed": 5, "ignore_eos": True}
     masked: dict[str, Any] = {
         "temperature": 0.0,
@@ -217,7 +217,8 @@ def test_llm_engine_on_ranks(model: Path) -> None:
         "allowed_token_ids": (10, 11, 12, 13, 14),
     }
     masked |= {"logit_bias": {12: 3.0}, "bad_words_token_ids": ((12, 12), (11, 12), (12, 13), (13, 13), (10, 11, 10))}
-    params: list[dict[str, Any]] = [steered, masked, {"temperature": 0.9, "max_tokens": 20, "seed": 3}]
+    confined = {"constraint": {"regex": "[a-z]{2,5}(,[0-9]{2}){3,8}"}, "temperature": 0.8, "max_tokens": 30, "seed": 4}
+    params: list[dict[str, Any]] = [steered, masked, {"temperature": 0.9, "max_tokens": 20, "seed": 3}, confined]
     expected = [answer["token_ids"] for answer in LLMEngine(default_config(model)).generate(prompts, params)]
     config = replace(default_config(model), tensor_parallel_size=2, deferred_output=True)
     engine = LLMEngine(config)

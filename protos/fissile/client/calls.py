@@ -181,8 +181,21 @@ def _with_fields(request: _AnyRequest, sampling: Mapping[str, Any], fields: Mapp
             "resume is no argument: streams go on by themselves; what another program has begun, the stubs"
         )
     request.sampling_params.SetInParent()
-    _filled(request.sampling_params, sampling)
+    _filled(request.sampling_params, _with_constraint(sampling))
     return _filled(request, fields)
+
+
+def _with_constraint(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields with a constraint as the message has it: choices may be given as a list, a schema as a mapping."""
+    constraint = sampling.get("constraint")
+    if not isinstance(constraint, Mapping):
+        return sampling
+    made = dict(constraint)
+    if isinstance(made.get("json_schema"), Mapping):
+        made["json_schema"] = json.dumps(made["json_schema"], ensure_ascii=False)
+    if isinstance(made.get("choices"), list | tuple):
+        made["choices"] = {"texts": made["choices"]}
+    return {**sampling, "constraint": made}
 
 
 def _filled(message: _AnyMessage, fields: Mapping[str, Any], path: str = "") -> _AnyMessage:
