@@ -1,9 +1,11 @@
 """Runs the native kernels under the compiler's sanitizers: `python scripts/sanitize.py [memory|threads]`.
 
 `memory` finds reads and writes outside of what was allocated, and undefined behaviour: it builds a library of its own
-into build/sanitize, from what `kernels.cpu.build` compiles, and runs the kernels' tests over it, on every instruction
-set that this machine has. `threads` finds data races in the pool, which is all that threads share, by a program that
-has two of them share work. A sanitizer that cannot run here is named and left out.
+into build/sanitize, from what `kernels.cpu.build` compiles, and runs over it, in every process that they start, the
+tests of the kernels, on every instruction set that this machine has, and those of the layers and the model runner,
+which call them with a model's own shapes. Whole models and services are left out: they would take hours, and call
+nothing else. `threads` finds data races in the pool, which is all that threads share, by a program that has two of them
+share work. A sanitizer that cannot run here is named and left out.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from kernels.cpu import build
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "build" / "sanitize"
-TESTS: Final = "tests/unit/kernels/cpu"
-STRESS: Final = ROOT / TESTS / "pool_stress.cpp"
+TESTS: Final = ("tests/unit/kernels", "tests/unit/worker/model")
+STRESS: Final = ROOT / "tests" / "unit" / "kernels" / "cpu" / "pool_stress.cpp"
 # Readable stacks, in little time.
 _CODE: Final = ("-O1", "-g1", "-fno-omit-frame-pointer", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 _MEMORY: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -31,13 +33,11 @@ _THREADS: Final = ("-std=c++17", "-fsanitize=thread", "-pthread")
 _LEFT_OUT: Final = "not test_memory and not test_build and not fork"
 # Python keeps memory until its end.
 _OPTIONS: Final = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONMALLOC": "malloc"}
-# Runs pytest over another library than the package's; what follows are pytest's arguments.
-_RUN: Final = """
-import sys, pathlib
+# Every Python that finds this as `sitecustomize` takes another library than the package's.
+_SITE: Final = """
+import pathlib
 from kernels.cpu import build
-build.LIBRARY = pathlib.Path(sys.argv[1])
-import pytest
-sys.exit(pytest.main(sys.argv[2:]))
+build.LIBRARY = pathlib.Path({library!r})
 """
 
 
@@ -92,9 +92,15 @@ def memory() -> int:
     Raises:
         UnavailableError: it cannot run here.
     """
-    environment = {**os.environ, **_OPTIONS, "LD_PRELOAD": _runtime("libasan.so")}
-    given = [TESTS, "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", _LEFT_OUT]
-    command = [sys.executable, "-c", _RUN, str(library()), *given]
+    made, site = library(), FOLDER / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE.format(library=str(made)))
+    found = os.pathsep.join(map(str, (site, ROOT, ROOT / "protos")))
+    # The sanitizer looks for the C++ library at the start, and ends a process without it at the first exception.
+    preloaded = " ".join(map(_runtime, ("libasan.so", "libstdc++.so")))
+    environment = {**os.environ, **_OPTIONS, "LD_PRELOAD": preloaded, "PYTHONPATH": found}
+    given = ["-q", "-p", "no:cacheprovider", "-m", "not long", "-k", _LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", *TESTS, *given]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
