@@ -421,7 +421,7 @@ def fails(
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):
-        alone(number)
+        alone(number, ALONE.kernels)
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
     with mutant.applied():
         assert fails(each, objections=(*OBJECTIONS, *([BREAKS[mutant.trap]] if mutant.trap in BREAKS else [])))

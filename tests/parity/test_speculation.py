@@ -23,7 +23,18 @@ from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.covering import covering
 from tests.parity.drafts import RandomProposer, Streams, streams_of
 from tests.parity.draws import changes_of_logits
-from tests.parity.test_equality import NUM_WORKLOADS, Setting, alone, check, fails, kernels, loaded, settings, texts
+from tests.parity.test_equality import (
+    ALONE,
+    NUM_WORKLOADS,
+    Setting,
+    alone,
+    check,
+    fails,
+    kernels,
+    loaded,
+    settings,
+    texts,
+)
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.drafter import Drafter
@@ -144,7 +155,7 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):
-        alone(number)
+        alone(number, ALONE.kernels)
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
     with mutant.applied():
         assert fails(
