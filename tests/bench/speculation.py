@@ -145,7 +145,8 @@ def main() -> None:
             kernels="cpu",
             max_model_len=LONGEST,
             num_kvcache_blocks=blocks,
-            enable_prefix_caching=True,
+            # The two engines share a pool: what one has cached the other overwrites.
+            enable_prefix_caching=False,
         )
         runner = ModelRunner(config, ModelConfig.from_folder(folder))
         runner.allocate_kv_cache(blocks)
