@@ -92,6 +92,7 @@ class Products {
 
   bool share_all(int64_t (*tasks)(const Linear&), void (*kernel)(const Linear&, int64_t)) {
     std::vector<int64_t> ends;
+    ends.reserve(works_.size());
     for (const Linear& work : works_) ends.push_back((ends.empty() ? 0 : ends.back()) + tasks(work));
     const Call call{works_, ends, kernel};
     return share(ends.empty() ? 0 : ends.back(), [](const void* context, int64_t task) {

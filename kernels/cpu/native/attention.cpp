@@ -331,6 +331,7 @@ struct Task {
     return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
 
+  // Without `memory` it has no queries and scores of its own, and can only finish what others have computed.
   Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, int64_t end_head, float* memory,
        const Task* behind = nullptr)
       : work(work),
@@ -339,8 +340,8 @@ struct Task {
         end_head(end_head),
         behind(behind),
         q(memory),
-        scores(q + shape.most_rows * shape.width),
-        wide(scores + shape.most_rows * KV_TILE) {}
+        scores(q ? q + shape.most_rows * shape.width : nullptr),
+        wide(scores ? scores + shape.most_rows * KV_TILE : nullptr) {}
 
   int64_t position(int64_t row) const { return tile.position + row / shape.group; }
 

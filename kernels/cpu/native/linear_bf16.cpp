@@ -275,6 +275,7 @@ void run(const Linear& work, int64_t task) {
   RowTile tiles[TASK_TILES];
   for (int64_t t = 0; t < tile_count; t++) tiles[t] = tile_of(work, first_tile + t);
   const int64_t first_row = tiles->first, width = most * PANEL;
+  // NOLINTNEXTLINE(clang-analyzer-security.ArrayBound): every task has a tile.
   const int64_t rows = tiles[tile_count - 1].first + tiles[tile_count - 1].rows - first_row;
   const int64_t stride = fissile::panel_bytes(work.weight.dtype, work.weight.inner);
   alignas(64) float totals[TASK_TILES * ROWS * panels_of(ROWS) * PANEL];

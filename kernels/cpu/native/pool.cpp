@@ -77,7 +77,7 @@ class Pool {
   // Those that the system does not grant are done without, and asked for again next time.
   void start_missing(int64_t helpers) try {
     for (; started_ < helpers; started_++) std::thread([this, who = started_ + 1] { help(who); }).detach();
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): what to do is nothing.
   }
 
   void share_out(int64_t count, int64_t shares) {

@@ -164,8 +164,10 @@ int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 // it, and ids here and there would wait for memory one by one.
 void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t vocab) {
   for (int64_t first = 0; first < vocab; first += LINE) __builtin_prefetch(logits + first);
+  // NOLINTBEGIN(performance-no-int-to-ptr): Python's arrays come by their addresses, which are numbers there.
   const int32_t* const ids = reinterpret_cast<const int32_t*>(given.ids[2 * i]);
   const float* const counts = reinterpret_cast<const float*>(given.counts[i]);
+  // NOLINTEND(performance-no-int-to-ptr)
   const int64_t number = given.ids[2 * i + 1];
   const Penalty penalty{splat(given.repetition[i]), splat(given.presence[i]), splat(given.frequency[i])};
   float values[BLOCK] = {};
