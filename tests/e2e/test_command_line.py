@@ -159,6 +159,15 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
     run.assert_nothing_left()
 
 
+def test_speculate_says_what_drafts_bring(serve: Callable[..., Serve]) -> None:
+    run = serve("--speculate", "--once")
+    assert run.wait() == 0, run.everything()
+    share = r"(\d+ of \d+ drafts accepted \(\d+%\)|no draft verified)"
+    line = rf"speculation: {share}, [\d.]+ times the speed without drafts, and the same answer"
+    assert re.search(line, "".join(run.errors)), run.everything()
+    run.assert_nothing_left()
+
+
 def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--workers", "2", "--no-ask", "--model-name", "mine")
     run.wait_for_line(f"serving on {run.address}")

@@ -96,6 +96,11 @@ class EngineLoop:
         """Sequences that have not ended."""
         return len(self._deliveries)
 
+    @property
+    def draft_counts(self) -> list[tuple[int, int]]:
+        """Drafts verified and accepted since the engine's start, by their place behind a token."""
+        return [] if self.figures is None else list(self.figures.drafts.values())
+
     def busy_s(self, now: float) -> float:
         """For how long the current step has been running; 0 when idle."""
         return 0.0 if self._thread is None else self._thread.busy_s(now)

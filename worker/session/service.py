@@ -176,7 +176,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def GetWorker(self, request: wpb.GetWorkerRequest, context: Context) -> wpb.GetWorkerResponse:
         """Describes the worker, at any time."""
-        return self.facts.to_proto(self.state)
+        return self.facts.to_proto(self.state, self._engine.draft_counts)
 
     async def GetTokenizer(self, request: wpb.GetTokenizerRequest, context: Context) -> None:  # type: ignore[override]
         """Sends the tokenizer's files, at any time."""

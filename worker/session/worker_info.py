@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -94,8 +94,15 @@ class WorkerFacts:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
-    def to_proto(self, state: wpb.WorkerState.ValueType) -> wpb.GetWorkerResponse:
-        """The description as routers get it."""
+    def to_proto(
+        self, state: wpb.WorkerState.ValueType, drafts: Iterable[tuple[int, int]] = ()
+    ) -> wpb.GetWorkerResponse:
+        """The description as routers get it.
+
+        Args:
+            state: of the worker.
+            drafts: verified and accepted ones since the start, by their place behind a token.
+        """
         tokens = self.relevance_tokens
         return wpb.GetWorkerResponse(
             worker_id=self.worker_id,
@@ -124,6 +131,7 @@ class WorkerFacts:
             head=worker_head(self.head),
             num_labels=self.num_labels,
             grammar_engine=self.grammar_engine,
+            drafts=[wpb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in drafts],
         )
 
 

@@ -124,7 +124,7 @@ class Service:
         self._console.begin_answer()
         try:
             figures, capabilities = await self._first.answered(
-                self._fleet.address, self._fleet.model_name, self._console.answer
+                self._fleet.address, self._fleet.model_name, self._console.answer, self._fleet.drafting_workers
             )
         except CommandError as error:
             self._console.end_answer()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import grpc
 from fissile.client import AsyncClient, FissileError
 from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.cli.client.texts import usage_line
-from common.cli.core.client import Question, ask, call_failed, client_arguments
+from common.cli.core.client import Answer, Question, ask, call_failed, client_arguments, milliseconds
 from common.cli.group import CHECKOUT
 
 FIRST_PROMPT: Final = "Tell me a story."
@@ -33,16 +37,20 @@ class FirstQuestion:
     prompt: str
     once: bool
 
-    async def answered(self, address: str, model: str, on_text: Callable[[str], None]) -> tuple[str, Collection[int]]:
+    async def answered(
+        self, address: str, model: str, on_text: Callable[[str], None], drafting: Sequence[str] = ()
+    ) -> tuple[str, Collection[int]]:
         """Asks it: for an answer, or for a vector where the model generates nothing.
 
         Args:
             address: of the router.
             model: its name.
             on_text: gets the answer as it comes.
+            drafting: addresses of workers that speculate; if there are any, it is asked again without drafts, to say
+                what they bring.
 
         Returns:
-            Figures in a line, and what the model can do.
+            Figures in a line, or two, and what the model can do.
 
         Raises:
             CommandError: the request has failed.
@@ -56,8 +64,40 @@ class FirstQuestion:
                     return usage_line(f"a vector of {size} numbers", embedded.usage), capabilities
             except FissileError as error:
                 raise call_failed(error, address) from error
-            question = Question(self.prompt, model, sampling={"max_tokens": _MAX_TOKENS})
-            return (await ask(client, question, _TIMEOUT_S, on_text)).figures(), capabilities
+            sampling = {"max_tokens": _MAX_TOKENS, "seed": secrets.randbits(32)}
+            answer = await ask(client, Question(self.prompt, model, sampling=sampling), _TIMEOUT_S, on_text)
+            if not drafting:
+                return answer.figures(), capabilities
+            counts = [one for worker in drafting for one in await _draft_counts(worker)]
+            alone = Question(self.prompt, model, sampling={**sampling, "num_drafts": 0})
+            plain = await ask(client, alone, _TIMEOUT_S, _drop)
+            return f"{answer.figures()}\n{speculation_line(counts, answer, plain)}", capabilities
+
+
+def speculation_line(counts: Sequence[wpb.DraftCounts], answer: Answer, plain: Answer) -> str:
+    """Line that says what drafts have brought.
+
+    Args:
+        counts: of the worker's drafts.
+        answer: that drafts were verified for.
+        plain: the answer to the same question without drafts.
+    """
+    verified = sum(one.verified for one in counts)
+    accepted = sum(one.accepted for one in counts)
+    share = f"{accepted} of {verified} drafts accepted ({accepted / verified:.0%})" if verified else "no draft verified"
+    with_drafts, without = milliseconds(answer.finish.timings.tpot), milliseconds(plain.finish.timings.tpot)
+    speed = f", {without / with_drafts:.2f} times the speed without drafts" if with_drafts > 0 < without else ""
+    same = "the same answer" if answer.text == plain.text else "ANOTHER ANSWER, which is an error of Fissile"
+    return f"speculation: {share}{speed}, and {same}"
+
+
+async def _draft_counts(worker: str) -> Sequence[wpb.DraftCounts]:
+    async with grpc.aio.insecure_channel(worker) as channel:
+        return (await WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=_TIMEOUT_S)).drafts
+
+
+def _drop(_: str) -> None:
+    """Shows nothing."""
 
 
 def next_steps(address: str, options: str = "", capabilities: Collection[int] = GENERATES) -> str:

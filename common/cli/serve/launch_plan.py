@@ -80,6 +80,11 @@ class Fleet:
         """Addresses at which the router reaches the workers."""
         return [f"{LOOPBACK}:{port}" for port in self.worker_ports]
 
+    @property
+    def drafting_workers(self) -> list[str]:
+        """Addresses of the workers if they are told to speculate; else none."""
+        return self.worker_addresses if self.worker_options.get("speculative_config") else []
+
     def children(self) -> list[Child]:
         """The router first: it is the first to be ended, while its workers still finish what it has sent them."""
         limit = self.drain_timeout_s + DRAIN_MARGIN_S

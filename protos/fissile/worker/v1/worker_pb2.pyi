@@ -1634,6 +1634,7 @@ class GetWorkerResponse(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1694,6 +1695,12 @@ class GetWorkerResponse(_message.Message):
     def relevance_tokens(self) -> Global___RelevanceTokens:
         """Tokens by which the checkpoint says how relevant a document is; absent where it was not trained for that."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]:
+        """Drafts since the worker started: of those directly behind a token, of the next ones, and so on. Empty without
+        speculation.
+        """
+
     def __init__(
         self,
         *,
@@ -1723,14 +1730,41 @@ class GetWorkerResponse(_message.Message):
         head: Global___Head.ValueType = ...,
         num_labels: _builtins.int = ...,
         grammar_engine: _builtins.str = ...,
+        drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "drafts", b"drafts", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetWorkerResponse: _TypeAlias = GetWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    """Drafts in one place behind a token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    verified: _builtins.int
+    """Those that a step has verified."""
+    accepted: _builtins.int
+    """Those of them that were the model's own tokens."""
+    def __init__(
+        self,
+        *,
+        verified: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class RelevanceTokens(_message.Message):
