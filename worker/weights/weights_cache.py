@@ -302,6 +302,7 @@ _PACKING_MODULES: Final = (
     "worker/config/model_config",
     "worker/config/quantization",
     "worker/config/shares",
+    "worker/config/stored_names",
     "worker/model/model_loader",
     "worker/model/sharding",
 )
