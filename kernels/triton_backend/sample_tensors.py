@@ -148,7 +148,7 @@ def columns_to_device(columns: list[npt.NDArray[np.generic]], device: torch.devi
     memory = np.zeros(max(ends[-1], _ALIGNMENT), np.uint8)
     starts = [0, *ends[:-1]]
     for start, column in zip(starts, columns, strict=True):
-        memory[start : start + column.nbytes] = column.view(np.uint8)
+        memory[start : start + column.nbytes] = np.ascontiguousarray(column).view(np.uint8)
     moved = to_device(memory, device)
     return [
         moved[start : start + column.nbytes].view(torch.from_numpy(column).dtype)
