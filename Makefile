@@ -35,9 +35,9 @@ $(RUN_STAMP): pyproject.toml protos/pyproject.toml requirements/tests.lock scrip
 $(ALL_STAMP): pyproject.toml protos/pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh all
 
-# Compiles the CPU kernels again when their sources have changed. Without a compiler PyTorch's serve; one that fails ends make.
+# Compiles the CPU kernels again when their sources have changed, or the library is not there. Without a compiler PyTorch's serve; one that fails ends make.
 NATIVE_STAMP := $(VENV)/.native
-$(NATIVE_STAMP): $(wildcard kernels/cpu/native/*) kernels/cpu/build.py
+$(NATIVE_STAMP): $(wildcard kernels/cpu/native/*) kernels/cpu/build.py $(if $(wildcard kernels/cpu/*.so),,FORCE)
 	@$(BIN)/python -m kernels.cpu.build
 	@touch $@
 
