@@ -268,6 +268,10 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
     if setting.drafts:
         streams = streams_of(alone(number, setting.kernels).values())
         engine.core.scheduler.drafter.proposer = RandomProposer(streams, NUM_IDS, random.Random(number))
+    # Steps in which everything waits for a grammar take no time, and would use up MAX_STEPS.
+    for request in requests.values():
+        if request.params.grammar and watched.grammars is not None:
+            watched.grammars.begin(request.params.grammar).result()
     answers: dict[Key, dict[str, Any]] = {}
     for step in range(MAX_STEPS):
         for request_id, request in requests.items():
