@@ -51,7 +51,7 @@ class _Tokens:
         self.bos_token_id: int | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        raise NotImplementedError("no grammar forces text")
+        raise RuntimeError("no grammar forces text, so none is tokenized")
 
 
 def vocabulary(tokens: list[bytes], special: Collection[int], eos_token_ids: Collection[int]) -> Vocabulary:

@@ -294,14 +294,7 @@ class Answering:
             ApiError: the request is refused.
         """
         request, call = asked.request, asked.call
-        params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
-        params = with_logprobs(params, request.output_options, model.vocab_size)
-        wanted_by = "output_options" if params.wants_logprobs else "sampling_params.best_of"
-        params = with_candidates(params, request.sampling_params)
-        if params.wants_logprobs and not model.serves_logprobs:
-            raise UnservedByWorkersError(wanted_by, model.name)
-        if params.constraint is not None and not model.serves_constraints:
-            raise UnservedByWorkersError("sampling_params.constraint", model.name)
+        params = _asked_params(request, model)
         began = self._clock()
         try:
             with self.interruptible(call):
@@ -622,6 +615,17 @@ def receipt_terms(
         "" if template is None else template.sha256,
         request.output_options.receipt.logits_every,
     )
+
+
+def _asked_params(request: AnswerRequest, model: ServedModel) -> SamplingParams:
+    """Parameters of a request by itself, without what its prompt has to say of them."""
+    params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
+    params = with_logprobs(params, request.output_options, model.vocab_size)
+    wanted_by = "output_options" if params.wants_logprobs else "sampling_params.best_of"
+    params = with_candidates(params, request.sampling_params)
+    if params.wants_logprobs and not model.serves_logprobs:
+        raise UnservedByWorkersError(wanted_by, model.name)
+    return params
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ class DeliveredTokens:
 
     Attributes:
         count: as given.
-        are_named: whether the client says which ones.
+        are_named: True if the client says which ones.
         left: how many have not come yet.
     """
 
