@@ -22,7 +22,8 @@ from common.errors import ApiError
 from common.limits import AUDIT_TIMEOUT_S, MAX_AUDITS_WAITING
 from common.process.tasks import keep_running
 from common.receipts import compare_answer
-from router.api.answering import Asked, Kind, receipt_terms
+from router.api.asked import Asked, Kind
+from router.api.preparing import receipt_terms
 from router.api.receipts import receipt_of
 from router.api.replaying import Replayed
 from router.api.rerunning import FinishedRequest, Rerunning

@@ -14,7 +14,9 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import ApiError, EngineError
 from common.limits import MAX_PROMPTS_AT_ONCE
-from router.api.answering import GENERATE, Answering, Asked, as_seen, first_of
+from router.api.answering import Answering, as_seen, first_of
+from router.api.asked import GENERATE, Asked
+from router.api.preparing import Preparing
 from router.model_registry import ServedModel
 from router.requests.stream import RequestStream, RoutedRequest
 from router.telemetry.metrics import RequestMeasure
@@ -76,11 +78,13 @@ class Gathering:
     """Has many prompts of a call answered.
 
     Args:
-        answering: makes of a request what workers get, and carries it.
+        answering: carries calls.
+        preparing: makes of a request what workers get.
     """
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: Answering, preparing: Preparing) -> None:
         self._answering = answering
+        self._preparing = preparing
 
     async def gather(
         self,
@@ -106,7 +110,7 @@ class Gathering:
 
         async def begin(model: ServedModel, before: Sequence[RequestStream]) -> Sequence[RequestStream]:
             nonlocal parts, earlier, streams
-            with self._answering.interruptible(asked.call):
+            with self._preparing.interruptible(asked.call):
                 parts = await prepare(model)
             earlier, streams = before, []
             return streams
@@ -164,9 +168,9 @@ class Gathering:
         async def encode(*_: object) -> Prompt:
             return part.prompt
 
-        routed = await self._answering.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
+        routed = await self._preparing.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
         routed = part.change(replace(routed, choice=place))
-        return routed, self._answering.assembly(GENERATE, routed, model)
+        return routed, self._preparing.assembly(GENERATE, routed, model)
 
 
 async def pooled_states(stream: RequestStream) -> bytes:

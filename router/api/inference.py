@@ -23,14 +23,16 @@ from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
 from common.telemetry.tracing import Tracing
-from router.api.answering import CHAT, GENERATE, Answering, AnswerRequest, Asked, Encode, Kind
+from router.api.answering import Answering
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
+from router.api.asked import CHAT, GENERATE, AnswerRequest, Asked, Encode, Kind
 from router.api.auditing import AuditOptions, Auditor
 from router.api.embedding import Embedding
 from router.api.gathering import Gathering
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.kv_auditing import KvAuditor
 from router.api.pages import MAX_PAGE, page_of
+from router.api.preparing import Preparing
 from router.api.replaying import Replaying, check_replay, contradiction_of
 from router.api.reranking import Reranking
 from router.api.rerunning import Rerunning
@@ -149,22 +151,15 @@ class InferenceService(InferenceServiceServicer):
         encoder.set_weights(policy.weights)
         self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
         self._open_calls = OpenCalls() if calls is None else calls
-        self._answering = Answering(
-            requests,
-            expected,
-            registry,
-            encoder,
-            tracing,
-            clock,
-            max_unread_tokens,
-            self._open_calls,
-            default_max_tokens,
+        self._preparing = Preparing(
+            encoder, clock, self._open_calls, requests.may_adopt, max_unread_tokens, default_max_tokens
         )
-        gathering = Gathering(self._answering)
+        self._answering = Answering(requests, expected, registry, self._preparing, tracing, clock)
+        gathering = Gathering(self._answering, self._preparing)
         self._scoring = Scoring(gathering, encoder)
         self._embedding = Embedding(gathering, encoder)
         self._reranking = Reranking(gathering, encoder)
-        self._replaying = Replaying(self._answering, requests, registry)
+        self._replaying = Replaying(self._preparing, requests, registry)
 
     def audit(self, options: AuditOptions, dialer: Dialer) -> tuple[Auditor | None, KvAuditor | None]:
         """Audits answers and KV blocks from now on. The caller stops the auditors.
@@ -177,7 +172,7 @@ class InferenceService(InferenceServiceServicer):
             What audits answers, and what audits KV blocks; None for what is off.
         """
         running = self._requests.running
-        rerunning = Rerunning(self._answering, self._replaying, running)
+        rerunning = Rerunning(self._preparing, self._replaying, running)
         verdicts = Verdicts(options.audit_dir, running, dialer)
         auditor = Auditor(options.audit, rerunning, verdicts) if options.audit else None
         kv_auditor = KvAuditor(rerunning, verdicts) if options.audit_kv else None

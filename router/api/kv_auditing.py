@@ -25,8 +25,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import ApiError, NoWorkerError
 from common.kv_digests import block_names
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
-from router.api.answering import Asked, Kind, receipt_terms
+from router.api.asked import Asked, Kind
 from router.api.auditing import ERROR, FAILED, SUSPECTED, UNANSWERED
+from router.api.preparing import receipt_terms
 from router.api.rerunning import FinishedRequest, Rerunning
 from router.api.verdicts import Verdicts
 from router.model_registry import ServedModel

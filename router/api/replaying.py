@@ -12,8 +12,9 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
 from common.receipts import Finding, compare_answer, compare_request
-from router.api.answering import Answering, AnswerRequest, Asked, Kind
+from router.api.asked import AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
+from router.api.preparing import Preparing
 from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
@@ -81,13 +82,13 @@ class Replaying:
     """Runs requests again.
 
     Args:
-        answering: makes of a request what workers get.
+        preparing: makes of a request what workers get.
         requests: sends it on its way.
         registry: the models.
     """
 
-    def __init__(self, answering: Answering, requests: RequestRouter, registry: ModelRegistry) -> None:
-        self._answering = answering
+    def __init__(self, preparing: Preparing, requests: RequestRouter, registry: ModelRegistry) -> None:
+        self._preparing = preparing
         self._requests = requests
         self._registry = registry
 
@@ -103,7 +104,7 @@ class Replaying:
         only_worker = self._address(request.worker_id, model, receipt.numerics)
         model.check_generates()
         with at_path("generate" if kind.continues else "chat"):
-            routed = await self._answering.prepare(kind, asked, model)
+            routed = await self._preparing.prepare(kind, asked, model)
         assert routed.receipt is not None
         if routed.receipt.template_sha256 != receipt.template_sha256:
             raise OtherModelStateError("template_sha256", receipt.template_sha256, routed.receipt.template_sha256)
@@ -113,7 +114,7 @@ class Replaying:
         terms = replace(routed.receipt, logits_every=receipt.logits_every)
         pinned = replace(routed, resumed_from=receipt.numerics, only_worker=only_worker)
         again = replace(pinned, choice=receipt.index, receipt=terms)
-        replayed = await self.run(again, self._answering.assembly(kind, again, model), asked.call)
+        replayed = await self.run(again, self._preparing.assembly(kind, again, model), asked.call)
         asked.record.worker_id, asked.record.completion_tokens = replayed.worker_id, len(replayed.token_ids)
         found = compare_answer(receipt, request.token_ids.ids, replayed.receipt, replayed.token_ids)
         return _response(found, replayed)

@@ -16,7 +16,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NotARerankerError
 from common.pooling import EMBED_PARAMS, LABELS
-from router.api.answering import Asked
+from router.api.asked import Asked
 from router.api.gathering import Gathering, Part, pooled_states
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel

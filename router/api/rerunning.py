@@ -15,7 +15,8 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NoWorkerError
 from common.sampling_params import SamplingParams
-from router.api.answering import Answering, AnswerRequest, Kind, receipt_terms
+from router.api.asked import AnswerRequest, Kind
+from router.api.preparing import Preparing, receipt_terms
 from router.api.replaying import Replayed, Replaying
 from router.model_registry import ServedModel
 from router.requests.running import RunningRequests
@@ -65,13 +66,13 @@ class Rerunning:
     """Runs requests again.
 
     Args:
-        answering: makes what takes an answer.
+        preparing: makes what takes an answer.
         replaying: runs requests.
         running: knows the workers.
     """
 
-    def __init__(self, answering: Answering, replaying: Replaying, running: RunningRequests) -> None:
-        self._answering = answering
+    def __init__(self, preparing: Preparing, replaying: Replaying, running: RunningRequests) -> None:
+        self._preparing = preparing
         self._replaying = replaying
         self._running = running
 
@@ -129,4 +130,4 @@ class Rerunning:
             tracestate="",
             resumed_from=finished.numerics,
         )
-        return await self._replaying.run(again, self._answering.assembly(finished.kind, again, finished.model))
+        return await self._replaying.run(again, self._preparing.assembly(finished.kind, again, finished.model))

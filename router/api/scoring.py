@@ -12,7 +12,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import UnservedMethodError
 from common.logprob_rows import added
-from router.api.answering import Asked
+from router.api.asked import Asked
 from router.api.gathering import Gathering, Part
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel

@@ -18,7 +18,7 @@ class Scripted(Answering):
     """Answers of which each ends as it is said."""
 
     def __init__(self, *ends: BaseException | None) -> None:
-        super().__init__(*[NOTHING] * 8)
+        super().__init__(*[NOTHING] * 6)
         self.ends = list(ends)
 
     async def _send(
