@@ -1,6 +1,7 @@
 """`fissile chat`: a conversation with a model, on a terminal, or from a pipe with a turn on each line.
 
 On a terminal a mistake or a call that fails is a line, and the conversation goes on; from a pipe it ends the program.
+A model that calls tools waits for their results: the next line is one, or what a command prints.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ import click
 from fissile.client import Client, Delta, FissileError, Stream
 from fissile.v1 import inference_pb2 as pb
 
+from common.cli.client.chat_tools import (
+    CallLines,
+    ReadLine,
+    ToolCommand,
+    Tools,
+    can_be_answered,
+    commands_of,
+    read_tools,
+)
 from common.cli.client.generate import given, with_sampling_options
 from common.cli.core.client import Answer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream
@@ -34,7 +44,8 @@ HELP: Final = """\
 /usage        shows the figures of the last answer, and the tokens of all
 /quit         ends, as Ctrl-D does
 //TEXT        sends /TEXT, which is no command
-Ctrl-C ends an answer; what has come of it stays in the conversation."""
+Ctrl-C ends an answer; what has come of it stays in the conversation.
+Where a tool is called (--tools), the next line is its result; Ctrl-C there leaves the calls out."""
 PROMPT: Final = "> "
 
 
@@ -44,7 +55,7 @@ class Conversation:
 
     Attributes:
         system: system message; "" for none.
-        turns: messages of user and assistant, by turns.
+        turns: messages of user and assistant, by turns, with the results of tools between them.
         session_id: keeps the conversation on one worker, whose prefix cache has it.
         last: the last answer.
         usage: of all answers together.
@@ -52,29 +63,36 @@ class Conversation:
     """
 
     system: str = ""
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     last: Answer | None = None
     usage: pb.Usage = field(default_factory=pb.Usage)
     answers: int = 0
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """Messages as a model gets them."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
-    def asked(self, text: str) -> list[dict[str, str]]:
-        """Messages with a further one of the user, which is not kept yet."""
-        return [*self.messages, {"role": "user", "content": text}]
+    def answered(self, said: Sequence[dict[str, Any]], answer: Answer, results: Sequence[dict[str, Any]] = ()) -> None:
+        """Keeps what was said, what has come of its answer, and the results of the tools that the answer calls.
 
-    def answered(self, text: str, answer: Answer) -> None:
-        """Keeps a turn: a question, and what has come of its answer. Without an answer there was no turn."""
+        Calls without results are left out, and nothing is kept where nothing is left of the answer.
+        """
         if not answer.text and not answer.reasoning and not answer.finish.reason:
             return
-        said = {"role": "assistant", "content": answer.text}
+        self._count(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
-            said["reasoning"] = answer.reasoning
-        self.turns += [{"role": "user", "content": text}, said]
+            message["reasoning"] = answer.reasoning
+        if results:
+            message["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in answer.tool_calls
+            ]
+        if answer.text or results or not answer.tool_calls:
+            self.turns += [*said, message, *results]
+
+    def _count(self, answer: Answer) -> None:
         self.last, self.answers = answer, self.answers + 1
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             setattr(self.usage, name, getattr(self.usage, name) + getattr(answer.finish.usage, name))
@@ -104,12 +122,14 @@ class Chat:
         client: of the routers.
         request: fields of every request besides messages and session.
         conversation: so far.
+        tools: give the results of calls.
         on_terminal: True if standard input is a terminal.
     """
 
     def __init__(
-        self, client: Client, request: Mapping[str, Any], conversation: Conversation, *, on_terminal: bool
+        self, client: Client, request: Mapping[str, Any], conversation: Conversation, tools: Tools, *, on_terminal: bool
     ) -> None:
+        self._tools = tools
         self._client = client
         self._request = request
         self._conversation = conversation
@@ -122,18 +142,15 @@ class Chat:
             "usage": lambda _: _note(self._conversation.figures()),
         }
 
-    def run(self, read: Callable[[], str | None]) -> None:
+    def run(self) -> None:
         """Takes one line after the other until there is none, or one says so.
-
-        Args:
-            read: gives the next line, None behind the last.
 
         Raises:
             CommandError: of a pipe, a line is no command, or a call has failed.
         """
         while True:
             try:
-                line = read()
+                line = self._tools.read(PROMPT)
                 if line is None or line.strip() in ("/quit", "/exit"):
                     return
                 self._take(line.strip())
@@ -156,10 +173,19 @@ class Chat:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _ask(self, text: str) -> None:
-        said = self._conversation.asked(text)
-        stream = self._client.chat_stream(said, session_id=self._conversation.session_id, **self._request)
+        """Sends a message, and results of tools as long as the answers call some."""
+        said: list[dict[str, Any]] | None = [{"role": "user", "content": text}]
+        while said is not None:
+            said = self._answer(said)
+
+    def _answer(self, said: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Shows the answer to the conversation and what is said now. Returns what is to be said then, if anything."""
+        messages, session_id = [*self._conversation.messages, *said], self._conversation.session_id
+        stream = self._client.chat_stream(messages, session_id=session_id, **self._request)
+        results: list[dict[str, Any]] = []
         try:
             self._show(stream)
+            results = self._results(Answer.of(stream))
         except KeyboardInterrupt:
             if not self._on_terminal:
                 raise
@@ -168,18 +194,29 @@ class Chat:
             is_partial = stream.progress.answers[0].has_any
             raise call_failed(error, ",".join(self._client.connection.targets), partial=is_partial) from None
         finally:
-            self._conversation.answered(text, Answer.of(stream))
+            self._conversation.answered(said, Answer.of(stream), results)
         if self._conversation.last and self._conversation.last.finish.reason == pb.FINISH_REASON_LENGTH:
             _note("(the answer ends here because of its length)")
+        return [] if results else None
+
+    def _results(self, answer: Answer) -> list[dict[str, Any]]:
+        """Results of the calls of an answer; none where it has no calls, or they are not answered."""
+        results = self._tools.results(answer.tool_calls) if can_be_answered(answer) else None
+        if answer.tool_calls and results is None:
+            _note("(the calls are left out of the conversation)")
+        return results or []
 
     def _show(self, stream: Stream) -> None:
         shown = TextStream()
+        calls = CallLines(shown)
         try:
             with stream:
                 for event in stream:
                     if isinstance(event, Delta):
                         shown.think(event.reasoning)
                         shown.write(event.text)
+                        calls.show(event.tool_calls)
+            calls.end()
         finally:
             shown.end_line()
 
@@ -207,29 +244,29 @@ def _note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def typed_line() -> str | None:
+def typed_line(prompt: str) -> str | None:
     """The next line of a terminal, None at Ctrl-D."""
     try:
         if sys.stdout.isatty():
-            return input(PROMPT)
+            return input(prompt)
         # `input` would write it among the answers.
-        click.echo(PROMPT, err=True, nl=False)
+        click.echo(prompt, err=True, nl=False)
         return input()
     except EOFError:
         _note("")
         return None
 
 
-def piped_line() -> str | None:
-    """The next line of a pipe, None at its end."""
+def piped_line(_: str) -> str | None:
+    """The next line of a pipe, None at its end. Nobody reads a prompt."""
     return sys.stdin.readline() or None
 
 
-def chatting_model(client: Client, name: str, timeout_s: float) -> pb.Model:
+def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: bool) -> pb.Model:
     """The model to talk to.
 
     Raises:
-        CommandError: no router answers, there is no such model, or it has no chat template.
+        CommandError: no router answers, there is no such model, or it has no chat template, or none that knows tools.
     """
     try:
         model = client.model(name, timeout_s=timeout_s)
@@ -237,6 +274,8 @@ def chatting_model(client: Client, name: str, timeout_s: float) -> pb.Model:
         raise call_failed(error, ",".join(client.connection.targets)) from None
     if pb.CAPABILITY_CHAT not in model.capabilities:
         raise CommandError(f"{model.name} has no chat template: ask it by `fissile generate --text`")
+    if with_tools and pb.CAPABILITY_TOOLS not in model.capabilities:
+        raise CommandError(f"the chat template of {model.name} knows no tools: leave --tools away")
     return model
 
 
@@ -244,27 +283,54 @@ def chatting_model(client: Client, name: str, timeout_s: float) -> pb.Model:
 @routers_option
 @option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
 @option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat. Default: none.")
+@option(
+    "--tools", "tools_file", envvar="FISSILE_TOOLS", type=click.Path(path_type=Path), metavar="FILE",
+    help="Tools that the model may call: JSON, a list of objects with name, description, parameters (a JSON Schema) "
+    "and strict. Default: none.",
+)  # fmt: skip
+@option(
+    "--tool-command", "tool_commands", envvar="FISSILE_TOOL_COMMAND", type=ToolCommand(), metavar="NAME=COMMAND",
+    multiple=True,
+    help="Command that is the tool NAME: it gets the arguments as JSON on standard input, and what it prints is the "
+    "result. Runs on this machine, without a shell. Default: you type the result. Repeatable.",
+)  # fmt: skip
+@option(
+    "--confirm/--no-confirm", "confirms", envvar="FISSILE_CONFIRM", default=True,
+    help="Ask before a command of --tool-command runs. Default: ask.",
+)  # fmt: skip
 @with_sampling_options
 @with_credentials
 @timeout_option
 def chat(
-    addresses: Sequence[str], model: str, system: str, credentials: Credentials, timeout: float, **sampling: Any
+    addresses: Sequence[str],
+    model: str,
+    system: str,
+    tools_file: Path | None,
+    tool_commands: Sequence[tuple[str, tuple[str, ...]]],
+    confirms: bool,
+    credentials: Credentials,
+    timeout: float,
+    **sampling: Any,
 ) -> None:
     """Talk to a model: its answers stream, and it knows what was said before.
 
-    Without a terminal each line of standard input is a turn. /help lists the commands of a conversation. Exit code: 0
-    ended, 1 failed, 2 something must be changed, 3 it may work later.
+    Without a terminal each line of standard input is a turn. /help lists the commands of a conversation. With --tools
+    the model may call tools. Each call is shown as `name(arguments)`, and the next line is its result, which the model
+    gets and goes on; from a pipe too. Exit code: 0 ended, 1 failed, 2 something must be changed, 3 it may work later.
     """
     chosen, on_terminal = given(sampling), sys.stdin.isatty()
+    declared = read_tools(tools_file) if tools_file else []
+    commands = commands_of(tool_commands, declared)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
         # Its import alone gives `input` editing, and the lines before.
         import readline  # noqa: F401, PLC0415
     with Client(**client_arguments(addresses, credentials)) as client:
-        found = chatting_model(client, model, timeout)
-        request = {"model": model, "timeout_s": timeout, **chosen}
+        found = chatting_model(client, model, timeout, with_tools=bool(declared))
+        request = {"model": model, "timeout_s": timeout, **chosen, **({"tools": declared} if declared else {})}
         if on_terminal:
             _note(f"{found.name} at {','.join(addresses)}; /help lists the commands, Ctrl-D ends")
-        read = typed_line if on_terminal else piped_line
-        Chat(client, request, Conversation(system), on_terminal=on_terminal).run(read)
+        read: ReadLine = typed_line if on_terminal else piped_line
+        tools = Tools(read, _note, commands, confirms=confirms, is_forgiving=on_terminal)
+        Chat(client, request, Conversation(system), tools, on_terminal=on_terminal).run()

@@ -199,6 +199,7 @@ class Answer:
     request_id: str = ""
     text: str = ""
     reasoning: str = ""
+    tool_calls: list[pb.ToolCall] = field(default_factory=list)
     prompt_info: pb.PromptInfo = field(default_factory=pb.PromptInfo)
     finish: pb.Finish = field(default_factory=pb.Finish)
     token_ids: list[int] = field(default_factory=list)
@@ -216,6 +217,7 @@ class Answer:
             request_id=progress.request_id,
             text=came.text,
             reasoning=came.reasoning,
+            tool_calls=came.tool_calls,
             prompt_info=progress.prompt_info or pb.PromptInfo(),
             finish=came.finish or pb.Finish(),
             token_ids=came.token_ids,
@@ -244,7 +246,7 @@ class Answer:
                 yield f"{entry.token_id:13} {entry.logprob:9.4f} {entry.rank:6}  {top}{given}".rstrip()
 
     def finish_reason(self) -> str:
-        """`stop` or `length`."""
+        """`stop`, `length` or `tool_calls`."""
         return pb.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_").lower()
 
     def as_dict(self) -> dict[str, Any]:
