@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-fresh test-long chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
+.PHONY: help setup run test test-slow test-fresh test-long chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -47,17 +47,23 @@ setup: $(ALL_STAMP) $(NATIVE_STAMP) ## Make .venv with everything in it: service
 run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, kernels, parity, e2e, deploy, chaos
-	@scripts/test.sh unit sim kernels parity e2e deploy chaos
+# Parts of tests/. Each test is of one tier: those that `make test` runs, `slow`, or `long`.
+TESTS := unit sim kernels parity e2e deploy chaos
+
+test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests of every part in six minutes: unit, sim, kernels, parity, e2e, deploy, chaos
+	@scripts/test.sh $(TESTS)
+
+test-slow: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that CI runs beside those: more cases, models, processes and faults
+	@PYTEST_MARK="slow and not long" scripts/test.sh $(TESTS)
 
 test-fresh: $(ALL_STAMP) $(NATIVE_STAMP) ## Try fresh examples for four minutes, others for each commit (SEED=n: those of n)
 	@scripts/test_fresh.sh $(SEED)
 
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
-	@PYTEST_MARK=long scripts/test.sh unit sim kernels parity e2e deploy chaos
+	@PYTEST_MARK=long scripts/test.sh $(TESTS)
 
 chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
-	@CHAOS_SCALE=full scripts/test.sh chaos
+	@CHAOS_SCALE=full PYTEST_MARK="not long" scripts/test.sh chaos
 
 lint: $(ALL_STAMP) ## Check style, format, types and prose of everything
 	@$(BIN)/ruff check .

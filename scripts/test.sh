@@ -3,7 +3,7 @@
 # and beside them parts that mostly wait (for processes that start, for leases, for silences). So the cores are busy all
 # the time, and what measures times comes first. A part's output is shown when the part has ended, with its own summary;
 # goes on after a part that fails.
-# PYTEST_MARK chooses tests by marker (default: all but the long ones).
+# PYTEST_MARK chooses tests by marker (default: all but the slow and the long ones).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -76,7 +76,7 @@ run_lane() {
   done
 }
 
-mark=${PYTEST_MARK:-not long}
+mark=${PYTEST_MARK:-not long and not slow}
 # Seconds after which a test is taken to hang, and a part. A test that does not even heed the signal shows its threads
 # and ends the process, after as much time as the longest limit that a test has of its own.
 case "$mark" in

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 
 from tests import fresh
+from tests.covering import mark_by_value
 from tests.order import longest_first
 from tests.skips import Skips, is_strict
 
@@ -35,8 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Skips(is_strict()), "skips-by-reason")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the files that take long; a fresh run has tests and an order of its own."""
+    mark_by_value(items)
     if config.option.fresh is None:
         longest_first(items)
         return

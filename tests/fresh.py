@@ -1,4 +1,4 @@
-"""Fresh examples: what `make test-fresh` tries beside the fixed ones of `make test`, others for each seed.
+"""Fresh examples: what `make test-fresh` tries beside the fixed ones of `make test` and `make test-slow`, others for each seed.
 
 Property tests run with the seed's examples, tests marked `fresh` with inputs drawn by it, and of the cases that are
 long only because there are so many (`covering`) a sample. All of it follows from the seed, which the run prints. Time
@@ -32,7 +32,7 @@ def choose(items: list[pytest.Item], seed: int, cases: int) -> list[pytest.Item]
 
 
 def _is_property(item: pytest.Item) -> bool:
-    """True if Hypothesis draws the examples of a test that `make test` runs too."""
+    """True if Hypothesis draws the examples of a test that other runs have too."""
     function = getattr(item, "obj", None)
     return bool(getattr(function, "is_hypothesis_test", False)) and item.get_closest_marker("long") is None
 

@@ -1,4 +1,4 @@
-"""The figures of the chaos tests: those of the fault list, and smaller ones for `make test`.
+"""The figures of the chaos tests: those of the fault list, and smaller ones for other runs.
 
 `make chaos` sets CHAOS_SCALE=full.
 """

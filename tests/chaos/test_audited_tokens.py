@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -20,6 +21,8 @@ from tests.chaos.conftest import Report
 from tests.chaos.scale import FULL, SCALE
 from tests.chaos.support import client_of
 from tests.e2e.service import REPOSITORY, Process, free_port, running
+
+pytestmark = pytest.mark.slow
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 WORKERS = (

@@ -61,6 +61,7 @@ def read_slowly(stub: InferenceServiceStub, until_s: float) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 def test_b1_slow_reader_gets_merged_messages_and_costs_its_neighbours_nothing(service: Service, report: Report) -> None:
     """B1: one message a second of a long stream: all tokens come, merged; neighbours and the router's memory do not
     notice."""

@@ -110,6 +110,7 @@ def test_f1_killed_worker_costs_no_stream_a_token(fleet: Service, report: Report
         assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 
 
+@pytest.mark.slow
 def test_f1_with_a_real_model(tmp_path: Path) -> None:
     """F1: the demo model: a killed worker's streams, greedy and seeded, go on with the same tokens and text."""
 
@@ -146,6 +147,7 @@ def test_f1_with_a_real_model(tmp_path: Path) -> None:
     assert any(a.finish is not None and a.finish.attempts == 2 for a in got)
 
 
+@pytest.mark.slow
 def test_f2_rolling_restart_costs_no_request(fleet: Service, report: Report) -> None:
     """F2: SIGTERM of one worker after the other under load: no failed request, exit code 0, soon."""
     stop = threading.Event()
@@ -182,6 +184,7 @@ def test_f2_rolling_restart_costs_no_request(fleet: Service, report: Report) -> 
     assert_same(results, answers(fleet, long_again(long)))
 
 
+@pytest.mark.slow
 def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Report) -> None:
     """F2: DrainWorker does what SIGTERM does: the streams go on elsewhere, nothing new goes there, and the worker ends
     with exit code 0."""
@@ -229,6 +232,7 @@ def logged(process: Process, event: str, within_s: float = 5.0) -> float:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_f2_a_draining_worker_hands_over_to_one_that_comes_up_meanwhile(model: Path, tmp_path: Path) -> None:
     """F2: the last worker drains; when its successor serves, the streams move there and the old one ends."""
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
@@ -281,6 +285,7 @@ def test_f3_frozen_worker_is_given_up_and_taken_back(fleet: Service, report: Rep
     assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 
 
+@pytest.mark.slow
 def test_f4_black_hole_and_broken_connections(model: Path, tmp_path: Path) -> None:
     """F4: a broken connection is taken up again; one that forwards nothing is given up, and dialled until it does."""
     with (
@@ -357,6 +362,7 @@ def router_before(worker_port: int, folder: Path, *options: str) -> Iterator[Pro
         router.stop(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a_second(
     model: Path, tmp_path: Path
 ) -> None:
@@ -400,6 +406,7 @@ def test_f7_killed_router_leaves_nothing_on_the_workers(model: Path, tmp_path: P
         assert outcome(service.stub, 1, 8) == (grpc.StatusCode.OK, 8)
 
 
+@pytest.mark.slow
 def test_f8_router_finishes_streams_on_sigterm(model: Path, tmp_path: Path) -> None:
     """F8: SIGTERM of the router: all streams finish, exit code 0, and the workers are free at once."""
     with running_service(tmp_path, model, worker_options=OPTIONS) as service:

@@ -78,6 +78,7 @@ def assert_none_failed(ended: Sequence[tuple[grpc.StatusCode, int]]) -> None:
     assert set(ended) == {(grpc.StatusCode.OK, 60)}
 
 
+@pytest.mark.slow
 def test_dns_answers_change_under_load(workers: list[Process], tmp_path: Path) -> None:
     """Workers join and leave by their addresses; a name server in trouble takes none away."""
     with FakeDns(STEPS[0]) as names, routed(names.target(workers[0].port), tmp_path) as service:

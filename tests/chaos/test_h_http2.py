@@ -58,6 +58,7 @@ def assert_whole(answer: Answer) -> None:
     assert answer.token_ids == [token_at(len(PROMPT) + i) for i in range(TOKENS)]
 
 
+@pytest.mark.slow
 def test_h1_negative_http2_of_a_worker(tmp_path: Path, report: Report) -> None:
     """H1: a Session that ends by GOAWAY, RST_STREAM after its headers, inside or after data, or with its connection:
     the stream goes on over the next one, no token lost or twice, for as long as each brings some; if none brings any, a
@@ -114,6 +115,7 @@ def whole(stub: InferenceServiceStub) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_h2_pings_through_a_silent_prefill(tmp_path: Path, report: Report) -> None:
     """H2: a prefill that says nothing for long, with pings all the while, at router and worker: no GOAWAY."""
     silent = f"{SCALE.h2_silent_s:g}s"

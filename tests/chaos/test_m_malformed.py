@@ -183,6 +183,7 @@ def test_m1_random_frames(service: Service, admin_port: int, report: Report) -> 
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.slow
 def test_m2_what_is_too_large_is_refused_while_a_neighbour_streams(service: Service, report: Report) -> None:
     """M2: a million token ids, a message of 64 MiB, texts of 9 and 20 MiB: refused, while a neighbour's tokens flow."""
     large = {

@@ -135,6 +135,7 @@ def lose(service: Service, sig: signal.Signals) -> list[tuple[grpc.StatusCode, i
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_f1_a_lost_rank_of_the_only_worker_ends_its_requests_and_the_worker_comes_back(
     service: Service, sig: signal.Signals
@@ -163,6 +164,7 @@ def sampled(i: int) -> pb.GenerateRequest:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP] if FULL else [signal.SIGKILL])
 def test_f1_streams_of_a_failed_engine_go_on_elsewhere(
     service: Service, spare: Process, sig: signal.Signals, report: Report
@@ -206,6 +208,7 @@ def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None
         assert answer.token_ids == alone[0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_llm_engine_on_ranks(model: Path) -> None:
     """With deferred output ranks launch steps ahead, and take the token that is in flight from their own last step."""
     prompts = [[7, 8, 9] * n for n in (1, 9, 40, 5)]
@@ -237,6 +240,7 @@ def greedy(i: int) -> pb.GenerateRequest:
     return made
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
     worker = service.workers[0]
     pids = list(rank_pids(worker).values())

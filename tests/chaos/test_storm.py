@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from tests.chaos.conftest import Report
@@ -17,6 +18,8 @@ from tests.chaos.storm import Storm, StormProcess, known_answers
 from tests.chaos.support import open_files, quantile, rss_mib, until
 from tests.e2e.service import REPOSITORY, free_port
 from tests.e2e.simulated import OPTIONS, simulated_model
+
+pytestmark = pytest.mark.slow
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 # Unlike in what they compute at once, in their policy, their cache and their memory: never in their answers.

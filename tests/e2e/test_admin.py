@@ -110,6 +110,7 @@ def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs(site: Site) -
     assert {finish.worker_id for finish in finishes if finish is not None} == {"worker-0", "worker-1"}
 
 
+@pytest.mark.slow
 def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: Site) -> None:
     stub = site.service.stub
     undisturbed = [generate(stub, request(i, 400)).token_ids for i in range(4)]

@@ -112,6 +112,7 @@ def test_ctrl_c_prints_what_was_measured_and_frees_the_workers(service: Service)
     assert not service.wait_idle().decoding_seqs
 
 
+@pytest.mark.slow
 def test_offline_with_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     loads = ("--concurrency", "1,4", "--requests", "4", "--warmup", "1", "--input-len", "4:20", "--output-len", "6")

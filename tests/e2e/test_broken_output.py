@@ -17,6 +17,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.chaos.support import until
+from tests.covering import slow_but
 from tests.e2e.service import REPOSITORY, Process, Service, free_port, generate
 from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
 
@@ -104,6 +105,7 @@ def assert_answers(stub: InferenceServiceStub, count: int = 5) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tmp_path: Path) -> None:
     """X1: with each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
     SIGTERM ends in good order."""
@@ -128,6 +130,7 @@ def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tm
         assert {router.name: router.stop() for router in routers} == {router.name: 0 for router in routers}
 
 
+@pytest.mark.slow
 def test_workers_whose_log_can_not_be_written_serve_each_router_that_comes(tmp_path: Path) -> None:
     """X1: with each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
     good order."""
@@ -157,7 +160,7 @@ def answers(stub: InferenceServiceStub) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["dead", "stuck"])
+@pytest.mark.parametrize("kind", slow_but({"stuck"}, ["dead", "stuck"]))
 def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
     """X1: `fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
     order."""

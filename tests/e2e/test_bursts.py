@@ -81,6 +81,7 @@ async def test_three_thousand_calls_at_once_are_all_answered(service: Service) -
     assert await burst(service.router.address, 3000, 4, "ListModels") == {("OK", ""): 3000}
 
 
+@pytest.mark.slow
 async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(service: Service) -> None:
     """X2: a client begins the next call when a status has come, and gRPC's core refused it (REFUSED_STREAM) while the
     router had not freed the call before."""
@@ -88,6 +89,7 @@ async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(se
         assert await burst(service.router.address, 5000, 1, "ListModels") == {("OK", ""): 5000}
 
 
+@pytest.mark.slow
 async def test_three_thousand_calls_with_a_bad_key_are_all_told_so(guarded: Service) -> None:
     """X2: refusals too, although no handler runs for them."""
     found = await burst(guarded.router.address, 3000, 2, "ListModels")

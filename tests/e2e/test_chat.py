@@ -19,9 +19,11 @@ from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # Makes standard input the terminal of a session of its own, so that Ctrl-C is a signal, and becomes the program. Code
-# that runs in the child between fork and exec would deadlock with gRPC's threads.
+# that runs in the child between fork and exec would deadlock with gRPC's threads. What a shell starts in the background
+# ignores the signal, and so would the program.
 ON_ITS_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

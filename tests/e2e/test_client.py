@@ -118,6 +118,7 @@ def two_routers(tmp_path: Path) -> Iterator[tuple[list[Process], Process]]:
             other.stop()
 
 
+@pytest.mark.slow
 def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: tuple[list[Process], Process]) -> None:
     """Threads that stream over both routers, one of which dies: each answer is the one that it was before."""
     routers, _ = two_routers
@@ -149,6 +150,7 @@ def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: 
     assert [got[i] for i in range(len(prompts))] == expected
 
 
+@pytest.mark.slow
 def test_an_answer_with_digests_of_its_logits_goes_on_too(two_routers: tuple[list[Process], Process]) -> None:
     """Behind its token ids, as one with logprobs does: the receipt is that of an answer that did not break."""
     routers, _ = two_routers
@@ -169,6 +171,7 @@ def test_an_answer_with_digests_of_its_logits_goes_on_too(two_routers: tuple[lis
     assert len(whole.finish.receipt.logit_digests) == -(-TOKENS // 2)
 
 
+@pytest.mark.slow
 def test_the_shipped_service_config_finds_the_router_that_is_there(two_routers: tuple[list[Process], Process]) -> None:
     """For clients of other languages: no call that has not begun fails for a router that is gone."""
     routers, _ = two_routers

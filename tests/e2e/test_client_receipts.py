@@ -30,6 +30,7 @@ def receipts_of(result: Result) -> list[bool | None]:
     return [None if answer.receipt is None else answer.receipt.is_of_request for answer in result.answers]
 
 
+@pytest.mark.slow
 async def test_the_receipts_of_a_router_are_of_what_was_asked() -> None:
     """Of text, of token ids, of a conversation, and of several answers; echoed, with special tokens, and by a seed."""
     async with bench(FakeWorker(FILES)) as b, AsyncClient(b.router.server.address) as client:

@@ -146,6 +146,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
+@pytest.mark.slow
 def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--once")
     assert run.wait() == 0, run.everything()
@@ -159,6 +160,7 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_speculate_says_what_drafts_bring(serve: Callable[..., Serve]) -> None:
     run = serve("--speculate", "--once")
     assert run.wait() == 0, run.everything()
@@ -206,6 +208,7 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_protected_router_is_served_and_called_by_the_options_that_it_prints(
     serve: Callable[..., Serve], simulated: str, tmp_path: Path
 ) -> None:
@@ -342,12 +345,16 @@ def without_weights(folder: Path) -> None:
     ("spoil", "named"),
     [
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+        pytest.param(lambda folder: (folder / "config.json").write_text("{"), "config.json", marks=pytest.mark.slow),
+        pytest.param(
+            lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]),
+            "GPT2LMHeadModel",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(without_tokenizer, "tokenizer.json", marks=pytest.mark.long),
-        (spoil_tokenizer, "tokenizer.json cannot be read"),
+        pytest.param(spoil_tokenizer, "tokenizer.json cannot be read", marks=pytest.mark.slow),
         pytest.param(spoil_template, "chat template", marks=pytest.mark.long),
-        (without_weights, "safetensors"),
+        pytest.param(without_weights, "safetensors", marks=pytest.mark.slow),
     ],
     ids=[
         "no config",
@@ -373,6 +380,7 @@ def test_a_bad_model_ends_it_with_one_line(
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_named(serve: Callable[..., Serve], tmp_path: Path) -> None:
     run = serve("--model", str(tmp_path / "nowhere"))
     assert run.wait() == 2
@@ -380,6 +388,7 @@ def test_a_model_that_is_not_there_is_named(serve: Callable[..., Serve], tmp_pat
     assert run.errors[-1].startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..., Serve], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "plain", chat_template=False)
     run = serve("--model", str(folder), "--simulate", "fixed:2ms")
@@ -391,6 +400,7 @@ def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..
     assert refused.stderr.startswith("error: FAILED_PRECONDITION: ")
 
 
+@pytest.mark.slow
 def test_offline_generates_without_a_router(simulated: str) -> None:
     options = ("generate", "--offline", simulated, "--max-tokens", "5", "--ignore-eos", "--temperature", "0")
     answer = fissile(*options, "--json", "hello")

@@ -28,6 +28,8 @@ from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[7 + i, 8, 9 + i, 10] * (3 + 5 * i) for i in range(6)]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 

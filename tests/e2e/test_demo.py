@@ -15,6 +15,8 @@ from deploy.demo.families import FAMILIES
 from deploy.demo.questions import questions
 from tests.e2e.service import REPOSITORY, Answer, Service, chat, generate, running_service
 
+pytestmark = pytest.mark.slow
+
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 AT_ONCE = 32
 LONGEST_ANSWER = 96

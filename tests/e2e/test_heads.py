@@ -130,6 +130,7 @@ def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> 
     assert shown.splitlines() == [f"{one.relevance:.4f}  {one.document}" for one in ranked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "classifier"])
 def test_a_service_without_an_output_head_is_asked_for_a_vector(kind: str, request: pytest.FixtureRequest) -> None:
     """`fissile serve` asks a first question, and says what else can be asked: not what is refused."""

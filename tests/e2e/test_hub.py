@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
 from tests.e2e.service import free_port
 from tests.fake_hub import FakeHub, FakeRepo, fake_hub
 
@@ -43,6 +44,7 @@ def fissile(hub: FakeHub, home: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_offline_answers_as_from_the_folder(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     options = ("--max-tokens", "5", "--ignore-eos", "--temperature", "0", "--json", "hello")
     answers = [fissile(hub, tmp_path, "generate", "--offline", model, *options) for model in ("org/tiny", str(folder))]
@@ -63,7 +65,7 @@ def test_serve_downloads_once_for_its_workers(hub: FakeHub, tmp_path: Path) -> N
     assert sum("revision/main" in line for line in hub.requested) == 1
 
 
-@pytest.mark.parametrize("command", ["worker", "serve"])
+@pytest.mark.parametrize("command", slow_but({"serve"}, ["worker", "serve"]))
 def test_what_the_hub_does_not_give_is_one_line(hub: FakeHub, tmp_path: Path, command: str) -> None:
     done = fissile(hub, tmp_path, command, "--model", "org/gated", "--port", "0")
     assert done.returncode == 2
@@ -71,6 +73,7 @@ def test_what_the_hub_does_not_give_is_one_line(hub: FakeHub, tmp_path: Path, co
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_kv_cache_dtype_that_does_not_exist(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     done = fissile(hub, tmp_path, "worker", "--model", str(folder), "--port", "0", "--kv-cache-dtype", "fp4")
     assert done.returncode == 2

@@ -63,7 +63,9 @@ def whole(answer: Answer, undisturbed: Answer, attempts: int) -> None:
     assert (answer.finish.attempts, answer.finish.exact) == (attempts, True)
 
 
-@pytest.mark.parametrize(("ending", "attempts"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("ending", "attempts"), [(signal.SIGKILL, 2), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow)]
+)
 def test_an_answer_does_not_move_to_a_worker_that_is_too_short_for_it(
     fleet: Service, ending: signal.Signals, attempts: int
 ) -> None:

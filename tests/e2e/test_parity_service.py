@@ -12,6 +12,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
 from tests.e2e.service import Answer, Service, generate, running_service
 
 NEW_TOKENS = 24
@@ -93,7 +94,7 @@ def reference(checkpoint: Path) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-@pytest.mark.parametrize("options", list(SERVICES))
+@pytest.mark.parametrize("options", slow_but({"small-pool"}, list(SERVICES)))
 def test_greedy_equals_transformers(
     checkpoint: Path, reference: list[tuple[list[int], list[int]]], tmp_path: Path, options: str
 ) -> None:

@@ -22,6 +22,8 @@ from tests.e2e.service import REPOSITORY, Process, free_port
 from tests.processes import is_alive
 from worker.llm_engine import LLMEngine, default_config
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [7, 8, 9, 10] * 9
 COMMON = ["worker", "--tp-size", "2", "--nnodes", "2", "--dtype", "float32", "--max-model-len", "512"]
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import grpc
+import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from router.scheduling.failover import FailoverOptions
@@ -75,6 +76,7 @@ async def rolled(b: Bench, *workers: FakeWorker) -> None:
     await b.ready(len(workers))
 
 
+@pytest.mark.slow
 async def test_what_waits_is_prepared_again_when_its_weights_have_gone() -> None:
     """R7: the only worker goes, and the one that comes has other weights and another tokenizer."""
     other = tokenizer_files(generation={"temperature": 0.0})

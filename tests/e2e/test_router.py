@@ -712,6 +712,7 @@ def have_passed_first_steps(router: Router, address: str) -> bool:
     return bool(there) and all(s.attempts.has_passed_first_steps(s.assembly.num_tokens) for s in there)
 
 
+@pytest.mark.slow
 async def test_long_answers_outlive_any_two_workers() -> None:
     """R5: deaths beside many other requests, after the first steps."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.01) for i in range(4)]
@@ -727,6 +728,7 @@ async def test_long_answers_outlive_any_two_workers() -> None:
         await b.empty()
 
 
+@pytest.mark.slow
 async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anything() -> None:
     """R5: two workers freeze one after the other, each for longer than the router waits."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.3) for i in range(3)]
@@ -930,6 +932,7 @@ async def test_a_client_that_reads_nothing_for_long_is_dropped(tokens: int) -> N
         assert detail(error, error_details_pb2.ErrorInfo).reason == "SLOW_CLIENT"
 
 
+@pytest.mark.slow
 async def test_a_slow_worker_drops_no_client() -> None:
     worker = FakeWorker(FILES, step_s=1.2)
     async with bench(worker, **UNREAD) as b:
@@ -1372,6 +1375,7 @@ async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
     await worker.stop()
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -> None:
     """R6: nobody gets "Cancelling all calls"; the process ends with 0."""
     worker = FakeWorker(FILES)
@@ -1401,12 +1405,18 @@ async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -
     ("arguments", "message"),
     [
         ([], "no worker is named"),
-        (["--worker", "nowhere"], "use host:port"),
+        pytest.param(["--worker", "nowhere"], "use host:port", marks=pytest.mark.slow),
         (["--worker", "a:1", "--port", "TAKEN"], "is in use"),
-        (["--worker", "a:1", "--port", "0", "--tokenizer", "/nonexistent"], "tokenizer.json"),
-        (["--worker", "a:1", "--max-hold", "soon"], "use for example 250ms"),
-        (["--worker", "a:1", "--placement", "magic"], "round_robin"),
-        (["--worker", "a:1", "--host", "no.such.host.invalid", "--port", "0"], "change --host"),
+        pytest.param(
+            ["--worker", "a:1", "--port", "0", "--tokenizer", "/nonexistent"], "tokenizer.json", marks=pytest.mark.slow
+        ),
+        pytest.param(["--worker", "a:1", "--max-hold", "soon"], "use for example 250ms", marks=pytest.mark.slow),
+        pytest.param(["--worker", "a:1", "--placement", "magic"], "round_robin", marks=pytest.mark.slow),
+        pytest.param(
+            ["--worker", "a:1", "--host", "no.such.host.invalid", "--port", "0"],
+            "change --host",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_process_refuses_in_one_line(arguments: list[str], message: str) -> None:

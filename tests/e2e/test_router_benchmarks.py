@@ -61,6 +61,7 @@ def test_streams() -> None:
         assert row["tokens/s"] <= 1.5 * 3 * 1000 / row["step ms"]
 
 
+@pytest.mark.slow
 def test_beside() -> None:
     (row,) = report("beside")["rows"]
     assert row["median us"] > 0

@@ -34,6 +34,7 @@ def behind(asked: pb.GenerateRequest, got: list[int]) -> pb.GenerateRequest:
     return asked
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path) -> None:
     """C10: a status without details after text, and a repeat that begins with what had come."""
     with running_service(tmp_path, simulated_model(tmp_path / "model"), worker_options=OPTIONS) as service:

@@ -102,6 +102,7 @@ def test_failed_request_says_so(service: Service, receiver: OtlpReceiver) -> Non
     assert span.parent_id == CLIENT_SPAN
 
 
+@pytest.mark.slow
 def test_dead_collector_costs_one_warning_and_a_second(tmp_path: Path) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with running_service(tmp_path, DEMO, environment=environment) as service:

@@ -559,6 +559,7 @@ async def test_a_worker_that_can_not_hand_out_its_output_ends(folder: Path, monk
         assert await asyncio.wait_for(site.serving, 60) == 1
 
 
+@pytest.mark.slow
 async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: the event loop told its own log alone; the worker goes on."""
     router = await site.router(lease_ms=300)
@@ -708,6 +709,7 @@ async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
         assert time.monotonic() - started < DRAIN_TIMEOUT_S
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_at_once(process: Process) -> None:
     async with await process.channel() as channel:
         router = RouterEnd(channel)
@@ -742,9 +744,9 @@ def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-cache-memory", "lots"], "use for example 2GiB"),
+        pytest.param(["--kv-cache-memory", "lots"], "use for example 2GiB", marks=pytest.mark.slow),
         (["--block-size", "5"], "kv_cache_block_size is 5; valid: 1 or a multiple of 16"),
-        (["--port", "70000"], "70000 is not in the range"),
+        pytest.param(["--port", "70000"], "70000 is not in the range", marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
@@ -113,6 +114,7 @@ async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncItera
     await router.stop()
 
 
+@pytest.mark.slow
 async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -> None:
     """C5: as they do when it has had one."""
     worker = FakeWorker(FILES)

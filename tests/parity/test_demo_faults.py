@@ -127,6 +127,7 @@ def with_fault(fault: TorchAttentionOps | TorchElementwiseOps) -> TorchBackend:
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [WrongHeadGroups, KeysUnturned, InterleavedPairs, NoHeadNorm, LastSlotLost])
 def test_a_subtle_fault_fails(
     fault: type[TorchAttentionOps | TorchElementwiseOps], monkeypatch: pytest.MonkeyPatch

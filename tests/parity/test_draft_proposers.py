@@ -26,6 +26,7 @@ from common.sampling_params import SamplingParams
 from kernels.interface import SampleParams
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
+from tests.covering import slow_but
 from tests.parity.draws import changes_of_logits
 from tests.parity.test_draft_models import ReferenceHead, ReferenceMtp
 from tests.parity.test_equality import poisoned
@@ -149,7 +150,7 @@ def nan_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nan_caches")
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", slow_but({"eagle3 qwen3", "mtp glm4_moe", "draft_model llama"}, list(CASES)))
 def test_streams_and_drafts(name: str, tmp_path: Path) -> None:
     case, seen = CASES[name](tmp_path), Counter[str]()
     for setting in SETTINGS:
@@ -191,6 +192,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant, tmp_path: Path) -> None:
     case = CASES["draft_model llama" if mutant.name == "with_newest" else "eagle3 qwen3"](tmp_path)
@@ -295,6 +297,7 @@ def test_a_draft_model_of_another_tokenizer(tmp_path: Path, missing: bool) -> No
     _refused(folder, SpeculativeConfig(K, DRAFT_MODEL, str(other)), message)
 
 
+@pytest.mark.slow
 def test_ranks_draft_alike(tmp_path: Path) -> None:
     """Each rank has its heads of the draft model, and draws the same drafts from all of its logits."""
     target = make_checkpoint(tmp_path / "target")

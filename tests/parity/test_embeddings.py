@@ -17,6 +17,7 @@ from common.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
 from common.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.covering import slow_but
 from tests.native import backend_or_skip
 from tests.parity.test_ranks import BLOCK_SIZE, Ranks
 from worker.engine.batch import ScheduledBatch
@@ -24,6 +25,8 @@ from worker.engine.executor import PipelinedExecutor
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
+
+pytestmark = pytest.mark.each_value
 
 POOLINGS: tuple[Pooling, ...] = (LAST, MEAN)
 MODEL_LEN = 96
@@ -45,7 +48,7 @@ def bits(vectors: list[Any]) -> list[bytes]:
     return [vector.tobytes() for vector in vectors]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_but({"qwen3", "mixtral", "deepseek_v3"}, ARCHITECTURES))
 def test_vectors_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     """Of each architecture, in chunks, and the same bits as whole and alone."""
     from transformers import AutoModel

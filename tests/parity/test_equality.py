@@ -422,6 +422,7 @@ def fails(
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):
@@ -431,6 +432,7 @@ def test_a_fault_shows(mutant: Mutant) -> None:
         assert fails(each, objections=(*OBJECTIONS, *([BREAKS[mutant.trap]] if mutant.trap in BREAKS else [])))
 
 
+@pytest.mark.slow
 def test_a_stale_block_table_shows() -> None:
     for number in range(NUM_WORKLOADS):
         check(number, TIGHT)

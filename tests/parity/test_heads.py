@@ -19,6 +19,7 @@ from common.heads import CLASSIFIER, NO_HEAD
 from common.pooling import EMBED_PARAMS, LABELS, LAST
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.covering import slow_but
 from tests.native import backend_or_skip
 from tests.parity.test_embeddings import POOLINGS, bits, engine, prompts
 from tests.parity.test_ranks import BLOCK_SIZE, Ranks
@@ -29,11 +30,13 @@ from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 
+pytestmark = pytest.mark.each_value
+
 # Of these `transformers` has a class that classifies.
 CLASSIFYING = [name for name in ARCHITECTURES if name not in ("glm4_moe", "deepseek_v32")]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_but({"qwen3", "gpt_oss", "deepseek_v32"}, ARCHITECTURES))
 def test_states_of_a_decoder_alone_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     """Of each architecture: what `AutoModel` saves, whose tensors lack the prefix `model.`."""
     from transformers import AutoModel

@@ -16,11 +16,14 @@ from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
 from tests.native import backend_or_skip
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.model.model_runner import ModelRunner
+
+pytestmark = pytest.mark.each_value
 
 BLOCK_SIZE = 16
 POOL = 128
@@ -169,6 +172,20 @@ CHECKPOINTS |= {
 }
 
 
+# One with each way of attention, of positions and of experts.
+KEPT = {
+    "qwen3-gqa-tied",
+    "llama-biases",
+    "llama-rope-llama3",
+    "llama-rope-yarn-mscale",
+    "qwen3-moe",
+    "qwen3-window",
+    "mixtral-window",
+    "glm4-moe-biases-untied",
+    "gpt-oss-layer-types-bf16",
+}
+
+
 @dataclass
 class Reference:
     """A checkpoint in transformers."""
@@ -233,7 +250,7 @@ class Models:
                 seq.append_token(token)
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+@pytest.fixture(scope="module", params=slow_but(KEPT, list(CHECKPOINTS)))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return load_reference(make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param]))
 

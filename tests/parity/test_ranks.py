@@ -22,6 +22,7 @@ import xxhash
 from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
+from tests.covering import slow_but
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import BlockCopy, ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
@@ -30,6 +31,8 @@ from worker.model.layers import moe
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Alone, Collectives, DataParallel, Shard
 from worker.ranks.collectives import GroupCollectives, join, part_of_store
+
+pytestmark = pytest.mark.each_value
 
 BLOCK_SIZE = 16
 POOL = 96
@@ -157,7 +160,11 @@ class Ranks:
                 seq.append_token(token)
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+# One of each way to share a model out.
+KEPT = {"qwen3-tied", "qwen3-moe-experts", "gpt-oss", "deepseek-v3-experts", "llama-two-kv-heads-on-4"}
+
+
+@pytest.fixture(scope="module", params=slow_but(KEPT, list(SHAPES)))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Ranks]]:
     """The model on one rank and on several."""
     shape = SHAPES[request.param]

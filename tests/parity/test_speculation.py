@@ -152,6 +152,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):

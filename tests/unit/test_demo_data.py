@@ -68,6 +68,7 @@ def test_the_questions_are_distinct_and_always_the_same() -> None:
     assert asked == questions()
 
 
+@pytest.mark.slow
 def test_no_question_is_in_the_text_that_training_read() -> None:
     """No trained document has the content of a question, in whatever phrasing, nor a question's words."""
     asked = questions()
@@ -80,6 +81,7 @@ def test_no_question_is_in_the_text_that_training_read() -> None:
         assert prompts.isdisjoint(turns)
 
 
+@pytest.mark.slow
 def test_no_question_or_answer_hides_inside_longer_training_text() -> None:
     """A plain substring search, apart from the generator's own bookkeeping.
 

@@ -46,6 +46,8 @@ from tests.kernels.aiter.fake_aiter import lay
 from tests.stored_weights import quantized_weight
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 
+pytestmark = pytest.mark.each_value
+
 REFERENCE = TorchBackend()
 CPU = torch.device("cpu")
 TUNED = Settings(TARGETS["gfx942"], batch_invariant=False)

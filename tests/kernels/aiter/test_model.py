@@ -60,6 +60,9 @@ MODELS = {
 }
 
 
+OTHERS = {"glm4_moe": pytest.mark.slow}
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AiterLibrary]:
     folder = tmp_path_factory.mktemp("aiter")
@@ -99,7 +102,8 @@ def step(runner: ModelRunner, seqs: list[Sequence], counts: list[int]) -> torch.
 
 # Checkpoints are quantized number by number, in Python.
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=pytest.mark.long if MODELS[name][0] else ()) for name in MODELS]
+    "architecture",
+    [pytest.param(name, marks=pytest.mark.long if MODELS[name][0] else OTHERS.get(name, ())) for name in MODELS],
 )
 def test_logits_are_those_of_pytorch(
     architecture: str, library: AiterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from tests.kernels.aiter.fake_aiter import lay
 from worker.ranks.collectives import in_order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", [pytest.param("0.1.13", marks=SAMPLED), "0.1.20.post1"])
 def test_sums_over_ranks(tag: str, tmp_path: Path) -> None:
     """What they check is in rank.py."""

@@ -31,6 +31,8 @@ from kernels.triton_backend.target import TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 # Small enough for short sequences to have many splits and tiles.
 SMALL = Tiles(block_m=16, heads=2, block_n=16, split=32, dealt=1, num_warps=4, mfma=None)

@@ -94,6 +94,7 @@ def test_tuned_tiles_follow_a_captured_steps_room() -> None:
     assert any(own != captured for own, captured in splits)
 
 
+@pytest.mark.slow
 def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tuned kernels' says what is captured, the pool's size too where it is less; batch-invariant ones' does not."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)

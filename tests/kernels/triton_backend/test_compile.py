@@ -8,7 +8,7 @@ import os
 import pkgutil
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -17,9 +17,13 @@ from tests.covering import SAMPLED
 from tests.kernels import cases
 
 AREAS = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
+MARKS: Final = {
+    **dict.fromkeys(("experts", "latent"), SAMPLED),
+    **dict.fromkeys(("linear", "attention"), (pytest.mark.slow,)),
+}
 # Those whose compilation takes longest are left to fresh runs; so are gfx950, whose programs come from the code that
 # makes gfx942's, and sm_90.
-SOME = [pytest.param(area, marks=SAMPLED) if area in ("experts", "latent") else area for area in AREAS]
+SOME = [pytest.param(area, marks=MARKS.get(area, ())) for area in AREAS]
 GPUS = ["gfx942", *(pytest.param(target, marks=SAMPLED) for target in ("gfx950", "sm_90"))]
 
 # A test compiles all kernels of its area anew where Triton's cache is empty.

@@ -8,6 +8,8 @@ import torch
 from kernels.torch_backend.backend import TorchBackend
 from kernels.triton_backend import elementwise
 
+pytestmark = pytest.mark.each_value
+
 REFERENCE = TorchBackend()
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EPS = 1e-5

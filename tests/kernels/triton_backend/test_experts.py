@@ -17,6 +17,8 @@ from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.unit.kernels.moe_reference import reference_moe
 
+pytestmark = pytest.mark.each_value
+
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
 # Neither is a multiple of a tile of columns or of K.
 HIDDEN, INNER, EXPERTS, SLOTS = 136, 72, 7, 3

@@ -14,6 +14,8 @@ from kernels.triton_backend.kv_write import write_kv
 from kernels.triton_backend.plan import StepPlan, plan
 from tests.unit.kernels.steps import Rows, metadata
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 EPS = 1e-6
 Norms = tuple[torch.Tensor, torch.Tensor] | None

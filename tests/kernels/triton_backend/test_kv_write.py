@@ -14,6 +14,8 @@ from kernels.triton_backend.kv_write import write_kv, write_rows
 from kernels.triton_backend.plan import Shape, StepPlan, plan, staged
 from tests.unit.kernels.steps import Rows, metadata
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz]
 # Rows of two sequences, one in the middle of a block, and a slot that is nowhere.

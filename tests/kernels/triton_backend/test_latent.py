@@ -17,6 +17,8 @@ from kernels.triton_backend.plan import Shape, StepPlan, plan, staged
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LENGTHS, COUNTS = [1, 40, 70], [1, 3, 1]

@@ -16,6 +16,8 @@ from kernels.triton_backend.packed_weight import pack, pack_heads
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from kernels.triton_backend.tiles import cut
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (N, K) on both sides of tiles; the last has two parts of K, which few rows split.

@@ -15,6 +15,8 @@ from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.triton_backend.test_linear import CPU, INVARIANT, drawn
 from tests.quantizers import SCHEMES, Scheme, fp4_table, fp8_table
 
+pytestmark = pytest.mark.each_value
+
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 BLOCK = 128
 

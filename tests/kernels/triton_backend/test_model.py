@@ -94,6 +94,7 @@ def expected(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_captured_and_launched_ahead_the_tokens_are_those_of_pytorch(folder: Path, expected: list[list[int]]) -> None:
     sizes = CompilationConfig(cudagraph_capture_sizes=(1, 3))
     found, counted = answers(

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from common.config import Config
 from kernels.triton_backend.backend import TritonBackend
 from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
 from tests.kernels.triton_backend.test_model import answers, config
 from tests.quantizers import SCHEMES, quantize_checkpoint
 from tests.unit.worker.model.test_sharded_models import in_mxfp4
@@ -36,7 +37,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=slow_but({"qwen3", "gpt_oss"}, list(MODELS)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("quantized") / request.param)
 

@@ -28,6 +28,8 @@ from kernels.triton_backend.penalties import penalize as penalize_on_device
 from kernels.triton_backend.sample_tensors import prepare
 from kernels.triton_backend.sampling import TritonSamplingOps
 
+pytestmark = pytest.mark.each_value
+
 CPU = torch.device("cpu")
 Logits = npt.NDArray[np.float32]
 Filters = dict[str, list[float]]

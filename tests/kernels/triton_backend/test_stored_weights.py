@@ -19,6 +19,8 @@ from tests.quantizers import SCHEMES
 from tests.stored_weights import quantized_weight
 from tests.unit.kernels.moe_reference import reference_moe
 
+pytestmark = pytest.mark.each_value
+
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 HIDDEN, INNER, EXPERTS = 160, 96, 4
 KEPT = [name for name, scheme in SCHEMES.items() if scheme.number != "fnuz"]

@@ -10,6 +10,7 @@ import torch
 from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import INTERPRETER, TARGETS
+from tests.covering import slow_but
 from tests.kernels import verify_triton
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.kernels.triton_backend.targets import backend_for
@@ -27,7 +28,7 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "FAILED rope " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["rows", "chunks", "selected", "sampled", "captured"])
+@pytest.mark.parametrize("part", slow_but({"rows", "sampled"}, ["rows", "chunks", "selected", "sampled", "captured"]))
 def test_bits(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     multiply_rows_alone(monkeypatch)
     checks = list(BitVerifier(TritonBackend(), inner=32, outer=48, rows=70, tokens=310, vocab=500).all(part))

@@ -14,7 +14,7 @@ from kernels.torch_backend.backend import TorchBackend
 from tests.unit.kernels.outputs import FIXED_OUTPUTS
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
-pytestmark = FIXED_OUTPUTS
+pytestmark = [FIXED_OUTPUTS, pytest.mark.each_value]
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -12,7 +12,7 @@ from kernels.interface import ClampedSwiglu, ExpertWeights, KernelBackend, Routi
 from tests.unit.kernels.moe_reference import reference_moe
 from tests.unit.kernels.outputs import FIXED_OUTPUTS
 
-pytestmark = FIXED_OUTPUTS
+pytestmark = [FIXED_OUTPUTS, pytest.mark.each_value]
 
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
 HIDDEN, INNER, EXPERTS, SLOTS = 24, 20, 7, 3

@@ -11,6 +11,8 @@ from kernels.interface import IndexSpec, KernelBackend, KVSpec
 from tests.quantizers import fp8_table, nearest
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 
+pytestmark = pytest.mark.each_value
+
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 

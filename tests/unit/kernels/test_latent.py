@@ -16,7 +16,7 @@ from kernels.torch_backend.token_selection import highest
 from tests.unit.kernels.outputs import FIXED_OUTPUTS
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
 
-pytestmark = FIXED_OUTPUTS
+pytestmark = [FIXED_OUTPUTS, pytest.mark.each_value]
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 LENGTHS, COUNTS = [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]

@@ -10,6 +10,8 @@ from kernels.quantized_weight import as_floats, with_row_scales
 from tests.quantizers import SCHEMES
 from tests.stored_weights import quantized_weight
 
+pytestmark = pytest.mark.each_value
+
 
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))

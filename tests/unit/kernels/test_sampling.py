@@ -18,6 +18,8 @@ from kernels.penalties import Penalties, SeenIds, penalize
 from kernels.philox import all_token_words
 from kernels.sampling import gumbel, kept_ids, sample
 
+pytestmark = pytest.mark.each_value
+
 MASK = 2**32 - 1
 
 

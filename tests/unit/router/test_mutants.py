@@ -318,6 +318,7 @@ def test_each_property_test_has_a_fault_to_find() -> None:
     assert sorted(property_tests(modules) - listed) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT, ids=[f"{mutant.trap}-{name_of(test)}" for mutant, test in CAUGHT])
 def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_kept(), mutant.applied(), pytest.raises(AssertionError):

@@ -33,6 +33,8 @@ from worker.server import WorkerOptions, run_worker
 from worker.session.request_trace import RequestTrace
 from worker.simulation.runner import SimulatedRunner
 
+pytestmark = pytest.mark.each_value
+
 GREEDY: Final = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 DRAWN: Final = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 PENALIZED: Final = {**DRAWN, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_tokens": 3}

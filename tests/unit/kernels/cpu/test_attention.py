@@ -22,6 +22,8 @@ from tests.native import select_or_skip
 from tests.unit.kernels.cpu.conftest import SOME
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
+pytestmark = pytest.mark.each_value
+
 LENGTH, BLOCK = 1300, 16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 CACHES = [
@@ -136,6 +138,7 @@ def test_decodes_are_the_rows_of_a_prefill(
         assert torch.equal(alone[0], whole[row]), f"row {row}"
 
 
+@pytest.mark.slow
 def test_many_sequences_at_once(some_attention: CDLL) -> None:
     cache, (blocks, _) = filled(some_attention, 2, 32, torch.bfloat16)
     q = torch.randn(LENGTH, 6, 32).bfloat16()
@@ -307,6 +310,7 @@ def check_a_long_sequence_beside_short_ones() -> None:
     assert grown < 100 << 20, f"{grown >> 20} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 @pytest.mark.usefixtures("native")
 def test_a_long_sequence_beside_short_ones_takes_little_memory() -> None:

@@ -11,6 +11,8 @@ import torch
 from kernels.cpu import elementwise
 from kernels.torch_backend.backend import TorchBackend
 
+pytestmark = pytest.mark.each_value
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 

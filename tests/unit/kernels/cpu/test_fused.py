@@ -28,6 +28,8 @@ from worker.model import model_runner
 from worker.model.model_runner import ModelRunner
 from worker.ranks.collectives import PeerLostError
 
+pytestmark = pytest.mark.each_value
+
 BLOCK, LAYERS = 16, 2
 # One is longer than the rows that pass the feed-forward network at a time.
 LENGTHS = [600, 40, 3]
@@ -225,6 +227,7 @@ def test_rows_that_are_wanted_have_the_bits_of_all_rows(
             assert torch.equal(*(model.cache.data.float().nan_to_num(7.0) for model in (whole, other)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["amx_emulated", "avx512bf16_emulated"])
 def test_also_by_instructions_for_bfloat16(threads: CDLL, instruction_set: str) -> None:
     select_or_skip(threads, instruction_set)

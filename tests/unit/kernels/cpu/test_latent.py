@@ -18,6 +18,8 @@ from tests.covering import covering
 from tests.unit.kernels.cpu.conftest import SOME
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
 
+pytestmark = pytest.mark.each_value
+
 LENGTHS, BLOCK = [700, 40], 16
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)]
 NARROW = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)

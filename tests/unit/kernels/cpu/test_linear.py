@@ -13,6 +13,8 @@ from kernels.cpu import linear
 from kernels.torch_backend.backend import TorchBackend
 from tests.native import select_or_skip
 
+pytestmark = pytest.mark.each_value
+
 # (N, K) on both sides of panels (16), blocks of k (128), tasks (64 columns) and vectors.
 SHAPES = [(512, 256), (384, 64), (33, 24), (1000, 257), (64, 1300), (1, 1), (17, 129)]
 

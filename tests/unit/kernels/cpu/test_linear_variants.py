@@ -15,6 +15,8 @@ from kernels.cpu import elementwise, experts, library, linear
 from kernels.interface import ExpertWeights
 from tests.native import select_or_skip
 
+pytestmark = pytest.mark.each_value
+
 BF16 = torch.bfloat16
 # (N, K): whole and broken panels (16), tasks (4 and 8 panels), steps of 32 k, more than the 512 that are done at once.
 SHAPES = [(1, 1), (16, 32), (33, 24), (50, 129), (130, 545), (72, 1031)]

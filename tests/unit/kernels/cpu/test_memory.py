@@ -61,6 +61,7 @@ def run(program: str) -> list[str]:
     return child.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_no_memory_for_the_rows() -> None:
     assert run(NO_SCRATCH) == ["the CPU kernels have no memory left"]
 

@@ -19,6 +19,8 @@ from kernels.interface import AllowedBits, AllowedIds, BiasedIds, MaskedIds, Sam
 from kernels.penalties import Penalties, SeenIds, penalize
 from tests.unit.kernels.test_sampling import LOGITS, ROWS, Row, reference_sample
 
+pytestmark = pytest.mark.each_value
+
 
 def arguments(rows: list[Row]) -> tuple[SampleParams, np.ndarray, np.ndarray, np.ndarray]:
     params = SampleParams(

@@ -75,6 +75,7 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     assert answer["token_ids"] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["Model", "ForSequenceClassification"])
 def test_a_model_without_an_output_head_is_embedded(tmp_path: Path, end: str) -> None:
     source = config_only(tmp_path, "qwen3", architectures=[f"Qwen3{end}"])
@@ -83,6 +84,7 @@ def test_a_model_without_an_output_head_is_embedded(tmp_path: Path, end: str) ->
     assert done.stdout.count("first ") == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     result = run("--model", str(tmp_path / "nothing"), *SMALL)
     assert result.returncode == 2

@@ -25,6 +25,7 @@ def run_workloads() -> None:
         run_workload(number, weak_hashes=number % 4 == 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS + FAULTS if m.trap not in _UNTRIED], ids=lambda m: m.trap)
 def test_it_catches(mutant: Mutant) -> None:
     broken = [_BREAKS[mutant.trap]] if mutant.trap in _BREAKS else []

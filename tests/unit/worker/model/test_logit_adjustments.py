@@ -28,6 +28,8 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.model_runner import ModelRunner
 
+pytestmark = pytest.mark.each_value
+
 VOCAB = 24
 EOS = frozenset({3, 9})
 BLOCK = 16

@@ -139,6 +139,7 @@ def test_a_launch_that_fails_is_told_although_the_step_before_it_hangs(start: Ca
             each.result(SOON_S)
 
 
+@pytest.mark.slow
 def test_tokens_that_never_come_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> None:
     group = start(True)
     steps = two_launched(group)
@@ -147,6 +148,7 @@ def test_tokens_that_never_come_fail_all_steps_once(start: Callable[[bool], Held
     assert {str(error) for error in errors} == {"rank 0 failed: RuntimeError: the device is lost"}
 
 
+@pytest.mark.slow
 def test_without_deferred_output_a_step_waits_for_the_one_before(start: Callable[[bool], HeldGroup]) -> None:
     """And a rank that is killed with steps in flight is lost to all of them."""
     group = start(False)

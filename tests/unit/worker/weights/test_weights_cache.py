@@ -484,6 +484,7 @@ print(len(packs))
 """
 
 
+@pytest.mark.slow
 def test_of_two_processes_at_once_one_packs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]

@@ -1,0 +1,92 @@
+"""Tiers of tests: all are of one, CI runs them, and each subject has real processes in the first of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A test for each part of the promise, with routers or workers as processes of their own.
+REAL_PROCESSES: Final = {
+    "a worker that is killed": "chaos/test_come_and_go.py::test_f1_killed_worker_costs_no_stream_a_token",
+    "a worker that freezes": "chaos/test_come_and_go.py::test_f3_frozen_worker_is_given_up_and_taken_back",
+    "a router that dies": "e2e/test_router_dies.py::"
+    "test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once",
+    "batches": "e2e/test_concurrency.py::test_concurrent_streams_equal_lone_streams",
+    "preemption": "e2e/test_parity_service.py::test_greedy_equals_transformers",
+    "the prefix cache": "e2e/test_kv_events.py::test_a_router_finds_what_another_has_warmed",
+    "lengths of workers": "e2e/test_lengths_of_workers.py::test_what_clients_see_of_the_length",
+    "sampling": "e2e/test_sampling.py::test_streams_are_those_of_transformers",
+    "log probabilities": "e2e/test_logprobs.py::test_a_lost_worker_changes_no_logprob",
+    "drafts": "e2e/test_speculation.py::test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed",
+    "grammars": "e2e/test_constraints.py::test_a_broken_stream_goes_on_from_every_token",
+    "tools": "e2e/test_held_calls.py::test_a_call_that_is_named_is_made_and_strict",
+    "vectors": "e2e/test_embed.py::test_a_lost_worker_changes_no_vector",
+    "relevance": "e2e/test_heads.py::test_a_lost_worker_changes_no_relevance",
+    "scores": "e2e/test_score.py::test_the_service_gives_the_bits_of_the_library",
+    "ranks": "chaos/test_ranks.py::test_two_ranks_give_the_tokens_of_one",
+    "rolling weights": "e2e/test_rolling_weights.py::test_a_roll_to_other_weights_under_load_fails_nothing",
+    "receipts": "e2e/test_client_receipts.py",
+    "keys and certificates": "chaos/test_security.py::test_streams_survive_a_killed_worker_and_new_certificates",
+    "admission": "chaos/test_a_admission.py::test_a1_overload_is_refused_and_costs_no_goodput",
+    "operators": "e2e/test_admin.py::test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs",
+    "traces": "e2e/test_trace.py::test_one_trace_across_the_hop",
+    "fissile serve": "e2e/test_command_line.py::test_a_whole_visit",
+    "fissile bench": "e2e/test_bench.py::test_closed_loops_through_router_and_workers",
+}
+
+
+def makefile() -> str:
+    return (ROOT / "Makefile").read_text()
+
+
+def expressions() -> list[str]:
+    """What each target gives to `pytest -m`."""
+    default = re.search(r"PYTEST_MARK:-([^}]+)", (ROOT / "scripts" / "test.sh").read_text())
+    assert default is not None
+    return [default[1], *re.findall(r'PYTEST_MARK="?([\w ]+?)"? scripts/test.sh \$\(TESTS\)', makefile())]
+
+
+def test_each_test_is_of_one_tier() -> None:
+    assert len(expressions()) == 3
+    for slow, long in product([False, True], repeat=2):
+        chosen = [eval(expression, {"slow": slow, "long": long}) for expression in expressions()]
+        assert chosen.count(True) == 1, (slow, long)
+
+
+def test_every_test_file_is_of_a_part_that_is_run() -> None:
+    [line] = re.findall(r"^TESTS := (.*)$", makefile(), re.MULTILINE)
+    assert makefile().count("scripts/test.sh $(TESTS)") == 3
+    files = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {path.parts[0] for path in files} == set(line.split())
+
+
+def test_ci_runs_what_make_test_leaves_out() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if line.startswith("make ")] == [
+        "make lint",
+        "make test",
+        "make test-slow",
+        "make test-fresh",
+    ]
+
+
+@pytest.mark.parametrize("place", REAL_PROCESSES.values(), ids=REAL_PROCESSES)
+def test_make_test_has_real_processes_for(place: str) -> None:
+    path, _, name = place.partition("::")
+    module = ast.parse((ROOT / "tests" / path).read_text())
+    marks = [ast.unparse(node) for node in module.body if isinstance(node, ast.Assign)]
+    assert not any(mark.startswith("pytestmark") and re.search(r"slow|long", mark) for mark in marks)
+    tests = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    left = [
+        test
+        for test in tests
+        if test.name.startswith(name or "test_")
+        and not any(ast.unparse(mark) in ("pytest.mark.slow", "pytest.mark.long") for mark in test.decorator_list)
+    ]
+    assert left
