@@ -479,8 +479,8 @@ class ScheduledBatchOutput:
     without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
     of `ScheduledBatch.digested_blocks`. None where there are none.
 
-    `constraint_ends` has the sequences whose NO_TOKEN says that their grammar has ended: completely (empty), or why it
-    cannot go on.
+    `constraint_ends` has the sequences whose grammar has ended behind their tokens: completely (empty), or why it
+    cannot go on. What is found out only when the next token is drawn has NO_TOKEN for it.
 
     `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
     without meaning.

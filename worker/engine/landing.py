@@ -154,7 +154,7 @@ class Landing:
             sampled = token_ids.get(seq.id, ())
             # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
             is_plain = seq.status is running and len(sampled) == 1 and seq.first_token_time is not None
-            if not is_plain or sampled[0] < 0 or (logprobs and seq.id in logprobs):
+            if not is_plain or sampled[0] < 0 or (logprobs and seq.id in logprobs) or (ends and seq.id in ends):
                 num_others += 1
                 own, end = logprobs.get(seq.id, b""), ends.get(seq.id)
                 self._land(seq, 1, True, sampled, None, finished, now, own, end)
@@ -267,6 +267,8 @@ class Landing:
             stop = self._stop_rules.check(seq)
             if stop is not None:
                 break
+        if stop is None and constraint_end is not None:
+            stop = _COMPLETE
         if seq.status is SequenceStatus.WAITING:
             self._lifecycle.waiting.grew(len(taken))
         return taken, stop

@@ -12,10 +12,10 @@ one (docs/determinism.md): bits, of which only those stay that all of them leave
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from worker.grammars import GrammarError, Grammars
 from worker.model.logit_masks import LogitMasks
 
 Bits = npt.NDArray[np.uint32]
+# Masks of rows; and rows that have ended, with the reason.
+Confined: TypeAlias = tuple[AllowedBits | None, dict[int, str]]
+NOT_CONFINED: Final[Confined] = (None, {})
 # Tokens that a matcher is given at once, which holds the interpreter's lock.
 _MOST_AT_ONCE: Final = 1024
 _WORD_BITS: Final = 32
@@ -79,12 +82,11 @@ class GrammarMasks:
             if history.params.grammar and history.seq_id not in self._states:
                 self._grammars.begin(history.params.grammar)
 
-    def confined(self, histories: Mapping[int, TokenHistory], size: int) -> tuple[AllowedBits | None, dict[int, str]]:
+    def confined(self, histories: Mapping[int, TokenHistory]) -> Confined:
         """Masks of the rows that are the keys and have a grammar; and rows that have ended, with the reason.
 
         Args:
             histories: by row of logits; those of a sequence with drafts in their order, each with one more of them.
-            size: logits of a row.
         """
         given = {row: history for row, history in histories.items() if history.params.grammar}
         self._forget(given)
@@ -97,7 +99,7 @@ class GrammarMasks:
                 # The row in front does not draw the draft, so that nobody asks what this one draws.
                 continue
             try:
-                newest[history.seq_id] = self._mask(history, size)
+                newest[history.seq_id] = self._mask(history)
             except _Ended as end:
                 ended[row] = end.why
             else:
@@ -107,26 +109,39 @@ class GrammarMasks:
             return None, ended
         return AllowedBits(np.array(rows, np.int64), np.stack(masks)), ended
 
-    def _mask(self, history: TokenHistory, size: int) -> Bits:
+    def completes(self, history: TokenHistory, tokens: Sequence[int]) -> bool:
+        """True if the grammar allows nothing behind tokens that were drawn under the masks of `history`.
+
+        A state that has gone on with them is the one that the next step wants.
+        """
+        state = self._states.get(history.seq_id)
+        if state is None or state.tokens is not history.tokens or state.count != history.num_output:
+            return False
+        if not state.matcher.consume_tokens(list(tokens)):
+            # The next step finds out why.
+            return False
+        state.count += len(tokens)
+        return state.matcher.is_stopped()
+
+    def _mask(self, history: TokenHistory) -> Bits:
         try:
-            return self._bits(history, size)
+            return self._bits(history)
         except _Failed:
             # Perhaps of what other sequences of the same grammar have done. By itself it either fails, or does not.
             self._start_anew(history)
         try:
-            return self._bits(history, size)
+            return self._bits(history)
         except _Failed as error:
             self._start_anew(history)
             raise _Ended(f"the constraint cannot go on: {error}") from None
 
-    def _bits(self, history: TokenHistory, size: int) -> Bits:
+    def _bits(self, history: TokenHistory) -> Bits:
         matcher = self._matcher(history)
         _check(matcher)
-        bits = np.zeros(-(-max(size, self._grammars.num_ids) // _WORD_BITS), np.uint32)
-        words = -(-self._grammars.num_ids // _WORD_BITS)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, words * bits.itemsize)
+        size = self._grammars.num_ids
+        bits = np.zeros(-(-size // _WORD_BITS), np.uint32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         _check(matcher)
-        bits = bits[: -(-size // _WORD_BITS)]
         if history.params.ignore_eos:
             _clear(bits, self._eos)
             if not bits.any():

@@ -301,8 +301,8 @@ class ModelRunner:
             self.dummy_run()
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
-        self.sampler.begin(batch)
         step = self.prepare_model(batch)
+        self.sampler.begin(batch, step.sampled)
         rows, digests, logprobs = step.sampled, None, None
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
@@ -322,6 +322,7 @@ class ModelRunner:
         last = self.sampler.keep(rows, ids, digests, logprobs, given, kv_digests, pooled)
         if self.draft_proposer is not None:
             self._draft(self.draft_proposer, batch, step, last, hidden)
+        self.sampler.end_complete(batch)
         return lambda: last.output
 
     @torch.inference_mode()

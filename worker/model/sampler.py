@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.grammars import Grammars
-from worker.model.grammar_masks import GrammarMasks
+from worker.model.grammar_masks import COMPLETE, NOT_CONFINED, Confined, GrammarMasks
 from worker.model.kv_digests import KvDigests
 from worker.model.layers.classifier import Classifier
 from worker.model.logit_adjustments import SeenTokens
@@ -151,6 +152,12 @@ class Sampler:
         self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
         # Of the last step that was sampled.
         self._constraint_ends: dict[int, str] = {}
+        # One: states of grammars are changed by a single step at a time.
+        self._threads = ThreadPoolExecutor(1, "masks")
+        # A step that computes, its histories by row, and their masks.
+        self._begun: tuple[ScheduledBatch, dict[int, TokenHistory], Future[Confined]] | None = None
+        # Of that step, by place in the batch.
+        self._confined: dict[int, TokenHistory] = {}
         self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids())
@@ -175,10 +182,31 @@ class Sampler:
         self.last = SampledTokens(rows, ids, fetched, digests, logprobs, given, kv_digests, pooled, ends)
         return self.last
 
-    def begin(self, batch: ScheduledBatch) -> None:
-        """Begins, before a step computes anything, what takes time on other threads."""
-        if self._grammars is not None:
-            self._grammars.begin(batch.histories)
+    def begin(self, batch: ScheduledBatch, rows: SampledRows) -> None:
+        """Begins, before a step computes anything, what takes time on other threads: grammars, and masks of the rows.
+
+        Masks whose tokens are still on their way are made when these have come, which is while the device computes.
+        """
+        self._begun, self._confined = None, {}
+        if self._grammars is None or not any(history.params.grammar for history in batch.histories.values()):
+            return
+        self._grammars.begin(batch.histories)
+        if not self.waits_for_tokens:
+            histories, _ = self._histories(batch, rows)
+            self._begun = batch, histories, self._threads.submit(self._grammars.confined, histories)
+
+    def end_complete(self, batch: ScheduledBatch) -> None:
+        """Ends sequences whose grammars allow nothing behind the tokens of the last step, if these are here already.
+
+        Elsewhere the next step has begun before, and finds out.
+        """
+        if self._grammars is None or self.waits_for_tokens or not (self._fetches and self._confined):
+            return
+        output = self.last.output
+        for i, history in self._confined.items():
+            tokens = output.token_ids.get(seq_id := batch.req_ids[i], ())
+            if tokens and tokens[-1] != NO_TOKEN and self._grammars.completes(history, tokens):
+                output.constraint_ends = {**(output.constraint_ends or {}), seq_id: COMPLETE}
 
     def digests(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> Digests | None:
         """Begins the digests of rows of logits that are asked for, before anything changes them.
@@ -252,6 +280,7 @@ class Sampler:
             come = batch.token_histories(self.last.output)
             known = {i: come[i] if history.params.grammar else history for i, history in known.items()}
             late = [i for i in late if not known[i].params.grammar]
+        self._confined = {i: history for i, history in known.items() if history.params.grammar}
         places = {rows.rows_of[i][0]: self.last.place[batch.req_ids[i]] for i in late}
         return rows.histories(batch, known), places
 
@@ -286,8 +315,11 @@ class Sampler:
         """int64 [R]: the tokens of the rows."""
         if not len(rows):
             return self.no_ids()
-        histories, late = self._histories(batch, rows)
-        return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, late)
+        if self._begun is None or self._begun[0] is not batch:
+            histories, late = self._histories(batch, rows)
+            return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, late)
+        (_, histories, masks), self._begun = self._begun, None
+        return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, confined=masks.result())
 
     def sample_rows(
         self,
@@ -297,6 +329,7 @@ class Sampler:
         logits: torch.Tensor,
         histories: dict[int, TokenHistory],
         late: Mapping[int, int] = _NONE_LATE,
+        confined: Confined | None = None,
     ) -> torch.Tensor:
         """int64 [R]: the tokens of any rows.
 
@@ -307,10 +340,13 @@ class Sampler:
             logits: float32 [R, V], changed.
             histories: by row, where they change logits.
             late: of those rows that have one more token, where the last step has it.
+            confined: masks of grammars, where they are made already.
         """
         self._masks.forget(histories)
         size = logits.shape[1]
-        confined, ended = (None, {}) if self._grammars is None else self._grammars.confined(histories, size)
+        if confined is None:
+            confined = NOT_CONFINED if self._grammars is None else self._grammars.confined(histories)
+        allowed, ended = confined
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[own],
             top_k=np.array(batch.top_ks, np.int64)[own],
@@ -320,7 +356,7 @@ class Sampler:
             penalties=self._penalties(histories, late),
             biased=self._masks.biased(histories, size),
             allowed=self._masks.allowed(histories, size),
-            confined=confined,
+            confined=allowed,
         )
         ids = self._sampling.sample(
             logits,

@@ -271,6 +271,15 @@ _SPECS: Final = {
         {"rows": "rows", "digested": "rows digested"},
         [_ms("step, best", "step_best"), _ms("step, median", "step")],
     ),
+    "constraints": Spec(
+        "constraints",
+        {"in_flight": "in flight", "constraint": "constraint"},
+        [
+            Column("tokens/s", ("rate",), "tokens/s"),
+            Column("% fewer", ("fewer_wall",), "%"),
+            Column("% fewer by CPU time", ("fewer_cpu",), "%"),
+        ],
+    ),
     "contract-cost": Spec(
         "router.contract_cost",
         {"in_flight": "in flight", "asked": "asked for"},

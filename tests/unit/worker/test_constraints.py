@@ -19,6 +19,7 @@ from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
 from worker.engine.core import EngineCore
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.outputs import RequestOutput
@@ -102,7 +103,7 @@ def test_an_answer_is_the_same_among_others_in_chunks_and_after_preemption(runne
     for options in (
         {},
         {"max_num_batched_tokens": 16},
-        {"num_kvcache_blocks": 16, "max_model_len": 128},
+        {"num_kvcache_blocks": 9, "max_model_len": 128},
         {"scheduling_policy": "mixed"},
     ):
         engine = engine_of(runner, **options)
@@ -151,6 +152,27 @@ def test_steps_that_are_launched_ahead(runner: ModelRunner, monkeypatch: pytest.
     engine = engine_of(runner, deferred_output=True)
     engine.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
     assert [answer["token_ids"] for answer in generate(engine, params)] == expected
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_step_is_computed_behind_a_finished_answer(runner: ModelRunner, n: int, monkeypatch: Any) -> None:
+    computed, launch = list[int](), runner.launch
+
+    def counted(batch: ScheduledBatch) -> Any:
+        computed.extend(batch.context_lens)
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", counted)
+    for constraint in CONSTRAINTS.values():
+        computed.clear()
+        params = {"constraint": constraint, "max_tokens": 200, "temperature": 0.8, "seed": 3, "n": n}
+        answers = engine_of(runner).generate([PROMPT], params)
+        # The last token of the longest answer is computed by nobody.
+        prompt = len(Tokenizer.from_folder(DEMO).encode(PROMPT))
+        assert {answer["finish_reason"] for answer in answers} <= {"constraint", "eos"}
+        if any(answer["finish_reason"] == "constraint" for answer in answers):
+            longest = max(len(answer["token_ids"]) for answer in answers)
+            assert max(computed) == prompt + longest - 1
 
 
 def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:

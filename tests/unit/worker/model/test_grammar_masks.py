@@ -53,7 +53,7 @@ def history(output: list[int], params: SamplingParams, seq_id: int = 1) -> Token
 
 def allowed(masks: GrammarMasks, output: list[int], params: SamplingParams, seq_id: int = 1) -> list[int] | str:
     """Ids that may come next; or why none can."""
-    bits, ended = masks.confined({3: history(output, params, seq_id)}, SIZE)
+    bits, ended = masks.confined({3: history(output, params, seq_id)})
     if ended:
         assert bits is None
         assert list(ended) == [3]
@@ -183,14 +183,14 @@ def test_rows_without_a_grammar_are_left_alone() -> None:
     masks, params = new_masks(), params_of(CHOICES)
     plain = SamplingParams(allowed_token_ids=(5,), min_tokens=3, bad_words_token_ids=((7,),))
     histories = {0: history([], plain, 1), 2: history([], params, 2)}
-    bits, ended = masks.confined(histories, SIZE)
+    bits, ended = masks.confined(histories)
     assert bits is not None
     assert bits.rows.tolist() == [2]
     assert not ended
     others = LogitMasks(EOS)
     found = others.allowed(histories, SIZE), others.masked(histories, {}, lambda places: pytest.fail("late"), SIZE)
     assert [one is not None and set(one.rows.tolist()) for one in found] == [{0}, {0}]
-    assert masks.confined({0: history([], plain, 1)}, SIZE) == (None, {})
+    assert masks.confined({0: history([], plain, 1)}) == (None, {})
 
 
 def test_a_state_follows_its_tokens() -> None:
@@ -211,10 +211,10 @@ def test_a_state_follows_its_tokens() -> None:
 def test_a_late_token_counts() -> None:
     params, ab = params_of({"regex": "ab"}), TOKENIZER.encode_inside("a")
     masks = new_masks()
-    bits, ended = masks.confined({0: history([], params).with_token(ab[0])}, SIZE)
+    bits, ended = masks.confined({0: history([], params).with_token(ab[0])})
     assert bits is not None
     assert not ended
-    expected, _ = new_masks().confined({0: history(ab, params)}, SIZE)
+    expected, _ = new_masks().confined({0: history(ab, params)})
     assert expected is not None
     assert np.array_equal(bits.bits, expected.bits)
 
