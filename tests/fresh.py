@@ -1,4 +1,4 @@
-"""Fresh examples: what `make test-fresh` tries beside the fixed ones of `make test` and `make test-slow`, others for each seed.
+"""Fresh examples: what `make test-fresh` tries beside the fixed ones of the other runs, others for each seed.
 
 Property tests run with the seed's examples, tests marked `fresh` with inputs drawn by it, and of the cases that are
 long only because there are so many (`covering`) a sample. All of it follows from the seed, which the run prints. Time

@@ -22,7 +22,7 @@ from common.rpc.key_store import KeyStore
 from router.api.tenants import TenantPolicy
 from router.security import RouterSecurity
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, bench, collect, detail, error_of, leftovers, until
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, leftovers, until
 
 
 class OneByOne(FakeWorker):

@@ -18,8 +18,8 @@ from router.api.server_info import shown_options
 from router.app import router
 from router.options import RouterOptions
 from tests.e2e.fake_worker import FakeWorker, letters
+from tests.e2e.router_bench import FILES, bench, collect, request, until
 from tests.e2e.test_contract import resumed
-from tests.e2e.test_router import FILES, bench, collect, request, until
 
 ALL = AuditOptions(1.0)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, TOKENIZER, Bench, bench, until
 from tests.e2e.service import free_port
-from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # Makes standard input the terminal of a session of its own, so that Ctrl-C is a signal, and becomes the program. Code

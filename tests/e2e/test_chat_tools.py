@@ -11,8 +11,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.text.tokenizer import Tokenizer
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import Bench, bench
 from tests.e2e.test_chat import command, terminal
-from tests.e2e.test_router import Bench, bench
 from tests.unit.router.support import EOS, thinking_files, tool_files
 
 FILES = tool_files()

@@ -22,9 +22,9 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.cli.client.generate import generate as generate_command
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, Bench, bench, until
 from tests.e2e.service import REPOSITORY, Process, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model
-from tests.e2e.test_router import FILES, Bench, bench, until
 
 TOKENS = 300
 

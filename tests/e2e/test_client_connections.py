@@ -23,8 +23,8 @@ from common.rpc.tls import ServerTls
 from router.security import RouterSecurity
 from tests.certificates import Authority
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, Bench, bench, until
 from tests.e2e.service import free_port
-from tests.e2e.test_router import FILES, Bench, bench, until
 from tests.fake_dns import FakeDns
 
 OTHER_STATE = FissileError(grpc.StatusCode.FAILED_PRECONDITION, "other weights", "OTHER_MODEL_STATE")

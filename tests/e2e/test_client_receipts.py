@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from tests.e2e.fake_worker import FakeWorker, letters
-from tests.e2e.test_router import FILES, bench
+from tests.e2e.router_bench import FILES, bench
 
 ASKED: dict[str, Any] = {
     "max_tokens": 9,

@@ -19,8 +19,8 @@ from google.rpc import error_details_pb2
 
 from common.constraints.library import ENGINE
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
 from tests.e2e.service import Service, chat, generate, running_service
-from tests.e2e.test_router import FILES, bench, collect, detail, error_of, request
 from tests.unit.router.support import EOS
 from worker.llm_engine import LLMEngine
 

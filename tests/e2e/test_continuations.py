@@ -10,7 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.text.tokenizer import Tokenizer
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import bench, collect
+from tests.e2e.router_bench import bench, collect
 from tests.unit.common.text.continuations import TOKENIZERS, continuation
 from tests.unit.common.text.support import CHATML, files
 

@@ -23,7 +23,7 @@ from common.rpc.durations import to_seconds
 from router.api.answering import USAGE_METADATA
 from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.test_router import (
+from tests.e2e.router_bench import (
     FILES,
     SMALL_WINDOW,
     TOKENIZER,

@@ -13,7 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.block_hash import hash_chain, salt_root
 from common.text.tokenizer import files_sha256
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, error_of, request
+from tests.e2e.router_bench import FILES, TOKENIZER, bench, collect, error_of, request
 from tests.unit.router.support import EOS, tokenizer_files
 
 SAID = pb.ChatMessage(role="user", content="hi")

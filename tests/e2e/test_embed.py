@@ -27,9 +27,9 @@ from common.text.rerank_template import rerank_template
 from common.text.tokenizer import Tokenizer, tokenizer_files
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker, short
+from tests.e2e.router_bench import FILES, bench, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
-from tests.e2e.test_router import FILES, bench, detail, error_of
 from worker.llm_engine import LLMEngine
 from worker.simulation.runner import SimulatedRunner
 

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
 from tests.e2e.fake_worker import FakeWorker, letters
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
 from tests.e2e.test_receipts import asked_for, receipts
-from tests.e2e.test_router import FILES, bench, collect, detail, error_of, request
 
 NUM_MANGLED = 400
 # A verdict that a forger would like to get.

@@ -24,10 +24,10 @@ from common.pooling import LABELS
 from examples.semantic_search import INSTRUCTION
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, bench, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import CONFIG, simulated_model, wait_workers
 from tests.e2e.test_command_line import example, fissile
-from tests.e2e.test_router import FILES, bench, detail, error_of
 from worker.llm_engine import LLMEngine
 from worker.simulation.runner import SimulatedRunner
 

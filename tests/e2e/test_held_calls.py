@@ -16,9 +16,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from common.constraints.library import ENGINE
+from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_constraints import DEMO
-from tests.e2e.test_router import bench, collect, detail, error_of
 from tests.e2e.test_tools import calls_of, content_of, worker_of
 from tests.unit.router.support import EOS
 

@@ -19,7 +19,7 @@ from router.api import kv_auditing
 from router.api.auditing import AuditOptions
 from router.api.kv_auditing import KvAuditor
 from tests.e2e.fake_worker import BLOCK_SIZE, FakeWorker
-from tests.e2e.test_router import FILES, bench, collect, request, until
+from tests.e2e.router_bench import FILES, bench, collect, request, until
 
 INTAKES = wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING
 

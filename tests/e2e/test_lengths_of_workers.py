@@ -14,11 +14,11 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, Bench, bench, collect, error_of, until
+from tests.e2e.router_bench import request as asked
 from tests.e2e.service import Answer, Service, generate, running_service
 from tests.e2e.simulated import OPTIONS, simulated_model, wait_workers
 from tests.e2e.simulated import request as simulated_request
-from tests.e2e.test_router import FILES, Bench, bench, collect, error_of, until
-from tests.e2e.test_router import request as asked
 
 LONG, SHORT = 1024, 256
 

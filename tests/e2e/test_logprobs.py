@@ -16,10 +16,10 @@ from google.rpc import error_details_pb2
 
 from common.errors import DOMAIN
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, bench, detail, error_of
+from tests.e2e.router_bench import request as text_request
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
-from tests.e2e.test_router import FILES, bench, detail, error_of
-from tests.e2e.test_router import request as text_request
 
 PROMPT = [*range(7, 107)]
 SLOW = ["--simulate", "fixed:4ms", "--max-num-batched-tokens", "64"]

@@ -21,8 +21,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from scripts.contract_table import served_in_requests
 from tests.e2e.fake_worker import FakeWorker, short
+from tests.e2e.router_bench import FILES, Bench, bench, collect, request
 from tests.e2e.test_receipts import asked_for, receipts
-from tests.e2e.test_router import FILES, Bench, bench, collect, request
 from tests.mangled import Mangler
 
 METHODS = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name

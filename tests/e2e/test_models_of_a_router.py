@@ -13,7 +13,7 @@ from structlog.testing import LogCapture
 
 from router.scheduling.placement import PLACEMENTS
 from tests.e2e.fake_worker import FakeWorker, short
-from tests.e2e.test_router import FILES, bench, collect, error_of, request
+from tests.e2e.router_bench import FILES, bench, collect, error_of, request
 from tests.unit.router.support import tokenizer_files
 
 

@@ -11,8 +11,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, TOKENIZER, bench, collect, detail, error_of, request
 from tests.e2e.test_contract import resumed
-from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, detail, error_of, request
 from tests.unit.router.support import EOS
 
 START, PAD = 256, 258

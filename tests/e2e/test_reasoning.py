@@ -14,9 +14,9 @@ from google.rpc import error_details_pb2
 
 from common.text.tokenizer import Tokenizer
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.test_chat import command, terminal
 from tests.e2e.test_client_receipts import receipts_of
-from tests.e2e.test_router import bench, collect, detail, error_of
 from tests.unit.router.support import EOS, thinking_files
 
 FILES = thinking_files()

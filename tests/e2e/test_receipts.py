@@ -18,8 +18,8 @@ from common.sampling_params import SamplingParams
 from common.text.tokenizer import files_sha256
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, TOKENIZER, bench, collect, detail, error_of, request, until
 from tests.e2e.test_contract import by_choice, resumed
-from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, detail, error_of, request, until
 
 
 def asked_for(made: Any) -> Any:

@@ -13,7 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from router.requests.running import RunningRequests
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, bench, running, until
+from tests.e2e.router_bench import FILES, bench, running, until
 from tests.unit.mutants import Mutant
 
 Test = Callable[[], Awaitable[None]]

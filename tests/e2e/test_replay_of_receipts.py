@@ -15,9 +15,9 @@ from google.rpc import error_details_pb2
 
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request, until
 from tests.e2e.test_contract import by_choice
 from tests.e2e.test_receipts import asked_for, receipts
-from tests.e2e.test_router import FILES, bench, collect, detail, error_of, request, until
 
 EQUAL, CHOICE, OTHER, BAD = (
     pb.REPLAY_VERDICT_EQUAL,

@@ -31,7 +31,7 @@ from router.api.tenants import TenantPolicy
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from router.security import RouterSecurity
 from tests.e2e.fake_worker import FakeWorker, short
-from tests.e2e.test_router import (
+from tests.e2e.router_bench import (
     FILES,
     SMALL_WINDOW,
     Bench,

@@ -14,9 +14,9 @@ from fissile.v1 import inference_pb2 as pb
 
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, short
+from tests.e2e.router_bench import FILES, Bench, bench, collect, error_of, request, until
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import OPTIONS, outcome, simulated_model, wait_workers
-from tests.e2e.test_router import FILES, Bench, bench, collect, error_of, request, until
 from tests.unit.router.support import tokenizer_files
 
 

@@ -15,7 +15,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.telemetry import names
 from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker, short
-from tests.e2e.test_router import FILES, bench, collect, error_of, request, until
+from tests.e2e.router_bench import FILES, bench, collect, error_of, request, until
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
 HISTOGRAMS = (names.SERVER_DURATION, names.SERVER_TTFT, names.SERVER_TPOT)

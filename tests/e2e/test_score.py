@@ -19,10 +19,10 @@ from common.config import Config
 from common.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import FILES, bench, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_logprobs import PROMPT, logprobs_of, prompt_logprobs_of, tokens_of
 from tests.e2e.test_logprobs import request as asking
-from tests.e2e.test_router import FILES, bench, detail, error_of
 from worker.llm_engine import LLMEngine
 
 

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from common.limits import MAX_TOKENIZE_TEXT_BYTES
 from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, bench, collect, detail, error_of, request
+from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
 
 UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
 

@@ -16,10 +16,10 @@ from google.rpc import error_details_pb2
 
 from common.text.tokenizer import Tokenizer
 from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import REPOSITORY
 from tests.e2e.test_client_receipts import receipts_of
 from tests.e2e.test_reasoning import going_on
-from tests.e2e.test_router import bench, collect, detail, error_of
 from tests.unit.router.support import EOS, thinking_files, tool_files
 
 FILES = tool_files()

@@ -17,7 +17,7 @@ from common.cli.client.generate import generate
 from common.cli.client.verify import verify
 from common.cli.core.errors import CommandError
 from tests.e2e.fake_worker import FakeWorker, letters
-from tests.e2e.test_router import FILES, bench
+from tests.e2e.router_bench import FILES, bench
 
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d ")
 

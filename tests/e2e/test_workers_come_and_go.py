@@ -15,7 +15,7 @@ from router.app import Router
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, Bench, bench, collect, detail, error_of, leftovers, request, until
+from tests.e2e.router_bench import FILES, Bench, bench, collect, detail, error_of, leftovers, request, until
 
 
 def address(worker: FakeWorker) -> str:
