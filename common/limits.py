@@ -56,6 +56,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 # Drafts of a sequence and step, and newest tokens that a lookup of them compares.
 MAX_SPECULATIVE_TOKENS = 16
+# Of those that are text which a grammar forces.
+MOST_FORCED = 16
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
 # Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.

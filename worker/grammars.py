@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Final
 
 from common.constraints import big_stack, library
-from common.text.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer, TokenizerError
 
 # Compiled grammars that are kept; one takes up to some megabytes.
 _MOST_KEPT: Final = 128
 _COMPILE_THREADS: Final = 2
+# Texts that grammars force whose tokens are kept: keys of objects mostly.
+_MOST_TEXTS: Final = 1024
 
 
 class GrammarError(Exception):
@@ -28,10 +32,12 @@ class Grammars:
 
     Args:
         vocab: of the model.
+        encode: gives the tokens of a text behind other text; None where nobody asks for any.
     """
 
-    def __init__(self, vocab: library.Vocabulary) -> None:
+    def __init__(self, vocab: library.Vocabulary, encode: Callable[[str], list[int]] | None = None) -> None:
         self._vocab = vocab
+        self._usual = lru_cache(_MOST_TEXTS)(encode or _no_tokens)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[library.Matcher]] = OrderedDict()
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "grammars")
@@ -54,6 +60,15 @@ class Grammars:
                 self._kept.popitem(last=False)
             made = self._kept[text] = self._threads.submit(self._compile, text)
             return made
+
+    def usual_tokens(self, text: bytes) -> list[int]:
+        """Tokens into which a text is cut as a rule, up to bytes that are none."""
+        try:
+            return self._usual(text.decode()) if text else []
+        except UnicodeDecodeError as error:
+            return self._usual(text[: error.start].decode())
+        except TokenizerError:
+            return []
 
     def forget(self, text: str, compiled: Future[library.Matcher]) -> None:
         """Has a grammar compiled anew when it is needed next, if it is still kept as `compiled`.
@@ -88,7 +103,11 @@ def model_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozens
         tokens[token_id] = name.encode()
     tokens += [b""] * (vocab_size - len(tokens))
     ends = {token_id for token_id in eos_token_ids if token_id < len(tokens)}
-    return Grammars(library.vocabulary(tokens, {*special, *ends}, ends))
+    return Grammars(library.vocabulary(tokens, {*special, *ends}, ends), tokenizer.encode_inside)
+
+
+def _no_tokens(text: str) -> list[int]:
+    return []
 
 
 def grammars_to_check(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Grammars:

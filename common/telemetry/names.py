@@ -82,6 +82,8 @@ DECODE_ACCEPTED: Final = "fissile.decode.drafts_accepted"
 END_REASON: Final = "fissile.end_reason"
 DRAFT_METHOD: Final = "fissile.draft.method"
 DRAFT_POSITION: Final = "fissile.draft.position"
+# The method of drafts that are text which a grammar forces; the others are those of a speculative config.
+GRAMMAR_DRAFTS: Final = "grammar"
 
 # Metrics of a worker's engine. The Gateway API Inference Extension asks a model server for the first three
 # (TotalRunningRequests, TotalQueuedRequests, KVCacheUtilization), may ask for two more (NumGPUBlocks, BlockSize).

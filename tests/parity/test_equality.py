@@ -25,6 +25,7 @@ from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config, Spe
 from common.config_parts import NGRAM
 from common.constraints.forms import Constraint
 from common.constraints.lark import canonical
+from common.limits import MOST_FORCED
 from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.prefix_cache import PrefixCache
 from worker.grammars import Grammars
@@ -57,13 +59,13 @@ MODEL_LEN = 128
 NUM_IDS = 1000
 NUM_WORKLOADS, NUM_LONG = 4, 60
 MAX_STEPS = 3_000
-# Some that end soon, and some that `max_tokens` cuts.
+# Some that end soon, and some that `max_tokens` cuts; one forces text.
 GRAMMARS = [
     canonical(Constraint.of(given))
     for given in (
         {"json_schema": {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 3}},
         {"json_object": True},
-        {"regex": "[a-z]{2,9}( [a-z]{2,9}){1,4}[.!]"},
+        {"regex": "The answer is: [a-z]{2,9}( and [a-z]{2,9}){1,4}[.!]"},
         {"choices": ["yes", "no", "a longer choice of many letters"]},
     )
 ]
@@ -206,6 +208,7 @@ class Watched:
     """The model's runner, and what the batches were like: proof that a setting does what it is there for."""
 
     runner: ModelRunner
+    forces: bool = True
     seen: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -214,11 +217,13 @@ class Watched:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         self.watch(batch)
+        self.runner.forces = self.forces
         return self.runner.forward(batch)
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], ScheduledBatchOutput]:
         self.watch(batch)
         self.seen["launched ahead"] += 1
+        self.runner.forces = self.forces
         return self.runner.launch(batch)
 
     def watch(self, batch: ScheduledBatch) -> None:
@@ -251,8 +256,8 @@ def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
 
 @cache
 def alone(number: int, kernels: str = "torch") -> dict[Key, dict[str, Any]]:
-    """Every answer of a workload, each sequence computed when the one before it has ended."""
-    watched = Watched(loaded(ALONE.block_size, kernels))
+    """Every answer of a workload, each sequence computed when the one before it has ended, a token a step."""
+    watched = Watched(loaded(ALONE.block_size, kernels), forces=False)
     engine, requests = make_engine(replace(ALONE, kernels=kernels), watched), workload(number)
     answers = [
         answer
@@ -268,6 +273,9 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
     if setting.drafts:
         streams = streams_of(alone(number, setting.kernels).values())
         engine.core.scheduler.drafter.proposer = RandomProposer(streams, NUM_IDS, random.Random(number))
+    else:
+        # On a busy machine text that grammars force may not pay.
+        engine.core.scheduler.drafter.lengths = DraftLengths(MOST_FORCED, adapts=False)
     # Steps in which everything waits for a grammar take no time, and would use up MAX_STEPS.
     for request in requests.values():
         if request.params.grammar and watched.grammars is not None:
@@ -287,6 +295,7 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
     engine.core.scheduler.check_integrity()
     assert engine.core.load().free_blocks == setting.config.num_kvcache_blocks
     watched.seen["preemptions"] += engine.core.scheduler.lifecycle.num_preemptions
+    watched.seen["forced"] += engine.core.scheduler.forced_stats.total_accepted_tokens
     watched.seen["drafts"] += engine.core.scheduler.spec_stats.total_draft_tokens
     watched.seen["right drafts"] += engine.core.scheduler.spec_stats.total_accepted_tokens
     return answers
@@ -345,6 +354,7 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kern
     assert late > 0
     assert seen["copies"] > 0
     assert seen["launched ahead"] > 0
+    assert seen["forced"] > 0
     assert seen["aborted"] > 0
     assert seen["prompt logprobs"] > 0
     assert seen["logprobs"] > 0

@@ -473,7 +473,9 @@ class ScheduledBatchOutput:
 
     A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
     were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
-    step. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of the token.
+    step; `forced_token_ids` has, for some sequences with a grammar, an absolute position and the tokens that probably
+    come from there on. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of
+    the token.
 
     `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
     without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
@@ -494,6 +496,7 @@ class ScheduledBatchOutput:
     kv_digests: tuple[tuple[bytes, int], ...] | None = None
     pooled: dict[int, bytes] | None = None
     constraint_ends: dict[int, str] | None = None
+    forced_token_ids: dict[int, tuple[int, list[int]]] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
+from types import MappingProxyType
 from typing import Final
 
 from worker.engine.sequence import DraftHistory, DraftRates, Sequence
@@ -44,6 +45,7 @@ _LEAST_GAIN: Final = 1.05
 _PROBE_EVERY: Final = 64
 # Numbers of rows that are measured apart; more are measured in eighths of a power of two.
 _FINE: Final = 16
+_NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
 class StepCosts:
@@ -135,17 +137,28 @@ class DraftLengths:
         # Over all sequences: what a new one begins with.
         self._rates = DraftRates()
 
-    def choose(self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rows: int) -> dict[int, list[int]]:
+    def choose(
+        self,
+        drafts: Mapping[int, list[int]],
+        seqs: Mapping[int, Sequence],
+        rows: int,
+        rates: Mapping[int, DraftRates] = _NO_RATES,
+    ) -> dict[int, list[int]]:
         """The drafts that a step verifies, by sequence.
 
         Args:
             drafts: that there are, by sequence.
             seqs: of the step.
             rows: of the step, without any draft.
+            rates: of sequences whose drafts are others than this has learnt from.
         """
         if not self._adapts:
             return dict(drafts)
-        gains = [(gain, seq_id) for seq_id, own in drafts.items() for gain in self._gains(seqs[seq_id], len(own))]
+        gains = [
+            (gain, seq_id)
+            for seq_id, own in drafts.items()
+            for gain in self._gains(seqs[seq_id], len(own), rates.get(seq_id))
+        ]
         gains.sort(key=lambda pair: -pair[0])
         chosen: dict[int, list[int]] = {}
         for _, seq_id in gains[: self._count([gain for gain, _ in gains], len(seqs), rows)]:
@@ -208,9 +221,10 @@ class DraftLengths:
                 best, count = rate, i
         return count
 
-    def _gains(self, seq: Sequence, count: int) -> list[float]:
+    def _gains(self, seq: Sequence, count: int, known: DraftRates | None = None) -> list[float]:
         """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing."""
-        rates = self._rates if seq.draft_history is None else seq.draft_history.rates
+        own = self._rates if seq.draft_history is None else seq.draft_history.rates
+        rates = own if known is None else known
         return list(accumulate((rates.of(position) for position in range(count)), mul))
 
     def _history(self, seq: Sequence) -> DraftHistory:

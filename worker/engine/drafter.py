@@ -8,16 +8,23 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from operator import mul
+from typing import Final, Protocol
 
 from common.config import Config
 from common.config_parts import NGRAM, SpeculativeConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.draft_lengths import DraftLengths
+from worker.engine.forced_text import ForcedText
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
 from worker.engine.step import Step, StepLimits
+
+# Tokens that a step without a sequence must save it: its own, and the one in flight.
+_WORTH_WAITING: Final = 2.0
 
 
 class Proposer(Protocol):
@@ -67,32 +74,47 @@ class Drafter:
         self._blocks = lifecycle.block_manager
         self._in_runner = in_runner
         self._rest = 0
+        self._forced = ForcedText()
         self.proposer = proposer
         self.lengths = lengths
 
     def fill(self, step: Step) -> None:
         """Adds drafts to the decodes of a step, in their order."""
-        if not self._limits.mtp_k:
-            return
-        if self._rest > 0 and not self._in_runner:
-            self._rest -= 1
+        if not self._limits.mtp_k and not self._forced:
             return
         decodes = step.decodes()
-        drafts = {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+        guessed = self._guessed(decodes)
+        forced = self._forced_runs(decodes, guessed) if self._forced else {}
+        drafts = {**guessed, **forced}
         if not drafts:
             return
-        chosen = self.lengths.choose(drafts, step.seqs, self._limits.max_num_batched_tokens - step.budget)
+        rates = {seq_id: self._forced.rates(step.seqs[seq_id]) for seq_id in forced}
+        chosen = self.lengths.choose(drafts, step.seqs, self._limits.max_num_batched_tokens - step.budget, rates)
         budget, fitting = step.budget, dict[int, list[int]]()
         for seq in decodes:
             if own := chosen.get(seq.id, [])[: max(0, min(budget, self._room(seq)))]:
                 fitting[seq.id] = own
                 budget -= len(own)
                 self._reserve(seq, 1 + len(own))
-            if seq.id in drafts:
-                self.lengths.decided(seq, drafts[seq.id], len(own))
+            if seq.id in guessed and seq.id not in forced:
+                self.lengths.decided(seq, guessed[seq.id], len(own))
         if fitting:
             step.verify(fitting)
-        self._rest = 0 if chosen else self.lengths.rest
+            step.forced = forced.keys() & fitting.keys()
+        if guessed:
+            self._rest = 0 if chosen else self.lengths.rest
+
+    def note_forced(self, batch: ScheduledBatch, runs: Mapping[int, tuple[int, list[int]]]) -> None:
+        """Takes what a step has brought of texts that grammars force (`ScheduledBatchOutput.forced_token_ids`), and
+        compares what was known with the tokens that have come."""
+        if not runs and not self._forced:
+            return
+        for seq in batch.columns.rows:
+            self._forced.come(seq)
+            if seq.id in runs:
+                first, token_ids = runs[seq.id]
+                self._forced.note(seq, first, tuple(token_ids))
+        self._forced.keep(self._lifecycle.live)
 
     def ask(self, batch: ScheduledBatch) -> None:
         """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the
@@ -114,6 +136,8 @@ class Drafter:
 
     def expects(self, seq: Sequence) -> bool:
         """True if a sequence whose newest token is in flight will have drafts behind it, as far as can be told."""
+        if self._forced and self._waits_for_forced(seq):
+            return True
         most = self._most(seq)
         if self.proposer is None or most == 0 or not (found := self.proposer.propose(seq, most)):
             return False
@@ -129,6 +153,31 @@ class Drafter:
     def _room(self, seq: Sequence) -> int:
         """Drafts that a sequence has blocks for, or would get."""
         return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.num_tokens
+
+    def _waits_for_forced(self, seq: Sequence) -> bool:
+        """True if tokens behind the one in flight bring more than the step that passes until it is there."""
+        rates = self._forced.rates(seq)
+        gains: Iterator[float] = accumulate(map(rates.of, range(len(self._forced.of(seq)))), mul)
+        return sum(gains) > _WORTH_WAITING
+
+    def _guessed(self, decodes: list[Sequence]) -> dict[int, list[int]]:
+        """Drafts that are proposed for the sequences that a step decodes, unless it does not pay now."""
+        if not self._limits.mtp_k:
+            return {}
+        if self._rest > 0 and not self._in_runner:
+            self._rest -= 1
+            return {}
+        return {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+
+    def _forced_runs(self, decodes: list[Sequence], guessed: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        """Texts that grammars force behind sequences; but for those of which more is guessed that begins so."""
+        found = {}
+        for seq in decodes:
+            run = [] if seq.num_placeholder else self._forced.of(seq)[: max(0, seq.length_limit - seq.num_tokens - 1)]
+            own = guessed.get(seq.id, [])
+            if run and (len(own) <= len(run) or own[: len(run)] != run):
+                found[seq.id] = run
+        return found
 
     def _drafts(self, seq: Sequence) -> list[int]:
         """Drafts that there are behind the newest token; those of the runner are for this step alone."""

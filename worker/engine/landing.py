@@ -42,6 +42,7 @@ class Landing:
 
     Attributes:
         spec_stats: drafts verified and accepted.
+        forced_stats: likewise of those that are text which grammars force, and are not counted there.
         num_nan_rows: rows of logits that were no numbers, since the start.
     """
 
@@ -54,6 +55,9 @@ class Landing:
         self._in_flight = in_flight
         self._lengths = lengths
         self.spec_stats = SpecStats()
+        self.forced_stats = SpecStats()
+        # Sequences whose drafts are text that grammars force, in the step that is taken.
+        self._forced: set[int] = set()
         self.num_nan_rows = 0
 
     def take(
@@ -92,7 +96,7 @@ class Landing:
         self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
     ) -> list[Sequence]:
         finished: list[Sequence] = []
-        self._in_flight.popleft()
+        self._forced = self._in_flight.popleft().forced
         if batch.is_plain_decode:
             self._land_decodes(seqs, batch, fwd_output, finished, now)
             return finished
@@ -285,8 +289,11 @@ class Landing:
         if not drafts:
             return 0
         accepted = len(token_ids) - 1
-        self.spec_stats.update(len(drafts), accepted)
-        self._lengths.verified(seq, len(drafts), accepted)
+        if seq.id in self._forced:
+            self.forced_stats.count(len(drafts), accepted)
+        else:
+            self.spec_stats.update(len(drafts), accepted)
+            self._lengths.verified(seq, len(drafts), accepted)
         return len(drafts) - accepted
 
 

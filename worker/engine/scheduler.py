@@ -65,6 +65,7 @@ class Scheduler:
         drafter: decides which drafts steps verify.
         landing: takes what steps bring, and counts rows that were no numbers.
         spec_stats: drafts verified and accepted.
+        forced_stats: likewise of those that are text which grammars force.
 
     Raises:
         InvalidFieldError: the pool cannot hold one sequence of `max_model_len` tokens.
@@ -88,12 +89,12 @@ class Scheduler:
         self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)
         self._prompts = PromptFiller(limits, self.lifecycle, self._followers, self.meter)
         spec, proposer = config.speculative_config, make_proposer(config)
-        lengths = DraftLengths(limits.mtp_k, adapts=spec is not None and spec.adaptive)
+        lengths = DraftLengths(limits.mtp_k, adapts=spec is None or spec.adaptive)
         in_runner = self.use_spec and proposer is None
         self.drafter = Drafter(limits, self.lifecycle, proposer, lengths, in_runner=in_runner)
         self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
         self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
-        self.spec_stats = self.landing.spec_stats
+        self.spec_stats, self.forced_stats = self.landing.spec_stats, self.landing.forced_stats
         self._num_prefill_steps = 0
 
     # Entrances and exits.
@@ -215,7 +216,7 @@ class Scheduler:
     def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Takes note of how long a batch took, which is what `last_prompt_latency` means."""
         self.meter.note(batch, duration_s)
-        if self.use_spec and not batch.total_seqs_num_prefill:
+        if not batch.total_seqs_num_prefill:
             self.drafter.lengths.costs.note(batch.total_tokens_num, duration_s)
 
     @property
@@ -245,6 +246,7 @@ class Scheduler:
             The sequences that have ended, whose blocks are free.
         """
         finished = self.landing.take(seqs, batch, fwd_output, now)
+        self.drafter.note_forced(batch, fwd_output.forced_token_ids or {})
         if stream_output_queue is not None:
             stream_output_queue.put_nowait(self.take_outputs())
         return finished

@@ -33,13 +33,17 @@ class SpecStats:
     def update(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's step has verified drafts and accepted some: one less than the tokens that it has output."""
         logged = self.total_draft_tokens // _LOG_EVERY
-        self.total_draft_tokens += num_drafts
-        self.total_accepted_tokens += num_accepted
-        self.by_position += [(0, 0)] * (num_drafts - len(self.by_position))
-        for position, (drafts, accepted) in enumerate(self.by_position[:num_drafts]):
-            self.by_position[position] = drafts + 1, accepted + (position < num_accepted)
+        self.count(num_drafts, num_accepted)
         if self.total_draft_tokens // _LOG_EVERY > logged:
             log.info(
                 f"[MTP Stats] Total draft tokens: {self.total_draft_tokens}, Accepted: {self.total_accepted_tokens}, "
                 f"Acceptance rate: {self.acceptance_rate:.2%}"
             )
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """`update` without a log line."""
+        self.total_draft_tokens += num_drafts
+        self.total_accepted_tokens += num_accepted
+        self.by_position += [(0, 0)] * (num_drafts - len(self.by_position))
+        for position, (drafts, accepted) in enumerate(self.by_position[:num_drafts]):
+            self.by_position[position] = drafts + 1, accepted + (position < num_accepted)

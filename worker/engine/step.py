@@ -61,6 +61,7 @@ class Step:
         seqs: its rows so far, by id.
         columns: of all rows, when they are those of the last step.
         drafts: tokens to verify, by sequence.
+        forced: the sequences whose drafts are text that grammars force.
         computing: hashes of the blocks that its prefills compute.
         fronts: the first of those blocks of each prompt.
         has_preempted: True if a sequence has lost its blocks for it.
@@ -76,6 +77,7 @@ class Step:
         self.num_prefill_seqs = 0
         self.num_prefill_tokens = 0
         self.drafts: dict[int, list[int]] = {}
+        self.forced: set[int] = set()
         self.computing: set[int] = set()
         self.fronts: Fronts = {}
         self.has_preempted = False

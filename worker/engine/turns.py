@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from common.errors import ApiError
+from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
@@ -168,7 +169,11 @@ class EngineTurns:
             generated_tokens=totals.generated_tokens,
             draft_tokens=scheduler.spec_stats.total_draft_tokens,
             accepted_tokens=scheduler.spec_stats.total_accepted_tokens,
-            drafts={(method, position): both for position, both in enumerate(scheduler.spec_stats.by_position)},
+            drafts={
+                (name, position): both
+                for name, stats in ((method, scheduler.spec_stats), (names.GRAMMAR_DRAFTS, scheduler.forced_stats))
+                for position, both in enumerate(stats.by_position)
+            },
             ended={reason.name.lower(): count for reason, count in totals.ended.items()},
         )
 

@@ -8,6 +8,8 @@ one (docs/determinism.md): bits, of which only those stay that all of them leave
 - Before `min_tokens` what would end the sequence is left out, unless nothing else is left: the grammar wins.
 - A grammar that allows nothing more ends its sequence, without a token.
 - What `allowed_token_ids` and `bad_words` leave nothing of fails.
+
+Where a grammar leaves one text only, its tokens are likely, and are proposed as drafts (worker/engine/forced_text.py).
 """
 
 from __future__ import annotations
@@ -122,6 +124,24 @@ class GrammarMasks:
             return False
         state.count += len(tokens)
         return state.matcher.is_stopped()
+
+    def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
+        """The usual tokens of the text that a grammar forces behind a history and tokens that were drawn, but for one
+        that ends the sequence; none where there is a choice."""
+        state = self._states.get(history.seq_id)
+        try:
+            if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
+                matcher = self._matcher(history.with_drafts(list(tokens)) if tokens else history)
+            else:
+                matcher = state.matcher
+            if matcher.is_error() or matcher.is_stopped():
+                return []
+            # Not of the state itself: it may fail at it, and masks may not depend on that.
+            ahead = matcher.deep_copy()
+            run = self._grammars.usual_tokens(ahead.compute_ff_bytes())
+            return run[:-1] if run and ahead.consume_tokens(run) and ahead.is_stopped() else run
+        except _Ended:
+            return []
 
     def _mask(self, history: TokenHistory) -> Bits:
         try:

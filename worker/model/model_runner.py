@@ -51,6 +51,8 @@ from worker.weights.checkpoint import Progress, no_progress
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
 _WARMUP_TOKENS = 33
+# Drafts in that comparison where only grammars make any: few, as each takes a step.
+_CHECKED_FORCED = 3
 # Angles of positions are float32.
 _MAX_POSITIONS = 1 << 24
 
@@ -105,6 +107,7 @@ class ModelRunner:
         draft_proposer: a draft model; None without one.
         kv_spec: of one of the model's layers.
         num_heads: Hq of this rank.
+        forces: True if it says which tokens come where a grammar leaves one text only.
 
     Raises:
         ModelError: the model cannot be served; one line.
@@ -162,6 +165,7 @@ class ModelRunner:
         self.sampled_ids = _sampled_ids(config.model, model_config)
         self.grammars = _grammars(config, model_config)
         self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0, grammars=self.grammars)
+        self.forces = self.grammars is not None and self.shard.rank == 0
         self._kv_digester = KvDigester(self.kernels, self.shard)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
@@ -232,8 +236,8 @@ class ModelRunner:
             self._pool, self._graphs = kept
 
     def warmup(self) -> None:
-        """Runs one prefill and one decode, so that the first request does not pay for first calls; and, with
-        speculation, a comparison of the verification of drafts with decodes.
+        """Runs one prefill and one decode, so that the first request does not pay for first calls; and a comparison of
+        the verification of drafts with decodes, where there may be any.
 
         Raises:
             ModelError: drafts would change tokens.
@@ -247,7 +251,10 @@ class ModelRunner:
             seq.num_computed_tokens = seq.num_tokens - 1
             self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
         spec = self.config.speculative_config
-        if spec is not None and not verifies_exactly(self, spec.num_speculative_tokens):
+        if spec is None and self.grammars is not None:
+            # On every rank: they compute it together.
+            self.forces &= verifies_exactly(self, _CHECKED_FORCED)
+        elif spec is not None and not verifies_exactly(self, spec.num_speculative_tokens):
             raise ModelError(
                 f"speculative_config: with kernels {self.kernels.name} several rows of a sequence have other bits than "
                 "one at a time, so drafts would change tokens; leave it out, or choose other kernels"
@@ -323,7 +330,8 @@ class ModelRunner:
         if self.draft_proposer is not None:
             self._draft(self.draft_proposer, batch, step, last, hidden)
         self.sampler.end_complete(batch)
-        return lambda: last.output
+        forced = self.sampler.forced(batch) if self.forces else {}
+        return lambda: _with_forced(last.output, forced)
 
     @torch.inference_mode()
     def _draft(
@@ -440,6 +448,12 @@ class ModelRunner:
         rows = SampledRows.of(batch)
         tokens = RejectionSampler().accept(rows.metadata, self.sampler.sample(batch, rows, logits).tolist())
         return ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
+
+
+def _with_forced(output: ScheduledBatchOutput, forced: dict[int, tuple[int, list[int]]]) -> ScheduledBatchOutput:
+    if forced:
+        output.forced_token_ids = forced
+    return output
 
 
 def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:

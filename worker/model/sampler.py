@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from common.limits import MOST_FORCED
 from kernels.interface import KernelBackend, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
@@ -150,7 +151,7 @@ class Sampler:
         self._seen = SeenTokens()
         self._masks = LogitMasks(eos_token_ids)
         self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
-        # Of the last step that was sampled.
+        # Of the last step that was sampled; histories by place in the batch.
         self._constraint_ends: dict[int, str] = {}
         # One: states of grammars are changed by a single step at a time.
         self._threads = ThreadPoolExecutor(1, "masks")
@@ -207,6 +208,21 @@ class Sampler:
             tokens = output.token_ids.get(seq_id := batch.req_ids[i], ())
             if tokens and tokens[-1] != NO_TOKEN and self._grammars.completes(history, tokens):
                 output.constraint_ends = {**(output.constraint_ends or {}), seq_id: COMPLETE}
+
+    def forced(self, batch: ScheduledBatch) -> dict[int, tuple[int, list[int]]]:
+        """Tokens of texts that grammars force behind those of the last step, by sequence, with the position of the
+        first. Where the step's own tokens may still be on their way, from those on."""
+        if self._grammars is None or not self._confined:
+            return {}
+        found, known = {}, None if self.waits_for_tokens else self.last.output.token_ids
+        for i, history in self._confined.items():
+            drawn = () if known is None else known.get(batch.req_ids[i], (NO_TOKEN,))
+            own = history.params.num_drafts
+            most = MOST_FORCED if own is None else min(own, MOST_FORCED)
+            if most and NO_TOKEN not in drawn and (run := self._grammars.forced(history, drawn)):
+                first = history.begin + history.num_output + len(drawn)
+                found[batch.req_ids[i]] = first, run[: most + (not drawn)]
+        return found
 
     def digests(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> Digests | None:
         """Begins the digests of rows of logits that are asked for, before anything changes them.

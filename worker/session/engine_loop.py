@@ -16,6 +16,7 @@ from collections.abc import Sequence as Many
 import structlog
 
 from common.errors import EngineError
+from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
@@ -98,8 +99,9 @@ class EngineLoop:
 
     @property
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts verified and accepted since the engine's start, by their place behind a token."""
-        return [] if self.figures is None else list(self.figures.drafts.values())
+        """Drafts of speculation verified and accepted since the engine's start, by their place behind a token."""
+        drafts = {} if self.figures is None else self.figures.drafts
+        return [counts for (method, _), counts in drafts.items() if method != names.GRAMMAR_DRAFTS]
 
     def busy_s(self, now: float) -> float:
         """For how long the current step has been running; 0 when idle."""

@@ -13,7 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from common.config import Config
+from common.config import Config, SpeculativeConfig
+from common.config_parts import NGRAM
 from common.errors import InvalidFieldError
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.core import EngineCore
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
@@ -103,7 +105,7 @@ def test_an_answer_is_the_same_among_others_in_chunks_and_after_preemption(runne
     for options in (
         {},
         {"max_num_batched_tokens": 16},
-        {"num_kvcache_blocks": 9, "max_model_len": 128},
+        {"num_kvcache_blocks": 8, "max_model_len": 128},
         {"scheduling_policy": "mixed"},
     ):
         engine = engine_of(runner, **options)
@@ -165,7 +167,7 @@ def test_no_step_is_computed_behind_a_finished_answer(runner: ModelRunner, n: in
     monkeypatch.setattr(runner, "launch", counted)
     for constraint in CONSTRAINTS.values():
         computed.clear()
-        params = {"constraint": constraint, "max_tokens": 200, "temperature": 0.8, "seed": 3, "n": n}
+        params = {"constraint": constraint, "max_tokens": 200, "temperature": 0.8, "seed": 3, "n": n, "num_drafts": 0}
         answers = engine_of(runner).generate([PROMPT], params)
         # The last token of the longest answer is computed by nobody.
         prompt = len(Tokenizer.from_folder(DEMO).encode(PROMPT))
@@ -189,6 +191,68 @@ def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:
     assert end.reason is EndReason.CONSTRAINT_FAILED
     assert "leave no token" in end.message
     assert engine.core.scheduler.landing.num_nan_rows == 0
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "date_of_birth": {"type": "string", "format": "date"},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string", "maxLength": 16}, "city": {"enum": ["Berlin", "Hamburg"]}},
+            "required": ["street", "city"],
+            "additionalProperties": False,
+        },
+        "is_member": {"type": "boolean"},
+    },
+    "required": ["first_name", "date_of_birth", "address", "is_member"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_that_a_grammar_forces_takes_fewer_steps_and_changes_nothing(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    constraints = [*CONSTRAINTS.values(), {"json_schema": PERSON}]
+    params = [{"constraint": one, "max_tokens": 150, "temperature": temperature, "logprobs": 2} for one in constraints]
+    names = ("token_ids", "logprobs", "finish_reason")
+
+    def answered(engine: LLMEngine, asked: list[dict[str, Any]]) -> list[list[Any]]:
+        return [[answer[name] for name in names] for answer in generate(engine, asked)]
+
+    # On a busy machine drafts may not pay.
+    monkeypatch.setattr(DraftLengths, "choose", lambda _self, drafts, *_others: dict(drafts))
+    engine = engine_of(runner)
+    found, stats = answered(engine, params), engine.core.scheduler.forced_stats
+    assert engine.core.scheduler.spec_stats.total_draft_tokens == 0
+    assert 0 < stats.total_accepted_tokens < stats.total_draft_tokens
+    without = engine_of(runner)
+    assert answered(without, [{**one, "num_drafts": 0} for one in params]) == found
+    assert without.core.scheduler.forced_stats.total_draft_tokens == 0
+    # Three quarters of the tokens of such an object are text that its schema forces.
+    alone = engine_of(runner)
+    (person,) = alone.generate([PROMPT], params[-1:], request_ids=[f"r{len(params) - 1}"])
+    assert [person[name] for name in names] == found[-1]
+    assert alone.core.num_steps < 0.6 * len(person["token_ids"])
+    # As on a GPU: what follows is said before the tokens have come that it follows.
+    monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
+    ahead = engine_of(runner, deferred_output=True)
+    ahead.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+    assert answered(ahead, params) == found
+    assert ahead.core.scheduler.forced_stats.total_accepted_tokens > 0
+
+
+def test_texts_are_forced_beside_drafts_of_a_proposer(runner: ModelRunner) -> None:
+    params = [*asked(), *asked(temperature=0.0, num_drafts=2)]
+    expected = [answer["token_ids"] for answer in generate(engine_of(runner), params)]
+    spec = SpeculativeConfig(6, NGRAM, prompt_lookup_min=1, adaptive=False)
+    engine = engine_of(runner, speculative_config=spec)
+    assert [answer["token_ids"] for answer in generate(engine, params)] == expected
+    assert engine.core.scheduler.spec_stats.total_accepted_tokens > 0
+    assert engine.core.scheduler.forced_stats.total_accepted_tokens > 0
 
 
 class Compiling:
