@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.checks import require, require_one_of, require_types
-from common.limits import MAX_SPECULATIVE_TOKENS
+from common.limits import MAX_FINISHED_TOKENS, MAX_SPECULATIVE_TOKENS
 
 # The granularity of the scales of quantized weights.
 QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
@@ -170,6 +170,8 @@ class SpeculativeConfig:
         model: that folder, or its name on the Hugging Face Hub; empty for the others.
         prompt_lookup_max: newest tokens that are looked up at most, by `ngram`.
         prompt_lookup_min: at least.
+        prompt_lookup_finished: tokens of finished answers that `ngram` keeps, 4 bytes each, to look through those to
+            prompts of the same cache salt that begin alike; 0 for none.
         adaptive: verifies as many drafts as pay, by what steps take and how many drafts are right; else all there are.
 
     Raises:
@@ -181,6 +183,7 @@ class SpeculativeConfig:
     model: str = ""
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    prompt_lookup_finished: int = 0
     adaptive: bool = True
 
     def __post_init__(self) -> None:
@@ -196,3 +199,7 @@ class SpeculativeConfig:
         require(1 <= longest <= most, f"{name}prompt_lookup_max", longest, f"1 to {most}")
         valid = f"1 to prompt_lookup_max, {longest}"
         require(1 <= shortest <= longest, f"{name}prompt_lookup_min", shortest, valid)
+        kept = self.prompt_lookup_finished
+        valid = f"0 to {MAX_FINISHED_TOKENS}" if self.method == NGRAM else f"0 with method {self.method}"
+        is_valid = 0 <= kept <= (MAX_FINISHED_TOKENS if self.method == NGRAM else 0)
+        require(is_valid, f"{name}prompt_lookup_finished", kept, valid)

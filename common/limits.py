@@ -56,7 +56,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 # Drafts of a sequence and step, and newest tokens that a lookup of them compares.
 MAX_SPECULATIVE_TOKENS = 16
-# Of those that are text which a grammar forces.
+# Tokens of finished answers that a worker may keep, 4 bytes each.
+MAX_FINISHED_TOKENS = 1 << 28
+# Drafts of a sequence and step that are text which a grammar forces.
 MOST_FORCED = 16
 # Of one call of Score.
 MAX_CONTINUATIONS = 128

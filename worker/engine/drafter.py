@@ -13,10 +13,10 @@ from itertools import accumulate
 from operator import mul
 from typing import Final, Protocol
 
-from common.config import Config
 from common.config_parts import NGRAM, SpeculativeConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.draft_lengths import DraftLengths
+from worker.engine.finished_answers import FinishedAnswers
 from worker.engine.forced_text import ForcedText
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.ngram_proposer import NgramProposer
@@ -35,14 +35,17 @@ class Proposer(Protocol):
         ...
 
 
-def make_proposer(config: Config) -> Proposer | None:
+def make_answers(spec: SpeculativeConfig | None) -> FinishedAnswers | None:
+    """The finished answers that a proposer looks through; None where it does not."""
+    most = 0 if spec is None else spec.prompt_lookup_finished
+    return None if spec is None or most == 0 else FinishedAnswers(most, spec.prompt_lookup_max)
+
+
+def make_proposer(spec: SpeculativeConfig | None, answers: FinishedAnswers | None) -> Proposer | None:
     """The proposer of a config; None where there is no speculation, or the runner proposes."""
-    spec = config.speculative_config
-    return _ngrams(spec) if spec is not None and spec.method == NGRAM else None
-
-
-def _ngrams(spec: SpeculativeConfig) -> NgramProposer:
-    return NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max)
+    if spec is None or spec.method != NGRAM:
+        return None
+    return NgramProposer(spec.prompt_lookup_min, spec.prompt_lookup_max, answers)
 
 
 class Drafter:

@@ -2,6 +2,7 @@
 
 Of the suffixes of `longest` down to `shortest` tokens the longest one that came before counts, and of its places the
 latest; so a proposal is a function of the tokens. What stands there up to the end is repeated where it is too short.
+Finished answers are looked through likewise: they count where a longer suffix came before in them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from worker.engine.finished_answers import END, FinishedAnswers, Tokens
 from worker.engine.sequence import Sequence
 
 # Tokens of sequences that are kept as arrays, 4 bytes each: making one of a long list takes longer than a search.
@@ -32,7 +34,7 @@ class _Tokens:
         """Tokens that there is room for."""
         return len(self._array)
 
-    def upto_now(self) -> npt.NDArray[np.int32]:
+    def upto_now(self) -> Tokens:
         """All tokens, int32 [L]."""
         count = len(self.tokens)
         if count > self.size:
@@ -50,11 +52,13 @@ class NgramProposer:
     Args:
         shortest: tokens of a suffix, at least.
         longest: at most.
+        answers: finished ones that are looked through too; None for none.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, answers: FinishedAnswers | None = None) -> None:
         self._shortest = shortest
         self._longest = longest
+        self._answers = answers
         # By sequence, those that were looked up last behind the others.
         self._kept: OrderedDict[int, _Tokens] = OrderedDict()
         self._num_kept = 0
@@ -62,10 +66,16 @@ class NgramProposer:
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """The `most` tokens that followed; none where no suffix came before."""
         tokens = self._tokens(seq)
-        place = self._place(tokens)
-        return [] if place is None else continuation(tokens, place, most)
+        found, length = self._places(tokens[:-1], tokens)
+        if self._answers is not None and length < self._longest:
+            answers = self._answers.beside(seq)
+            others, longer = self._places(answers, tokens)
+            others = others[answers[others + 1] != END] if longer > length else others[:0]
+            if len(others) and longer >= self._shortest:
+                return _up_to_end(answers[others[-1] + 1 :][:most])
+        return continuation(tokens, int(found[-1]), most) if length >= self._shortest else []
 
-    def _tokens(self, seq: Sequence) -> npt.NDArray[np.int32]:
+    def _tokens(self, seq: Sequence) -> Tokens:
         kept = self._kept.pop(seq.id, None)
         if kept is not None:
             self._num_kept -= kept.size
@@ -78,20 +88,25 @@ class NgramProposer:
             self._num_kept -= self._kept.popitem(last=False)[1].size
         return tokens
 
-    def _place(self, tokens: npt.NDArray[np.int32]) -> int | None:
-        """The place where the longest suffix ends that came before."""
-        found = np.flatnonzero(tokens[:-1] == tokens[-1])
-        length = 1
-        while len(found) and length < self._longest:
+    def _places(self, within: Tokens, tokens: Tokens) -> tuple[npt.NDArray[np.intp], int]:
+        """The places where the longest suffix of `tokens` ends that is in `within`, and its length, 0 for none."""
+        found = np.flatnonzero(within == tokens[-1])
+        length = min(1, len(found))
+        while length and length < min(self._longest, len(tokens)):
             before = found[found >= length]
-            longer = before[tokens[before - length] == tokens[-1 - length]] if len(before) else before
+            longer = before[within[before - length] == tokens[-1 - length]] if len(before) else before
             if not len(longer):
                 break
             found, length = longer, length + 1
-        return int(found[-1]) if len(found) and length >= self._shortest else None
+        return found, length
 
 
-def continuation(tokens: npt.NDArray[np.int32], place: int, most: int) -> list[int]:
+def _up_to_end(answer: Tokens) -> list[int]:
+    tokens: list[int] = answer.tolist()
+    return tokens[: tokens.index(END)] if END in tokens else tokens
+
+
+def continuation(tokens: Tokens, place: int, most: int) -> list[int]:
     """The tokens behind `place` up to the end of `tokens`, again and again, `most` of them."""
     following = tokens[place + 1 : place + 1 + most]
     if len(following) < most:

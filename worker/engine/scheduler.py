@@ -31,7 +31,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
 from worker.engine.draft_lengths import DraftLengths
-from worker.engine.drafter import Drafter, make_proposer
+from worker.engine.drafter import Drafter, make_answers, make_proposer
 from worker.engine.integrity import check_lifecycle
 from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
@@ -88,7 +88,9 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)
         self._prompts = PromptFiller(limits, self.lifecycle, self._followers, self.meter)
-        spec, proposer = config.speculative_config, make_proposer(config)
+        spec = config.speculative_config
+        self._answers = make_answers(spec)
+        proposer = make_proposer(spec, self._answers)
         lengths = DraftLengths(limits.mtp_k, adapts=spec is None or spec.adaptive)
         in_runner = self.use_spec and proposer is None
         self.drafter = Drafter(limits, self.lifecycle, proposer, lengths, in_runner=in_runner)
@@ -247,6 +249,9 @@ class Scheduler:
         """
         finished = self.landing.take(seqs, batch, fwd_output, now)
         self.drafter.note_forced(batch, fwd_output.forced_token_ids or {})
+        if self._answers is not None:
+            for seq in finished:
+                self._answers.add(seq)
         if stream_output_queue is not None:
             stream_output_queue.put_nowait(self.take_outputs())
         return finished

@@ -29,7 +29,7 @@ def test_a_config_is_read() -> None:
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "k": 1}',
             "k is unknown; valid: num_speculative_tokens, method, model, prompt_lookup_max, prompt_lookup_min, "
-            "adaptive",
+            "prompt_lookup_finished, adaptive",
         ),
         (
             '{"method": "magic", "num_speculative_tokens": 3}',
@@ -46,6 +46,14 @@ def test_a_config_is_read() -> None:
         (
             '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 9}',
             "speculative_config.prompt_lookup_min is 9; valid: 1 to prompt_lookup_max, 4",
+        ),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_finished": -1}',
+            "speculative_config.prompt_lookup_finished is -1; valid: 0 to 268435456",
+        ),
+        (
+            '{"method": "mtp", "num_speculative_tokens": 4, "prompt_lookup_finished": 5}',
+            "speculative_config.prompt_lookup_finished is 5; valid: 0 with method mtp",
         ),
     ],
 )
