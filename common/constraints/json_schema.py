@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NoReturn
 
+from common.constraints.formats import FORMATS, FURTHER
+
 # Levels of subschemas: beyond them the library's own bound of nesting is near.
 MAX_DEPTH: Final = 48
 # Between the tokens of JSON: enough for indented output, and no endless row of blanks.
@@ -34,7 +36,6 @@ _NOTES: Final = frozenset(
     }
 )  # fmt: skip
 KEYWORDS: Final = _ENFORCED | _NOTES
-FORMATS: Final = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 _ONES: Final = ("items", "additionalProperties")
 _LISTS: Final = ("prefixItems", "allOf", "anyOf", "oneOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
@@ -87,11 +88,32 @@ def dumped(schema: Any) -> str:
         schema = {} if schema else {"enum": []}
     flexible = schema.get(_OPTIONS, {}).get(_FLEXIBLE, True)
     options: dict[str, object] = {"whitespace_pattern": WHITESPACE} if flexible else {_FLEXIBLE: False}
-    rest = {name: value for name, value in schema.items() if name != _OPTIONS}
     try:
+        rest = _narrowed({name: value for name, value in schema.items() if name != _OPTIONS})
         return json.dumps({_OPTIONS: options, **rest}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError):
         raise SchemaError("", "it has a number that is too large, or is nested too deeply") from None
+
+
+def _narrowed(schema: Any) -> Any:
+    """The schema with all that its formats say."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _narrowed_value(name, value) for name, value in schema.items()}
+    every = made.get("allOf", [])
+    if (further := FURTHER.get(schema.get("format", ""))) and isinstance(every, list):
+        made["allOf"] = [*every, *further]
+    return made
+
+
+def _narrowed_value(name: str, value: Any) -> Any:
+    if name in _ONES:
+        return _narrowed(value)
+    if name in _LISTS and isinstance(value, list):
+        return [_narrowed(each) for each in value]
+    if name in _MAPS and isinstance(value, dict):
+        return {key: _narrowed(each) for key, each in value.items()}
+    return value
 
 
 def subschemas(schema: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

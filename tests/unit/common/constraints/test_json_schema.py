@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from datetime import date
 from typing import Any
 
 import jsonschema
@@ -11,6 +13,7 @@ import pytest
 
 from common.constraints import json_schema
 from common.constraints.check import GrammarChecker
+from common.constraints.formats import FORMATS
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
 
@@ -65,12 +68,22 @@ REFUSED: dict[str, tuple[dict[str, Any], object]] = {
 
 def accepts(schema: object, document: object) -> bool:
     """Whether the grammar of a schema has the compact text of a document."""
+    return bool(accepted(schema, [document]))
+
+
+def accepted(schema: object, documents: Iterable[object]) -> list[object]:
+    """Those of the documents whose compact text the grammar of a schema has."""
     from common.constraints import library
 
     text = CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
-    matcher = library.compiled(text, library.byte_vocabulary({}, {256}), library.RUNNING)
-    data = list(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+    start = library.compiled(text, library.byte_vocabulary({}, {256}), library.RUNNING)
+    found = []
+    for document in documents:
+        matcher = start.deep_copy()
+        data = list(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
+        if matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting():
+            found.append(document)
+    return found
 
 
 def test_the_whole_vocabulary_is_known() -> None:
@@ -112,9 +125,46 @@ def test_notes_change_nothing(name: str) -> None:
     assert accepts({name: note, "type": "string"}, "any")
 
 
-@pytest.mark.parametrize("name", json_schema.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_enforced(name: str) -> None:
     assert not accepts({"type": "string", "format": name}, "?")
+
+
+@pytest.mark.parametrize(("name", "rest"), [("date", ""), ("date-time", "T23:59:59Z")])
+def test_dates_are_those_of_the_calendar(name: str, rest: str) -> None:
+    years = (0, 1, 4, 100, 400, 1900, 1904, 2000, 2023, 2024, 2100, 9996, 9999)
+    every = [f"{year:04}-{month:02}-{day:02}{rest}" for year in years for month in range(14) for day in range(33)]
+    assert accepted({"format": name}, every) == [text for text in every if _is_date(text[:10])]
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_times_and_host_names_are_those_that_all_validators_take() -> None:
+    times = ["00:00:00Z", "23:59:59.5+01:00", "23:59:60Z", "12:00:60Z", "24:00:00Z"]
+    assert accepted({"format": "time"}, times) == times[:2]
+    moments = [f"2024-02-29T{time}" for time in times]
+    assert accepted({"format": "date-time"}, moments) == moments[:2]
+    label = "a" * 63
+    good = ["a", "a.b", "a-b", "a-bc", "ab-c.d", "a--b", "abc--d", f"{label}.{label}.{label}.{'a' * 61}"]
+    bad = [
+        "xn--X",
+        "xn--ihqwcrb4cv8a8dqg056pqjye",
+        "ab--c",
+        "x.ab--c",
+        "-a",
+        "a-",
+        f"{label}.{label}.{label}.{'a' * 62}",
+    ]
+    assert accepted({"format": "hostname"}, [*good, *bad]) == good
+    assert accepted({"format": "hostname", "allOf": [{"minLength": 3}]}, good) == good[1:]
+    inner = {"type": "array", "items": {"anyOf": [{"format": "time"}]}}
+    assert accepted(inner, [["23:59:60Z"], ["23:59:59Z"]]) == [["23:59:59Z"]]
 
 
 @pytest.mark.parametrize(
