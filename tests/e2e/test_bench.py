@@ -116,7 +116,9 @@ def test_ctrl_c_prints_what_was_measured_and_frees_the_workers(service: Service)
 def test_offline_with_a_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     loads = ("--concurrency", "1,4", "--requests", "4", "--warmup", "1", "--input-len", "4:20", "--output-len", "6")
-    process = start("offline", "--model", str(DEMO), "--threads", "1", *loads, "--json", str(file))
+    drafts = {"method": "eagle3", "model": str(DEMO.parent / "eagle3"), "num_speculative_tokens": 3, "adaptive": False}
+    speculation = ("--speculative-config", json.dumps(drafts))
+    process = start("offline", "--model", str(DEMO), "--threads", "1", *speculation, *loads, "--json", str(file))
     output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     assert [line.split()[:3] for line in output.splitlines()[1:]] == [["c=1", "4", "0"], ["c=4", "4", "0"]]
@@ -126,3 +128,8 @@ def test_offline_with_a_checkpoint(tmp_path: Path) -> None:
     for row in made["rows"]:
         assert (row["ok"], row["output_tokens"], row["cached_tokens"], row["queue_ms"]) == (4, 24, None, None)
         assert row["latency_ms"]["p50"] >= row["ttft_ms"]["p50"] > 0
+        verified, accepted = ([one[name] for one in row["drafts"]] for name in ("verified", "accepted"))
+        assert 1 <= len(verified) <= 3
+        assert verified == sorted(verified, reverse=True)
+        # Each of the four answers has a token of its prompt's step, and the others of verifications or plain steps.
+        assert sum(accepted) <= 4 * 5

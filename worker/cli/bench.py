@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final
 
 import click
@@ -124,6 +125,10 @@ class EngineTarget:
         if self._current is not None:
             self._current.stop()
 
+    def draft_counts(self) -> list[tuple[int, int]]:
+        """Drafts of speculation verified and accepted so far, by their place behind a token."""
+        return list(self._engine.core.scheduler.spec_stats.by_position)
+
     def close(self) -> None:
         """Ends the ranks, if there are any."""
         self._engine.close()
@@ -149,6 +154,8 @@ def offline(**given: Any) -> int:
     setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
     options = worker_options(**engine, **OF_A_SERVICE)
     engine["max_num_batched_tokens"] = options.config.max_num_batched_tokens
+    spec = options.config.speculative_config
+    engine["speculative_config"] = None if spec is None else asdict(spec)
     engine["scheduling_policy"] = options.config.scheduling_policy
     return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
 

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from common.cli.bench import report
-from common.cli.bench.figures import Figures, Setting, failures_of, figures_of
+from common.cli.bench.figures import Figures, Setting, drafts_between, failures_of, figures_of
 from common.cli.bench.machine import cpu_model
 from common.cli.bench.plan import Plan, plan_options
 from common.cli.bench.records import Record
@@ -89,12 +89,13 @@ class Benchmark:
         work = self._prepared(round_, plan.requests_of(setting) or _PREPARED)
         if self.interrupted:
             return
-        begin, before = time.perf_counter(), target.meter.read()
+        drafts, begin, before = target.draft_counts(), time.perf_counter(), target.meter.read()
         records = target.run(plan.load(setting), work, self._progress(label))
         if self.interrupted and not records:
             return
         cpu = target.meter.shares(before, target.meter.read(), time.perf_counter() - begin)
-        self.rows.append(figures_of(records, setting, repeat, plan.objectives, cpu))
+        found = drafts_between(drafts, target.draft_counts())
+        self.rows.append(figures_of(records, setting, repeat, plan.objectives, cpu, found))
 
     def _warn(self, label: str, warm_up: list[Record]) -> None:
         if failures := failures_of(warm_up):

@@ -78,6 +78,14 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafts in one place behind a token: how many were verified, and how many of these were the model's own tokens."""
+
+    verified: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of one run. Only requests that succeeded count for tokens, rates and times.
 
@@ -106,6 +114,8 @@ class Figures:
         retried: requests that were given to more than one worker.
         goodput: None without objectives.
         cpu: who used this machine meanwhile.
+        drafts: of speculation, by place: those directly behind a token, the next ones, and so on; empty without any,
+            or where nothing says so.
     """
 
     setting: Setting
@@ -134,6 +144,12 @@ class Figures:
     retried: int = 0
     goodput: Goodput | None = None
     cpu: CpuShares = NO_SHARES
+    drafts: tuple[DraftCounts, ...] = ()
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """Mean number of tokens that a verification of drafts has brought: those accepted, and one more."""
+        return 1 + sum(each.accepted for each in self.drafts) / max(1, self.drafts[0].verified if self.drafts else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -146,6 +162,7 @@ def figures_of(
     repeat: int = 0,
     objectives: Mapping[str, float] | None = None,
     cpu: CpuShares = NO_SHARES,
+    drafts: Sequence[DraftCounts] = (),
 ) -> Figures:
     """The figures of a run from all its requests.
 
@@ -155,6 +172,7 @@ def figures_of(
         repeat: which repetition.
         objectives: most seconds by the names of OBJECTIVES; what meets all of them is goodput. None: not asked for.
         cpu: who used this machine meanwhile.
+        drafts: by place.
     """
     good = [record for record in records if record.ok]
     duration = max((record.ended for record in records), default=0.0)
@@ -188,7 +206,15 @@ def figures_of(
         retried=sum(record.attempts > 1 for record in good),
         goodput=None if objectives is None else _goodput(records, objectives, duration),
         cpu=cpu,
+        drafts=tuple(drafts),
     )
+
+
+def drafts_between(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[DraftCounts]:
+    """Drafts of a run, from the counts (verified, accepted) by place before and after it; without places of none."""
+    begins = [*before, *[(0, 0)] * (len(after) - len(before))]
+    counts = [DraftCounts(v - v0, a - a0) for (v, a), (v0, a0) in zip(after, begins, strict=True)]
+    return [each for each in counts if each.verified]
 
 
 def failures_of(records: Iterable[Record]) -> tuple[Failures, ...]:

@@ -121,9 +121,19 @@ def details(row: Figures) -> str:
         f"CPU: client {percent(cpu.client)}, service {percent(cpu.service)}, foreign {percent(cpu.foreign)}, "
         f"stolen {percent(cpu.steal)}",
         *([f"workers: {', '.join(f'{name} {count}' for name, count in row.workers.items())}"] if row.workers else []),
+        *([_drafts_told(row)] if row.drafts else []),
         *([f"{row.retried} requests were given to more than one worker"] if row.retried else []),
     ]
     return "\n".join([*lines, _aligned([("ms", "MEAN", "P50", "P90", "P99", "MAX"), *times])])
+
+
+def _drafts_told(row: Figures) -> str:
+    verified, accepted = sum(one.verified for one in row.drafts), sum(one.accepted for one in row.drafts)
+    rates = " ".join(percent(one.accepted / one.verified) for one in row.drafts)
+    return (
+        f"drafts: {verified} verified, {accepted} accepted ({percent(accepted / verified)}; by place {rates}), "
+        f"{number(row.tokens_per_verification)} tokens a verification"
+    )
 
 
 def warnings(rows: Sequence[Figures]) -> list[str]:

@@ -50,6 +50,10 @@ class Target(Protocol):
         """Ends the load that runs, and each that comes, before its first request; for a signal handler."""
         ...
 
+    def draft_counts(self) -> list[tuple[int, int]]:
+        """Drafts verified and accepted so far, by their place behind a token; empty where nothing says so."""
+        ...
+
     def close(self) -> None:
         """Gives everything back."""
         ...
@@ -119,6 +123,10 @@ class RouterTarget:
         self._stopped = True
         if self._current is not None:
             self._runner.get_loop().call_soon_threadsafe(self._current.stop)
+
+    def draft_counts(self) -> list[tuple[int, int]]:
+        """None: routers say nothing of them."""
+        return []
 
     def close(self) -> None:
         """Closes the connection."""
