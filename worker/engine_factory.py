@@ -92,7 +92,9 @@ def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]
         options.config, options.model_config, options.threads, progress, takes_memory=options.takes_memory
     )
     config, executor = make_executor(config, runner, clock)
-    return BuiltEngine(EngineCore(config, runner, clock, executor, runner.grammars), lambda: describe(runner))
+    core = EngineCore(config, runner, clock, executor, runner.grammars)
+    core.measure_step_costs()
+    return BuiltEngine(core, lambda: describe(runner))
 
 
 def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
@@ -105,8 +107,11 @@ def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], fl
     if known["grammar_engine"]:
         grammars = grammars_to_check(Tokenizer.from_folder(config.model), config.eos_token_ids)
     if topology.dp_size > 1:
+        # In lockstep with others, whose ranks every step needs: it learns what steps take as it goes.
         return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)
-    return BuiltEngine(EngineCore(config, group, clock, group, grammars), lambda: known)
+    core = EngineCore(config, group, clock, group, grammars)
+    core.measure_step_costs()
+    return BuiltEngine(core, lambda: known)
 
 
 def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], float]) -> BuiltEngine:

@@ -17,15 +17,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
+import structlog
+
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
+from worker.engine.cost_probe import measure_step_costs
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.engine.load import LoadReport
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
+
+log = structlog.get_logger(__name__)
 
 # How often an idle engine looks whether its ranks are there, and how often engines in lockstep ask each other for work:
 # after so many rounds without any, which are 5 s, less often, since each takes a millisecond of CPU time.
@@ -133,6 +138,13 @@ class EngineCore:
     def serves_grammars(self) -> bool:
         """True if sequences may have any."""
         return self._grammars is not None
+
+    def measure_step_costs(self) -> None:
+        """Measures what steps take by their number of rows, where drafts are weighed by it; before anything else."""
+        spec = self.config.speculative_config
+        if spec is not None and spec.adaptive:
+            self.scheduler.drafter.lengths.costs = costs = measure_step_costs(self.config, self.executor)
+            log.info("step costs measured", ms_by_rows={rows: round(1e3 * s, 2) for rows, s in costs.table.items()})
 
     def validate(self, seq: Sequence) -> None:
         """Raises an ApiError if `seq` cannot be run (Scheduler.validate)."""

@@ -105,7 +105,7 @@ class Drafter:
             step.verify(fitting)
             step.forced = forced.keys() & fitting.keys()
         if guessed:
-            self._rest = 0 if chosen else self.lengths.rest
+            self._rest = 0 if chosen else self.lengths.rest(len(decodes))
 
     def note_forced(self, batch: ScheduledBatch, runs: Mapping[int, tuple[int, list[int]]]) -> None:
         """Takes what a step has brought of texts that grammars force (`ScheduledBatchOutput.forced_token_ids`), and
@@ -142,9 +142,9 @@ class Drafter:
         if self._forced and self._waits_for_forced(seq):
             return True
         most = self._most(seq)
-        if self.proposer is None or most == 0 or not (found := self.proposer.propose(seq, most)):
+        if self.proposer is None or most == 0 or self._rest > 0 or not (found := self.proposer.propose(seq, most)):
             return False
-        if not (pays := self.lengths.pays(seq)):
+        if not (pays := self.lengths.pays(seq, max(1, self._lifecycle.num_decoding))):
             self.lengths.decided(seq, found, 0)
         return pays
 
@@ -170,7 +170,10 @@ class Drafter:
         if self._rest > 0 and not self._in_runner:
             self._rest -= 1
             return {}
-        return {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+        guessed = {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+        if decodes and not guessed:
+            self._rest = self.lengths.rest(len(decodes))
+        return guessed
 
     def _forced_runs(self, decodes: list[Sequence], guessed: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Texts that grammars force behind sequences; but for those of which more is guessed that begins so."""

@@ -35,7 +35,7 @@ class ForcedText:
 
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}
-        self._rates = DraftRates()
+        self._rates = DraftRates(unknown=1.0)
 
     def __bool__(self) -> bool:
         return bool(self._runs)

@@ -219,7 +219,7 @@ class Scheduler:
         """Takes note of how long a batch took, which is what `last_prompt_latency` means."""
         self.meter.note(batch, duration_s)
         if not batch.total_seqs_num_prefill:
-            self.drafter.lengths.costs.note(batch.total_tokens_num, duration_s)
+            self.drafter.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s)
 
     @property
     def last_prompt_latency(self) -> float:

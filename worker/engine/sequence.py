@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,10 @@ class EndReason(enum.Enum):
     INVALID = enum.auto()
 
 
+# A rate that nothing is known of: drafts are worth a try where they cost little.
+_UNKNOWN_RATE: Final = 0.6
+
+
 @dataclass(slots=True)
 class DraftRates:
     """Rates at which drafts at a position behind the newest token were right, if those before them were.
@@ -68,16 +72,18 @@ class DraftRates:
     Attributes:
         rates: of the positions that are known; a further one counts as the last of these.
         counts: how many drafts each is the mean of.
+        unknown: taken for a rate of which nothing is known.
     """
 
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    unknown: float = _UNKNOWN_RATE
 
     def of(self, position: int) -> float:
-        """The rate at a position; 1 where nothing is known."""
+        """The rate at a position; `unknown` where nothing is known."""
         if position < len(self.rates):
             return self.rates[position]
-        return self.rates[-1] if self.rates else 1.0
+        return self.rates[-1] if self.rates else self.unknown
 
     def learn(self, position: int, is_right: bool, weight: float) -> None:
         """One more draft, which counts as the others do at first, and later `weight`."""
@@ -89,7 +95,7 @@ class DraftRates:
 
     def prior(self, count: int) -> DraftRates:
         """A copy that stands for at most so many drafts at each position."""
-        return DraftRates(list(self.rates), [min(count, own) for own in self.counts])
+        return DraftRates(list(self.rates), [min(count, own) for own in self.counts], self.unknown)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ def check(steps: list[Event]) -> None:
     forced, seqs = ForcedText(), [Sequence([7], 4, id=i) for i in range(2)]
     # By sequence: position of the run, and its tokens.
     known: list[tuple[int, list[int]] | None] = [None, None]
-    every, own = DraftRates(), dict[int, DraftRates]()
+    every, own = DraftRates(unknown=1.0), dict[int, DraftRates]()
     for place, tokens, run in steps:
         seq = seqs[place]
         before = seq.num_tokens

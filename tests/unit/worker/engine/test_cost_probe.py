@@ -1,0 +1,76 @@
+"""Step costs measured before anything is served: right by the clock, and without a trace in what is served later."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import Config, SpeculativeConfig
+from common.config_parts import NGRAM
+from worker.engine import cost_probe
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import EngineCore
+from worker.engine.cost_probe import measure_step_costs
+
+SIZE = 16
+
+
+class Timed:
+    """Steps that take a hundredth of a second and a thousandth for each row, more with drafts; seconds are virtual."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        assert all(len(table) * SIZE >= end for table, end in zip(batch.tables, batch.context_lens, strict=True))
+        used = [block for table in batch.tables for block in table]
+        assert len(used) == len(set(used)), "two sequences write a block"
+        self.shapes.append((len(batch.req_ids), batch.total_tokens_num))
+        self.now += 0.01 + 0.001 * batch.total_tokens_num + 0.005 * (batch.num_spec_step > 0)
+        return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (7,)))
+
+
+def engine(runner: Timed, num_blocks: int = 500, *, adaptive: bool = True) -> EngineCore:
+    spec = SpeculativeConfig(3, NGRAM, adaptive=adaptive)
+    config = Config(eos_token_id=0, num_kvcache_blocks=num_blocks, max_model_len=96, speculative_config=spec)
+    return EngineCore(config, runner, runner)
+
+
+def test_costs_are_those_of_the_clock() -> None:
+    core = engine(Timed())
+    costs = measure_step_costs(core.config, core.executor)
+    assert costs.table == pytest.approx({rows: 0.01 + 0.001 * rows for rows in costs.table})
+    assert {1, 8, 32} <= costs.table.keys()
+    assert costs.verification(8) == pytest.approx(0.023)
+
+
+def test_sizes_are_those_that_the_pool_has_blocks_for() -> None:
+    core = engine(Timed(), 40)
+    assert max(measure_step_costs(core.config, core.executor).table) == 12
+
+
+def test_it_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_probe, "_MOST_S", 0.05)
+    runner = Timed()
+    core = engine(runner)
+    assert measure_step_costs(core.config, core.executor).table.keys() == {1, 2, 4, 8}
+    assert runner.now < 0.1
+
+
+def test_an_engine_knows_them_and_holds_nothing() -> None:
+    runner = Timed()
+    core = engine(runner)
+    core.measure_step_costs()
+    assert core.scheduler.drafter.lengths.costs.of(8) == pytest.approx(0.018)
+    assert not core.has_unfinished()
+    assert core.scheduler.block_manager.num_free_blocks == 500
+    core.scheduler.check_integrity()
+
+
+def test_an_engine_that_verifies_all_drafts_measures_nothing() -> None:
+    runner = Timed()
+    engine(runner, adaptive=False).measure_step_costs()
+    assert not runner.shapes
