@@ -96,11 +96,22 @@ async def test_calls_that_are_cut_are_left_out(tools: str) -> None:
 async def test_a_command_is_a_tool(tools: str) -> None:
     async with bench(worker(LOOK, WAIT)) as b:
         at = ("chat", "--address", b.router.server.address, "--tools", tools)
-        run = ("--tool-command", f'look={sys.executable} -c "{UPPER}"', "--no-confirm")
-        code, out, err = await command(*at, *run, text="first\ntyped\n")
+        look = f'look={sys.executable} -c "{UPPER}"'
+        code, out, err = await command(*at, "--tool-command", look, "--no-confirm", text="first\ntyped\n")
         assert (code, out) == (0, f"look({ARGUMENTS})\nwait({{}})\ndone\n"), err
         assert "tool\nLA" in prompts(b)[1]
         assert "tool\ntyped" in prompts(b)[2]
+
+
+async def test_commands_of_the_environment_have_blanks_too(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a line."""
+    shown = f'{sys.executable} -c "print(7)"'
+    monkeypatch.setenv("FISSILE_TOOL_COMMAND", f"look={shown}\nwait={shown}")
+    async with bench(worker(f"{LOOK}\n{WAIT}")) as b:
+        at = ("chat", "--address", b.router.server.address, "--tools", tools, "--no-confirm")
+        code, out, err = await command(*at, text="first\n")
+        assert (code, out) == (0, f"look({ARGUMENTS})\nwait({{}})\ndone\n"), err
+        assert prompts(b)[1].count("tool\n7") == 2
 
 
 async def test_a_command_that_fails_ends_a_pipe(tools: str) -> None:

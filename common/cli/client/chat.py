@@ -292,7 +292,8 @@ def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: b
     "--tool-command", "tool_commands", envvar="FISSILE_TOOL_COMMAND", type=ToolCommand(), metavar="NAME=COMMAND",
     multiple=True,
     help="Command that is the tool NAME: it gets the arguments as JSON on standard input, and what it prints is the "
-    "result. Runs on this machine, without a shell. Default: you type the result. Repeatable.",
+    "result. Runs on this machine, without a shell. Default: you type the result. Repeatable; one a line in the "
+    "variable.",
 )  # fmt: skip
 @option(
     "--confirm/--no-confirm", "confirms", envvar="FISSILE_CONFIRM", default=True,

@@ -65,9 +65,13 @@ def _tool(place: str, given: Any) -> pb.Tool:
 
 
 class ToolCommand(click.ParamType[tuple[str, tuple[str, ...]]]):
-    """A tool and the command that is it, from `NAME=COMMAND`; words are split as a shell splits them."""
+    """A tool and the command that is it, from `NAME=COMMAND`; words are split as a shell splits them.
+
+    In an environment variable there is one on each line: commands have blanks.
+    """
 
     name = "tool command"
+    envvar_list_splitter = "\n"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
