@@ -10,8 +10,10 @@ from fissile.receipts import confining
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
+from common.text.response import arguments
+from common.text.response.arguments import Argument
 from common.text.response.form import ResponseForm
-from common.text.response.grammar import AnswerGrammar, CalledTool, Thinking, keys_of
+from common.text.response.grammar import AnswerGrammar, CalledTool, Thinking
 from common.text.response.parser import ResponseParser
 from router.model_registry import ServedModel
 from router.tools import ends_with_first_call
@@ -78,7 +80,7 @@ def confinement_of(
     if not field:
         return Confinement("", "", (), writer, thinking if separates_reasoning else None)
     _check(request, model, writer, field, thinking, has_tools=tools is not None)
-    called, schemas = _called(request, tools or [])
+    called, schemas = _called(request, tools or [], writer)
     is_named = request.tool_choice.WhichOneof("choice") == "name"
     grammar = writer.calls(
         called,
@@ -122,9 +124,6 @@ def _check(
     if has_tools and not _is_required(request) and not writer.tells_calls:
         problem = f"needs calls that begin with a token of their own, as those of {model.name!r} do not"
         raise InvalidFieldError(field, problem, _AT_WILL)
-    if not writer.has_json and (strict := [i for i, tool in enumerate(request.tools) if tool.strict]):
-        problem = f"needs arguments that are JSON, and {model.name!r} writes tags"
-        raise InvalidFieldError(f"tools[{strict[0]}].strict", problem, "no strict")
     if request.reasoning.HasField("max_tokens") and (thinking is None or not writer.ends_reasoning):
         problem = f"needs reasoning in its own channel that ends with a token, which {model.name!r} does not have here"
         raise InvalidFieldError("reasoning.max_tokens", problem, "leave it out")
@@ -141,7 +140,9 @@ def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> Thin
     return None if opening.strip() else Thinking(max_tokens=most)
 
 
-def _called(request: pb.ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[CalledTool], list[tuple[str, str]]]:
+def _called(
+    request: pb.ChatRequest, tools: list[dict[str, Any]], writer: AnswerGrammar
+) -> tuple[list[CalledTool], list[tuple[str, str]]]:
     """Tools that may be called, and the schemas that hold their arguments."""
     name = request.tool_choice.name
     called, schemas = list[CalledTool](), list[tuple[str, str]]()
@@ -155,5 +156,17 @@ def _called(request: pb.ChatRequest, tools: list[dict[str, Any]]) -> tuple[list[
             if parameters.get("type") != "object":
                 raise InvalidFieldError(path, "has no type object", '"type": "object" at its root')
             schemas.append((path, schema))
-        called.append(CalledTool(given.name, schema, keys_of(parameters)))
+        called.append(
+            CalledTool(given.name, schema, () if writer.has_json else _arguments(i, given, parameters, writer))
+        )
     return called, schemas
+
+
+def _arguments(i: int, given: pb.Tool, parameters: dict[str, Any], writer: AnswerGrammar) -> list[Argument]:
+    if not given.strict:
+        return arguments.declared(parameters)
+    try:
+        return arguments.strict(parameters, tags_are_tokens=writer.tags_are_tokens)
+    except arguments.ArgumentError as error:
+        valid = "a schema of which each property says whether it is a string"
+        raise InvalidFieldError(f"tools[{i}].parameters_json", f"cannot be held: {error}", valid) from None

@@ -20,7 +20,7 @@ from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_constraints import DEMO
 from tests.e2e.test_tools import calls_of, content_of, worker_of
-from tests.unit.router.support import EOS
+from tests.unit.router.support import EOS, tool_files
 
 SCHEMA = {
     "type": "object",
@@ -130,6 +130,28 @@ def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
     assert refused(tools=tools, tool_choice=required) == ("INVALID_ARGUMENT", "tools[0].parameters_json")
     budget = pb.ReasoningOptions(max_tokens=3)
     assert refused(tools=[], reasoning=budget) == ("INVALID_ARGUMENT", "reasoning.max_tokens")
+
+
+async def test_arguments_between_tags_are_held_one_by_one() -> None:
+    files = tool_files()
+    files["chat_template.jinja"] += b"{# <function= #}"
+    worker = worker_of(files)
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    properties = {"city": {"type": "string", "enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}}
+    tools = [pb.Tool(name="f", strict=True)]
+    tools[0].parameters_json = json.dumps({"type": "object", "properties": properties, "required": ["days"]})
+    async with bench(worker) as b:
+        await collect(b.stub.Chat(asking(tools=tools)))
+        grammar = worker.submitted[-1].params.grammar
+        for part in ('("Rome" | "Oslo") "\\n</parameter>"', '"maximum":9', "arguments_0_0? arguments_0_1", "calls?"):
+            assert part in grammar
+        tools[0].parameters_json = '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}'
+        error = await error_of(b.stub.Chat(asking(tools=tools)))
+        assert error.code().name == "INVALID_ARGUMENT"
+        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == "tools[0].parameters_json"
+        assert "at /properties/a: the length of a string is not supported" in violation.description
+        await b.empty()
 
 
 async def test_workers_that_compile_no_grammars_get_no_held_calls() -> None:

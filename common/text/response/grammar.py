@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from common.text.response.arguments import Argument
 
 _TEXT: Final = r"/(.|\n)*/"
 _BLANKS: Final = r"/[ \n]*/"
@@ -27,8 +29,10 @@ class CallStyle:
         between: two calls.
         after: all calls.
         is_one: True if an answer has one call at most.
-        key: begins an argument, where each stands between tags; empty where arguments are JSON.
-        key_end: ends it, wherever it stands.
+        key: begins an argument, where each stands between tags; empty where arguments are JSON. `{is_text}` stands for
+            `true` if it is a text as it is.
+        value_after: stands behind a value, in front of `key_end`, and is no part of it.
+        key_end: ends an argument, wherever it stands.
         key_after: stands behind it.
         reasoning: stands around reasoning; empty where there is none.
         content: begins content.
@@ -42,6 +46,7 @@ class CallStyle:
     after: str = ""
     is_one: bool = False
     key: str = ""
+    value_after: str = ""
     key_end: str = ""
     key_after: str = "\n"
     reasoning: tuple[str, str] = ("<think>", "</think>")
@@ -58,6 +63,7 @@ STYLES: Final[Mapping[str, CallStyle]] = {
         "<tool_call>\n<function={name}>\n",
         "</function>\n</tool_call>",
         key="<parameter={key}>\n",
+        value_after="\n",
         key_end="</parameter>",
     ),
     "glm": CallStyle(
@@ -81,6 +87,15 @@ STYLES: Final[Mapping[str, CallStyle]] = {
         between="",
         after=_DEEPSEEK[1],
         delimiters=(*_DEEPSEEK, *_DEEPSEEK_CALL),
+    ),
+    "deepseek_v32": CallStyle(
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>",
+        before="<｜DSML｜function_calls>\n",
+        after="\n</｜DSML｜function_calls>",
+        key='<｜DSML｜parameter name="{key}" string="{is_text}">',
+        key_end="</｜DSML｜parameter>",
+        delimiters=("｜DSML｜",),
     ),
     "mistral": CallStyle(
         _OBJECT_BEGIN,
@@ -110,12 +125,12 @@ class CalledTool:
     Attributes:
         name: of the tool.
         schema: JSON Schema of the arguments, as text; empty for any object.
-        keys: names of the arguments, and whether each is required; for families with tags.
+        arguments: in order, for families with tags.
     """
 
     name: str
     schema: str
-    keys: Sequence[tuple[str, bool]] = ()
+    arguments: Sequence[Argument] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +170,12 @@ class AnswerGrammar:
     @property
     def tells_calls(self) -> bool:
         """True if calls begin with a token of their own, so that no text is one."""
-        return self._begins_with_token(self._style.before or self._style.begin)
+        return self._has_token(self._style.before or self._style.begin)
+
+    @property
+    def tags_are_tokens(self) -> bool:
+        """True if no text of an argument can be taken for its end."""
+        return self._has_token(self._style.key_end)
 
     @property
     def ends_reasoning(self) -> bool:
@@ -179,22 +199,34 @@ class AnswerGrammar:
         content = f"{self._literal(self._style.content)} text"
         if not tools:
             return self._written([("answer", content)], thinking)
-        rules = [("answer", "calls" if is_required else self._may_call(content)), *self._call_rules(tools, is_one)]
-        return self._written(rules, thinking)
+        answer = "calls" if is_required else self._may_call(content)
+        return self._written(
+            [("answer", answer), *self._call_rules(tools, is_one, after_text=not is_required)], thinking
+        )
 
     def around(self, grammar: str, thinking: Thinking) -> str:
         """A grammar, of which nothing is read, behind reasoning."""
         content = self._literal(self._style.content)
         return self._written([("answer", f"{content} %lark {{\n{grammar}\n}}")], thinking)
 
+    @property
+    def _before_token(self) -> str:
+        """The text in front of the token that calls begin with."""
+        first = self._style.before or self._style.begin
+        token = self._marker.search(first)
+        return "" if token is None else first[: token.start()]
+
     def _may_call(self, content: str) -> str:
+        if self._before_token:
+            return f"{content} | text_before calls"
         return f"{content} | calls" if self._style.content else f"{content} calls?"
 
-    def _call_rules(self, tools: Sequence[CalledTool], is_one: bool) -> list[tuple[str, str]]:
-        style = self._style
+    def _call_rules(self, tools: Sequence[CalledTool], is_one: bool, *, after_text: bool) -> list[tuple[str, str]]:
+        style, known = self._style, self._before_token if after_text else ""
         call = "call" if is_one or style.is_one else f"call ({self._literal(style.between)} call)*"
         rules = [
-            ("calls", f"{self._literal(style.before)} {call} {self._literal(style.after)}"),
+            ("text_before", f"/(.|\\n)*{re.escape(known)}/"),
+            ("calls", f"{self._literal(style.before.removeprefix(known))} {call} {self._literal(style.after)}"),
             ("call", " | ".join(f"call_{i}" for i in range(len(tools)))),
         ]
         for i, tool in enumerate(tools):
@@ -207,19 +239,42 @@ class AnswerGrammar:
         if self.has_json:
             return [(rule, f"%json {tool.schema or _ANY_OBJECT}")]
         parts, rules = [], list[tuple[str, str]]()
-        for j, (key, is_required) in enumerate(tool.keys):
-            parts.append(f"{rule}_{j}{'' if is_required else '?'}")
-            text, more = self._until(f"{rule}_{j}_value", self._style.key_end)
-            begin = self._literal(self._style.key.replace("{key}", key))
-            rules += [(f"{rule}_{j}", f"{begin} {text} {self._literal(self._style.key_after)}"), *more]
+        for j, argument in enumerate(tool.arguments):
+            parts.append(f"{rule}_{j}{'' if argument.is_required else '?'}")
+            value, more = self._value(f"{rule}_{j}_value", argument)
+            rules += [(f"{rule}_{j}", f"{self._key(argument)} {value} {self._literal(self._style.key_after)}"), *more]
         return [(rule, " ".join(parts) or '""'), *rules]
 
-    def _until(self, rule: str, end: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+    def _key(self, argument: Argument) -> str:
+        text = self._style.key.replace("{key}", argument.name)
+        if argument.is_text is not None or "{is_text}" not in text:
+            return self._literal(text.replace("{is_text}", "true" if argument.is_text else "false"))
+        before, after = map(self._literal, text.split("{is_text}"))
+        return f'{before} ("true" | "false") {after}'
+
+    def _value(self, rule: str, argument: Argument) -> tuple[str, list[tuple[str, str]]]:
+        """The value of an argument and its end, and the rules for them."""
+        end = self._literal(self._style.value_after + self._style.key_end)
+        if argument.schema:
+            return f"{rule} {end}", [(rule, f"%json {argument.schema}")]
+        if argument.texts is not None:
+            return f"({' | '.join(map(_quoted, argument.texts))}) {end}", []
+        if argument.lengths is None:
+            return self._until(rule, self._style.key_end)
+        least, most = argument.lengths
+        return self._until(rule, self._style.key_end, text=f"(.|\\n){{{least},{'' if most is None else most}}}")
+
+    def _until(
+        self, rule: str, end: str, most: int | None = None, text: str = r"(.|\n)*"
+    ) -> tuple[str, list[tuple[str, str]]]:
         """Any text up to its end, and the rules for it."""
-        if self._begins_with_token(end):
-            limit = "" if most is None else f"[max_tokens={most}]"
-            return f"{rule} {self._literal(end)}", [(f"{rule}{limit}", _TEXT)]
-        return rule, [(f"{rule}[suffix={_quoted(end)}]", _TEXT)]
+        token = self._marker.search(end)
+        if token is None:
+            return rule, [(f"{rule}[suffix={_quoted(end)}]", f"/{text}/")]
+        limit = "" if most is None else f"[max_tokens={most}]"
+        # What stands in front of the token is a part of the text, which is as long as it can be.
+        expression = text + re.escape(end[: token.start()]).replace("/", r"\/")
+        return f"{rule} {self._literal(end[token.start() :])}", [(f"{rule}{limit}", f"/{expression}/")]
 
     def _written(self, rules: Sequence[tuple[str, str]], thinking: Thinking | None) -> str:
         start, more = "answer", list[tuple[str, str]]()
@@ -240,6 +295,9 @@ class AnswerGrammar:
     def _begins_with_token(self, text: str) -> bool:
         return self._marker.match(text) is not None
 
+    def _has_token(self, text: str) -> bool:
+        return self._marker.search(text) is not None
+
     def _literal(self, text: str) -> str:
         """A text with its tokens named; one that ends an answer is left to the end."""
         parts, at = [], 0
@@ -257,10 +315,3 @@ def _name(rule: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def keys_of(schema: Any) -> list[tuple[str, bool]]:
-    """Names of the arguments that a schema declares, in order, and whether each is required."""
-    properties, required = schema.get("properties"), schema.get("required")
-    names = list(properties) if isinstance(properties, dict) else []
-    return [(name, isinstance(required, list) and name in required) for name in names]

@@ -143,6 +143,10 @@ def check_pieces(family: Family, text: str, cuts: Sequence[int]) -> None:
     assert joined([p for c in text for p in by_character.push(c)] + by_character.finish()) == read(family, [text])
 
 
+def test_every_family_is_compared() -> None:
+    assert {family.name for family in FAMILIES} == set(families.SPECS)
+
+
 @by_family
 @FEW
 @given(data=st.data())

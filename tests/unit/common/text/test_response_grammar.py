@@ -14,9 +14,10 @@ import pytest
 
 from common.constraints import big_stack, lark, library
 from common.constraints.forms import GRAMMAR, Constraint
+from common.text.response import arguments
 from common.text.response.calls import Tools
 from common.text.response.families import SPECS
-from common.text.response.grammar import STYLES, AnswerGrammar, CalledTool, Thinking, keys_of
+from common.text.response.grammar import STYLES, AnswerGrammar, CalledTool, Thinking
 from common.text.response.markers import SpelledMarkers
 from common.text.response.parser import Channel, Part, ResponseParser
 from common.text.response.template import ResponseTemplate
@@ -32,6 +33,31 @@ SCHEMA: Final[dict[str, Any]] = {
     "required": ["n"],
     "additionalProperties": False,
     "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+# Of arguments between tags: whether one is a string is told by its type.
+TAGGED: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "n": {"$ref": "#/$defs/n", "type": "integer"},
+        "s": {"type": "string", "enum": ["a", "b\n</x>"]},
+        "t": {"type": "string", "maxLength": 3, "minLength": 1},
+        "free": {"type": "string"},
+        "o": {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]},
+        "x": {"type": ["number", "null"], "maximum": 5, "minimum": -5},
+        "f": {"type": "boolean"},
+    },
+    "required": ["n", "t", "o"],
+    "additionalProperties": False,
+    "$defs": SCHEMA["$defs"],
+}
+# Where a text could be taken for a tag.
+SPELLED: Final[dict[str, Any]] = {
+    **TAGGED,
+    "properties": {
+        **{name: TAGGED["properties"][name] for name in ("n", "free", "x", "f")},
+        "s": {"type": "string", "enum": ["a", "\nb\n"]},
+    },
+    "required": ["n", "s"],
 }
 NAMES: Final = ("look", "other")
 
@@ -56,8 +82,17 @@ class Model:
     def grammar(self) -> AnswerGrammar:
         return AnswerGrammar(STYLES[self.family], self.markers, self.ends)
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        if self.grammar.has_json:
+            return SCHEMA
+        return TAGGED if self.grammar.tags_are_tokens else SPELLED
+
     def tools(self, *, strict: bool) -> list[CalledTool]:
-        return [CalledTool(name, json.dumps(SCHEMA) if strict else "", keys_of(SCHEMA)) for name in NAMES]
+        if self.grammar.has_json:
+            return [CalledTool(name, json.dumps(SCHEMA) if strict else "") for name in NAMES]
+        held = arguments.strict(self.schema, tags_are_tokens=self.grammar.tags_are_tokens)
+        return [CalledTool(name, "", held if strict else arguments.declared(self.schema)) for name in NAMES]
 
     def matcher(self, text: str) -> library.Matcher:
         special = {**self.markers, EOS: "<eos>"}
@@ -70,7 +105,7 @@ class Model:
     def read(self, ids: Sequence[int], opening: str = "") -> list[Part]:
         """The parts of an answer, as a router reads it."""
         template = ResponseTemplate(SPECS[self.family])
-        tools = Tools(dict.fromkeys(NAMES, SCHEMA["properties"]))
+        tools = Tools(dict.fromkeys(NAMES, self.schema["properties"]))
         parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
         # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
         text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
@@ -90,10 +125,11 @@ def allowed(matcher: library.Matcher) -> list[int]:
     return found
 
 
-def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 300) -> list[int] | None:
+def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 500) -> list[int] | None:
     """Tokens of an answer made at random, with a liking for what ends things; None for one that does not end."""
     style, draw, ids = STYLES[model.family], random.Random(seed), list[int]()
-    ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]") if end]
+    tag = "<" if style.delimiters == ("｜DSML｜",) else ""
+    ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]", tag) if end]
     while len(ids) < most:
         every = allowed(matcher)
         # Bytes of longer characters where nothing else comes next.
@@ -118,12 +154,12 @@ def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bo
             calls.append((part.name, part.text))
         elif part.channel is Channel.CALL:
             calls[part.call] = (calls[part.call][0], calls[part.call][1] + part.text)
-    for name, arguments in calls:
+    for name, text in calls:
         assert name in NAMES
-        value = json.loads(arguments)
+        value = json.loads(text)
         assert isinstance(value, dict)
         if strict:
-            jsonschema.validate(value, SCHEMA)
+            jsonschema.validate(value, model.schema)
     assert not is_one or len(calls) <= 1
     return len(calls)
 
@@ -134,10 +170,11 @@ by_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.family + (""
 
 @by_model
 @pytest.mark.parametrize("is_one", [False, True])
-def test_required_calls_are_made(model: Model, is_one: bool) -> None:
-    strict = model.grammar.has_json
+@pytest.mark.parametrize("strict", [False, True])
+def test_required_calls_are_made(model: Model, is_one: bool, strict: bool) -> None:
     text = model.grammar.calls(model.tools(strict=strict), None, is_required=True, is_one=is_one)
-    answers = [walked(model, model.matcher(text), seed) for seed in range(12)]
+    matcher = model.matcher(text)
+    answers = [walked(model, matcher.deep_copy(), seed) for seed in range(14)]
     ended = [answer for answer in answers if answer is not None]
     assert len(ended) > 3
     for ids in ended:
@@ -150,13 +187,12 @@ def test_required_calls_are_made(model: Model, is_one: bool) -> None:
 def test_calls_that_are_made_at_will_are_strict(family: str) -> None:
     model = Model(family)
     assert model.grammar.tells_calls
-    strict = model.grammar.has_json
-    text = model.grammar.calls(model.tools(strict=strict), None, is_required=False, is_one=False)
-    numbers = set[int]()
+    text = model.grammar.calls(model.tools(strict=True), None, is_required=False, is_one=False)
+    numbers, matcher = set[int](), model.matcher(text)
     for seed in range(40):
-        ids = walked(model, model.matcher(text), seed)
+        ids = walked(model, matcher.deep_copy(), seed)
         if ids is not None:
-            numbers.add(check_calls(model, model.read(ids), strict=strict, is_one=False))
+            numbers.add(check_calls(model, model.read(ids), strict=True, is_one=False))
     assert numbers >= {0, 1}
 
 
@@ -201,6 +237,44 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
         assert anew.try_consume_tokens([*before, *b"x" * (count + 1)]) == len(before) + count + 1
         assert allowed(anew) == allowed(kept)
     assert allowed(kept) == [end]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "at /properties/a: its 'type' does not say"),
+        ({"properties": {"a": {}}}, "does not say whether it is a string"),
+        ({"properties": {"a": {"type": ["string", "null"]}}}, "does not say whether it is a string"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}}, "does not say"),
+        ({"properties": {"a": {"type": ["boolean", "integer"]}}}, "a boolean and a number are not told apart"),
+        ({"properties": {"a": {"type": "string", "pattern": "^a"}}}, "'pattern' of a string is not supported"),
+        ({"properties": {"a": {"type": "string", "enum": ["b", 1], "minLength": 2}}}, "no string satisfies it"),
+        ({"properties": {'a"': {"type": "string"}}}, "its name cannot stand in a tag"),
+        ({"required": ["b"]}, "at /required: 'b' is none of the properties"),
+        ({"minProperties": 1}, "at its root: 'minProperties' is not supported"),
+        ({"allOf": []}, "at its root: 'allOf' is not supported"),
+    ],
+)
+def test_what_tags_do_not_tell_is_refused(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(arguments.ArgumentError) as refused:
+        arguments.strict({"type": "object", **schema}, tags_are_tokens=True)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"type": "array"}, "could have a text in it that ends the argument"),
+        ({"type": "string", "maxLength": 3}, "the length of a string is not supported"),
+        ({"type": "string", "enum": ["a</parameter>"]}, "one of them has a tag in it"),
+    ],
+)
+def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any], said: str) -> None:
+    schema = {"type": "object", "properties": {"a": argument}}
+    arguments.strict(schema, tags_are_tokens=True)
+    with pytest.raises(arguments.ArgumentError) as refused:
+        arguments.strict(schema, tags_are_tokens=False)
+    assert said in str(refused.value)
 
 
 def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
