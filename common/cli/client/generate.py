@@ -19,7 +19,7 @@ from common.cli.client.proof import write_proof
 from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Bias, json_option, option, routers_option, timeout_option
+from common.cli.core.options import Bias, Line, json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.constraints.forms import FORMS, GRAMMAR, JSON_SCHEMA
@@ -91,7 +91,8 @@ SAMPLING_OPTIONS = (
         "stop_strings",
         envvar="FISSILE_STOP",
         multiple=True,
-        help="Text that ends the answer. Repeatable.",
+        type=Line(),
+        help="Text that ends the answer. Repeatable; one a line in the variable.",
     ),
     option(
         "--stop-token-id",
@@ -114,7 +115,8 @@ SAMPLING_OPTIONS = (
         "bad_words",
         envvar="FISSILE_BAD_WORD",
         multiple=True,
-        help="Text that the answer must not contain. Repeatable.",
+        type=Line(),
+        help="Text that the answer must not contain. Repeatable; one a line in the variable.",
     ),
     option(
         "--allowed-token-id",
@@ -146,7 +148,14 @@ SAMPLING_OPTIONS = (
         metavar="FILE|TEXT",
         help="Confine it to this grammar, in Lark or GBNF.",
     ),
-    option("--choice", "choices", envvar="FISSILE_CHOICE", multiple=True, help="Confine it to such texts. Repeatable."),
+    option(
+        "--choice",
+        "choices",
+        envvar="FISSILE_CHOICE",
+        multiple=True,
+        type=Line(),
+        help="Confine it to such texts. Repeatable; one a line in the variable.",
+    ),
     option(
         "--ignore-eos",
         envvar="FISSILE_IGNORE_EOS",

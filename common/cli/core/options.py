@@ -143,6 +143,13 @@ class Bias(click.ParamType[tuple[int, float]]):
             self.fail(f"{value!r} is not a bias; use for example 42=-1.5", param, ctx)
 
 
+class Line(click.ParamType[str]):
+    """A text of a repeatable option: in an environment variable there is one on each line, since texts have blanks."""
+
+    name = "text"
+    envvar_list_splitter = "\n"
+
+
 def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
     """`click.option` with its default and its environment variable shown in the help."""
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import pytest
+from click.testing import CliRunner
 from fissile.client.calls import generate_request
 
-from common.cli.client.generate import given
+from common.cli.client.generate import SAMPLING_OPTIONS, given
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Bias
 
@@ -30,3 +33,20 @@ def test_a_bias_is_an_id_and_a_number() -> None:
     for text in ("42", "=1", "a=1", "42=b", "4.2=1"):
         with pytest.raises(click.BadParameter, match="is not a bias"):
             Bias().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("STOP", "stop_strings"), ("BAD_WORD", "bad_words"), ("CHOICE", "choices")]
+)
+def test_texts_of_a_variable_have_blanks(variable: str, name: str) -> None:
+    read: dict[str, Any] = {}
+
+    @click.command()
+    def options(**values: Any) -> None:
+        read.update(values)
+
+    for each in SAMPLING_OPTIONS:
+        each(options)
+    ran = CliRunner().invoke(options, env={f"FISSILE_{variable}": "a cat\nno"})
+    assert ran.exit_code == 0, ran.output
+    assert read[name] == ("a cat", "no")
