@@ -23,6 +23,7 @@ from common.heads import CLASSIFIER, NO_HEAD
 from common.pooling import LABELS
 from examples.semantic_search import INSTRUCTION
 from tests.checkpoints import make_checkpoint
+from tests.covering import slow_but
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, bench, detail, error_of
 from tests.e2e.service import Service, running_service
@@ -84,7 +85,7 @@ SCORE = pb.ScoreRequest(continuations=[pb.TextOrTokens(text="a cat")])
 RERANK = pb.RerankRequest(query="q", documents=["d"])
 
 
-@pytest.mark.parametrize("kind", ["embedder", "reranker"])
+@pytest.mark.parametrize("kind", slow_but({"reranker"}, ["embedder", "reranker"]))
 def test_what_needs_an_output_head_is_refused_by_name(kind: str, request: pytest.FixtureRequest) -> None:
     service: Service = request.getfixturevalue(kind)
     stub = service.stub
@@ -104,6 +105,7 @@ def test_what_needs_an_output_head_is_refused_by_name(kind: str, request: pytest
     service.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_decoder_alone_gives_the_vectors_of_the_library(embedder: Service, decoder: Path) -> None:
     said = ["the cat sat on the mat", "a"]
     library = LLMEngine(Config(model=str(decoder), dtype="float32", max_model_len=256, num_kvcache_blocks=64))
@@ -114,6 +116,7 @@ def test_a_decoder_alone_gives_the_vectors_of_the_library(embedder: Service, dec
     assert refusal(embedder.stub, "Rerank", RERANK) == ("FAILED_PRECONDITION", "NOT_A_RERANKER")
 
 
+@pytest.mark.slow
 def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> None:
     """The example: the nearest of the vectors, then in the order of the reranker."""
     query, texts = "where is the cat?", ["the cat sat", "two dogs", "bread needs yeast", "nothing"]

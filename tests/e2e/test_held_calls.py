@@ -74,13 +74,13 @@ def check_call(parts: list[pb.ChatResponse], name: str = "") -> str:
 @pytest.mark.proto_field("ToolChoice.name")
 def test_a_call_that_is_named_is_made_and_strict(service: Service) -> None:
     named = pb.ToolChoice(name="forecast")
-    answers = {check_call([*service.stub.Chat(asking(seed, tool_choice=named))], "forecast") for seed in range(4)}
+    answers = {check_call([*service.stub.Chat(asking(seed, tool_choice=named))], "forecast") for seed in range(3)}
     assert len(answers) > 1
     once = service.stub.ChatOnce(asking(tool_choice=named)).answers[0]
     assert once.finish.reason == pb.FINISH_REASON_TOOL_CALLS
     # Any object may be longer than the answer.
     required = [
-        [*service.stub.Chat(asking(seed, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)))] for seed in range(4)
+        [*service.stub.Chat(asking(seed, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)))] for seed in range(2)
     ]
     ended = [parts for parts in required if parts[-1].finish.reason != pb.FINISH_REASON_LENGTH]
     assert ended

@@ -49,7 +49,7 @@ def run(folder: Path, tests: str, strict: str, *options: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_a_strict_run_fails_for_a_skip_that_is_a_fault(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With a broken library 1,656 tests skipped themselves and CI was green."""
     done = run(tmp_path, TESTS + FAULT, "1", *options)

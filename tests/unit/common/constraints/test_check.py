@@ -15,6 +15,7 @@ from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
 from common.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES
+from tests.covering import slow_but
 
 TOOL, END = 300, 301
 SPECIAL = {TOOL: "<|tool|>", END: "<|end|>"}
@@ -182,7 +183,9 @@ print(json.dumps([said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 """
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
+@pytest.mark.parametrize(
+    "name", slow_but({"enum", "recursion", "ambiguity", "loop", "nested", "long string"}, sorted(HOSTILE))
+)
 def test_hostile_input_is_taken_or_refused(name: str) -> None:
     """In a process of its own, which must not die of it, nor take much memory; its main thread has the usual stack."""
     done = subprocess.run(

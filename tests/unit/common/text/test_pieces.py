@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.text import pieces
 from common.text.tokenizer import LongPieceError, Tokenizer
+from tests.covering import slow_but
 from tests.unit.common.text.support import CORPUS, KINDS, backend, files
 
 # How published models split text before byte-level BPE.
@@ -86,6 +87,7 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 NAMES = (*KINDS, *SPLITS, "crossing", "stripping")
+KEPT = {"llama3", "looks back", "crossing", "stripping"}
 # By what comes before a space: nothing, a token across it, an added token with one in it.
 CUT = {*NAMES} - {"looks back", "crossing", "byte_level", "stripping"}
 HOSTILE = st.lists(
@@ -122,7 +124,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 7)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(KEPT, NAMES))
 @settings(max_examples=150, deadline=None)
 @given(text=HOSTILE)
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
@@ -145,7 +147,7 @@ def test_which_tokenizers_cut(name: str) -> None:
     assert by_lines is (name not in ("looks back", "stripping"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(KEPT, NAMES))
 @settings(max_examples=100, deadline=None)
 @given(text=HOSTILE)
 def test_no_text_has_fewer_tokens_than_the_floor(name: str, text: str) -> None:

@@ -168,6 +168,7 @@ MODELS: Final = [*map(Model, STYLES), Model("qwen", False)]
 by_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.family + ("" if m.with_tokens else "-spelled"))
 
 
+@pytest.mark.each_value
 @by_model
 @pytest.mark.parametrize("is_one", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
@@ -196,6 +197,7 @@ def test_calls_that_are_made_at_will_are_strict(family: str) -> None:
     assert numbers >= {0, 1}
 
 
+@pytest.mark.each_value
 @by_model
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:

@@ -66,6 +66,7 @@ def test_no_memory_for_the_rows() -> None:
     assert run(NO_SCRATCH) == ["the CPU kernels have no memory left"]
 
 
+@pytest.mark.slow
 def test_threads_that_can_not_be_had_are_done_without() -> None:
     before, after = run(NO_THREADS)
     assert before == after

@@ -95,6 +95,7 @@ def test_the_winner_of_a_flat_row_is_found_wherever_it_is(each_isa: CDLL, vocab:
     check(each_isa, logits, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("below", "share"), [(3.0, 0.9), (8.0, 0.9), (13.0, 0.05)])
 def test_a_nucleus_far_below_the_highest(native: CDLL, below: float, share: float) -> None:
     """A nucleus is looked for among ids near the highest first; these have most of the mass, or a little, or none."""

@@ -160,6 +160,7 @@ def test_the_index_is_bounded_and_never_invents() -> None:
     assert index.forgotten >= 12_000 - 1024
 
 
+@pytest.mark.slow
 def test_the_index_grows_and_keeps_what_it_has() -> None:
     """R9: by a little with every report, never by all of it at once."""
     index = PrefixIndex(1 << 20)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from common.delay_gate import DelayGate
 from common.limits import EXPECTED_S
@@ -83,6 +84,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_the_index_is_bounded_under_a_million_prefixes() -> None:
     rnd, batch = np.random.default_rng(1), 4096
     before = resident_bytes()

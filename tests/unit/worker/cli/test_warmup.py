@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from common.cli.core.errors import CommandError
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE
+from tests.covering import slow_but
 from tests.quantizers import SCHEMES
 from worker.cli.warmup import blank_checkpoint, num_layers, require_jit_folder, works
 from worker.cli.worker import worker
@@ -63,7 +64,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(line.endswith(" s") and ": first " in line and " s, then " in line for line in lines[2:])
 
 
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", slow_but({"qwen3", "gpt_oss", "deepseek_v32"}, list(ARCHITECTURES)))
 def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     folder = config_only(tmp_path, architecture, num_hidden_layers=5)
     blank = tmp_path / "blank"

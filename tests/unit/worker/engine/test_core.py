@@ -11,6 +11,7 @@ import pytest
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.errors import PromptTooLongError
 from common.sampling_params import SamplingParams
+from tests.covering import slow_but
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.outputs import RequestOutput
@@ -226,7 +227,7 @@ def random_outputs(rnd: random.Random, core: EngineCore, clock: Clock, seqs: lis
         core.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", slow_but(set(range(60)), range(200)))
 def test_whatever_happens_the_streams_are_the_references(number: int) -> None:
     """What a step may contain is the oracle's matter (oracle.py); here are executors, deadlines, the other runner."""
     rnd, clock = random.Random(number), Clock()

@@ -73,6 +73,7 @@ def workload(seed: int) -> list[Sequence]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -> None:

@@ -119,6 +119,7 @@ def curve(seconds: list[float]) -> Cost:
     return cost
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", list(COSTS))
 @pytest.mark.parametrize("num_seqs", [1, 8])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])

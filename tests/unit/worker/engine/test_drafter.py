@@ -168,6 +168,7 @@ def test_a_sequence_that_expects_drafts_waits_for_its_token() -> None:
     assert [batch.req_ids for batch, _ in filter(None, flights)] == [[eager.id, waiting.id], [eager.id]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 def test_streams_with_any_drafts(policy: str, deferred: bool) -> None:

@@ -131,6 +131,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_have_come(start:
         fails.result(SOON_S)
 
 
+@pytest.mark.slow
 def test_a_launch_that_fails_is_told_although_the_step_before_it_hangs(start: Callable[[bool], HeldGroup]) -> None:
     group = start(True)
     hangs, fails = group.submit(step(7)), group.submit(step(7, num_blocks=0))
