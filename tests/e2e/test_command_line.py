@@ -21,7 +21,7 @@ import pytest
 from common.rpc.api_keys import Role, new_key
 from tests.certificates import LOOPBACK, Authority
 from tests.checkpoints import make_checkpoint
-from tests.e2e.service import free_port
+from tests.e2e.service import free_port, small_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 BUF = ROOT / "build" / "buf" / "node_modules" / ".bin" / "buf"
@@ -42,7 +42,7 @@ class Serve:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "common.cli.main", "serve", "--port", str(self.port), *arguments],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: value},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **small_pool(arguments), **environment, name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -50,6 +51,7 @@ def end(process: Process) -> None:
     process.running.wait()
 
 
+@pytest.mark.slow
 def test_idle_connections_do_not_shut_a_router_out_from_its_own_workers(tmp_path: Path) -> None:
     """X5: with all descriptors taken by idle connections a worker that was restarted could not be dialled any more."""
     model = simulated_model(tmp_path / "model")

@@ -108,6 +108,7 @@ def test_routers_know_of_evictions(fleet: Fleet) -> None:
             assert answer.prompt_info.cached_tokens == len(hot)
 
 
+@pytest.mark.slow
 def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -> None:
     """R14: a change of placement broke the Session with every worker. Here none breaks, and prefixes are found."""
     model, port = simulated_model(tmp_path / "model"), free_port()

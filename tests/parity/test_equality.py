@@ -371,6 +371,7 @@ def test_many_workloads_under_every_setting(number: int, kernels: str) -> None:
             check(number, setting)
 
 
+@pytest.mark.slow
 def test_the_workloads_tell_requests_apart() -> None:
     answers = [answer for number in range(NUM_WORKLOADS) for answer in alone(number).values()]
     streams = {tuple(answer["token_ids"]) for answer in answers if len(answer["token_ids"]) > 4}
