@@ -43,8 +43,8 @@ from tests.e2e.router_bench import (
     router_process,
     until,
 )
-from tests.e2e.test_worker_service import ENDLESS, options, running
-from tests.e2e.test_worker_service import request as direct
+from tests.e2e.worker_bench import ENDLESS, options, running
+from tests.e2e.worker_bench import request as direct
 from tests.e2e.worker_client import make_model_folder
 from tests.otlp_receiver import OtlpReceiver
 from worker.server import Worker

@@ -6,126 +6,38 @@ import asyncio
 import contextlib
 import hashlib
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fissile.seed import derive_seed
 from fissile.worker.v1 import worker_pb2 as wpb
-from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from common.cli.core.errors import CommandError
-from common.config import Config
-from common.limits import DRAIN_TIMEOUT_S
 from common.process.tasks import task_failures
-from tests.e2e.service import free_port
-from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
+from tests.e2e.worker_bench import (
+    ENDLESS,
+    NUM_BLOCKS,
+    REFERENCE,
+    Site,
+    folder,
+    options,
+    request,
+    running,
+    site,
+    status_of,
+)
+from tests.e2e.worker_client import VOCAB_SIZE, RouterEnd, make_model_folder, sequence
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.server import Worker, WorkerOptions, run_worker
 from worker.session.router_state import RouterSequences
-from worker.simulation.cost_model import INSTANT, FixedCost
-from worker.simulation.runner import SimulatedRunner
+from worker.simulation.cost_model import INSTANT
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NUM_BLOCKS = 1024
-REFERENCE = SimulatedRunner(VOCAB_SIZE, EOS_ID)
-# Of a sequence that runs until somebody ends it.
-ENDLESS = 3000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def options(folder: Path, **changes: Any) -> WorkerOptions:
-    config = Config(model=str(folder), max_num_seqs=64, max_num_batched_tokens=512, enable_prefix_caching=True)
-    # 1024 blocks of 16 tokens, 2 layers, 2 heads of 16 numbers, K and V in 4 bytes each.
-    config = replace(config, kv_cache_memory=NUM_BLOCKS * 16 * 2 * 2 * 16 * 2 * 4)
-    made = WorkerOptions(config, "tiny", port=0, worker_id="w0", simulate=FixedCost(0.001))
-    return replace(made, **changes)
-
-
-class Site:
-    """A worker in this process, and a channel to it."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.stop = asyncio.Event()
-
-    async def start(self, *, ready: bool = True) -> None:
-        await self.worker.start()
-        self.serving = asyncio.create_task(self.worker.serve(self.stop))
-        self.channel = grpc.aio.insecure_channel(self.worker.server.address)
-        self.stub = WorkerServiceStub(self.channel)
-        if ready:
-            await self.until_serving()
-
-    async def until_serving(self) -> None:
-        watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
-        async with asyncio.timeout(60):
-            while (await watch.read()).status != SERVING:
-                pass
-        watch.cancel()
-
-    async def health(self, name: str = "") -> bool:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        return bool((await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == SERVING)
-
-    async def router(self, router_id: str = "r", lease_ms: int = 5000) -> RouterEnd:
-        end = RouterEnd(self.channel, router_id, lease_ms)
-        await end.open()
-        return end
-
-    async def load(self) -> wpb.Load:
-        """The load as a new session sees it."""
-        end = RouterEnd(self.channel, f"probe-{random.random()}")
-        welcome = await end.open()
-        end.call.cancel()
-        return welcome.load
-
-    async def until_free(self) -> None:
-        """Waits until nothing runs and no block is in use."""
-        async with asyncio.timeout(60):
-            while True:
-                load = await self.load()
-                if load.free_blocks == NUM_BLOCKS and load.decoding_seqs == load.waiting_seqs == 0:
-                    return
-                await asyncio.sleep(0.02)
-
-    async def close(self) -> None:
-        await self.channel.close()
-        self.stop.set()
-        await asyncio.wait_for(self.serving, 60)
-        assert self.worker.engine.join(60)
-
-
-@contextlib.asynccontextmanager
-async def running(worker: Worker, *, ready: bool = True) -> AsyncIterator[Site]:
-    site = Site(worker)
-    await site.start(ready=ready)
-    try:
-        yield site
-    finally:
-        await site.close()
-
-
-@pytest.fixture
-async def site(folder: Path) -> AsyncIterator[Site]:
-    async with running(Worker(options(folder))) as made:
-        yield made
+__all__ = ["folder", "site"]
 
 
 class HeldWorker(Worker):
@@ -161,9 +73,6 @@ class FailingWorker(Worker):
         core = super()._build()
         self.runner = core.runner = FailingRunner(core.runner)
         return core
-
-
-# Description.
 
 
 async def test_description_and_tokenizer(site: Site, folder: Path) -> None:
@@ -203,9 +112,6 @@ async def test_a_stop_while_it_loads(folder: Path) -> None:
         site.stop.set()
         assert await asyncio.wait_for(site.serving, 60) == 0
         worker.go.set()
-
-
-# Sessions.
 
 
 async def test_a_session(site: Site) -> None:
@@ -350,7 +256,7 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
             router = RouterEnd(channel, "slow", lease_ms=60_000)
             await router.open()
             await router.submit(1, *(sequence(rid, [rid], 800) for rid in range(1, 65)))
-            await asyncio.wait_for(site.worker.engine.wait_idle(), 60)
+            await asyncio.wait_for(site.worker.engine.wait_idle(), 240)
             await router.read_until(lambda: len(router.ends) == 64)
     for rid in range(1, 65):
         assert router.tokens[rid][1:] == REFERENCE.reference([rid], 800, seed=rid)
@@ -421,63 +327,6 @@ async def test_every_session_that_is_refused_with_its_welcome_under_way_has_a_st
             assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
 
 
-# Direct calls.
-
-
-def request(max_tokens: int = 5, **fields: Any) -> wpb.GenerateRequest:
-    params = wpb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=max_tokens)
-    return wpb.GenerateRequest(**{"token_ids": [1, 2, 3], "params": params, "seed": 4, **fields})
-
-
-async def status_of(call: Any) -> grpc.StatusCode:
-    """Reads a direct call to its end."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    code: grpc.StatusCode = await call.code()
-    return code
-
-
-async def test_a_direct_call(site: Site) -> None:
-    answers = [answer async for answer in site.stub.Generate(request(20))]
-    assert [token for answer in answers for token in answer.token_ids] == REFERENCE.reference([1, 2, 3], 20, seed=4)
-    assert [answer.HasField("start") for answer in answers] == [True] + [False] * (len(answers) - 1)
-    assert [answer.HasField("end") for answer in answers] == [False] * (len(answers) - 1) + [True]
-    assert answers[-1].end.reason == wpb.END_REASON_LENGTH
-
-
-async def test_a_direct_call_without_a_seed(site: Site) -> None:
-    """W14: the seed was 0, so that one prompt had one "random" answer for everybody."""
-    call = request(20, request_id="mine")
-    call.ClearField("seed")
-    first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
-    tokens = [[token for answer in answers for token in answer.token_ids] for answers in (first, again)]
-    assert tokens == [REFERENCE.reference([1, 2, 3], 20, seed=derive_seed("mine"))] * 2
-    assert [answer.HasField("seed") for answer in first] == [True] + [False] * (len(first) - 1)
-    call.request_id = ""
-    first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
-    assert first[0].seed != again[0].seed
-    call.seed = 0
-    answers = [answer async for answer in site.stub.Generate(call)]
-    assert answers[0].seed == 0
-
-
-async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W12: any number of direct calls waited, each with its prompt."""
-    monkeypatch.setattr("worker.session.service.MAX_WAITING_CALLS", 2)
-    given = options(folder)
-    async with running(Worker(replace(given, config=replace(given.config, max_num_seqs=1)))) as site:
-        calls = [site.stub.Generate(request(ENDLESS)) for _ in range(3)]
-        await asyncio.wait([asyncio.ensure_future(call.read()) for call in calls], return_when="FIRST_COMPLETED")
-        while site.worker.engine.num_live < 3:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-        refused = site.stub.Generate(request())
-        assert await status_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "queue is full" in str(await refused.details())
-        for call in calls:
-            call.cancel()
-
-
 async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site) -> None:
     """W7: one whose router did not read outlived the engine, and knew the cache of the old one."""
     router = await site.router()
@@ -489,44 +338,6 @@ async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site)
     else:
         assert await router.read_to_end() is grpc.StatusCode.UNAVAILABLE
     assert site.worker.engine.num_live == 0
-
-
-async def test_a_direct_call_that_is_given_up(site: Site) -> None:
-    call = site.stub.Generate(request(ENDLESS))
-    await call.read()
-    call.cancel()
-    await site.until_free()
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in site.stub.Generate(request(ENDLESS), timeout=0.3):
-            pass
-    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await site.until_free()
-
-
-@pytest.mark.parametrize(
-    ("bad", "code", "field"),
-    [
-        (request(token_ids=[]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids"),
-        (request(token_ids=[1, VOCAB_SIZE]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids[1]"),
-        (request(token_ids=[1] * 4096), grpc.StatusCode.OUT_OF_RANGE, "token_ids"),
-        (request(0), grpc.StatusCode.INVALID_ARGUMENT, "params.max_tokens"),
-        (wpb.GenerateRequest(token_ids=[1]), grpc.StatusCode.INVALID_ARGUMENT, "params.top_p"),
-        (request(request_id="x" * 129), grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
-        (
-            request(params=wpb.SamplingParams(top_p=1, max_tokens=1, repetition_penalty=101)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "params.repetition_penalty",
-        ),
-    ],
-)
-async def test_a_bad_direct_call(site: Site, bad: wpb.GenerateRequest, code: grpc.StatusCode, field: str) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await site.stub.Generate(bad).read()
-    assert raised.value.code() is code
-    assert str(raised.value.details()).startswith(f"{field} ")
-
-
-# Failure and end.
 
 
 async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path) -> None:
@@ -630,134 +441,3 @@ async def test_the_length_is_lowered_to_what_the_cache_holds(folder: Path) -> No
     async with running(Worker(replace(given, config=small))) as site:
         worker = await site.stub.GetWorker(wpb.GetWorkerRequest())
         assert (worker.limits.max_model_len, worker.total_blocks) == (2048, 128)
-
-
-# As a process.
-
-
-class Process:
-    """`python -m worker --simulate fixed:2ms` on a free port."""
-
-    def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
-        self.port = free_port()
-        self.log = log
-        command = [
-            sys.executable,
-            "-m",
-            "worker",
-            "--model",
-            str(folder),
-            "--port",
-            str(self.port),
-            "--simulate",
-            "fixed:2ms",
-        ]
-        with log.open("wb") as stream:
-            self.child = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=stream, stderr=stream)
-
-    async def channel(self) -> grpc.aio.Channel:
-        """Waits until it serves."""
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
-        health = health_pb2_grpc.HealthStub(channel)
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    if (await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status == SERVING:
-                        return channel
-                await asyncio.sleep(0.02)
-
-    async def exit_code(self, timeout_s: float = 10.0) -> int:
-        return await asyncio.to_thread(self.child.wait, timeout_s)
-
-
-@pytest.fixture
-def process(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    made = Process(folder, tmp_path / "log", *getattr(request, "param", ()))
-    yield made
-    if made.child.poll() is None:
-        made.child.kill()
-        made.child.wait()
-
-
-async def test_sigterm_lets_sequences_finish(process: Process) -> None:
-    async with await process.channel() as channel:
-        router = RouterEnd(channel)
-        await router.open()
-        await router.submit(1, sequence(1, max_tokens=200))
-        await router.read_until(lambda: len(router.tokens[1]) > 5)
-        process.child.send_signal(signal.SIGTERM)
-        assert await router.read_to_end() is grpc.StatusCode.OK
-        assert "draining" in router.kinds
-        assert router.tokens[1][3:] == REFERENCE.reference([1, 2, 3], 200, seed=1)
-        assert await process.exit_code() == 0
-    assert "Traceback" not in process.log.read_text()
-
-
-@pytest.mark.parametrize("process", [("--drain-timeout", "0.3")], indirect=True)
-async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
-    async with await process.channel() as channel:
-        router = RouterEnd(channel)
-        await router.open()
-        await router.submit(1, sequence(1, max_tokens=ENDLESS))
-        await router.read_until(lambda: len(router.tokens[1]) > 5)
-        started = time.monotonic()
-        process.child.send_signal(signal.SIGINT)
-        assert await router.read_to_end() is grpc.StatusCode.OK
-        assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
-        assert await process.exit_code() == 0
-        # Else as long as drains last without the option.
-        assert time.monotonic() - started < DRAIN_TIMEOUT_S
-
-
-@pytest.mark.slow
-async def test_a_second_signal_ends_at_once(process: Process) -> None:
-    async with await process.channel() as channel:
-        router = RouterEnd(channel)
-        await router.open()
-        await router.submit(1, sequence(1, max_tokens=ENDLESS))
-        await router.read_until(lambda: len(router.tokens[1]) > 5)
-        process.child.send_signal(signal.SIGTERM)
-        await router.read_until(lambda: "draining" in router.kinds)
-        process.child.send_signal(signal.SIGTERM)
-        assert await process.exit_code(2.0) == 128 + signal.SIGTERM
-
-
-def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "worker",
-        "--simulate",
-        "fixed:2ms",
-        "--model",
-        str(tmp_path / "nowhere"),
-        "--port",
-        "0",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    [line] = run.stderr.splitlines()
-    assert line.startswith("error: model folder ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(["--kv-cache-memory", "lots"], "use for example 2GiB", marks=pytest.mark.slow),
-        (["--block-size", "5"], "kv_cache_block_size is 5; valid: 1 or a multiple of 16"),
-        pytest.param(["--port", "70000"], "70000 is not in the range", marks=pytest.mark.slow),
-    ],
-)
-def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "worker", "--simulate=fixed:2ms", "--model", str(folder), *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-    assert run.returncode == 2
-    [line] = run.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-def test_a_simulated_worker_needs_no_torch() -> None:
-    code = "import sys, worker.cli.worker; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=False).returncode == 0

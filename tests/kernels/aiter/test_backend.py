@@ -5,10 +5,8 @@ The numbers of AITER's kernels are not tested here; no machine of ours can run t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ import structlog
 import torch
 
 from kernels.aiter.backend import AiterBackend
-from kernels.aiter.blocks import AiterBlockLinear
 from kernels.aiter.dispatch import SINCE
 from kernels.aiter.experts import AiterExperts
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
@@ -27,165 +24,20 @@ from kernels.interface import (
     ExpertWeights,
     KVSpec,
     PackedFormat,
-    QuantizedWeight,
     Routing,
     SampleParams,
 )
 from kernels.no_token import NO_TOKEN
-from kernels.torch_backend.attention_ops import TorchAttentionOps, TorchKVCacheOps, TorchLatentAttentionOps
-from kernels.torch_backend.backend import TorchBackend
-from kernels.torch_backend.linear import TorchLinearOps
-from kernels.torch_backend.moe import TorchExpertOps
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend.backend import TritonBackend
-from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.packed_weight import PackedWeight
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import TARGETS, Settings
-from tests.kernels.aiter.fake_aiter import lay
-from tests.stored_weights import quantized_weight
+from tests.kernels.aiter.watched import CPU, NARROW, REFERENCE, TUNED, Fallback, close, draw, fallback_of
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 
 pytestmark = pytest.mark.each_value
-
-REFERENCE = TorchBackend()
-CPU = torch.device("cpu")
-TUNED = Settings(TARGETS["gfx942"], batch_invariant=False)
-TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
-NARROW = [torch.bfloat16, torch.float16]
 SIZE, BLOCKS = 16, 40
-TAGS = ["0.1.13", "0.1.20.post1"]
-
-
-# Groups of operations -> those that a Fallback remembers to have been asked for.
-REMEMBERED = {
-    "linear": ("pack", "apply"),
-    "elementwise": ("rms_norm", "add_rms_norm", "layer_norm", "rope", "silu_and_mul"),
-    "experts": ("route", "pack", "apply"),
-    "attention": ("apply",),
-    "latent_attention": ("write", "apply"),
-    "sampling": ("argmax", "sample"),
-}
-
-
-class DeviceCaches(TorchKVCacheOps):
-    """Allocates caches of the Triton back end."""
-
-    def allocate(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> Any:
-        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, CPU)
-
-
-class PlannedAttention(TorchAttentionOps):
-    """Plans as the Triton back end does, and attends to nothing."""
-
-    def plan(self, metadata: AttentionMetaData, cache: Any, num_heads: int) -> Any:
-        return step_plan.plan(metadata, CPU)
-
-    def write(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
-        slots = metadata.plan.slot_mapping.long()
-        for rows, stored in ((k, cache.keys(layer)), (v, cache.values(layer))):
-            stored.flatten(0, 1)[slots[slots >= 0]] = rows[slots >= 0].to(cache.data.dtype)
-
-    def apply(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
-        return q.new_zeros(q.shape)
-
-
-class PlannedLatentAttention(TorchLatentAttentionOps):
-    """Attends to nothing, over the Triton back end's plan."""
-
-    def write(self, cache: Any, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
-        slots: StepPlan = metadata.plan
-        cache.keys(layer).flatten(0, 1)[slots.slot_mapping.long(), 0] = k.to(cache.data.dtype)
-
-    def apply(self, q: torch.Tensor, cache: Any, *given: Any) -> torch.Tensor:
-        return q.new_zeros(*q.shape[:2], cache.value_dim)
-
-
-class Watched:
-    """A group of operations that tells which of them were asked for."""
-
-    def __init__(self, group: str, operations: Any, asked: list[str]) -> None:
-        self._group, self._operations, self._asked = group, operations, asked
-
-    def __getattr__(self, name: str) -> Any:
-        if name in REMEMBERED[self._group]:
-            self._asked.append(f"{self._group}.{name}")
-        return getattr(self._operations, name)
-
-
-class Fallback(TorchBackend):
-    """PyTorch's operations with the cache and the plan of the Triton back end; remembers what it was asked for."""
-
-    name = "fallback"
-    attention_ops: type[TorchAttentionOps] = PlannedAttention
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-        self.kv_cache = DeviceCaches()
-        self.attention = self.attention_ops()
-        self.latent_attention = PlannedLatentAttention()
-        for group in REMEMBERED:
-            setattr(self, group, Watched(group, getattr(self, group), self.asked))
-
-
-class Remembering(Fallback):
-    """Packs nothing; remembers the formats that it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.formats: list[PackedFormat | None] = []
-        formats = self.formats
-
-        class Linear(TorchLinearOps):
-            def pack(self, *given: Any) -> Any:
-                formats.append(given[3])
-
-        class Experts(TorchExpertOps):
-            def pack(self, *given: Any) -> Any:
-                formats.append(given[4])
-
-        self.linear = cast(TorchLinearOps, Watched("linear", Linear(), self.asked))
-        self.experts = cast(TorchExpertOps, Watched("experts", Experts(), self.asked))
-
-
-def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        del sys.modules[name]
-
-
-@pytest.fixture(scope="module", params=TAGS)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AiterLibrary]:
-    """Each supported version."""
-    folder = tmp_path_factory.mktemp("aiter")
-    lay(folder, request.param)
-    sys.path.insert(0, str(folder))
-    forget()
-    yield AiterLibrary.load(SINCE)
-    sys.path.remove(str(folder))
-    forget()
-
-
-@pytest.fixture
-def backend(library: AiterLibrary) -> AiterBackend:
-    return AiterBackend(Fallback(), library, TUNED)
-
-
-def fallback_of(backend: AiterBackend) -> list[str]:
-    """What the other back end was asked for."""
-    fallback = backend.fallback
-    assert isinstance(fallback, Fallback)
-    return fallback.asked
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype
-    tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -588,168 +440,3 @@ def test_sampling_is_never_aiters(backend: AiterBackend) -> None:
     ids = backend.sampling.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
     assert ids.tolist() == [1]
     assert fallback_of(backend) == ["sampling.sample"]
-
-
-def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
-    """A weight as a checkpoint has it, and its worth; its blocks are of very different sizes."""
-    sizes = draw(-(-rows // 128), -(-columns // 128), dtype=torch.float32, seed=99).exp()
-    blocks = sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-    return quantized_weight(scheme, draw(rows, columns, seed=seed) * columns**-0.5 * blocks)
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("dtype", NARROW)
-def test_a_linear_stored_by_blocks(library: AiterLibrary, target: str, dtype: torch.dtype) -> None:
-    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
-    weight, worth = stored(192, 256)
-    x, bias = draw(5, 256, dtype=dtype), draw(192)
-    packed = backend.linear.pack(weight, bias, dtype)
-    assert isinstance(packed, AiterBlockLinear)
-    assert packed.weight.dtype == backend.fp8
-    found = backend.linear.apply(x, packed)
-    assert found.dtype == dtype
-    assert distance(found, torch.nn.functional.linear(x.float(), worth, bias.to(dtype).float())) < 0.05
-    assert backend.linear.apply(x[:0], packed).shape == (0, 192)
-    assert backend.linear.argmax(x, packed, 50).tolist() == found[:, :50].argmax(1).tolist()
-    assert fallback_of(backend) == ["sampling.argmax"]
-    backend.adopt(packed)
-
-
-def test_rows_have_a_scale_for_each_group(library: AiterLibrary) -> None:
-    """With one for a row, a group would vanish beside one that is 100,000 times as large."""
-    backend = AiterBackend(Fallback(), library, TUNED)
-    worth = draw(64, 256)
-    worth[:, 128:] = 0
-    weight, exact = quantized_weight("deepseek", worth)
-    x = draw(5, 256)
-    x[:, :128] *= 0.01
-    x[:, 128:] *= 1000
-    found = backend.linear.apply(x, backend.linear.pack(weight, None, torch.bfloat16))
-    assert distance(found, x.float() @ exact.t()) < 0.05
-
-
-def test_stored_numbers_are_kept(library: AiterLibrary) -> None:
-    """To the bit, in the FP8 of either architecture."""
-    weight, worth = stored(144, 256)
-    for target in ("gfx942", "gfx950"):
-        packed = AiterBackend(Fallback(), library, Settings(TARGETS[target], False)).linear.pack(
-            weight, None, torch.bfloat16
-        )
-        scales = packed.scale.repeat_interleave(128, 0)[:144].repeat_interleave(128, 1)
-        assert torch.equal(packed.weight.float() * scales, worth)
-
-
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts_stored_by_blocks(library: AiterLibrary, target: str, expert_parallel: bool) -> None:
-    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False), expert_parallel)
-    pairs = [(stored(256, 256, seed=i), stored(256, 128, seed=10 + i)) for i in range(3)]
-    first, x = 1, draw(6, 256)
-    ids = torch.stack([torch.randperm(3, generator=torch.Generator().manual_seed(i))[:2] for i in range(6)]) + first
-    if expert_parallel:
-        ids[0, 0], ids[1, 1] = 0, 4
-    weights = draw(6, 2, dtype=torch.float32).abs()
-    mine = [ExpertWeights(gate_up[0], down[0]) for gate_up, down in pairs]
-    packed = backend.experts.pack(iter(mine), first, None, torch.bfloat16)
-    assert isinstance(packed, AiterExperts)
-    assert packed.gate_up.dtype == packed.down.dtype == backend.fp8
-    floats = [ExpertWeights(gate_up[1], down[1]) for gate_up, down in pairs]
-    expected = REFERENCE.experts.apply(x, ids, weights, REFERENCE.experts.pack(floats, first, None, torch.bfloat16))
-    assert distance(backend.experts.apply(x, ids, weights, packed), expected) < 0.06
-    assert fallback_of(backend) == []
-
-
-@pytest.mark.parametrize(
-    ("scheme", "rows", "columns", "dtype", "reason"),
-    [
-        ("deepseek", 192, 256, torch.float32, "for bfloat16 and float16, not float32"),
-        ("deepseek", 72, 256, torch.bfloat16, "multiples of 16 x 128, not 72 x 256"),
-        ("deepseek", 64, 192, torch.bfloat16, "multiples of 16 x 128, not 64 x 192"),
-        ("compressed-tensors-fp8-channel", 64, 128, torch.bfloat16, "not float8_e4m3fn per_token"),
-        ("compressed-tensors-fp8-group", 64, 128, torch.bfloat16, "not float8_e4m3fn per_1x128"),
-        ("compressed-tensors-int8-channel", 64, 128, torch.bfloat16, "not int8 per_token"),
-        ("compressed-tensors-mxfp4", 64, 128, torch.bfloat16, "rounds the inputs of MXFP4 products too"),
-    ],
-)
-def test_stored_weights_that_aiter_does_not_multiply(
-    library: AiterLibrary, scheme: str, rows: int, columns: int, dtype: torch.dtype, reason: str
-) -> None:
-    backend = AiterBackend(Fallback(), library, TUNED)
-    weight, worth = stored(rows, columns, scheme)
-    x = draw(3, columns, dtype=dtype)
-    with structlog.testing.capture_logs() as logs:
-        found = backend.linear.apply(x, backend.linear.pack(weight, None, dtype))
-    assert distance(found, x.float() @ worth.t()) < 0.02
-    assert [line["operation"] for line in logs] == ["block_linear"]
-    assert reason in logs[0]["reason"]
-    assert fallback_of(backend) == ["linear.pack", "linear.apply"]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "hidden", "inner", "dtype", "clamp", "reason"),
-    [
-        ("deepseek", 128, 128, torch.float16, None, "for bfloat16, not float16"),
-        ("deepseek", 128, 64, torch.bfloat16, None, "sizes by 128, not 128 and 64"),
-        ("deepseek", 192, 128, torch.bfloat16, None, "sizes by 128, not 192 and 128"),
-        ("deepseek", 128, 128, torch.bfloat16, ClampedSwiglu(1.7, 7.0), "silu without biases"),
-        ("compressed-tensors-mxfp4", 128, 128, torch.bfloat16, None, "inputs of MXFP4 products too"),
-    ],
-)
-def test_stored_experts_that_aiter_does_not_compute(
-    library: AiterLibrary,
-    scheme: str,
-    hidden: int,
-    inner: int,
-    dtype: torch.dtype,
-    clamp: ClampedSwiglu | None,
-    reason: str,
-) -> None:
-    backend = AiterBackend(Fallback(), library, TUNED)
-    expert = ExpertWeights(stored(2 * inner, hidden, scheme)[0], stored(hidden, inner, scheme)[0])
-    with structlog.testing.capture_logs() as logs:
-        packed = backend.experts.pack([expert], 0, clamp, dtype)
-        backend.experts.apply(
-            draw(2, hidden, dtype=dtype), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), packed
-        )
-    assert [line["operation"] for line in logs] == ["block_moe"]
-    assert reason in logs[0]["reason"]
-    assert fallback_of(backend) == ["experts.pack", "experts.apply"]
-
-
-def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
-    """One of two is a rank's part that cuts blocks (Qwen3-235B-A3B on eight), or they are packed in another format."""
-    (gate_up, worth), (down, down_worth) = stored(256, 128), stored(128, 128)
-    int8 = PackedFormat(torch.int8)
-    cases: list[tuple[ExpertWeights, PackedFormat | None, str]] = [
-        (ExpertWeights(gate_up, down_worth), None, "the parts of ranks cut blocks"),
-        (ExpertWeights(worth, down), None, "the parts of ranks cut blocks"),
-        (ExpertWeights(gate_up, down), int8, "not packed in another format"),
-    ]
-    for expert, packed_format, reason in cases:
-        fallback = Remembering()
-        backend = AiterBackend(fallback, library, TUNED)
-        with structlog.testing.capture_logs() as logs:
-            backend.experts.pack([expert], 0, None, torch.bfloat16, packed_format)
-        assert [(line["operation"], reason in line["reason"]) for line in logs] == [("block_moe", True)]
-        assert fallback.formats == [packed_format]
-    backend = AiterBackend(Remembering(), library, TUNED)
-    with structlog.testing.capture_logs() as logs:
-        backend.linear.pack(gate_up, None, torch.bfloat16, int8)
-    assert [line["operation"] for line in logs] == ["block_linear"]
-    assert "not packed in another format" in logs[0]["reason"]
-
-
-def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:
-    """Or packed as something else: the other back end's."""
-    fallback = Fallback()
-    backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
-    weight, _ = stored(128, 128)
-    backend.linear.pack(weight, None, torch.bfloat16)
-    backend.experts.pack([ExpertWeights(stored(256, 128)[0], stored(128, 128)[0])], 0, None, torch.bfloat16)
-    assert fallback.asked == ["linear.pack", "experts.pack"]
-    with pytest.raises(ValueError, match="do not pack"):
-        AiterBackend(fallback, library, TUNED).linear.pack(weight, None, torch.bfloat16, PackedFormat(torch.int8))

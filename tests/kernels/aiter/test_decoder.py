@@ -13,20 +13,10 @@ from kernels.aiter.library import AiterLibrary
 from kernels.interface import AttentionMetaData, KVSpec
 from kernels.triton_backend.plan import Shape
 from kernels.triton_backend.target import TARGETS, Settings
-from tests.kernels.aiter.test_backend import (
-    DECODE,
-    MIXED,
-    TUNED,
-    Fallback,
-    PlannedAttention,
-    draw,
-    library,
-    step,
-)
+from tests.kernels.aiter.test_backend import DECODE, MIXED, step
+from tests.kernels.aiter.watched import TUNED, Fallback, PlannedAttention, draw
 from tests.kernels.dense_layers import REFERENCE, Sizes, by_single_operations, decoder, relative
 from tests.unit.kernels.steps import Rows
-
-__all__ = ["library"]
 
 # `padded` leaves rows and sequences over, as a captured step does.
 PADDED = Shape(rows=8, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)

@@ -21,7 +21,7 @@ from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.checkpoints import make_checkpoint
 from tests.kernels.aiter.fake_aiter import lay
-from tests.kernels.aiter.test_backend import TAGS, forget
+from tests.kernels.aiter.watched import TAGS, forget
 from tests.kernels.dense_layers import relative
 from tests.quantizers import SCHEMES, quantize_checkpoint
 from worker.config.model_config import ModelConfig

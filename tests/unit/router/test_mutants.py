@@ -70,10 +70,12 @@ from tests.unit.router.requests import test_write_pacer
 from tests.unit.router.scheduling import (
     test_audit,
     test_dispatcher,
+    test_dispatcher_machine,
     test_failover,
     test_fair_queue,
     test_kv_check,
     test_placement,
+    test_prefix_index,
 )
 from tests.unit.router.text import test_prompts, test_reading, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_session_state
@@ -107,8 +109,8 @@ _MORE = "waiting.share(tenant, more=1)"
 _UNSEARCHED = "self._min_tokens - 1 - self.delivered"
 _OWN = "child.match or child.fail.match"
 
-_DISPATCHER, _PIECEMEAL = test_dispatcher.DispatcherMachine, test_dispatcher.PiecemealMachine
-_INDEX = test_placement.IndexMachine
+_DISPATCHER, _PIECEMEAL = test_dispatcher_machine.DispatcherMachine, test_dispatcher_machine.PiecemealMachine
+_INDEX = test_prefix_index.IndexMachine
 _LOADS, _LOOK = test_placement.test_the_least_loaded_by_sorting, test_placement.test_after_a_look_nobody_could_gain
 _COUNT = test_failover.test_attempts_against_a_plain_count
 _WAITS = test_failover.test_a_request_is_on_a_worker_or_waits

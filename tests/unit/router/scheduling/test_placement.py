@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.delay_gate import DelayGate
-from common.limits import EXPECTED_S, MAX_SESSIONS
-from router.scheduling import prefix_index
+from common.limits import MAX_SESSIONS
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.lane import Lane
@@ -26,230 +23,10 @@ from router.scheduling.placement import (
     SessionAffinity,
     seconds_of_work,
 )
-from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import chain
 
 GRANULE = 128
-
-
-def chain(*parts: int) -> list[int]:
-    """Granules of a prompt: each names the whole prefix, as chain hashes do."""
-    rnd = random.Random(0)
-    named: list[int] = []
-    for part in parts:
-        rnd.seed(f"{named[-1] if named else None}/{part}")
-        named.append(rnd.getrandbits(64))
-    return named
-
-
-PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts))
-
-
-class IndexMachine(RuleBasedStateMachine):
-    """What each worker holds and was sent, as sets and dictionaries; at most 8 workers, and no overflow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = PrefixIndex(1 << 14)
-        self.now = 0.0
-        self.holds: dict[str, set[int]] = {}
-        self.sent: dict[str, dict[int, float]] = {}
-        self.last: tuple[str, list[int]] = "", []
-
-    @rule(worker=st.sampled_from("abcdefgh"))
-    def start(self, worker: str) -> None:
-        self.index.add_worker(worker)
-        self.holds[worker], self.sent[worker] = set(), {}
-
-    def worker(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from(sorted(self.holds)))
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def stop(self, data: st.DataObject) -> None:
-        worker = self.worker(data)
-        self.index.remove_worker(worker)
-        del self.holds[worker], self.sent[worker]
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data(), prompts=st.lists(PROMPTS, max_size=4))
-    def store(self, data: st.DataObject, prompts: list[list[int]]) -> None:
-        worker, granules = self.worker(data), [granule for prompt in prompts for granule in prompt]
-        self.index.store(worker, granules)
-        self.holds[worker].update(granules)
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data(), prompt=PROMPTS)
-    def evict(self, data: st.DataObject, prompt: list[int]) -> None:
-        """Whatever begins with the prompt: a suffix goes before its prefix."""
-        worker, begin = self.worker(data), PARTS[tuple(prompt)]
-        gone = [names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin]
-        self.index.evict(worker, gone)
-        self.holds[worker] -= set(gone)
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data(), prompt=PROMPTS)
-    def send(self, data: st.DataObject, prompt: list[int]) -> None:
-        self.send_to(self.worker(data), prompt)
-
-    def send_to(self, worker: str, prompt: list[int]) -> None:
-        self.last = worker, prompt
-        self.index.expect(worker, prompt, self.now)
-        self.sent[worker].update(dict.fromkeys(prompt, self.now + EXPECTED_S))
-
-    @precondition(lambda self: self.last[0] in self.holds)
-    @rule(seconds=st.sampled_from([0.5, 1.0, 1.5]), other=PROMPTS)
-    def send_again(self, seconds: float, other: list[int]) -> None:
-        """A prompt sent twice is expected until the time of the second has passed, whatever is sent behind it."""
-        worker, prompt = self.last
-        for sent in (prompt, other):
-            self.now += seconds
-            self.send_to(worker, sent)
-        self.look(prompt)
-
-    @rule(seconds=st.sampled_from([0.5, 1.0, 2.5]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(prompt=PROMPTS)
-    def look_up(self, prompt: list[int]) -> None:
-        self.look(prompt)
-
-    def look(self, prompt: list[int]) -> None:
-        sent = {w: {g for g, until in sent.items() if until > self.now} for w, sent in self.sent.items()}
-        depths = {w: max(depth_in(prompt, held), depth_in(prompt, sent[w])) for w, held in self.holds.items()}
-        assert {worker: self.index.depth(worker, prompt, self.now) for worker in self.holds} == depths
-        deepest = max(depths.values(), default=0)
-        owners = {worker for worker, depth in depths.items() if depth == deepest and depth}
-        found, names = self.index.longest(prompt, self.now)
-        assert (found, set(names), len(names)) == (deepest, owners, len(owners))
-
-    @invariant()
-    def exact(self) -> None:
-        for worker, held in self.holds.items():
-            assert self.index.held(worker) == held
-        assert len(self.index) >= len(set().union(*self.holds.values()))
-
-
-PARTS = {tuple(chain(*parts)): parts for n in range(8) for parts in itertools.product((0, 1), repeat=n)}
-IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
-TestIndexMachine = IndexMachine.TestCase
-
-
-def depth_in(prompt: list[int], held: set[int]) -> int:
-    return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
-
-
-def test_the_index_is_bounded_and_never_invents() -> None:
-    index = PrefixIndex(1000)
-    assert (index.capacity, index.nbytes) == (1024, 1024 * BYTES_PER_ENTRY)
-    rnd = random.Random(1)
-    index.add_worker("a")
-    index.add_worker("b")
-    given_to: dict[str, set[int]] = {"a": set(), "b": set()}
-    prompts = [[rnd.getrandbits(64) for _ in range(4)] for _ in range(3000)]
-    for prompt in prompts:
-        worker = rnd.choice("ab")
-        index.store(worker, prompt)
-        given_to[worker] |= set(prompt)
-    for prompt in prompts:
-        for worker, granules in given_to.items():
-            assert index.depth(worker, prompt, 0.0) == 0 or granules.issuperset(prompt[:1])
-    assert sum(index.depth("a", prompt, 0.0) > 0 for prompt in prompts) > 50
-    assert len(index) == 1024
-    assert index.forgotten >= 12_000 - 1024
-
-
-@pytest.mark.slow
-def test_the_index_grows_and_keeps_what_it_has() -> None:
-    """R9: by a little with every report, never by all of it at once."""
-    index = PrefixIndex(1 << 20)
-    begun = index.nbytes
-    rnd = random.Random(2)
-    held: dict[str, set[int]] = {"a": set(), "b": set()}
-    for worker in held:
-        index.add_worker(worker)
-    for _ in range(30):
-        for worker, granules in held.items():
-            new = [rnd.getrandbits(64) for _ in range(2000)]
-            before = index.nbytes
-            shared = rnd.sample(sorted(held["b" if worker == "a" else "a"]), 50) if held["a"] and held["b"] else []
-            index.store(worker, [*new, *shared])
-            granules.update(new, shared)
-            # No report waits for more than room for itself: six entries for each of its granules.
-            assert index.nbytes - before <= 6 * BYTES_PER_ENTRY * (len(new) + len(shared)) + BYTES_PER_ENTRY * 8
-            gone = rnd.sample(sorted(granules), 300)
-            index.evict(worker, gone)
-            granules.difference_update(gone)
-    assert begun == BYTES_PER_ENTRY << 16
-    assert BYTES_PER_ENTRY << 18 < index.nbytes <= 6 * BYTES_PER_ENTRY * (len(index) + 8000)
-    # A bucket overflows now and then, though the index is sparse.
-    assert index.forgotten < 50
-    for worker, granules in held.items():
-        assert index.held(worker) <= granules
-        assert len(granules - index.held(worker)) <= index.forgotten
-    assert len(held["a"] | held["b"]) - index.forgotten <= len(index) <= len(held["a"] | held["b"])
-
-
-def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
-    index = PrefixIndex(64)
-    index.add_worker("a")
-    sent = chain(*range(900))
-    index.expect("a", sent, 0.0)
-    for common in (1, 3, 15, 16, 31, 100, 513, 899, 900):
-        for after in ([], [7] * 50):
-            prompt = [*sent[:common], *(chain(common, *after) if common < 900 or after else [])]
-            depth = index.depth("a", prompt, 1.0)
-            assert 8 * common <= 9 * depth + 8
-            assert depth <= common
-    assert index.depth("a", sent, 1.0) == 900
-    assert index.depth("a", sent, EXPECTED_S) == 0
-
-
-def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_EXPECTED_GRANULES", 1000)
-    index = PrefixIndex(64)
-    index.add_worker("a")
-    prompts = [chain(i, *range(30)) for i in range(100)]
-    for prompt in prompts:
-        index.expect("a", prompt, 0.0)
-    expected = index._expected
-    assert expected._marks <= 1000
-    assert sum(map(len, expected._until.values())) <= 1000
-    assert index.depth("a", prompts[0], 0.0) == 0
-    assert index.depth("a", prompts[-1], 0.0) == 31
-    index.expect("a", chain(1), EXPECTED_S)
-    assert len(expected._until) == 1
-
-
-def test_the_first_eight_owners_count_and_a_depth_beyond_them_is_found() -> None:
-    index = PrefixIndex(64)
-    prompt = chain(1, 2, 3, 4)
-    for i in range(12):
-        index.add_worker(f"w{i}")
-        index.store(f"w{i}", prompt[:3])
-    assert set(index.longest(prompt, 0.0)[1]) == {f"w{i}" for i in range(8)}
-    assert index.forgotten == 12
-    assert index.depth("w11", prompt, 0.0) == 0
-    index.store("w11", prompt[3:])
-    assert index.depth("w11", prompt, 0.0) == 4
-    assert index.longest(prompt, 0.0) == (4, ["w11"])
-    index.evict("w0", prompt[:3])
-    index.store("w10", prompt[:3])
-    assert index.depth("w10", prompt, 0.0) == 3
-
-
-def test_numbers_of_workers_are_used_once_until_all_get_new_ones() -> None:
-    index = PrefixIndex(64)
-    prompt = chain(1)
-    index.add_worker("a")
-    index.store("a", prompt)
-    for _ in range(70_000):
-        index.add_worker("z")
-    assert index.depth("z", prompt, 0.0) == 0
-    assert index.longest(prompt, 0.0) == (1, ["a"])
-    index.store("z", prompt)
-    assert set(index.longest(prompt, 0.0)[1]) == {"a", "z"}
 
 
 def lane(worker: str, model: str = "m", **load: float) -> Lane:

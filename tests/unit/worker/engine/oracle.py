@@ -16,166 +16,17 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import chain
 
 from common.config import MIXED, Config
 from common.limits import MAX_HOLD_S
-from tests.unit.worker.engine.truth import TokenModel, Truth, fold
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from tests.unit.worker.engine.oracle_execution import Execution
+from tests.unit.worker.engine.oracle_records import COLUMNS, Cache, Flight, Life, Row, rank
+from tests.unit.worker.engine.truth import TokenModel, Truth
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence, SequenceStatus
-
-# What a batch shows, row by row.
-COLUMNS = (
-    "req_ids",
-    "num_scheduled_tokens",
-    "num_computed_tokens",
-    "context_lens",
-    "scheduled_tokens",
-    "from_last_output",
-    "is_final",
-    "last_block_num_tokens",
-    "block_tables",
-    "num_cached_tokens",
-    "seeds",
-    "choices",
-    "block_copies",
-)
-
-
-@dataclass(eq=False, slots=True)
-class Life:
-    """What the oracle knows about one sequence.
-
-    Attributes:
-        known: tokens that it came with or that the model has sampled, in flight or not.
-        delivered: tokens that it came with or that have been streamed.
-        computed: where its next row begins; None while it waits. A visit lasts from admission to preemption or end.
-        cached: where its first row of this visit begins.
-        table: its blocks after the last event.
-        serial: order of admission.
-        published: full blocks of this visit that can be found.
-        prefilling: whether its last known token has not been scheduled in this visit.
-        drafts: what the model has proposed for its next row.
-        awaited: whether its row in flight verifies drafts, or brings some.
-        num_inflight: rows in flight.
-        first_scheduled, first_token: when these were, None before.
-    """
-
-    seq: Sequence
-    truth: Truth
-    known: int
-    delivered: int
-    gated: bool
-    computed: int | None = None
-    cached: int = 0
-    table: list[int] = field(default_factory=list)
-    serial: int = 0
-    published: int = 0
-    prefilling: bool = False
-    drafts: list[int] = field(default_factory=list)
-    awaited: bool = False
-    num_inflight: int = 0
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    ended: bool = False
-
-    @property
-    def start(self) -> int:
-        """`computed` of a running sequence."""
-        assert self.computed is not None, f"sequence {self.seq.id} does not run"
-        return self.computed
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence's part of a step, and what it was before the step."""
-
-    life: Life
-    start: int
-    end: int
-    drafts: list[int]
-    final: bool
-    was: tuple[int, int, list[int], bool]
-    prefill: bool
-    table: list[int]
-    sampled: list[int] = field(default_factory=list)
-    after: int = 0
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
-
-    batch: ScheduledBatch
-    shown: ScheduledBatch
-    seqs: dict[int, Sequence]
-    rows: list[Row]
-    computing: set[int]
-    last_output: ScheduledBatchOutput
-    output: ScheduledBatchOutput
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a token that a prompt computes and one that it attends to."""
-        rows = [(row.start, row.end - row.start) for row in self.rows if row.prefill]
-        return sum(count * start + count * (count + 1) // 2 for start, count in rows)
-
-
-class Cache:
-    """Which block holds which published prefix, by what was seen; only a block that is taken anew loses its entry."""
-
-    def __init__(self) -> None:
-        self._block_of: dict[int, int] = {}
-        self._entry_of: dict[int, tuple[int, int]] = {}
-        self._num_children: dict[int, int] = {}
-        self._tail_of: dict[int, int] = {}
-        self._block_of_tail: dict[int, int] = {}
-        self._tail_parents: dict[int, int] = {}
-
-    def hits(self, life: Life, size: int) -> int:
-        """Leading full blocks of a sequence that can be found; its last known token is never in one."""
-        states, found = life.truth.states, 0
-        while found < (life.known - 1) // size and states[(found + 1) * size - 1] in self._block_of:
-            found += 1
-        return found
-
-    def tail(self, state: int) -> int | None:
-        """The block that a prefix which ends inside a block ends in."""
-        return self._block_of_tail.get(state)
-
-    def publish_tail(self, state: int, parent: int, block: int) -> None:
-        """A prefix that ends inside a block can be found from now on."""
-        if state not in self._block_of_tail and block not in self._tail_of:
-            self._block_of_tail[state], self._tail_of[block] = block, state
-            self._tail_parents[block] = parent
-            self._num_children[parent] = self._num_children.get(parent, 0) + 1
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._entry_of or block in self._tail_of
-
-    def block(self, state: int) -> int | None:
-        """Where a prefix is."""
-        return self._block_of.get(state)
-
-    def publish(self, state: int, parent: int, block: int) -> None:
-        """A full block can be found from now on."""
-        self._block_of[state] = block
-        self._entry_of[block] = state, parent
-        self._num_children[parent] = self._num_children.get(parent, 0) + 1
-
-    def take(self, block: int) -> None:
-        """A free block is used for something else."""
-        if block in self._tail_of:
-            del self._block_of_tail[self._tail_of.pop(block)]
-            self._num_children[self._tail_parents.pop(block)] -= 1
-        if block in self._entry_of:
-            state, parent = self._entry_of.pop(block)
-            assert not self._num_children.get(state), f"block {block} is evicted before its children"
-            del self._block_of[state]
-            self._num_children[parent] -= 1
 
 
 class Oracle:
@@ -201,8 +52,7 @@ class Oracle:
         self.lives: dict[int, Life] = {}
         self.all: list[Life] = []
         self.flights: deque[Flight] = deque()
-        self.kv = [[0] * self.size for _ in range(self.pool)]
-        self.last_output = ScheduledBatchOutput({})
+        self.execution = Execution(self.size, self.pool, self.k, model)
         self.last_prompt_latency = 0.0
         self.num_batches = self.num_prefill_steps = self.num_preemptions = self.num_admissions = 0
         self.num_drafts = self.num_accepted = 0
@@ -315,7 +165,7 @@ class Oracle:
         unfinished = sum(life.known - life.start for life in self.lives.values() if life.prefilling)
         assert not (victims and newcomers), "a newcomer in a step that preempts"
         decoding = self._decodable()
-        flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
+        flight = Flight(step[0], batch, seqs, [], set(), self.execution.last_output, ScheduledBatchOutput({}))
         for i, seq_id in enumerate(batch.req_ids):
             self._add_row(flight, i, self.lives[seq_id])
         # Blocks for drafts are taken when every row has its own, those for drafts to come when every draft has.
@@ -330,7 +180,7 @@ class Oracle:
         if self.config.scheduling_policy == MIXED:
             self._check_share(flight.rows, unfinished)
         self._check_writes(flight)
-        self._execute(flight)
+        self.execution.step(flight)
         self.flights.append(flight)
         self.num_batches += 1
         return flight
@@ -343,9 +193,9 @@ class Oracle:
         assert self.num_preemptions == self.scheduler.lifecycle.num_preemptions, "a preemption that does not show"
         if victims:
             survivors = [life for life in running if life.seq.status is SequenceStatus.RUNNING]
-            victims.sort(key=_rank)
+            victims.sort(key=rank)
             assert survivors, "the oldest running sequence is preempted"
-            assert max(map(_rank, survivors)) < _rank(victims[0]), "a victim is not the newest of the lowest class"
+            assert max(map(rank, survivors)) < rank(victims[0]), "a victim is not the newest of the lowest class"
             self._check_need(victims[0], survivors)
         for life in reversed(victims):
             self._wait_in_front(life)
@@ -406,7 +256,7 @@ class Oracle:
         life.awaited = bool(drafts) or seq.id in batch.drafts_wanted
         row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table)
         self._check_row(row)
-        self._check_tokens(flight, i, row)
+        self.execution.check_tokens(flight, i, row)
         assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
         assert batch.last_block_num_tokens[i] == (end - 1) % self.size + 1
         assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
@@ -434,15 +284,6 @@ class Oracle:
         assert not life.prefilling, f"sequence {life.seq.id}: drafts in a visit's first row"
         assert drafts == life.drafts[: len(drafts)], f"sequence {life.seq.id}: drafts {drafts}, not {life.drafts}"
         assert life.known + len(drafts) < most, f"sequence {life.seq.id}: drafts behind its end"
-
-    def _check_tokens(self, flight: Flight, i: int, row: Row) -> None:
-        batch, truth = flight.shown, row.life.truth
-        expected = truth.tokens[row.start : row.end - len(row.drafts)] + row.drafts
-        given = list(batch.scheduled_tokens[i])
-        if batch.from_last_output[i]:
-            assert not given, f"sequence {row.life.seq.id}: a token is late and there"
-            given = [self.last_output.token_ids[row.life.seq.id][-1]]
-        assert given == expected, f"sequence {row.life.seq.id}: computes {given}, not {expected}"
 
     def _admit(self, flight: Flight, life: Life, cached: int, table: list[int]) -> None:
         seq = life.seq
@@ -653,66 +494,6 @@ class Oracle:
             written = row.life.table[row.start // self.size : (row.end - 1) // self.size + 1]
             assert all(holders[block] == 1 for block in written), f"sequence {row.life.seq.id} writes a shared block"
 
-    def _execute(self, flight: Flight) -> None:
-        """All reads see the steps before this one only: KV that the step itself writes is no cache hit."""
-        for source, target in flight.shown.block_copies:
-            self.kv[target] = list(self.kv[source])
-        histories = flight.shown.token_histories(self.last_output)
-        for i, row in enumerate(flight.rows):
-            self._read(row)
-            self._check_history(row, histories.get(i))
-        tokens: dict[int, tuple[int, ...]] = {}
-        drafts: dict[int, list[int]] = {}
-        for row in flight.rows:
-            self._write(row)
-            self._sample(row)
-            if row.life.seq.id not in flight.shown.drafts_wanted:
-                row.life.drafts = []
-            row.life.num_inflight += 1
-            if row.final:
-                tokens[row.life.seq.id] = tuple(row.sampled)
-                if row.life.drafts:
-                    drafts[row.life.seq.id] = row.life.drafts
-        flight.output = self.last_output = ScheduledBatchOutput(tokens, drafts or None)
-
-    def _read(self, row: Row) -> None:
-        """What attention reads: every slot in front of the row holds this sequence's prefix."""
-        blocks = row.life.table[: -(-row.start // self.size)]
-        context = list(chain.from_iterable(map(self.kv.__getitem__, blocks)))[: row.start]
-        assert context == row.life.truth.states[: row.start], f"sequence {row.life.seq.id} reads foreign KV"
-
-    def _write(self, row: Row) -> None:
-        states = row.life.truth.states[row.start : row.end - len(row.drafts)]
-        for draft in row.drafts:
-            states.append(fold(states[-1], draft))
-        table, size = row.life.table, self.size
-        for position, state in enumerate(states, row.start):
-            self.kv[table[position // size]][position % size] = state
-
-    def _check_history(self, row: Row, history: TokenHistory | None) -> None:
-        """Penalties and min_tokens see the output so far, late tokens included."""
-        seq, known = row.life.seq, row.life.known
-        params = seq.sampling_params
-        steered = params.penalized or known - seq.num_prompt_tokens < params.min_tokens
-        assert (history is not None) is (row.final and steered), f"sequence {seq.id}: history of a row"
-        if history is not None:
-            assert list(history.output_ids) == row.life.truth.tokens[seq.num_prompt_tokens : known]
-
-    def _sample(self, row: Row) -> None:
-        life, truth = row.life, row.life.truth
-        if not row.final:
-            life.computed = row.after = row.end
-            return
-        truth.upto(life.known + 2 * self.k + 1)
-        accepted = 0
-        while accepted < len(row.drafts) and truth.tokens[life.known + accepted] == row.drafts[accepted]:
-            accepted += 1
-        row.sampled = truth.tokens[life.known : life.known + accepted + 1]
-        life.computed = row.after = life.known + accepted
-        life.known += accepted + 1
-        life.prefilling = False
-        life.drafts = self.model.drafts(truth, life.known, self.k)
-
     # Landing.
 
     def before_landing(self) -> None:
@@ -786,7 +567,7 @@ class Oracle:
         """The only flight was discarded: what it should have computed is still to do."""
         (flight,) = self.flights
         self.flights.clear()
-        self.last_output = flight.last_output
+        self.execution.last_output = flight.last_output
         for row in flight.rows:
             life = row.life
             life.num_inflight -= 1
@@ -840,8 +621,3 @@ class Oracle:
             )
         stats = self.scheduler.spec_stats
         assert (stats.total_draft_tokens, stats.total_accepted_tokens) == (self.num_drafts, self.num_accepted)
-
-
-def _rank(life: Life) -> tuple[int, int]:
-    """Order of the running set: classes, highest first, and within one as they were admitted."""
-    return -life.seq.priority, life.serial

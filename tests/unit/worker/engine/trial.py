@@ -10,7 +10,8 @@ from unittest import mock
 from common.block_hash import hash_chain
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
-from tests.unit.worker.engine.oracle import Life, Oracle
+from tests.unit.worker.engine.oracle import Oracle
+from tests.unit.worker.engine.oracle_records import Life
 from tests.unit.worker.engine.truth import EOS, TokenModel, Truth
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence

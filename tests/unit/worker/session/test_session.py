@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 import grpc
@@ -10,137 +10,24 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import TracerProvider
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError
 from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
 from common.protocol import PROTO_MINOR
-from common.telemetry.tracing import Tracing
 from tests.unit.worker.session.support import (
     BLOCK_SIZE,
     FACTS,
     LIMITS,
     NUM_BLOCKS,
     VOCAB_SIZE,
-    SteppedEngine,
     long_prompt,
     record,
-    simulated_core,
     simulated_runner,
     submit,
 )
-from worker.session.fleet_backlog import FleetLanes
-from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState, check_hello, check_owner
-from worker.session.worker_info import WorkerFacts
-
-
-@dataclass
-class Stream:
-    """What a router knows of one sequence."""
-
-    tokens: list[int]
-    start: wpb.SequenceStart | None = None
-    end: wpb.SequenceEnd | None = None
-
-
-class World:
-    """One worker and the virtual time."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
-        self.lanes = FleetLanes()
-        self.tracing = Tracing(TracerProvider())
-
-    def router(self, lease_ms: int = 5000) -> Router:
-        return Router(self, lease_ms)
-
-
-@dataclass
-class Router:
-    """The other end: writes frames, reads frames, checks them."""
-
-    world: World
-    lease_ms: int
-    streams: dict[int, Stream] = field(default_factory=dict)
-    returned: list[int] = field(default_factory=list)
-    frames: list[str] = field(default_factory=list)
-    unknown: list[int] = field(default_factory=list)
-    submit_seen: int = 0
-    load: wpb.Load = field(default_factory=wpb.Load)
-    wakes: int = 0
-
-    def __post_init__(self) -> None:
-        self.sequences = RouterSequences("r", FACTS, self.world.engine, self.world.tracing)
-        self.dial({})
-
-    def dial(self, live: dict[int, int]) -> None:
-        """Begins a stream; `live` is what Hello says."""
-        kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in live.items()]
-        hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms, live=kept)))
-        world = self.world
-        self.frames.clear()
-        self.state = SessionState(hello, self.sequences, FACTS, world.engine, world.lanes, world.now, self.wake)
-
-    def wake(self) -> None:
-        self.wakes += 1
-
-    def write(self, frame: wpb.SessionRequest) -> None:
-        for sequence in frame.submit.seqs:
-            self.streams.setdefault(sequence.rid, Stream(list(sequence.token_ids)))
-        if frame.HasField("extend"):
-            self.streams[frame.extend.rid].tokens += frame.extend.token_ids
-        self.state.receive(frame, self.world.now)
-
-    def read(self, at_most: int = 1000) -> None:
-        for _ in range(at_most):
-            frame = self.state.next_frame(self.world.now)
-            if frame is None:
-                return
-            kind = frame.WhichOneof("frame")
-            assert kind is not None
-            self.frames.append(kind)
-            assert (kind == "welcome") == (len(self.frames) == 1)
-            if kind == "welcome":
-                self.unknown = list(frame.welcome.unknown)
-            if kind == "step_output":
-                self._read_step(frame.step_output)
-            elif kind in ("heartbeat", "welcome"):
-                self.load = frame.heartbeat.load if kind == "heartbeat" else frame.welcome.load
-
-    def _read_step(self, step: wpb.StepOutput) -> None:
-        self.submit_seen, self.load = step.submit_seen, step.load
-        for start in step.starts:
-            assert self.streams[start.rid].start is None
-            self.streams[start.rid].start = start
-        at = 0
-        for rid, first_pos, n in zip(step.rid, step.first_pos, step.n, strict=True):
-            stream = self.streams[rid]
-            assert stream.start is not None
-            assert stream.end is None
-            assert first_pos == len(stream.tokens)
-            stream.tokens += step.token_ids[at : at + n]
-            at += n
-        for end in step.ends:
-            stream = self.streams[end.rid]
-            assert stream.end is None
-            if end.reason != wpb.END_REASON_INVALID:
-                assert end.end_pos == len(stream.tokens)
-            stream.end = end
-        self.returned += step.returned
-
-    def reasons(self) -> dict[int, int]:
-        return {rid: stream.end.reason for rid, stream in self.streams.items() if stream.end is not None}
-
-
-def run(world: World, *routers: Router, steps: int = 40) -> None:
-    for _ in range(steps):
-        world.now += 0.01
-        world.engine.step()
-        for router in routers:
-            router.read()
+from tests.unit.worker.session.world import World, opened, run
+from worker.session.session import check_hello, check_owner
 
 
 def test_welcome_then_tokens_then_ends() -> None:
@@ -255,90 +142,6 @@ def test_a_router_is_told_at_once_that_a_worker_takes_nothing_new() -> None:
     assert router.load.intake == wpb.INTAKE_OPEN
 
 
-def test_the_lease_counts_from_the_last_frame() -> None:
-    world = World()
-    router = world.router(lease_ms=400)
-    world.now += 0.3
-    router.write(wpb.SessionRequest(lane=wpb.Lane()))
-    assert router.state.lease_left(world.now) == pytest.approx(0.4)
-    world.now += 0.4
-    assert router.state.lease_left(world.now) <= 0
-
-
-def test_closing_cancels_everything_and_tells_nothing() -> None:
-    world = World()
-    gone, other = world.router(), world.router()
-    gone.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
-    gone.write(submit(1, record(1, range(100), max_tokens=500)))
-    other.write(submit(1, record(1, [9, 9], max_tokens=20)))
-    run(world, gone, other, steps=3)
-    assert other.load.fleet_tokens == 70
-    gone.state.close()
-    gone.sequences.end()
-    assert world.tracing.open_spans() == 2
-    run(world, other)
-    assert not world.engine.deliveries
-    assert world.tracing.open_spans() == 0
-    # Rids of two routers may be equal.
-    assert other.streams[1].tokens[2:] == simulated_runner().reference([9, 9], 20, seed=1)
-    world.now += 1
-    other.read()
-    assert (other.load.fleet_tokens, other.load.fleet_oldest_age_ms) == (0, 0)
-
-
-def test_a_new_stream_goes_on_from_what_the_router_has() -> None:
-    world = World()
-    router = world.router()
-    router.write(submit(5, *(record(rid, [rid], max_tokens=20) for rid in range(1, 6)), record(6, [6], max_tokens=2)))
-    run(world, router, steps=4)
-    assert router.reasons() == {6: wpb.END_REASON_LENGTH}
-    old = router.state
-    lost = router.streams.pop(5)
-    # The end of 6 did not arrive after all, and a token of 1 neither.
-    del router.streams[1].tokens[-1]
-    router.streams[6].tokens.pop()
-    router.streams[6].end = None
-    for rid in (1, 6):
-        router.streams[rid].start = None if len(router.streams[rid].tokens) == 1 else router.streams[rid].start
-    old.close()
-    router.sequences.detach(world.now + 5)
-    router.dial({rid: len(stream.tokens) for rid, stream in router.streams.items()} | {99: 4})
-    old.receive(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2, 3])), world.now)
-    assert old.next_frame(world.now + 9) is None
-    router.write(submit(1, record(7, [7], max_tokens=3), record(6, [6])))
-    run(world, router)
-    assert router.unknown == [99]
-    assert router.submit_seen == 1
-    assert lost.end is None
-    runner = simulated_runner()
-    for rid, count in {1: 20, 2: 20, 3: 20, 4: 20, 6: 2, 7: 3}.items():
-        assert router.streams[rid].tokens[1:] == runner.reference([rid], count, seed=rid)
-        assert router.reasons()[rid] == wpb.END_REASON_LENGTH
-    assert not world.engine.deliveries
-    assert world.tracing.open_spans() == 0
-    # Ended and sent: only a Hello, a Cancel or the end of the lease lets them go (S6).
-    assert router.sequences.knows(1)
-    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1])))
-    assert not router.sequences.knows(1)
-    router.dial({})
-    assert router.sequences.is_empty
-
-
-def test_what_the_worker_can_not_go_on_with_is_unknown_and_ends() -> None:
-    world = World()
-    router = world.router()
-    router.write(submit(1, record(1, [1], max_tokens=50), record(2, [2], max_tokens=50)))
-    run(world, router, steps=3)
-    router.dial({1: 400, 2: 1})
-    router.streams[2] = Stream([2])
-    run(world, router)
-    assert router.unknown == [1]
-    made = router.streams[2].tokens[1:]
-    assert len(made) > 30
-    assert made == simulated_runner().reference([2], len(made), seed=2)
-    assert world.engine.core.load().decoding_seqs == 1
-
-
 def test_the_fleets_oldest_age_grows_with_time() -> None:
     world = World()
     first, second = world.router(), world.router()
@@ -352,70 +155,6 @@ def test_the_fleets_oldest_age_grows_with_time() -> None:
     world.now += 1.0
     first.read()
     assert (first.load.fleet_oldest_age_ms, first.load.fleet_tokens) == (2100, 7)
-
-
-def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
-    world = World()
-    router = world.router()
-    unfinished, rest = long_prompt(2, range(200), cut=100)
-    router.write(submit(1, record(1, max_tokens=5)))
-    router.write(submit(2, unfinished))
-    router.state.drain(world.now + 5)
-    router.write(wpb.SessionRequest(extend=rest))
-    router.write(submit(3, record(3), record(4)))
-    run(world, router)
-    assert router.frames[1] == "draining"
-    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
-    assert sorted(router.returned) == [2, 3, 4]
-
-
-def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
-    world = World()
-    router = world.router()
-    router.write(submit(1, *(record(rid, [rid], max_tokens=90) for rid in range(1, 33))))
-    run(world, router, steps=2)
-    router.write(submit(2, record(50), record(51, keep=True), record(52)))
-    run(world, router, steps=23)
-    assert router.returned == []
-    run(world, router, steps=4)
-    assert router.returned == [50, 52]
-    assert router.reasons() == {}
-    run(world, router, steps=100)
-    assert router.reasons()[51] == wpb.END_REASON_LENGTH
-    assert len(router.reasons()) == 33
-    assert not world.engine.deliveries
-    assert world.tracing.open_spans() == 0
-
-
-def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
-    world = World()
-    router = world.router()
-    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
-    run(world, router, steps=3)
-    router.write(submit(2, record(50), record(51)))
-    run(world, router, steps=1)
-    router.state.drain(world.now)
-    world.engine.end_all("drained")
-    run(world, router, steps=1)
-    assert set(router.reasons().values()) == {wpb.END_REASON_CANCELLED}
-    assert len(router.reasons()) == 32
-    assert sorted(router.returned) == [50, 51]
-
-
-def test_what_was_cancelled_before_the_drains_end_is_neither_returned_nor_lost() -> None:
-    """W15: cancels in the same turn as the end of all had its message."""
-    world = World()
-    router = world.router()
-    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
-    run(world, router, steps=3)
-    router.write(submit(2, record(50), record(51)))
-    run(world, router, steps=1)
-    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[3, 50])))
-    world.engine.end_all("drained")
-    run(world, router, steps=1)
-    assert sorted(router.returned) == [51]
-    assert set(router.reasons().values()) == {wpb.END_REASON_CANCELLED}
-    assert len(router.reasons()) == 33
 
 
 @pytest.mark.parametrize(
@@ -518,17 +257,6 @@ def _random_prompt(rid: int) -> list[int]:
 
 def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
     return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))
-
-
-def opened(
-    world: World, router_id: str, kv_seq: int = 0, facts: WorkerFacts = FACTS
-) -> tuple[SessionState, wpb.Welcome]:
-    hello = wpb.Hello(router_id=router_id, lease_ms=5000, kv_seq=kv_seq)
-    sequences = RouterSequences(router_id, facts, world.engine, world.tracing)
-    state = SessionState(hello, sequences, facts, world.engine, world.lanes, world.now, lambda: None)
-    first = state.next_frame(world.now)
-    assert first is not None
-    return state, first.welcome
 
 
 def test_kv_events_go_before_steps_and_do_not_stand_in_for_heartbeats() -> None:

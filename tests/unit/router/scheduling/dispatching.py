@@ -1,0 +1,50 @@
+"""Dispatchers for tests, and requests for them."""
+
+from __future__ import annotations
+
+import random
+
+from common.delay_gate import DelayGate
+from router.scheduling.admission import QueuedRequest
+from router.scheduling.dispatcher import Dispatcher, Release
+from router.scheduling.placement import RoundRobin
+from router.scheduling.worker_load import LoadReport
+
+LENGTHS = {"a": 50, "b": 30, "c": 40}
+NUMERICS = {"a": "x", "b": "y", "c": "x"}
+TENANTS = ["", "t", "u"]
+WAIT_S = 1.0
+ROOM = LoadReport(time=0.0, room_tokens=1000, room_seqs=100)
+
+
+def request(key: int, *, tokens: int = 10, arrival: float = 0.0, deadline: float | None = None) -> QueuedRequest:
+    return QueuedRequest(key, "m", tokens, arrival, deadline)
+
+
+def dispatcher(*workers: str, factor: float = 0.0, capacity: int = 100, report: LoadReport = ROOM) -> Dispatcher:
+    made = Dispatcher(DelayGate(factor), RoundRobin(), capacity)
+    for worker in workers:
+        made.lane_up(worker, "m", report, 0.0)
+    return made
+
+
+def keys(releases: list[Release]) -> dict[str, list[int]]:
+    return {release.worker: [r.key for r in release.requests] for release in releases}
+
+
+def decoding(time: float, latency: float = 0.1) -> LoadReport:
+    return LoadReport(time, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=latency)
+
+
+def can_serve(worker: str, request: QueuedRequest) -> bool:
+    return request.numerics in (None, NUMERICS[worker]) and request.most_tokens <= LENGTHS[worker]
+
+
+def chain(*parts: int) -> list[int]:
+    """Granules of a prompt: each names the whole prefix, as chain hashes do."""
+    rnd = random.Random(0)
+    named: list[int] = []
+    for part in parts:
+        rnd.seed(f"{named[-1] if named else None}/{part}")
+        named.append(rnd.getrandbits(64))
+    return named

@@ -1,0 +1,164 @@
+"""Records of the oracle: sequences, rows and steps as it has seen them, and which block holds which prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.unit.worker.engine.truth import Truth
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.sequence import Sequence
+
+# What a batch shows, row by row.
+COLUMNS = (
+    "req_ids",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "context_lens",
+    "scheduled_tokens",
+    "from_last_output",
+    "is_final",
+    "last_block_num_tokens",
+    "block_tables",
+    "num_cached_tokens",
+    "seeds",
+    "choices",
+    "block_copies",
+)
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """What the oracle knows about one sequence.
+
+    Attributes:
+        known: tokens that it came with or that the model has sampled, in flight or not.
+        delivered: tokens that it came with or that have been streamed.
+        computed: where its next row begins; None while it waits. A visit lasts from admission to preemption or end.
+        cached: where its first row of this visit begins.
+        table: its blocks after the last event.
+        serial: order of admission.
+        published: full blocks of this visit that can be found.
+        prefilling: whether its last known token has not been scheduled in this visit.
+        drafts: what the model has proposed for its next row.
+        awaited: whether its row in flight verifies drafts, or brings some.
+        num_inflight: rows in flight.
+        first_scheduled, first_token: when these were, None before.
+    """
+
+    seq: Sequence
+    truth: Truth
+    known: int
+    delivered: int
+    gated: bool
+    computed: int | None = None
+    cached: int = 0
+    table: list[int] = field(default_factory=list)
+    serial: int = 0
+    published: int = 0
+    prefilling: bool = False
+    drafts: list[int] = field(default_factory=list)
+    awaited: bool = False
+    num_inflight: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    ended: bool = False
+
+    @property
+    def start(self) -> int:
+        """`computed` of a running sequence."""
+        assert self.computed is not None, f"sequence {self.seq.id} does not run"
+        return self.computed
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step, and what it was before the step."""
+
+    life: Life
+    start: int
+    end: int
+    drafts: list[int]
+    final: bool
+    was: tuple[int, int, list[int], bool]
+    prefill: bool
+    table: list[int]
+    sampled: list[int] = field(default_factory=list)
+    after: int = 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
+
+    batch: ScheduledBatch
+    shown: ScheduledBatch
+    seqs: dict[int, Sequence]
+    rows: list[Row]
+    computing: set[int]
+    last_output: ScheduledBatchOutput
+    output: ScheduledBatchOutput
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token that a prompt computes and one that it attends to."""
+        rows = [(row.start, row.end - row.start) for row in self.rows if row.prefill]
+        return sum(count * start + count * (count + 1) // 2 for start, count in rows)
+
+
+class Cache:
+    """Which block holds which published prefix, by what was seen; only a block that is taken anew loses its entry."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[int, int] = {}
+        self._entry_of: dict[int, tuple[int, int]] = {}
+        self._num_children: dict[int, int] = {}
+        self._tail_of: dict[int, int] = {}
+        self._block_of_tail: dict[int, int] = {}
+        self._tail_parents: dict[int, int] = {}
+
+    def hits(self, life: Life, size: int) -> int:
+        """Leading full blocks of a sequence that can be found; its last known token is never in one."""
+        states, found = life.truth.states, 0
+        while found < (life.known - 1) // size and states[(found + 1) * size - 1] in self._block_of:
+            found += 1
+        return found
+
+    def tail(self, state: int) -> int | None:
+        """The block that a prefix which ends inside a block ends in."""
+        return self._block_of_tail.get(state)
+
+    def publish_tail(self, state: int, parent: int, block: int) -> None:
+        """A prefix that ends inside a block can be found from now on."""
+        if state not in self._block_of_tail and block not in self._tail_of:
+            self._block_of_tail[state], self._tail_of[block] = block, state
+            self._tail_parents[block] = parent
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of or block in self._tail_of
+
+    def block(self, state: int) -> int | None:
+        """Where a prefix is."""
+        return self._block_of.get(state)
+
+    def publish(self, state: int, parent: int, block: int) -> None:
+        """A full block can be found from now on."""
+        self._block_of[state] = block
+        self._entry_of[block] = state, parent
+        self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
+    def take(self, block: int) -> None:
+        """A free block is used for something else."""
+        if block in self._tail_of:
+            del self._block_of_tail[self._tail_of.pop(block)]
+            self._num_children[self._tail_parents.pop(block)] -= 1
+        if block in self._entry_of:
+            state, parent = self._entry_of.pop(block)
+            assert not self._num_children.get(state), f"block {block} is evicted before its children"
+            del self._block_of[state]
+            self._num_children[parent] -= 1
+
+
+def rank(life: Life) -> tuple[int, int]:
+    """Order of the running set: classes, highest first, and within one as they were admitted."""
+    return -life.seq.priority, life.serial
