@@ -236,26 +236,16 @@ class Sequence:
         shares_prompt: bool = False,
         pooling: Pooling | None = None,
     ) -> None:
-        params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
         self.token_ids = list(token_ids)
         self.block_size = block_size
         self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        # The number of tokens, prompt included, at which it ends at the latest.
-        self.length_limit = self.num_prompt_tokens + params.max_tokens
-        # Newest tokens that may end it; the stop rules then say whether they do.
-        self.stopping_ids = frozenset(params.stop_token_ids)
-        self.sampling_params = params
-        # While it has fewer tokens than this, penalties, a bias or masks change its logits.
-        self.steered_until = math.inf if params.steers else self.num_prompt_tokens + params.min_tokens
-        self.stop_strings = params.stop_strings
-        self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
-        self.stream_callback = stream_callback
         # Tokens that it came with: the prompt, and the output of earlier attempts.
         self.num_given_tokens = len(self.token_ids)
-        # The first position whose token is given and whose logprob is still wanted: what is before it may be cached.
-        wants_known = params.prompt_logprobs is not None and params.prompt_logprobs_start < len(self.token_ids)
-        self.logprobs_from: float = params.prompt_logprobs_start if wants_known else math.inf
+        self._take_params(sampling_params if sampling_params is not None else SamplingParams())
+        if stop_token_sequences:
+            self.stop_token_sequences = stop_token_sequences
+        self.stream_callback = stream_callback
         self.seed = seed
         self.choice = choice
         self.hash_root = hash_root
@@ -274,6 +264,21 @@ class Sequence:
         self.deadline = deadline
         self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
         self._begin()
+
+    def _take_params(self, params: SamplingParams) -> None:
+        """Sets what follows from the parameters and the given tokens."""
+        self.sampling_params = params
+        # The number of tokens, prompt included, at which it ends at the latest.
+        self.length_limit = self.num_prompt_tokens + params.max_tokens
+        # Newest tokens that may end it; the stop rules then say whether they do.
+        self.stopping_ids = frozenset(params.stop_token_ids)
+        # While it has fewer tokens than this, penalties, a bias or masks change its logits.
+        self.steered_until = math.inf if params.steers else self.num_prompt_tokens + params.min_tokens
+        self.stop_strings = params.stop_strings
+        self.stop_token_sequences = [list(s) for s in params.stop_token_sequences]
+        # The first position whose token is given and whose logprob is still wanted: what is before it may be cached.
+        wants_known = params.prompt_logprobs is not None and params.prompt_logprobs_start < self.num_given_tokens
+        self.logprobs_from: float = params.prompt_logprobs_start if wants_known else math.inf
 
     def _begin(self) -> None:
         """Initializes the fields that the engine fills in."""

@@ -119,12 +119,7 @@ def build_sequence(
         NoOutputHeadError: the sequence would generate, and the model does not.
     """
     _check_prompt_len(prompt_len, len(token_ids), limits)
-    if pooling is None and limits.head != OUTPUT_HEAD:
-        raise NoOutputHeadError(limits.model)
-    if pooling == LABELS and not limits.num_labels:
-        raise InvalidFieldError("pooling", "is POOLING_LABELS of a model without a classifier", "a vector's")
-    if pooling is not None and (params.max_tokens != 1 or prompt_len < len(token_ids)):
-        raise InvalidFieldError("pooling", "stands beside tokens to generate", "a prompt alone, with max_tokens 1")
+    _check_pooling(pooling, limits, generates=params.max_tokens != 1 or prompt_len < len(token_ids))
     root = limits.hash_root(request.cache_salt)
     chain = None if chain_hash is None else check_chain_hash(token_ids[:prompt_len], chain_hash, limits, root)
     return Sequence(
@@ -146,6 +141,15 @@ def build_sequence(
         shares_prompt=shares_prompt,
         pooling=pooling,
     )
+
+
+def _check_pooling(pooling: Pooling | None, limits: EngineLimits, *, generates: bool) -> None:
+    if pooling is None and limits.head != OUTPUT_HEAD:
+        raise NoOutputHeadError(limits.model)
+    if pooling == LABELS and not limits.num_labels:
+        raise InvalidFieldError("pooling", "is POOLING_LABELS of a model without a classifier", "a vector's")
+    if pooling is not None and generates:
+        raise InvalidFieldError("pooling", "stands beside tokens to generate", "a prompt alone, with max_tokens 1")
 
 
 def _check_prompt_len(prompt_len: int, num_tokens: int, limits: EngineLimits) -> None:

@@ -215,10 +215,7 @@ def make_fleet(
     Raises:
         CommandError: there is no model to serve, or nothing to run it with (exit code 2).
     """
-    if model is None and not DEMO_MODEL.is_dir():
-        raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
-    if not simulate and importlib.util.find_spec("torch") is None:
-        raise missing_extra("serve", "torch")
+    _check_can_serve(model, simulate)
     # One call, so that all are different.
     router_port, health_port, *worker_ports = free_ports(workers + 2)
     return Fleet(
@@ -227,12 +224,7 @@ def make_fleet(
         host=host,
         port=port or router_port,
         worker_ports=worker_ports,
-        max_num_batched_tokens=max_num_batched_tokens
-        or default_token_budget(
-            worker_options.get("kernels") or Config.kernels,
-            is_simulated=bool(simulate),
-            max_num_seqs=worker_options.get("max_num_seqs") or Config.max_num_seqs,
-        ),
+        max_num_batched_tokens=max_num_batched_tokens or _token_budget(worker_options, is_simulated=bool(simulate)),
         prefix_caching=prefix_caching,
         kv_cache_memory=kv_cache_memory or ("" if simulate else default_kv_memory(workers, tp_size)),
         drain_timeout_s=drain_timeout,
@@ -249,6 +241,22 @@ def make_fleet(
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
         health_port=health_port if router_options.get("tls_cert") else 0,
+    )
+
+
+def _check_can_serve(model: str | None, simulate: str | None) -> None:
+    if model is None and not DEMO_MODEL.is_dir():
+        raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
+    if not simulate and importlib.util.find_spec("torch") is None:
+        raise missing_extra("serve", "torch")
+
+
+def _token_budget(worker_options: Mapping[str, Any], *, is_simulated: bool) -> int:
+    """Returns the budget that a worker with these options has by itself."""
+    return default_token_budget(
+        worker_options.get("kernels") or Config.kernels,
+        is_simulated=is_simulated,
+        max_num_seqs=worker_options.get("max_num_seqs") or Config.max_num_seqs,
     )
 
 
