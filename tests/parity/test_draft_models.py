@@ -169,7 +169,9 @@ class ReferenceHead:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         drafted = self.linear("lm_head", self.norm("norm", states))
         every = torch.full((len(states), self.config["vocab_size"]), -torch.inf)
-        for draft, offset in enumerate(self.weights["d2t"].tolist()):
+        # Without a table all ids are drafted.
+        offsets = self.weights["d2t"].tolist() if "d2t" in self.weights else [0] * drafted.shape[1]
+        for draft, offset in enumerate(offsets):
             every[:, draft + offset] = drafted[:, draft]
         return every
 

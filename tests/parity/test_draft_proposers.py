@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -70,14 +70,19 @@ class Case:
 
 
 def eagle(tmp_path: Path, architecture: str, **shape: Any) -> Case:
+    folder = make_checkpoint(tmp_path / "target", architecture, **shape)
+    return eagle_case(folder, make_eagle3_head(tmp_path / "head", folder))
+
+
+def eagle_case(folder: Path, head: Path) -> Case:
+    """A model and an EAGLE-3 head that are there."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_checkpoint(tmp_path / "target", architecture, **shape)
-    head = make_eagle3_head(tmp_path / "head", folder)
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = ReferenceHead(head, hf.get_input_embeddings().weight.detach())
+    reference.weights |= {name: each.float() for name, each in reference.weights.items() if each.is_floating_point()}
     count = hf.config.num_hidden_layers
-    layers = [2, count // 2, count - 3]
+    layers = reference.config.get("eagle_aux_hidden_state_layer_ids", [2, count // 2, count - 3])
     assert len(layers) == NUM_AUX
 
     def states(tokens: torch.Tensor) -> torch.Tensor:
@@ -166,10 +171,10 @@ def _check(case: Case, setting: str, seen: Counter[str]) -> None:
     )
     prompts, params = _requests(random.Random(setting))
     found: list[Proposed] = []
-    drafting = LLMEngine(config, runner=_recording(_loaded(config), found))
+    drafting = LLMEngine(config, runner=recording(loaded(config), found))
     answers = drafting.generate(prompts, params)
     config = replace(config, speculative_config=None)
-    plain = LLMEngine(config, runner=_loaded(config))
+    plain = LLMEngine(config, runner=loaded(config))
     assert _streams(answers) == _streams(plain.generate(prompts, params)), setting
     _compare(case, [each for each in found if not _is_steered(each.seq)])
     stats = drafting.core.scheduler.spec_stats
@@ -218,13 +223,13 @@ def _streams(answers: list[dict[str, Any]]) -> list[list[Any]]:
     return [[one.get(name) for name in ("token_ids", "finish_reason", "logprobs")] for one in answers]
 
 
-def _loaded(config: Config) -> ModelRunner:
+def loaded(config: Config) -> ModelRunner:
     runner = ModelRunner(config, ModelConfig.from_folder(config.model))
     runner.allocate_kv_cache(config.num_kvcache_blocks)
     return runner
 
 
-def _recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
+def recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
     """The runner, which notes what is drafted behind which tokens; and that no slot was read that was not written."""
     proposer = runner.draft_proposer
     assert proposer is not None
@@ -248,9 +253,16 @@ def _recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
 
 
 def _compare(case: Case, found: list[Proposed]) -> None:
+    num_swapped = sum(drafts != each.drafts for each, drafts in independent_drafts(case, found))
+    assert found
+    assert num_swapped <= MOST_SWAPPED * len(found), f"{num_swapped} of {len(found)}"
+
+
+def independent_drafts(case: Case, found: list[Proposed]) -> Iterator[tuple[Proposed, list[int]]]:
+    """What the reference drafts where these were made, as many as there were."""
     sampling = select_backend("torch").sampling
     known = {each.seq.id: case.states(torch.tensor(each.seq.token_ids)) for each in found}
-    num_swapped, zeros = 0, np.zeros(1, np.int64)
+    zeros = np.zeros(1, np.int64)
     for each in found:
         seq, tokens = each.seq, each.seq.token_ids[: each.count]
         states, expected = known[seq.id][: each.count - 1], list[int]()
@@ -262,9 +274,7 @@ def _compare(case: Case, found: list[Proposed]) -> None:
             drawn = sampling.sample(case.logits(made[-1:]), params, seeds, places, zeros)
             expected.append(int(drawn))
             states = torch.cat((states, made[-1:]))
-        num_swapped += expected != each.drafts
-    assert found
-    assert num_swapped <= MOST_SWAPPED * len(found), f"{num_swapped} of {len(found)}"
+        yield each, expected
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
@@ -354,6 +364,19 @@ def test_a_head_of_another_model(name: str, tmp_path: Path) -> None:
     _refused(
         target, SpeculativeConfig(K, EAGLE3, str(head), adaptive=False), f"speculative_config.model {head}: .*{message}"
     )
+
+
+@pytest.mark.parametrize("method", [EAGLE3, DRAFT_MODEL])
+def test_a_tensor_that_is_missing(method: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target")
+    head = method == EAGLE3
+    folder = make_eagle3_head(tmp_path / "own", target) if head else make_checkpoint(tmp_path / "own", seed=2)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(weights) if name.endswith("mlp.down_proj.weight"))
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
+    message = f"speculative_config.model {folder}: .*{name}"
+    _refused(target, SpeculativeConfig(K, method, str(folder), adaptive=False), message)
 
 
 def test_a_head_that_is_not_there(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import xxhash
 
 from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
+from kernels.select import select_backend
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from tests.covering import slow_but
 from worker.config.model_config import ModelConfig, ModelError
@@ -98,14 +99,15 @@ class Ranks:
     def __init__(self, folder: Path, size: int, **config: Any) -> None:
         self.size = size
         self._pool = ThreadPoolExecutor(size)
+        # The ranks share this process's instruction set: it is chosen before any of them asks for it.
+        self._kernels = select_backend()
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
         made = Config(
             model=str(folder),
-            dtype="float32",
             kv_cache_block_size=BLOCK_SIZE,
             max_model_len=1024,
             tensor_parallel_size=size,
-            **config,
+            **{"dtype": "float32", **config},
         )
 
         def load(rank: int) -> ModelRunner:
