@@ -41,9 +41,6 @@ def check_tools(request: pb.ChatRequest) -> None:
     if ends_with_first_call(request) and request.sampling_params.min_tokens:
         valid = "no min_tokens: the answer ends with its first call"
         raise InvalidFieldError("sampling_params.min_tokens", "stands beside parallel_tool_calls", valid)
-    if are_in_force(request) and request.sampling_params.HasField("constraint"):
-        valid = "tool_choice none, or no tools: a constraint is about a whole answer"
-        raise InvalidFieldError("sampling_params.constraint", "stands beside tools", valid)
     for i, message in enumerate(request.messages):
         _check_message(f"messages[{i}]", message)
 

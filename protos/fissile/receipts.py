@@ -60,12 +60,15 @@ def canonical_params(given: pb.SamplingParams, params: object) -> pb.SamplingPar
 
 
 def confining(request: pb.GenerateRequest | pb.ChatRequest) -> pb.ChatRequest | None:
-    """The fields by which tools and reasoning confine an answer; None where they do not."""
+    """The fields by which tools and reasoning confine an answer, by themselves or beside a constraint; None where they
+    do not."""
     if isinstance(request, pb.GenerateRequest):
         return None
     made, choice = pb.ChatRequest(), request.tool_choice
     is_called = choice.WhichOneof("choice") == "name" or choice.mode == pb.TOOL_MODE_REQUIRED
-    if choice.mode != pb.TOOL_MODE_NONE and (is_called or any(tool.strict for tool in request.tools)):
+    is_beside = bool(request.tools) and request.sampling_params.HasField("constraint")
+    confines = is_called or is_beside or any(tool.strict for tool in request.tools)
+    if choice.mode != pb.TOOL_MODE_NONE and confines:
         made.tools.MergeFrom(request.tools)
         made.tool_choice.CopyFrom(choice)
     if request.reasoning.HasField("max_tokens"):

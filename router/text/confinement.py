@@ -19,7 +19,7 @@ from router.model_registry import ServedModel
 from router.tools import ends_with_first_call
 
 _NO_ARGUMENTS: Final = '{"type": "object", "additionalProperties": false}'
-_AT_WILL: Final = "no strict, or a tool_choice that calls"
+_AT_WILL: Final = "no strict and no constraint, or another tool_choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Confinement:
 
     Attributes:
         grammar: of its calls or its budget of reasoning, without a header; "" where its constraint alone confines it.
+        is_beside: True if the grammar is of calls that may come instead of content that satisfies a constraint.
         field: that asks for it.
         schemas: of arguments, with the paths of their fields.
         writer: writes grammars of the model.
@@ -39,10 +40,19 @@ class Confinement:
     schemas: Sequence[tuple[str, str]]
     writer: AnswerGrammar
     thinking: Thinking | None
+    is_beside: bool = False
 
-    def around(self, grammar: str) -> str:
-        """A grammar of the request's own constraint, without its header, behind reasoning."""
-        return grammar if self.thinking is None else self.writer.around(grammar, self.thinking)
+    def around(self, grammar: str, calls: str) -> str:
+        """The grammar of an answer with a constraint of its own: of its content, behind reasoning.
+
+        Args:
+            grammar: of the constraint, without its header.
+            calls: `self.grammar` as workers get it, without its header.
+        """
+        if calls and not self.is_beside:
+            # Calls alone, which have no content.
+            return calls
+        return grammar if self.thinking is None and not calls else self.writer.around(grammar, self.thinking, calls)
 
 
 def confinement_of(
@@ -81,16 +91,18 @@ def confinement_of(
         return Confinement("", "", (), writer, thinking if separates_reasoning else None)
     _check(request, model, writer, field, thinking, has_tools=tools is not None)
     called, schemas = _called(request, tools or [], writer)
-    is_named = request.tool_choice.WhichOneof("choice") == "name"
+    is_named, must_call = request.tool_choice.WhichOneof("choice") == "name", _is_required(request)
+    has_constraint = request.sampling_params.HasField("constraint")
+    is_beside = has_constraint and bool(called) and not must_call
     grammar = writer.calls(
         called,
-        thinking,
-        is_required=_is_required(request),
+        None if is_beside else thinking,
+        is_required=must_call or is_beside,
         is_one=is_named or ends_with_first_call(request),
     )
-    if request.sampling_params.HasField("constraint"):
+    if has_constraint and not called:
         grammar = ""
-    return Confinement(grammar, field, schemas, writer, thinking)
+    return Confinement(grammar, field, schemas, writer, thinking, is_beside)
 
 
 def _is_required(request: pb.ChatRequest) -> bool:
@@ -105,7 +117,9 @@ def _field_of(request: pb.ChatRequest) -> str:
     if _is_required(request):
         return "tool_choice"
     strict = next((i for i, tool in enumerate(request.tools) if tool.strict), None)
-    return "reasoning.max_tokens" if strict is None else f"tools[{strict}].strict"
+    if strict is not None:
+        return f"tools[{strict}].strict"
+    return "reasoning.max_tokens" if request.reasoning.HasField("max_tokens") else "sampling_params.constraint"
 
 
 def _check(

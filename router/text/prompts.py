@@ -42,6 +42,7 @@ from common.text.chat_template import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
+from router.text.confinement import Confinement
 from router.text.conversation import reading_of, template_messages
 from router.text.reading import Reading
 from router.text.text_queue import TextJob, TextPool, TextQueue
@@ -259,10 +260,17 @@ class PromptEncoder:
         field = "sampling_params.constraint" if constraint is not None else confinement.field if confinement else ""
         if field and not model.serves_constraints:
             raise UnservedByWorkersError(field, model.name)
-        if constraint is not None:
-            grammar = await self.grammar(constraint, model, is_message=is_message, tenant=tenant)
-            return grammar if confinement is None else _headed(confinement.around(grammar.removeprefix(HEADER)))
-        if confinement is None or not confinement.grammar:
+        own = "" if confinement is None else await self._own(confinement, model, is_message=is_message, tenant=tenant)
+        if constraint is None:
+            return own
+        grammar = await self.grammar(constraint, model, is_message=is_message, tenant=tenant)
+        if confinement is None:
+            return grammar
+        return _headed(confinement.around(grammar.removeprefix(HEADER), own.removeprefix(HEADER)))
+
+    async def _own(self, confinement: Confinement, model: ServedModel, *, is_message: bool, tenant: str) -> str:
+        """The grammar of an answer by its tools and its reasoning; arguments as of `grammar`."""
+        if not confinement.grammar:
             return ""
         for path, schema in confinement.schemas:
             with _of_field(path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -37,12 +39,17 @@ TEMPLATE = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The demo model, which knows no tools, with a template that shows some."""
-    folder = tmp_path_factory.mktemp("model") / "demo"
+    folder = with_tools(tmp_path_factory.mktemp("model") / "demo")
+    with running_service(tmp_path_factory.mktemp("service"), folder, workers=2) as service:
+        yield service
+
+
+def with_tools(folder: Path) -> Path:
+    """The demo model in a new folder, with a template that shows tools."""
     shutil.copytree(DEMO, folder)
     template = folder / "chat_template.jinja"
     template.write_text(TEMPLATE + template.read_text())
-    with running_service(tmp_path_factory.mktemp("service"), folder, workers=2) as service:
-        yield service
+    return folder
 
 
 def asking(seed: int = 5, **fields: Any) -> pb.ChatRequest:
@@ -123,6 +130,9 @@ def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
 
     # Calls of this family are the whole text: whether some text is one, is known behind it alone.
     assert refused() == ("INVALID_ARGUMENT", "tools[0].strict")
+    beside = pb.SamplingParams(constraint=pb.Constraint(json_object=True))
+    plain = [pb.Tool(name="f")]
+    assert refused(tools=plain, sampling_params=beside) == ("INVALID_ARGUMENT", "sampling_params.constraint")
     tools = [pb.Tool(name="f", parameters_json='{"type": "object", "not": {}}', strict=True)]
     required = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
     assert refused(tools=tools, tool_choice=required) == ("INVALID_ARGUMENT", "tools[0].parameters_json")
@@ -130,6 +140,34 @@ def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
     assert refused(tools=tools, tool_choice=required) == ("INVALID_ARGUMENT", "tools[0].parameters_json")
     budget = pb.ReasoningOptions(max_tokens=3)
     assert refused(tools=[], reasoning=budget) == ("INVALID_ARGUMENT", "reasoning.max_tokens")
+
+
+def test_a_worker_that_is_killed_within_a_held_call_changes_nothing(tmp_path: Path) -> None:
+    """Streams of both workers go on at the other one, each in the middle of its arguments."""
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 60}
+    schema = {**SCHEMA, "properties": {"numbers": {**numbers, "maxItems": 60}}, "required": ["numbers"]}
+    tools = [pb.Tool(name="f", parameters_json=json.dumps(schema), strict=True)]
+    asked = [asking(seed, tools=tools, tool_choice=pb.ToolChoice(name="f")) for seed in range(6)]
+    for one in asked:
+        one.sampling_params.max_tokens = 600
+    with running_service(tmp_path, with_tools(tmp_path / "demo"), workers=2) as service:
+        expected = [[*service.stub.Chat(one)] for one in asked]
+        assert [len(json.loads(calls_of(parts)[0].arguments_json)["numbers"]) for parts in expected] == [60] * 6
+        streams = [service.stub.Chat(one, timeout=60) for one in asked]
+        firsts = [_until_arguments(stream) for stream in streams]
+        service.workers[0].stop(signal.SIGKILL)
+        for stream, first, whole in zip(streams, firsts, expected, strict=True):
+            parts = [*first, *stream]
+            assert [i for part in parts for i in part.token_ids] == [i for part in whole for i in part.token_ids]
+            assert calls_of(parts) == calls_of(whole)
+            assert parts[-1].finish.exact
+
+
+def _until_arguments(stream: Iterator[pb.ChatResponse]) -> list[pb.ChatResponse]:
+    parts = [next(stream)]
+    while not any(call.arguments_json for part in parts for call in part.delta.tool_calls):
+        parts.append(next(stream))
+    return parts
 
 
 async def test_arguments_between_tags_are_held_one_by_one() -> None:
@@ -213,5 +251,13 @@ async def test_what_an_answer_is_held_to_goes_with_it() -> None:
         held.reasoning.separate = False
         await collect(b.stub.Chat(held))
         assert begin not in worker.submitted[-1].params.grammar
+        beside = asking()
+        beside.sampling_params.constraint.choices.texts.extend(["yes", "no"])
+        await collect(b.stub.Chat(beside))
+        both = worker.submitted[-1].params.grammar
+        assert all(part in both for part in (begin, end, call, '"yes" | "no"', "call_0", "Rome"))
+        beside.tool_choice.mode = pb.TOOL_MODE_REQUIRED
+        await collect(b.stub.Chat(beside))
+        assert '"yes"' not in worker.submitted[-1].params.grammar
         assert await grammar(tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_NONE)) == ""
         await b.empty()

@@ -204,10 +204,18 @@ class AnswerGrammar:
             [("answer", answer), *self._call_rules(tools, is_one, after_text=not is_required)], thinking
         )
 
-    def around(self, grammar: str, thinking: Thinking) -> str:
-        """A grammar, of which nothing is read, behind reasoning."""
-        content = self._literal(self._style.content)
-        return self._written([("answer", f"{content} %lark {{\n{grammar}\n}}")], thinking)
+    def around(self, grammar: str, thinking: Thinking | None, calls: str = "") -> str:
+        """A grammar, of which nothing is read, behind reasoning.
+
+        Args:
+            grammar: of content.
+            thinking: before it; None for none.
+            calls: grammar of calls, that may come instead; empty for none.
+        """
+        answer = f"{self._literal(self._style.content)} %lark {{\n{grammar}\n}}"
+        if calls:
+            answer += f" | %lark {{\n{calls}\n}}"
+        return self._written([("answer", answer)], thinking)
 
     @property
     def _before_token(self) -> str:

@@ -95,9 +95,11 @@ class Model:
         return [CalledTool(name, "", held if strict else arguments.declared(self.schema)) for name in NAMES]
 
     def matcher(self, text: str) -> library.Matcher:
+        return self.compiled(lark.canonical(Constraint(GRAMMAR, (text,))))
+
+    def compiled(self, made: str) -> library.Matcher:
         special = {**self.markers, EOS: "<eos>"}
         vocab = library.byte_vocabulary(special, self.ends)
-        made = lark.canonical(Constraint(GRAMMAR, (text,)))
         matcher = big_stack.begin(lambda: library.compiled(made, vocab, library.RUNNING), "test").result()
         assert not matcher.is_error(), matcher.get_error()
         return matcher
@@ -286,3 +288,20 @@ def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
     assert {ord("y"), ord("n"), 301} <= {*allowed(matcher)}
     assert matcher.try_consume_tokens([301, *b"hm", 302, *b"\n\nyes"]) == 9
     assert allowed(matcher) == [EOS]
+
+
+@pytest.mark.parametrize("family", [family for family in STYLES if family != "llama"])
+def test_calls_may_come_instead_of_content_that_is_confined(family: str) -> None:
+    model = Model(family)
+    inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
+    own = model.grammar.calls(model.tools(strict=True), None, is_required=True, is_one=True)
+    calls = lark.canonical(Constraint(GRAMMAR, (own,))).removeprefix(lark.HEADER)
+    matcher, numbers = model.compiled(lark.HEADER + model.grammar.around(inner, Thinking(), calls)), set[int]()
+    for seed in range(30):
+        ids = walked(model, matcher.deep_copy(), seed)
+        if ids is not None:
+            parts = model.read(ids)
+            numbers.add(number := check_calls(model, parts, strict=True, is_one=True))
+            content = "".join(part.text for part in parts if part.channel is Channel.CONTENT)
+            assert content.strip() in (("",) if number else ("yes", "no"))
+    assert numbers == {0, 1}

@@ -94,7 +94,6 @@ def with_least_tokens(asked: pb.ChatRequest) -> None:
         ("parallel_tool_calls", without_tools("parallel_tool_calls")),
         ("sampling_params.min_tokens", with_least_tokens),
         ("tool_choice.name", lambda r: setattr(r.tool_choice, "name", "other")),
-        ("sampling_params.constraint", lambda r: setattr(r.sampling_params.constraint, "json_object", True)),
         ("messages[0].tool_calls", lambda r: r.messages[0].tool_calls.add(name="f")),
         ("messages[0].tool_call_id", lambda r: setattr(r.messages[0], "tool_call_id", "aaaaaaaaa")),
         ("messages[1].tool_calls[0].name", lambda r: setattr(r.messages[1].tool_calls[0], "name", "")),
