@@ -8,13 +8,16 @@ take turns, round by round; look at ratios. CPU time is of all threads.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import worker  # noqa: F401  (settings that must precede torch)
 
@@ -30,6 +33,8 @@ from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
+
+Row: TypeAlias = dict[str, str | float]
 
 PROMPT = 32
 LONGEST = 1024
@@ -68,13 +73,14 @@ class Round:
         return found
 
 
-def measure(runner: ModelRunner, config: Config, options: argparse.Namespace, in_flight: int, share: float) -> None:
-    """Prints a line: tokens per second of both, and their ratios."""
+def measure(runner: ModelRunner, config: Config, options: argparse.Namespace, in_flight: int, share: float) -> Row:
+    """Prints a line: tokens per second of both, and their ratios. Returns them for a file of results."""
     rnd = random.Random(1)
     prompts = [[rnd.randrange(5, 1000) for _ in range(PROMPT)] for _ in range(in_flight)]
     spec = SpeculativeConfig(options.drafts, NGRAM, adaptive=not options.fixed)
     plain = Round(LLMEngine(config, runner=runner))
     drafting = Round(LLMEngine(replace(config, speculative_config=spec), runner=runner))
+    drafting.engine.core.measure_step_costs()
     streams = plain.turn(prompts, options.tokens)
     drafter = drafting.engine.core.scheduler.drafter
     drafter.proposer = Right(dict(enumerate(streams)), share, rnd)
@@ -94,6 +100,30 @@ def measure(runner: ModelRunner, config: Config, options: argparse.Namespace, in
         f"({min(ratios):.2f} to {max(ratios):.2f}); by CPU time {statistics.median(of_cpu):.2f} times",
         flush=True,
     )
+    return {
+        "in_flight": str(in_flight),
+        "right": f"{share:.0%}",
+        "plain": round(statistics.median(plain.rates), 1),
+        "drafting": round(statistics.median(drafting.rates), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_least": round(min(ratios), 3),
+        "ratio_most": round(max(ratios), 3),
+    }
+
+
+def checkpoint(options: argparse.Namespace, shape: Mapping[str, Any]) -> AbstractContextManager[Path]:
+    """A folder with the model: one that stays, or one for as long as the benchmark runs."""
+    if options.folder is None:
+        return _passing(shape)
+    if not (options.folder / "config.json").is_file():
+        make_checkpoint(options.folder, "qwen3", **shape)
+    return nullcontext(options.folder)
+
+
+@contextmanager
+def _passing(shape: Mapping[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="speculation-") as name:
+        yield make_checkpoint(Path(name), "qwen3", **shape)
 
 
 def ngrams(lengths: list[int]) -> None:
@@ -126,6 +156,8 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="verify all drafts, whether that pays or not")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where the checkpoint stays, for the next run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
     parser.add_argument("--ngrams", type=int, nargs="+", metavar="TOKENS", help="only what prompt lookup costs")
     options = parser.parse_args()
     if options.ngrams:
@@ -135,8 +167,7 @@ def main() -> None:
     shape = SHAPES[options.shape]
     if options.layers is not None:
         shape = shape | {"num_hidden_layers": options.layers}
-    with tempfile.TemporaryDirectory(prefix="speculation-") as name:
-        folder = make_checkpoint(Path(name), "qwen3", **shape)
+    with checkpoint(options, shape) as folder:
         blocks = max(options.in_flight) * -(-(PROMPT + options.tokens) // 16) + LONGEST // 16
         config = Config(
             model=str(folder),
@@ -150,9 +181,13 @@ def main() -> None:
         )
         runner = ModelRunner(config, ModelConfig.from_folder(folder))
         runner.allocate_kv_cache(blocks)
-        for in_flight in options.in_flight:
-            for share in options.right:
-                measure(runner, config, options, in_flight, share)
+        rows = [
+            measure(runner, config, options, in_flight, share)
+            for in_flight in options.in_flight
+            for share in options.right
+        ]
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -271,6 +271,15 @@ _SPECS: Final = {
         {"rows": "rows", "digested": "rows digested"},
         [_ms("step, best", "step_best"), _ms("step, median", "step")],
     ),
+    "speculation": Spec(
+        "speculation",
+        {"weights": "weights", "in_flight": "in flight", "right": "drafts that are right"},
+        [
+            Column("plain, tokens/s", ("plain",), "tokens/s"),
+            Column("with drafts, tokens/s", ("drafting",), "tokens/s"),
+            Column("times", ("times",), "times"),
+        ],
+    ),
     "constraints": Spec(
         "constraints",
         {"in_flight": "in flight", "constraint": "constraint"},
