@@ -91,6 +91,7 @@ def test_open_loop_at_a_real_deadline(service: Service) -> None:
     assert row["max_in_flight"] >= 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_was_measured_and_frees_the_workers(service: Service) -> None:
     loads = ("--concurrency", "2,4", "--duration", "60s", "--output-len", "3:400", "--warmup", "0")
     process = start("serve", "--address", service.router.address, *loads, "--json", "-")

@@ -160,6 +160,7 @@ def answers(stub: InferenceServiceStub) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but({"stuck"}, ["dead", "stuck"]))
 def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
     """X1: `fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good

@@ -76,6 +76,7 @@ async def burst(address: str, calls: int, connections: int, method: str) -> Coun
             await channel.close()
 
 
+@pytest.mark.slow
 async def test_three_thousand_calls_at_once_are_all_answered(service: Service) -> None:
     """X2: beyond 1,000 calls that the loop has not taken yet, gRPC dropped some at random with a bare CANCELLED."""
     assert await burst(service.router.address, 3000, 4, "ListModels") == {("OK", ""): 3000}

@@ -274,6 +274,7 @@ def test_ctrl_c_during_the_start_ends_it(serve: Callable[..., Serve], simulated:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")

@@ -53,6 +53,7 @@ def test_offline_answers_as_from_the_folder(hub: FakeHub, folder: Path, tmp_path
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_serve_downloads_once_for_its_workers(hub: FakeHub, tmp_path: Path) -> None:
     port = str(free_port())
     options = ("--workers", "2", "--once", "--simulate", "instant", "--port", port)

@@ -64,6 +64,7 @@ def whole(answer: Answer, undisturbed: Answer, attempts: int) -> None:
     assert (answer.finish.attempts, answer.finish.exact) == (attempts, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "attempts"), [(signal.SIGKILL, 2), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow)]
 )
