@@ -27,8 +27,8 @@ from kernels.torch_backend.attention import PagedKVCache
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 ROWS = 40
 # How many rows are computed at once, to be compared with all at once: on both sides of tiles of 6, 12 and 16 rows, and
-# of 4 rows of int8 weights.
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33)
+# of 4, 8 and 16 rows of int8 weights.
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33)
 
 Rows = torch.Tensor
 # Computes the given rows of the fixed inputs, ids into [0, ROWS).

@@ -1,8 +1,9 @@
 """Matrix products of the native kernels: `python -m tests.bench.linear [--threads 2] [--against LIBRARY] [...]`.
 
-The four products of a layer of Qwen3-0.6B, several layers' weights in turn, so that they come from memory, not from a
-cache. Weights of each dtype, and those of another build of the library of the same interface with --against, take turns
-product by product: ratios hold on a busy machine too. One thread is timed by its CPU time, several by the clock.
+The four products of a layer of Qwen3-0.6B, or its output head (--head), several layers' weights in turn, so that they
+come from memory, not from a cache. Numbers of rows, weights of each dtype, and those of another build of the library of
+the same interface with --against, take turns layer by layer: ratios hold on a busy machine too, to the first weights,
+and of the cost to that of the first number of rows. One thread is timed by its CPU time, several by the clock.
 Beside them what the machine gave in the same run: the rate of reading memory, and of PyTorch's float32 product.
 """
 
@@ -22,7 +23,7 @@ from kernels.cpu import instruction_sets, library, linear
 
 # (outputs, inputs) of queries, keys and values together; output; gate and up together; down.
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
-NUMBERS = sum(columns * inner for columns, inner in SHAPES)
+HEAD = ((151936, 1024),)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -36,8 +37,13 @@ class Candidate:
     layers: list[list[linear.PanelLinear]]
 
     @property
-    def layer_bytes(self) -> int:
+    def numbers(self) -> int:
         """Of the weights of a layer."""
+        return sum(packed.columns * packed.inner for packed in self.layers[0])
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of their memory."""
         return sum(packed.panels.nbytes for packed in self.layers[0])
 
 
@@ -51,7 +57,7 @@ def packed(name: str, lib: CDLL, weights: list[torch.Tensor], dtype: torch.dtype
 
 def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
     """As the options say; the first one is what the others are compared with."""
-    weights = [torch.randn(shape) * 0.02 for shape in SHAPES]
+    weights = [torch.randn(shape) * 0.02 for shape in (HEAD if options.head else SHAPES)]
     libraries = {"": library.load()}
     if options.against:
         libraries = {" against": library.load(options.against), **libraries}
@@ -70,21 +76,26 @@ def seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def layer_seconds(compared: list[Candidate], rows: int, repeats: int, clock: Callable[[], float]) -> list[float]:
-    """Of each candidate: the sum over the products of a layer of the best time of each."""
-    best = [[float("inf")] * len(SHAPES) for _ in compared]
+def layer_seconds(
+    compared: list[Candidate], counts: list[int], repeats: int, clock: Callable[[], float]
+) -> dict[int, list[float]]:
+    """Of each number of rows and each candidate: the sum over the products of a layer of the best time of each."""
+    best = {(rows, which): [float("inf")] * len(one.layers[0]) for rows in counts for which, one in enumerate(compared)}
     # Not within the turns: PyTorch's threads, once they have converted, look for work on the cores that are timed.
     inputs = {
-        (inner, one.rows_dtype): torch.randn(rows, inner).to(one.rows_dtype) for _, inner in SHAPES for one in compared
+        (rows, weight.inner, one.rows_dtype): torch.randn(rows, weight.inner).to(one.rows_dtype)
+        for rows in counts
+        for one in compared
+        for weight in one.layers[0]
     }
     time.sleep(0.5)
-    for repeat in range(repeats):
+    for turn, rows in enumerate(counts * repeats):
         for which, one in enumerate(compared):
-            for product, weight in enumerate(one.layers[repeat % len(one.layers)]):
-                x = inputs[weight.inner, one.rows_dtype]
-                taken = seconds(partial(linear.linear, one.library, x, weight), clock)
-                best[which][product] = min(best[which][product], taken)
-    return [sum(products) for products in best]
+            times = best[rows, which]
+            for product, weight in enumerate(one.layers[turn % len(one.layers)]):
+                x = inputs[rows, weight.inner, one.rows_dtype]
+                times[product] = min(times[product], seconds(partial(linear.linear, one.library, x, weight), clock))
+    return {rows: [sum(best[rows, which]) for which in range(len(compared))] for rows in counts}
 
 
 def peaks(repeats: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -104,6 +115,7 @@ def main() -> None:
     parser.add_argument("--cpu-isa", choices=instruction_sets.CHOICES, default=instruction_sets.AUTO)
     parser.add_argument("--layers", type=int, default=4, help="layers whose weights are used in turn")
     parser.add_argument("--repeats", type=int, default=24, help="calls of each product, of which the best counts")
+    parser.add_argument("--head", action="store_true", help="the product of the output head")
     parser.add_argument("--against", type=Path, help="another libfissile_cpu.so, compared as the first")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -111,12 +123,14 @@ def main() -> None:
     compared = list(candidates(options))
     flops, reading = peaks(options.repeats, clock)
     print(f"{options.threads} threads; PyTorch float32 {flops:.0f} GFLOP/s, reading {reading:.1f} GB/s")
-    print(f"{'rows':>4}  {'weights':<18}{'ms a layer':>11}{'GFLOP/s':>9}{'GB/s':>7}{'ratio':>7}")
+    print(f"{'rows':>4}  {'weights':<18}{'ms a layer':>11}{'GFLOP/s':>9}{'GB/s':>7}{'ratio':>7}{'cost':>7}")
+    times = layer_seconds(compared, options.rows, options.repeats, clock)
     for rows in options.rows:
-        times = layer_seconds(compared, rows, options.repeats, clock)
-        for one, taken in zip(compared, times, strict=True):
-            rates = f"{2 * rows * NUMBERS / taken / 1e9:9.1f}{one.layer_bytes / taken / 1e9:7.1f}"
-            print(f"{rows:4}  {one.name:<18}{taken * 1e3:11.2f}{rates}{times[0] / taken:7.2f}", flush=True)
+        for which, one in enumerate(compared):
+            taken = times[rows][which]
+            rates = f"{2 * rows * one.numbers / taken / 1e9:9.1f}{one.layer_bytes / taken / 1e9:7.1f}"
+            ratios = f"{times[rows][0] / taken:7.2f}{taken / times[options.rows[0]][which]:7.2f}"
+            print(f"{rows:4}  {one.name:<18}{taken * 1e3:11.2f}{rates}{ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 // each block from zero; VDPBF16PS adds two k at a time to it, in order. A block of int8 weights is brought to bfloat16,
 // exactly, and its sum multiplied by the scale of its column. float32 is the base's.
 //
-// x is copied to tiles of up to ROWS rows [pairs of k][rows of the tile], a zero behind an odd last k.
+// x is copied to tiles of rows [pairs of k][rows of the tile], a zero behind an odd last k.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
 #include "pairs.hpp"
@@ -23,6 +23,8 @@ using fissile::K_BLOCK;
 constexpr int64_t PAIRS = K_BLOCK / 2;
 // Most rows of a tile.
 constexpr int64_t ROWS = 12;
+// Most rows of a tile that brings int8 to bfloat16 in registers: as many as have their sums beside it.
+constexpr int64_t ROWS_IN_REGISTERS = 8;
 // Most panels of a task, and most tiles.
 constexpr int64_t MOST_PANELS = 4;
 constexpr int64_t TASK_TILES = 6;
@@ -42,17 +44,19 @@ struct Ahead {
   int64_t step;
 };
 
-// Into the second cache: the first one has places for fewer lines that are under way.
-FISSILE_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+FISSILE_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
 
-// What stands in a block, brought to pairs of bfloat16: so many vectors of a column's numbers of k at a time.
+// What stands in a block, brought to pairs of bfloat16: so many vectors of a column's numbers of k at a time; and most rows
+// whose sums of MOST_PANELS panels registers hold beside.
 struct AsPairs {
   static constexpr int PAIRS = 1;
+  static constexpr int64_t ROWS_BY_MOST_PANELS = 6;
   __attribute__((always_inline)) void operator()(Words words, Words* pairs) const { pairs[0] = words; }
 };
 
 struct AsInt8 : Widening {
   static constexpr int PAIRS = 2;
+  static constexpr int64_t ROWS_BY_MOST_PANELS = 4;
 };
 
 // totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels; `width` is that of totals.
@@ -100,31 +104,45 @@ __attribute__((noinline)) void multiply(
   }
 }
 
-// Panels of a task: as many sums as registers hold, and with many rows smaller tasks, so that threads end together.
-constexpr int64_t panels_of(int64_t rows) { return rows <= ROWS / 2 ? MOST_PANELS : 2; }
+// Whether each tile brings int8 to bfloat16 anew, in registers: one tile, and two where one of ROWS would not do. With 9 to
+// 12 rows it is better to bring a block to bfloat16 once, in memory, for one tile; with more than two tiles for all of them.
+bool in_registers(const Linear& work) {
+  const int64_t most = work.rows <= ROWS ? ROWS_IN_REGISTERS : 2 * ROWS_IN_REGISTERS;
+  return work.weight.dtype == fissile::INT8 && work.rows <= most;
+}
 
-int64_t task_panels(const Linear& work) { return panels_of(work.rows); }
+int64_t rows_of_tiles(const Linear& work) { return in_registers(work) ? ROWS_IN_REGISTERS : ROWS; }
+
+// Rows of int8 from which on a step takes as long to multiply as its memory takes to come, or longer.
+constexpr int64_t SLOW_ROWS = 4;
+
+// Panels of a task: as many sums as registers hold, and with many rows smaller tasks, so that threads end together.
+int64_t task_panels(const Linear& work) {
+  const int64_t rows = in_registers(work) ? AsInt8::ROWS_BY_MOST_PANELS : AsPairs::ROWS_BY_MOST_PANELS;
+  return work.rows <= rows ? MOST_PANELS : 2;
+}
 
 template <class Numbers, int ROW_COUNT>
 void multiply_rows(const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead, float* totals,
                    int64_t width) {
   if (panels == 1) return multiply<ROW_COUNT, 1, Numbers>(x, block, pairs, ahead, totals, width);
-  if constexpr (ROW_COUNT <= ROWS / 2)
+  if constexpr (ROW_COUNT <= Numbers::ROWS_BY_MOST_PANELS)
     if (panels == MOST_PANELS) return multiply<ROW_COUNT, MOST_PANELS, Numbers>(x, block, pairs, ahead, totals, width);
-  if constexpr (ROW_COUNT >= ROWS / 2) multiply<ROW_COUNT, 2, Numbers>(x, block, pairs, ahead, totals, width);
+  if constexpr (ROW_COUNT >= ROWS_IN_REGISTERS / 2)
+    multiply<ROW_COUNT, 2, Numbers>(x, block, pairs, ahead, totals, width);
 }
-
-// Rows up to which int8 is brought to bfloat16 in registers, which the sums need with more.
-constexpr int64_t IN_REGISTERS = 4;
 
 void multiply_int8(int64_t rows, const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead,
                    float* totals, int64_t width) {
-  ahead.step = PANEL * 2;
   switch (rows) {
     case 1: return multiply_rows<AsInt8, 1>(x, block, panels, pairs, ahead, totals, width);
     case 2: return multiply_rows<AsInt8, 2>(x, block, panels, pairs, ahead, totals, width);
     case 3: return multiply_rows<AsInt8, 3>(x, block, panels, pairs, ahead, totals, width);
-    default: return multiply_rows<AsInt8, 4>(x, block, panels, pairs, ahead, totals, width);
+    case 4: return multiply_rows<AsInt8, 4>(x, block, panels, pairs, ahead, totals, width);
+    case 5: return multiply_rows<AsInt8, 5>(x, block, panels, pairs, ahead, totals, width);
+    case 6: return multiply_rows<AsInt8, 6>(x, block, panels, pairs, ahead, totals, width);
+    case 7: return multiply_rows<AsInt8, 7>(x, block, panels, pairs, ahead, totals, width);
+    default: return multiply_rows<AsInt8, 8>(x, block, panels, pairs, ahead, totals, width);
   }
 }
 
@@ -151,7 +169,9 @@ int64_t pairs_of(const Linear& work) { return parts(work.weight.inner, 2); }
 
 int64_t scratch(const Linear& work) { return work.rows * pairs_of(work); }
 
-RowTile tile_of(const Linear& work, int64_t tile) { return row_tile(work.rows, ROWS, tile); }
+RowTile tile_of(const Linear& work, int64_t tile) { return row_tile(work.rows, rows_of_tiles(work), tile); }
+
+int64_t all_tiles(const Linear& work) { return parts(work.rows, rows_of_tiles(work)); }
 
 using Words4 = uint32_t __attribute__((vector_size(16)));
 
@@ -174,7 +194,7 @@ FISSILE_INLINE void pack_square(const Bf16* from, int64_t stride, uint32_t* to, 
   for (int i = 0; i < 4; i++) __builtin_memcpy(to + i * count, &pairs[i], sizeof pairs[i]);
 }
 
-int64_t pack_tasks(const Linear& work) { return parts(work.rows, ROWS); }
+int64_t pack_tasks(const Linear& work) { return all_tiles(work); }
 
 // Tile `task` of x.
 void pack_x(const Linear& work, int64_t task) {
@@ -228,10 +248,13 @@ struct Task {
     return {reinterpret_cast<const char*>(wide), K_BLOCK * PANEL * 2, packed.scales, packed.scales_stride};
   }
 
-  // What is needed after a block of the panels from `first` on: of this task, or of the one behind it. One tile is
-  // done with a block before the next one has come, so that it asks for the one after that.
+  // What is needed after a block of the panels from `first` on: of this task, or of the one behind it. The slow rows of one
+  // tile ask for the block after that, so that they need not wait when a line is late. With faster ones, and with blocks of
+  // bfloat16, that would be more lines under way than there are places for.
+  bool asks_early() const { return work.weight.dtype == fissile::INT8 && tile_count == 1 && rows >= SLOW_ROWS; }
+
   const char* after(int64_t first, int64_t pair) const {
-    const int64_t all = parts(pairs, PAIRS) * PAIRS, next = pair + (tile_count == 1 ? 2 : 1) * PAIRS;
+    const int64_t all = parts(pairs, PAIRS) * PAIRS, next = pair + (asks_early() ? 2 : 1) * PAIRS;
     if (next < all) return at(first, next);
     return at(first + task_panels(work), next - all);
   }
@@ -255,7 +278,7 @@ struct Task {
     const Block packed = block(first, pair);
     if (work.weight.dtype == fissile::BFLOAT16) return multiply_tiles<multiply_tile>(packed, first, count, pair);
     // Of an odd last pair x has nothing that goes with the second half of a group.
-    if (rows <= IN_REGISTERS && at_most(PAIRS, pairs - pair) % 2 == 0)
+    if (in_registers(work) && at_most(PAIRS, pairs - pair) % 2 == 0)
       return multiply_tiles<multiply_int8>(packed, first, count, pair);
     alignas(64) Bf16 wide[MOST_PANELS * K_BLOCK * PANEL];
     multiply_tiles<multiply_tile>(widened(packed, count, pair, wide), first, count, pair);
@@ -263,23 +286,23 @@ struct Task {
 };
 
 int64_t tasks(const Linear& work) {
-  return parts(parts(work.weight.columns, PANEL), task_panels(work)) * parts(parts(work.rows, ROWS), TASK_TILES);
+  return parts(parts(work.weight.columns, PANEL), task_panels(work)) * parts(all_tiles(work), TASK_TILES);
 }
 
 void run(const Linear& work, int64_t task) {
   // Tasks that follow each other share panels.
-  const int64_t groups = parts(parts(work.rows, ROWS), TASK_TILES), most = task_panels(work);
+  const int64_t groups = parts(all_tiles(work), TASK_TILES), most = task_panels(work);
   const int64_t first_panel = task / groups * most, first_tile = task % groups * TASK_TILES;
   const int64_t panels = at_most(most, parts(work.weight.columns, PANEL) - first_panel);
-  const int64_t tile_count = at_most(TASK_TILES, parts(work.rows, ROWS) - first_tile);
+  const int64_t tile_count = at_most(TASK_TILES, all_tiles(work) - first_tile);
   RowTile tiles[TASK_TILES];
   for (int64_t t = 0; t < tile_count; t++) tiles[t] = tile_of(work, first_tile + t);
   const int64_t first_row = tiles->first, width = most * PANEL;
   // NOLINTNEXTLINE(clang-analyzer-security.ArrayBound): every task has a tile.
   const int64_t rows = tiles[tile_count - 1].first + tiles[tile_count - 1].rows - first_row;
   const int64_t stride = fissile::panel_bytes(work.weight.dtype, work.weight.inner);
-  alignas(64) float totals[TASK_TILES * ROWS * panels_of(ROWS) * PANEL];
-  static_assert(TASK_TILES * panels_of(ROWS) * 2 >= MOST_PANELS);
+  alignas(64) float totals[TASK_TILES * ROWS * 2 * PANEL];
+  static_assert(TASK_TILES * ROWS * 2 >= AsPairs::ROWS_BY_MOST_PANELS * MOST_PANELS);
   __builtin_memset(totals, 0, rows * width * sizeof(float));
   const Task mine{work, pairs_of(work), stride, static_cast<const char*>(work.weight.panels) + first_panel * stride,
                   tiles, tile_count, rows, totals, width};

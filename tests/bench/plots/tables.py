@@ -257,6 +257,19 @@ _SPECS: Final = {
     "amx-products": Spec(
         "linear", {"rows": "rows"}, [Column("median", ("median",), ""), Column("best", ("best",), "")], kind="amx"
     ),
+    "zen5-products": Spec(
+        "linear",
+        {"rows": "rows"},
+        [
+            _ms("int8 before", "int8_before"),
+            _ms("int8", "int8"),
+            Column("of one row", ("int8_cost",), "times"),
+            _ms("bfloat16 before", "bfloat16_before"),
+            _ms("bfloat16", "bfloat16"),
+            Column("of one row", ("bfloat16_cost",), "times"),
+        ],
+        kind="zen5",
+    ),
     "scheduler": Spec(
         "scheduler_cost", {"running": "running"}, [_us("median", "median"), _us("mean", "mean")], kind="avx2"
     ),
