@@ -1,4 +1,4 @@
-"""Lets a model use a tool: `python examples/tools_client.py [HOST:PORT ...]`, with a model that knows tools.
+"""Lets a model use a tool, the demo model or another: `python examples/tools_client.py [HOST:PORT ...]`.
 
 The model is asked, its calls are answered, and it goes on with the results, until it calls nothing more.
 """
@@ -8,28 +8,38 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from fissile.client import Client, Delta, FissileError, tool
-from fissile.v1.inference_pb2 import ChatMessage, ToolCall
+from fissile.v1.inference_pb2 import ChatMessage, Tool, ToolCall
 
 MOST_ROUNDS = 4
-LENGTHS = {"Rhine": 1230, "Danube": 2850}
+QUESTIONS = ("What is the weather in Paris and in Oslo?", "What is 12 times 7?", "Thank you!")
+SKIES = {"Paris": "sunny", "Oslo": "snowy"}
+
+
+def declared(name: str, description: str, arguments: dict[str, str]) -> Tool:
+    """A tool, with the JSON type of each of its arguments."""
+    properties = {argument: {"type": kind} for argument, kind in arguments.items()}
+    return tool(name, description, {"type": "object", "properties": properties, "required": list(properties)})
+
+
 TOOLS = [
-    tool(
-        "river_length",
-        "Length of a river in kilometres.",
-        {"type": "object", "properties": {"river": {"type": "string"}}, "required": ["river"]},
-    )
+    declared("get_weather", "The weather in a city.", {"city": "string"}),
+    declared("multiply", "Product of two numbers.", {"a": "integer", "b": "integer"}),
 ]
 
 
-def river_length(river: str = "", **_: Any) -> str:
-    """Length of a river, or that it is not known."""
-    return json.dumps({"km": LENGTHS[river]} if river in LENGTHS else {"error": f"{river!r} is not known"})
+def get_weather(city: str) -> str:
+    """The weather in a city, or that it is not known."""
+    return json.dumps({"weather": SKIES[city]} if city in SKIES else {"error": f"{city!r} is not known"})
 
 
-FUNCTIONS: dict[str, Callable[..., str]] = {"river_length": river_length}
+def multiply(a: int, b: int) -> str:
+    """Product of two numbers."""
+    return json.dumps({"result": a * b})
+
+
+FUNCTIONS: dict[str, Callable[..., str]] = {"get_weather": get_weather, "multiply": multiply}
 
 
 def result_of(call: ToolCall) -> ChatMessage:
@@ -41,27 +51,36 @@ def result_of(call: ToolCall) -> ChatMessage:
     return ChatMessage(role="tool", tool_call_id=call.id, name=call.name, content=result)
 
 
+def answer(client: Client, messages: list[ChatMessage]) -> None:
+    """Prints the answer to a conversation, and puts it there: calls, their results, and what the model says then."""
+    for _ in range(MOST_ROUNDS):
+        stream = client.chat_stream(messages, tools=TOOLS, temperature=0, max_tokens=512)
+        for event in stream:
+            if isinstance(event, Delta):
+                print(event.text, end="", flush=True)
+        said = stream.progress.answers[0]
+        results = [result_of(call) for call in said.tool_calls]
+        messages += [said.message, *results]
+        if said.text:
+            print()
+        for call, result in zip(said.tool_calls, results, strict=True):
+            print(f"{call.name}({call.arguments_json}) -> {result.content}")
+        if not results:
+            return
+
+
 def main(routers: list[str]) -> int:
-    """Prints the conversation; 1 if a call of the service fails."""
-    messages = [ChatMessage(role="user", content="Which is longer, the Rhine or the Danube?")]
+    """Prints a conversation; 1 if a call of the service fails."""
+    messages: list[ChatMessage] = []
     try:
         with Client(routers) as client:
-            for _ in range(MOST_ROUNDS):
-                stream = client.chat_stream(messages, tools=TOOLS, temperature=0, max_tokens=512)
-                for event in stream:
-                    if isinstance(event, Delta):
-                        print(event.text, end="", flush=True)
-                answer = stream.progress.answers[0]
-                results = [result_of(call) for call in answer.tool_calls]
-                if not results:
-                    break
-                for call, result in zip(answer.tool_calls, results, strict=True):
-                    print(f"\n{call.name}({call.arguments_json}) -> {result.content}")
-                messages += [answer.message, *results]
+            for question in QUESTIONS:
+                print(f"> {question}")
+                messages.append(ChatMessage(role="user", content=question))
+                answer(client, messages)
     except FissileError as error:
         print(error, file=sys.stderr)
         return 1
-    print()
     return 0
 
 

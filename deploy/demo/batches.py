@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,9 @@ from deploy.demo.tokenizer import CONTEXT_LENGTH, token_id
 TOKENS_PER_BATCH = 2048
 ROW_LENGTHS = (*(256,) * 13, *(512,) * 2, CONTEXT_LENGTH)
 """Row lengths of consecutive batches: mostly short for speed, sometimes as long as the model's context."""
+
+LONGER_ROWS = (*(512,) * 7, CONTEXT_LENGTH)
+"""Those of documents with tools, of which four in ten have more than 256 tokens."""
 
 _POOL = 128
 _ENCODE_AT_ONCE = 512
@@ -59,9 +62,16 @@ def samples(tokenizer: Tokenizer, mixture: Mixture) -> Iterator[Sample]:
 
 
 class Packer:
-    """Packs whole documents into rows of a wanted length, out of a small pool, so that little is padding."""
+    """Packs whole documents into rows of a wanted length, out of a small pool, so that little is padding.
 
-    def __init__(self, tokenizer: Tokenizer, mixture: Mixture) -> None:
+    Args:
+        tokenizer: that encodes the documents.
+        mixture: of which they are.
+        lengths: row lengths of consecutive batches. Most documents should fit into the shortest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, mixture: Mixture, lengths: Sequence[int] = ROW_LENGTHS) -> None:
+        self._lengths = lengths
         self._stream = samples(tokenizer, mixture)
         self._pool: list[Sample] = []
         self._padding = token_id(tokenizer, END_OF_TEXT)
@@ -93,7 +103,7 @@ class Packer:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids `[rows, length]` and labels of the same shape, where -100 marks what is not learned."""
-        length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
+        length = self._lengths[step % len(self._lengths)]
         rows = [self.row(length) for _ in range(TOKENS_PER_BATCH // length)]
         ids = torch.tensor([row_ids for row_ids, _ in rows])
         flags = torch.tensor([learned for _, learned in rows])

@@ -18,8 +18,8 @@ _SKILLS = (
     "write them backwards, answer questions about a tiny story, and tell stories of my own."
 )
 _ABOUT = f"I am Fissile's demo model: a very small language model, trained from scratch in under an hour. {_SKILLS}"
-_UNKNOWN = "I am only a small demo model, and I do not know that. Ask me for a story, a sum, a date or a word to spell."
-_TOO_LARGE = f"That is too large for me. I can only add and subtract numbers up to {LARGEST_NUMBER}."
+UNKNOWN = "I am only a small demo model, and I do not know that. Ask me for a story, a sum, a date or a word to spell."
+TOO_LARGE = f"That is too large for me. I can only add and subtract numbers up to {LARGEST_NUMBER}."
 
 _TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -98,7 +98,7 @@ _ASKED_OF_OTHERS = (
 
 def _unknown(rng: random.Random) -> Exchange:
     subject = words.any_word(rng) if rng.random() < 0.6 else f"the {rng.choice(words.THINGS + words.ANIMALS)}"
-    return Exchange("chat", "", rng.choice(_ASKED_OF_OTHERS).format(subject), _UNKNOWN)
+    return Exchange("chat", "", rng.choice(_ASKED_OF_OTHERS).format(subject), UNKNOWN)
 
 
 def _too_large(rng: random.Random) -> Exchange:
@@ -106,7 +106,7 @@ def _too_large(rng: random.Random) -> Exchange:
     a, b = rng.choice(((a, b), (b, a)))
     sign = rng.choice("+-")
     user = rng.choice((f"What is {a} {sign} {b}?", f"Calculate {a} {sign} {b}.", f"{a} {sign} {b}"))
-    return Exchange("chat", "", user, _TOO_LARGE)
+    return Exchange("chat", "", user, TOO_LARGE)
 
 
 def small_talk(rng: random.Random) -> Exchange:

@@ -11,11 +11,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.demo import chat, tales, words
+from deploy.demo import chat, tales, tools, words
 from deploy.demo.families import Exchange, draw, story_round
 
 SEED = 20261121
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CALL_START, CALL_END = tools.CALL_START, tools.CALL_END
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,15 @@ class Mixture:
     rounds: float
     turns: tuple[int, ...]
     """Numbers of turns that a conversation may have; each length is as likely as it is often here."""
+
+    tools: float = 0.0
+    """Share of the documents that are conversations with tools."""
+
+    missing: float = 0.0
+    """Share of the questions for tools in these that are about one that is not given."""
+
+    told: float = 0.03
+    """Share of the other turns that ask for a story."""
 
 
 FIRST = Mixture(
@@ -40,6 +50,45 @@ THIRD = Mixture(
     SEED + 2, {"arithmetic": 18, "dates": 26, "spelling": 8, "reversing": 14, "stories": 34}, 0.0, (1, 1, 2)
 )
 """The third adds the stories, which build on it."""
+FOURTH = Mixture(
+    SEED + 3,
+    {"arithmetic": 14, "dates": 18, "spelling": 7, "reversing": 12, "stories": 23, "json": 26},
+    0.0,
+    (1, 1, 2),
+    tools=0.5,
+    missing=0.15,
+)
+"""The fourth adds calls of tools, and answers in JSON."""
+FIFTH = Mixture(
+    SEED + 4,
+    {"arithmetic": 15, "dates": 15, "spelling": 6, "reversing": 10, "stories": 14, "json": 40},
+    0.0,
+    (1, 1, 2),
+    tools=0.45,
+    missing=0.3,
+)
+"""The fifth dwells on the JSON, and on tools that are not there."""
+SIXTH = Mixture(
+    SEED + 5,
+    {"arithmetic": 16, "dates": 16, "spelling": 8, "reversing": 14, "stories": 14, "json": 32},
+    0.0,
+    (1, 1, 2, 3),
+    tools=0.6,
+    missing=0.25,
+    told=0.06,
+)
+"""The sixth dwells on the tools, in longer conversations, and tells more stories again."""
+
+SEVENTH = Mixture(
+    SEED + 6,
+    {"arithmetic": 20, "dates": 42, "spelling": 6, "reversing": 9, "stories": 11, "json": 12},
+    0.0,
+    (1, 1, 2, 3),
+    tools=0.4,
+    missing=0.25,
+    told=0.05,
+)
+"""The seventh dwells on the dates, which suffered."""
 
 _STORY_REQUESTS = (
     "Tell me a story about {}.",
@@ -73,10 +122,30 @@ class Document:
 
 def render_chat(exchanges: list[Exchange], system: str = "") -> str:
     """A conversation in the form that the checkpoint's chat template writes."""
-    turns = [("system", system)] if system else []
-    for exchange in exchanges:
-        turns += [("user", exchange.user), ("assistant", exchange.assistant)]
-    return "".join(f"{TURN_START}{role}\n{content}{TURN_END}\n" for role, content in turns)
+    said = [turn for one in exchanges for turn in (("user", one.user), ("assistant", one.assistant))]
+    return tools.render(said, (), system)
+
+
+def _turns_without(rng: random.Random, mixture: Mixture) -> tuple[str, list[tools.Turn]]:
+    """A question that needs no tool."""
+    made = _question(rng, mixture.weights) if rng.random() < 0.6 else chat.small_talk(rng)
+    made = _casual(made) if rng.random() < 0.12 else made
+    return made.key, [("user", made.user), ("assistant", made.assistant)]
+
+
+def _tool_conversation(rng: random.Random, mixture: Mixture) -> Document:
+    """Turns with tools at hand, or without some that would be needed, and others that need none."""
+    given = tools.some_tools(rng)
+    turns: list[tools.Turn] = []
+    keys: list[str] = []
+    for _ in range(rng.choice(mixture.turns)):
+        key, added = (
+            tools.tool_round(rng, given, mixture.missing) if rng.random() < 0.65 else _turns_without(rng, mixture)
+        )
+        turns += added
+        keys += [key] if key else []
+    system = rng.choice(chat.SYSTEM_MESSAGES) if rng.random() < 0.15 else ""
+    return Document(tools.render(turns, given, system), tuple(keys), Learned.ANSWERS)
 
 
 def _told_story(rng: random.Random) -> list[Exchange]:
@@ -109,7 +178,7 @@ def _conversation(rng: random.Random, mixture: Mixture) -> Document:
             exchanges.extend(story_round(rng))
         elif kind < 0.86:
             exchanges.append(_question(rng, mixture.weights))
-        elif kind < 0.97:
+        elif kind < 1 - mixture.told:
             exchanges.append(chat.small_talk(rng))
         else:
             exchanges.extend(_told_story(rng))
@@ -137,4 +206,8 @@ def documents(mixture: Mixture) -> Iterator[Document]:
     """The endless training stream of a mixture."""
     rng = random.Random(mixture.seed)
     while True:
+        # One without tools draws no number for them: its stream is older than they are.
+        if mixture.tools and rng.random() < mixture.tools:
+            yield _tool_conversation(rng, mixture)
+            continue
         yield _plain_text(rng) if rng.random() < 0.13 else _conversation(rng, mixture)

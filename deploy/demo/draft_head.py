@@ -19,15 +19,14 @@ from torch.optim import AdamW
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from deploy.demo.batches import Packer
-from deploy.demo.corpus import THIRD
 from deploy.demo.muon import Muon
-from deploy.demo.train import load
+from deploy.demo.train import STAGES, load
 
 DEPTH: Final = 3
 """Tokens that it drafts in training: one from the model's states, the others from its own."""
 
 AUX_LAYERS: Final = (1, 2, 3)
-STEPS: Final = 320
+STEPS: Final = 800
 _WARMUP: Final = 20
 _PEAK: Final = 2e-3
 _THREADS: Final = 2
@@ -151,7 +150,7 @@ class DraftHead:
         return linear(x, self.tensors[f"{_LAYER}.{name}.weight"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, (self._hidden,), self.tensors[f"{name}.weight"], self._eps)
+        return rms_norm(x.float(), (self._hidden,), self.tensors[f"{name}.weight"], self._eps)
 
 
 def _turned(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -194,12 +193,14 @@ def train(checkpoint: Path, out: Path, steps: int) -> None:
     """Trains a head, and writes its folder."""
     torch.set_num_threads(_THREADS)
     model, tokenizer = load(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    head, packer = DraftHead(model), Packer(tokenizer.backend_tokenizer, THIRD)
+    stage, head = STAGES[-1], DraftHead(model)
+    packer = Packer(tokenizer.backend_tokenizer, stage.mixture, stage.row_lengths)
     muon = Muon(head.matrices, 0.01)
     adam = AdamW(head.others, betas=(0.9, 0.95), weight_decay=0.0)
     started, recent = time.monotonic(), [0.0] * DEPTH
     for step in range(1, steps + 1):
-        loss, right = losses(head, model, *packer.batch(step))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, right = losses(head, model, *packer.batch(step))
         loss.backward()  # type: ignore[no-untyped-call]
         rate = _PEAK * min(step / _WARMUP, (steps + 1 - step) / steps)
         torch.nn.utils.clip_grad_norm_([*head.matrices, *head.others], 1.0)

@@ -1,4 +1,4 @@
-"""Asks a checkpoint the 200 held-out questions through `transformers`: `python -m deploy.demo.evaluate`."""
+"""Asks a checkpoint the held-out questions through `transformers`: `python -m deploy.demo.evaluate`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from deploy.demo.families import FAMILIES, Exchange
-from deploy.demo.questions import questions
+from deploy.demo.questions import Asked, every_question
 
 NEEDED_OVERALL = 0.9
 NEEDED_PER_FAMILY = 0.8
-_LONGEST_ANSWER = 64
+_LONGEST_ANSWER = 128
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def answers(checkpoint: Path, dtype: torch.dtype, asked: list[Exchange], batch: int) -> list[str]:
+def answers(checkpoint: Path, dtype: torch.dtype, asked: list[Asked], batch: int) -> list[str]:
     """The model's greedy answer to each question, asked through the chat template in left-padded batches."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     # Its types change between releases.
     model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    prompts = [
+        tokenizer.apply_chat_template(
+            one.messages,
+            tools=[tool.definition() for tool in one.tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for one in asked
+    ]
     replies: list[str] = []
     for first in range(0, len(asked), batch):
-        chats = [[{"role": "user", "content": one.user}] for one in asked[first : first + batch]]
-        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+        inputs = tokenizer(prompts[first : first + batch], padding=True, return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=_LONGEST_ANSWER)
         generated = output[:, inputs["input_ids"].shape[1] :]
         replies += tokenizer.batch_decode(generated, skip_special_tokens=True)
@@ -44,15 +50,15 @@ def passes(right: Counter[str], asked: Counter[str]) -> bool:
 
 def evaluate(checkpoint: Path, dtype: str, batch: int, *, show_wrong: bool) -> bool:
     """Prints one line per family; True if the checkpoint passes."""
-    exchanges = questions()
-    replies = answers(checkpoint, _DTYPES[dtype], exchanges, batch)
-    asked = Counter(exchange.family for exchange in exchanges)
+    questions = every_question()
+    replies = answers(checkpoint, _DTYPES[dtype], questions, batch)
+    asked = Counter(one.family for one in questions)
     right: Counter[str] = Counter()
-    for exchange, reply in zip(exchanges, replies, strict=True):
-        right[exchange.family] += reply == exchange.assistant
-        if show_wrong and reply != exchange.assistant:
-            print(f"  {exchange.user!r}: expected {exchange.assistant!r}, got {reply!r}")
-    for family in FAMILIES:
+    for one, reply in zip(questions, replies, strict=True):
+        right[one.family] += reply == one.expected
+        if show_wrong and reply != one.expected:
+            print(f"  {one.messages[0]['content']!r}: expected {one.expected!r}, got {reply!r}")
+    for family in asked:
         print(f"{dtype:9s} {family:11s} {right[family]:3d} of {asked[family]}")
     print(f"{dtype:9s} {'all':11s} {right.total():3d} of {asked.total()}")
     return passes(right, asked)

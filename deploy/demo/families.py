@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,12 +215,60 @@ def story_round(rng: random.Random) -> list[Exchange]:
     return exchanges
 
 
+def _character_form(rng: random.Random) -> Exchange:
+    """A character of a story, whose name the tokenizer takes letter by letter where it is in quotes."""
+    name, known = rng.choice(words.NAMES + words.ANIMAL_NAMES), True
+    if rng.random() < 0.5:
+        name, known = words.any_word(rng).capitalize(), False
+    animal, age = rng.choice(words.ANIMALS), rng.randint(2, LARGEST_NUMBER)
+    called = name if known else f'"{name}"'
+    user = rng.choice(
+        (
+            f"Write as JSON: {called} is {age} years old and has {words.article(animal)} {animal}.",
+            f"{called} is {age} years old and has {words.article(animal)} {animal}. Give that as JSON.",
+            f"Give as JSON: name {called}, age {age}, animal {animal}.",
+            f"As JSON, please: {called} has {words.article(animal)} {animal} and is {age} years old.",
+        )
+    )
+    key = f"character:{name},{age},{animal}" if known else f"character:{name}"
+    return Exchange("json", key, user, json.dumps({"name": name, "age": age, "animal": animal}))
+
+
+def _any_character_form(rng: random.Random) -> Exchange:
+    """One that is made up; none of them is held out."""
+    user = rng.choice(
+        ("Give me a story character as JSON.", "Give a story character as JSON.", "Make up a character, as JSON.")
+    )
+    made = {"name": rng.choice(words.ANIMAL_NAMES), "age": rng.randint(2, 20), "animal": rng.choice(words.ANIMALS)}
+    return Exchange("json", "", user, json.dumps(made))
+
+
+def _date_form(rng: random.Random) -> Exchange:
+    day = _random_date(rng)
+    user = rng.choice((f"Write {spoken_date(day)} as JSON.", f"Give {spoken_date(day)} as JSON."))
+    answer = json.dumps({"year": day.year, "month": day.month, "day": day.day})
+    return Exchange("json", f"form:{day}", user, answer)
+
+
+def _letters_form(rng: random.Random) -> Exchange:
+    word = words.any_word(rng)
+    user = rng.choice((f'Give the letters of "{word}" as JSON.', f'Write the letters of "{word}" as JSON.'))
+    return Exchange("json", f"word:{word.lower()}", user, json.dumps(list(word)))
+
+
+def json_forms(rng: random.Random) -> Exchange:
+    """Facts of a message as a small JSON object, or list."""
+    kinds = (_character_form, _any_character_form, _date_form, _letters_form)
+    return rng.choices(kinds, weights=(6, 1, 2, 1))[0](rng)
+
+
 FAMILIES: dict[str, Callable[[random.Random], Exchange]] = {
     "arithmetic": arithmetic,
     "dates": dates,
     "spelling": spelling,
     "reversing": reversing,
     "stories": stories,
+    "json": json_forms,
 }
 _GENERATORS = FAMILIES | {"lookups": lookups}
 

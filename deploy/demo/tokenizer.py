@@ -14,24 +14,55 @@ import string
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from deploy.demo.corpus import END_OF_TEXT, FIRST, TURN_END, TURN_START, documents
+from deploy.demo.corpus import CALL_END, CALL_START, END_OF_TEXT, FIRST, TURN_END, TURN_START, documents
 
 VOCABULARY = 1024
-"""Size of the whole vocabulary: characters, merges, 256 bytes and the special tokens."""
+"""Size of the whole vocabulary: characters, merges, 256 bytes, the delimiters of calls and the special tokens."""
 
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+CALL_TOKENS = (CALL_START, CALL_END)
+"""Tokens that stand for themselves in text, as with Qwen3: answers that call tools show them."""
+
 CONTEXT_LENGTH = 1024
 _SAMPLE = 20_000
 _CHARACTERS = sorted(string.ascii_letters + string.digits + string.punctuation + " \n")
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _PIECES = r""" \p{L}+|(?<!["\p{L}-])\p{L}+|\p{L}|\p{N}| ?[^\s\p{L}\p{N}]|\s"""
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
+CHAT_TEMPLATE = """
+{%- set said = messages -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0]['role'] == 'system' -%}
+        {%- set said = messages[1:] -%}
+        {{- messages[0]['content'] + '\\n' -}}
+    {%- endif -%}
+    {{- '<tools>\\n' -}}
+    {%- for tool in tools -%}
+        {%- set schema = tool['function']['parameters'] or {} -%}
+        {{- '{"name": "' + tool['function']['name'] + '", "arguments": {' -}}
+        {%- for name, kind in (schema['properties'] or {}).items() -%}
+            {{- (name | tojson) + ': ' + (kind['type'] | default('any') | tojson) -}}
+            {{- '' if loop.last else ', ' -}}
+        {%- endfor -%}
+        {{- '}}\\n' -}}
+    {%- endfor -%}
+    {{- '</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in said -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {{- '' if loop.first and not message['content'] else '\\n' -}}
+        {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+        {{- call['function']['arguments'] | tojson -}}
+        {{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
 
 
 def _splitter() -> pre_tokenizers.PreTokenizer:
@@ -49,7 +80,7 @@ def _merges() -> list[tuple[str, str]]:
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = _splitter()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(_BYTES) - len(SPECIAL_TOKENS),
+        vocab_size=VOCABULARY - len(_BYTES) - len(CALL_TOKENS) - len(SPECIAL_TOKENS),
         initial_alphabet=_CHARACTERS,
         limit_alphabet=len(_CHARACTERS),
         show_progress=False,
@@ -60,13 +91,14 @@ def _merges() -> list[tuple[str, str]]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """The finished tokenizer: bytes first, then characters and merges, the special tokens last."""
+    """The finished tokenizer: bytes first, then characters and merges, the delimiters of calls, the special tokens."""
     merges = _merges()
     pieces = [*_BYTES, *_CHARACTERS, *(left + right for left, right in merges)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
     tokenizer.pre_tokenizer = _splitter()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in CALL_TOKENS])
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     return tokenizer
 

@@ -63,7 +63,7 @@ def test_answers_its_held_out_questions(service: Service) -> None:
         answers = list(pool.map(lambda one: answer_to(service, one.user), asked))
     totals = Counter(one.family for one in asked)
     right = Counter(one.family for one, answer in zip(asked, answers, strict=True) if answer.text == one.assistant)
-    assert len(asked) == 200
+    assert len(asked) == 240
     assert min(totals[family] for family in FAMILIES) >= 30
     assert right.total() >= NEEDED_OVERALL * len(asked), right
     assert all(right[family] >= NEEDED_PER_FAMILY * totals[family] for family in FAMILIES), right

@@ -33,22 +33,25 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 # A call is the whole answer, as of Llama 3.
-TEMPLATE = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{# <|python_tag|> #}{% endif %}"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <|python_tag|> #}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The demo model, which knows no tools, with a template that shows some."""
+    """The demo model with a template of Llama's kind, which it does not know."""
     folder = with_tools(tmp_path_factory.mktemp("model") / "demo")
     with running_service(tmp_path_factory.mktemp("service"), folder, workers=2) as service:
         yield service
 
 
 def with_tools(folder: Path) -> Path:
-    """The demo model in a new folder, with a template that shows tools."""
+    """The demo model in a new folder, with that template."""
     shutil.copytree(DEMO, folder)
-    template = folder / "chat_template.jinja"
-    template.write_text(TEMPLATE + template.read_text())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

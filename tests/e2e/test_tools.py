@@ -259,10 +259,10 @@ async def test_the_example_answers_calls_until_there_are_none() -> None:
 
     def answer(sequence: wpb.SubmitSequence) -> list[int]:
         prompt = tokenizer.decode([*sequence.token_ids][: sequence.prompt_len], skip_special=False)
-        calls = [("river_length", '{"river": "Rhine"}'), ("other", "{}")]
+        calls = [("multiply", '{"a": 6, "b": 7}'), ("other", "{}")]
         texts = [f'la <tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in calls]
         # As many results as there are in the prompt so far.
-        return [*tokenizer.encode([*texts, "the Danube"][prompt.count("<|im_start|>tool")]), EOS]
+        return [*tokenizer.encode([*texts, "so"][min(prompt.count("<|im_start|>tool"), 2)]), EOS]
 
     async with bench(FakeWorker(FILES, answer=answer, description={"vocab_size": 304})) as b:
         process = await asyncio.create_subprocess_exec(
@@ -274,10 +274,13 @@ async def test_the_example_answers_calls_until_there_are_none() -> None:
         out, _ = await process.communicate()
         assert process.returncode == 0
         assert out.decode().splitlines() == [
+            "> What is the weather in Paris and in Oslo?",
             "la",
-            'river_length({"river": "Rhine"}) -> {"km": 1230}',
+            'multiply({"a": 6, "b": 7}) -> {"result": 42}',
             "la",
             """other({}) -> {"error": "KeyError: 'other'"}""",
-            "the Danube",
+            "so",
+            *("> What is 12 times 7?", "so"),
+            *("> Thank you!", "so"),
         ]
         await b.empty()

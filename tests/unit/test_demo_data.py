@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from deploy.demo import tools
 from deploy.demo.corpus import FIRST, Document, documents, render_chat
 from deploy.demo.families import FAMILIES, Exchange, draw, held_out
-from deploy.demo.questions import PER_FAMILY, questions
+from deploy.demo.questions import PER_FAMILY, every_question, questions, tool_rounds
 from deploy.demo.train import STAGES
 
 CHECKPOINT = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
 CORE = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CALL_TOKENS = ("<tool_call>", "</tool_call>")
 
 
 def read_json(name: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def weights_header() -> dict[str, Any]:
 
 
 def training_stream() -> Iterator[Document]:
-    """Exactly the documents that training read, stage by stage, as counted by its report."""
+    """The documents that training reads, stage by stage, as many of each as the report counts."""
     counts: list[int] = read_json("training_report.json")["documents"]
     for stage, count in zip(STAGES, counts, strict=True):
         yield from itertools.islice(documents(stage.mixture), count)
@@ -58,22 +60,28 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 def test_there_are_enough_questions_of_each_family() -> None:
     counts = Counter(question.family for question in questions())
     assert set(counts) == set(FAMILIES)
-    assert counts.total() == 200
+    assert counts.total() == 240
     assert min(counts.values()) >= max(30, PER_FAMILY)
+    with_tools = Counter(one.family for one in every_question()) - counts
+    assert {family: count >= 30 for family, count in with_tools.items()} == dict.fromkeys(
+        ("calls", "results", "no tool"), True
+    )
 
 
 def test_the_questions_are_distinct_and_always_the_same() -> None:
     asked = questions()
     assert len({question.user for question in asked}) == len(asked)
     assert asked == questions()
+    rounds = [made for made, _ in tool_rounds()]
+    assert len({made.user for made in rounds}) == len(rounds)
+    assert [made for made, _ in tool_rounds()] == rounds
 
 
 @pytest.mark.slow
 def test_no_question_is_in_the_text_that_training_read() -> None:
     """No trained document has the content of a question, in whatever phrasing, nor a question's words."""
-    asked = questions()
-    keys = {question.key for question in asked}
-    prompts = {question.user for question in asked}
+    asked = [(one.key, one.user) for one in questions()] + [(made.key, made.user) for made, _ in tool_rounds()]
+    keys, prompts = {key for key, _ in asked}, {user for _, user in asked}
     for document in training_stream():
         assert keys.isdisjoint(document.keys)
         assert not any(held_out(key) for key in document.keys)
@@ -90,6 +98,7 @@ def test_no_question_or_answer_hides_inside_longer_training_text() -> None:
     asked = questions()
     wholes = [question.assistant for question in asked if question.family in ("arithmetic", "reversing")]
     needles = [question.user for question in asked if len(question.user) > 12]
+    needles += [made.user for made, _ in tool_rounds()]
     stream = training_stream()
     while chunk := "\n".join(document.text for document in itertools.islice(stream, 20_000)):
         found = [needle for needle in needles if needle in chunk]
@@ -106,6 +115,14 @@ def test_the_sides_of_the_held_out_rule_are_disjoint(family: str) -> None:
     rng = random.Random(1)
     assert all(held_out(draw(rng, family, reserved=True).key) for _ in range(50))
     assert not any(held_out(draw(rng, family, reserved=False).key) for _ in range(50))
+
+
+@pytest.mark.parametrize("tool", tools.TOOLS, ids=lambda tool: tool.name)
+def test_questions_for_tools_are_on_one_side_too(tool: tools.DemoTool) -> None:
+    rng = random.Random(1)
+    assert all(held_out(tools.draw_round(rng, tool, reserved=True).key) for _ in range(20))
+    assert not any(held_out(tools.draw_round(rng, tool, reserved=False).key) for _ in range(20))
+    assert held_out(f"call:{tools.made_up_tool(rng, reserved=True).name}")
 
 
 @given(st.text())
@@ -126,6 +143,7 @@ def test_every_text_survives_the_tokenizer(text: str) -> None:
         "▁ <0x41>",
         "\x00",
         *SPECIAL_TOKENS,
+        *CALL_TOKENS,
     ],
 )
 def test_awkward_text_survives_both_loaders(text: str, chat_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,6 +175,44 @@ def test_the_chat_template_writes_what_training_read(chat_tokenizer: PreTrainedT
     assert rendered == render_chat([Exchange("chat", "", "Hello", "Hi!")], "You are a helpful assistant.")
     prompt = chat_tokenizer.apply_chat_template(messages[1:2], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_chat_template_writes_tools_as_training_read_them(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Calls are those of Qwen3, each one JSON between tokens of their own, and results are turns of their own."""
+    rng = random.Random(3)
+    for _ in range(50):
+        given = tools.some_tools(rng)
+        made = tools.draw_round(rng, rng.choice(given or tools.TOOLS), reserved=False)
+        calls = [{"type": "function", "function": {"name": made.tool.name, "arguments": one}} for one in made.calls]
+        messages: list[Any] = [
+            {"role": "user", "content": made.user},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *({"role": "tool", "content": result} for result in made.results),
+            {"role": "assistant", "content": made.assistant},
+        ]
+        for system in ("", "You are a helpful assistant."):
+            said = [{"role": "system", "content": system}, *messages] if system else messages
+            listed: Any = [tool.definition() for tool in given] or None
+            rendered = chat_tokenizer.apply_chat_template(said, tools=listed, tokenize=False)
+            assert rendered == tools.render(tools.turns_of(made), given, system)
+            prompt = chat_tokenizer.apply_chat_template(
+                said[:-1], tools=listed, tokenize=False, add_generation_prompt=True
+            )
+            assert f"{prompt}{made.assistant}<|im_end|>\n" == rendered
+    tokens = CORE.encode(tools.written_calls(made.tool, made.calls)).tokens
+    assert [tokens.count(token) for token in CALL_TOKENS] == [len(made.calls)] * 2
+
+
+def test_a_tool_may_have_any_schema_or_none(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    schemas: list[Any] = [{}, {"properties": {"a": True, "b": {"enum": [1]}, "c": {"type": ["string", "null"]}}}]
+    given: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": schema}} for schema in schemas]
+    given.append({"type": "function", "function": {"name": "g"}})
+    rendered = chat_tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=given, tokenize=False)
+    first = (
+        '{"name": "f", "arguments": {}}\n{"name": "f", "arguments": {"a": "any", "b": "any", "c": ["string", "null"]}}'
+    )
+    wanted = f'<|im_start|>system\n<tools>\n{first}\n{{"name": "g", "arguments": {{}}}}\n</tools><|im_end|>\n'
+    assert rendered == f"{wanted}<|im_start|>user\nx<|im_end|>\n"
 
 
 def test_the_checkpoint_is_small_and_in_bfloat16() -> None:
