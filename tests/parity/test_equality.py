@@ -157,7 +157,7 @@ def _request(rnd: random.Random, beginning: list[int]) -> Request:
         max_tokens=max_tokens,
         min_tokens=rnd.choice([0, max_tokens // 2]),
         ignore_eos=rnd.random() < 0.6,
-        stop_token_ids=tuple(rnd.sample(range(5, NUM_IDS), rnd.choice([0, 0, 60]))),
+        stop_token_ids=tuple(rnd.sample(range(5, NUM_IDS), rnd.choice([0, 60, 60]))),
         **_sampling(rnd),
     )
     return Request(prompt, params, arrives, leaves)
