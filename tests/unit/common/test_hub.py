@@ -100,6 +100,7 @@ def test_a_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_model_name("org/name") == "name"
 
 
+@pytest.mark.slow
 def test_a_download_takes_what_a_model_needs_once(hub: FakeHub, tmp_path: Path) -> None:
     (main, files), (v2, _) = fetch(tmp_path, hub.endpoint, "org/tiny", "org/tiny@v2")
     assert set(files) == hub.downloaded() == WANTED

@@ -227,6 +227,7 @@ def reset_calls(address: str, count: int, refused: int) -> None:
                 calls = b""
 
 
+@pytest.mark.slow
 async def test_calls_that_are_reset_at_once_do_not_pile_up() -> None:
     """X2: gRPC keeps a call that was reset until the loop has taken it. With no bound on those that wait to be freed,
     100,000 of one connection took 1.1 GiB."""

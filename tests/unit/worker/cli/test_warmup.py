@@ -49,6 +49,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     folder = config_only(tmp_path, "qwen3")
     result = run("--model", str(folder), *SMALL)

@@ -151,7 +151,7 @@ def never_loses(workload: Workload) -> None:
     assert machine.excess(250) <= 1.03
 
 
-@settings(max_examples=60, deadline=None, phases=(Phase.generate,))
+@settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(WORKLOADS)
 def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
     never_loses(workload)
