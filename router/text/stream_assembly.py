@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
 
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -35,20 +34,20 @@ from common.errors import (
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.receipts import LogitChain
 from common.text.detokenizer import Detokenizer
-from common.text.response.parser import Channel, Part, merged
+from common.text.response.parser import Channel, Part
 from common.text.stop_strings import StopStrings
-from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
+from router.text.answer_logprobs import AnswerLogprobs, LogprobGapError
 from router.text.delivered_text import DeliveredText
 from router.text.delivered_tokens import DeliveredTokens
 from router.text.reading import ChannelReader
 from router.text.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, ending_of, error_of
+from router.text.unread_parts import UnreadParts
 
 
 class GapError(Exception):
     """The worker's tokens or end do not continue what the router has: the Session is unusable (rule S2)."""
 
 
-_TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 # Ends that a client sees as a finish; the others are failures.
 _STOPS = (
     wpb.END_REASON_EOS,
@@ -77,9 +76,9 @@ class StreamAssembly:
         reader: reads the text in channels; None where all is content.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
-    prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
-    tokens have been handed out to be written. `pooled` has the hidden states (float32) of a prompt that is embedded.
-    `is_dropped` is true once nothing more goes to the client but a status.
+    prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known. `pooled`
+    has the hidden states (float32) of a prompt that is embedded. `is_dropped` is true once nothing more goes to the
+    client but a status.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class StreamAssembly:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
-        self._return_token_ids = return_token_ids
         self._max_unread_tokens = max_unread_tokens
         self._delivered_text = delivered_text
         self._delivered_tokens = delivered_tokens
@@ -124,15 +122,10 @@ class StreamAssembly:
             self._silent_ends.remove(wpb.END_REASON_EOS)
         self._logprobs = logprobs
         self._reader = reader
-        # Where messages with logprobs that wait can end: tokens and pieces of text up to there.
-        self._marks: list[tuple[int, int]] = []
         # Tokens that the sequence is given: the prompt, and what the client has already.
         self._num_given = prompt_tokens
-        self._parts: list[Part] = []
-        self._ids: list[int] = []
-        self._unread = 0
+        self._unread = UnreadParts(logprobs, keeps_token_ids=return_token_ids, has_channels=reader is not None)
         self._sent_any = False
-        self.taken = 0
         self._ending: FinishInfo | None = None
         self._error: ApiError | None = None
         self.is_dropped = False
@@ -141,6 +134,11 @@ class StreamAssembly:
     def delivered(self) -> int:
         """Number of tokens that the client gets, or has got."""
         return len(self.token_ids)
+
+    @property
+    def taken(self) -> int:
+        """Number of tokens that have been handed out to be written."""
+        return self._unread.taken
 
     @property
     def has_generated(self) -> bool:
@@ -155,7 +153,7 @@ class StreamAssembly:
     @property
     def taken_reasoning_tokens(self) -> int:
         """Number of tokens of reasoning among those that have been handed out."""
-        end = self.delivered - self._unread
+        end = self.delivered - self._unread.num_tokens
         return 0 if self._reader is None else self._reader.reasoning_tokens(end - self.taken, end)
 
     @property
@@ -192,7 +190,7 @@ class StreamAssembly:
         """Takes tokens that the client has already: they are output for all that follows, and are not sent again."""
         self._deliver(token_ids)
         self._num_given = self.num_tokens
-        self._clear_unread()
+        self._unread.clear()
 
     def append_given_logprobs(self, first_pos: int, rows: bytes) -> None:
         """Takes logprobs of given tokens, which come before the first generated one."""
@@ -201,7 +199,7 @@ class StreamAssembly:
         try:
             self._logprobs.add_given(first_pos, rows)
         except LogprobGapError as error:
-            self.fail(self._no_logprobs(error))
+            self.fail(_no_logprobs(self.worker_id, error))
 
     def append(
         self,
@@ -243,8 +241,8 @@ class StreamAssembly:
                 self._count(token_ids[-1:])
             if self._logprobs is not None:
                 self._logprobs.add(tuple(token_ids[: self.delivered - before]), logprobs)
-                self._mark(self._logprobs.num_waiting)
-            if self._unread > self._max_unread_tokens:
+                self._unread.mark(self._logprobs.num_waiting)
+            if self._unread.num_tokens > self._max_unread_tokens:
                 self.drop_slow_client()
         if end is not None and not self.is_closed:
             self.finish(end)
@@ -266,7 +264,7 @@ class StreamAssembly:
         self.append(first_pos, token_ids[:count], now, end if is_all else None, logprobs[:size])
         self._is_delivered = False
         self._check_delivered(delivered, token_ids[:count])
-        self._clear_unread()
+        self._unread.clear()
         if delivered.left:
             self._delivered_tokens = delivered
         elif not is_all:
@@ -282,7 +280,7 @@ class StreamAssembly:
         is_short = self._ending is not None and self.delivered < delivered.count
         # Tokens have the text that came with them, neither more nor less.
         is_other = not delivered.are_named and (
-            any(part.text for part in self._parts) or (not delivered.left and self._delivered_text is not None)
+            self._unread.has_text or (not delivered.left and self._delivered_text is not None)
         )
         if self._error is None and (is_short or is_other):
             self._ending, self._error = None, delivered.mismatch()
@@ -320,7 +318,7 @@ class StreamAssembly:
         if self._sent_any:
             self.fail(WorkerLostError(self.worker_id, self.delivered))
         else:
-            self._clear_unread()
+            self._unread.clear()
             self.fail(NoWorkerError(why))
 
     def end_with_router(self) -> None:
@@ -328,7 +326,7 @@ class StreamAssembly:
         if self.is_closed:
             return
         if not self._sent_any:
-            self._clear_unread()
+            self._unread.clear()
         self.fail(RouterEndingError(self.delivered if self._sent_any else 0))
 
     def drop_slow_client(self, waited_s: float | None = None) -> None:
@@ -337,12 +335,12 @@ class StreamAssembly:
         Args:
             waited_s: how long a message has waited for the client, seconds; None when its unread tokens are too many.
         """
-        self.drop(SlowClientError(self._unread, waited_s))
+        self.drop(SlowClientError(self._unread.num_tokens, waited_s))
 
     def drop(self, error: ApiError) -> None:
         """Ends the stream with a status at once, a finished one too: what the client has not read is gone."""
         self._ending = None
-        self._clear_unread()
+        self._unread.clear()
         self._error = error
         self.is_dropped = True
 
@@ -357,59 +355,13 @@ class StreamAssembly:
         Raises:
             ApiError: the stream has failed and everything before that has been taken.
         """
-        if self._error is not None and not self._unread:
+        if self._error is not None and not self._unread.num_tokens:
             raise self._error
-        if not self._unread and self._ending is None:
+        if not self._unread.num_tokens and self._ending is None:
             return None
-        if self._logprobs is not None and (early := self._early_chunk(self._logprobs)) is not None:
-            return early
-        ids = tuple(self._ids) if self._return_token_ids else ()
-        logprobs = None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take())
-        part = self._chunk(self._parts, ids, logprobs, self._ending)
-        self.taken += self._unread
-        self._clear_unread()
-        return part
-
-    def _early_chunk(self, logprobs: AnswerLogprobs) -> StreamChunk | None:
-        """The next part where logprobs are of the prompt, or more than a message takes."""
-        prompt = logprobs.take_prompt()
-        if prompt is not None:
-            return self._chunk((), (), ChunkLogprobs(prompt, None))
-        if logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
-            return None
-        # A client that has the ids of this part, and nothing behind it, has their text too.
-        (count, num_texts), *marks = self._marks
-        self._marks = [(tokens - count, texts - num_texts) for tokens, texts in marks]
-        # Ids of an echoed prompt have no logprobs.
-        num_ids = len(self._ids) - logprobs.num_waiting + count if self._return_token_ids else 0
-        parts, ids = self._parts[:num_texts], tuple(self._ids[:num_ids])
-        del self._parts[:num_texts], self._ids[:num_ids]
-        self.taken += count
-        self._unread -= count
-        return self._chunk(parts, ids, ChunkLogprobs(None, logprobs.take(count)))
-
-    def _chunk(
-        self,
-        parts: Sequence[Part],
-        token_ids: tuple[int, ...],
-        logprobs: ChunkLogprobs | None,
-        ending: FinishInfo | None = None,
-    ) -> StreamChunk:
-        """The next piece for the client; others follow where there is no `ending`."""
         start = None if self._sent_any else self.start
         self._sent_any = True
-        if self._reader is None:
-            return StreamChunk("".join(part.text for part in parts), token_ids, start, ending, logprobs)
-        texts = ("".join(part.text for part in parts if part.channel is channel) for channel in _TEXTS)
-        calls = merged(part for part in parts if part.channel is Channel.CALL)
-        return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts), tuple(calls))
-
-    def _mark(self, num_tokens: int) -> None:
-        """Notes that a message can end behind so many waiting tokens, as full ones as can be."""
-        before = self._marks[-2][0] if len(self._marks) > 1 else 0
-        if self._marks and num_tokens - before <= MAX_MESSAGE_LOGPROBS:
-            self._marks.pop()
-        self._marks.append((num_tokens, len(self._parts)))
+        return self._unread.take(start, self._ending)
 
     def _has_logprobs(self, num_tokens: int, rows: bytes) -> bool:
         """True if tokens have the logprobs that are wanted; the stream fails if they have not."""
@@ -417,16 +369,15 @@ class StreamAssembly:
         try:
             self._logprobs.check(num_tokens, rows)
         except LogprobGapError as error:
-            self.fail(self._no_logprobs(error))
+            self.fail(_no_logprobs(self.worker_id, error))
         return not self.is_closed
-
-    def _no_logprobs(self, error: LogprobGapError) -> ApiError:
-        return EngineError(f"worker {self.worker_id} sends no logprobs as they are wanted: {error}")
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
         """Counts tokens and turns them into text, one by one where a stop string may end them, or channels change."""
         if self._echo is not None:
-            self._emit_echo(self._echo)
+            echo, self._echo = self._echo, None
+            self._emit(echo.text)
+            self._unread.add_ids(echo.token_ids)
         if self._reader is not None:
             for i in range(len(token_ids)):
                 if self._deliver_read(self._reader, token_ids[i : i + 1]):
@@ -460,13 +411,6 @@ class StreamAssembly:
         if reader.is_done and not self.is_closed:
             self._end(FinishInfo(pb.FINISH_REASON_TOOL_CALLS))
         return self.is_closed
-
-    def _emit_echo(self, echo: Echo) -> None:
-        """Puts the prompt in front of what comes first."""
-        self._echo = None
-        self._emit(echo.text)
-        if self._return_token_ids:
-            self._ids.extend(echo.token_ids)
 
     def _search(self, text: str) -> bool:
         """Passes text through the stop strings; True when one matched, and then the stream is closed."""
@@ -507,7 +451,7 @@ class StreamAssembly:
     def _add(self, part: Part) -> None:
         """Adds to what the client gets next, but for what it has already."""
         if self._delivered_text is None:
-            self._parts.append(part)
+            self._unread.add(part)
             return
         try:
             rest = self._delivered_text.push(part)
@@ -517,8 +461,7 @@ class StreamAssembly:
         if not self._delivered_text.left:
             self._delivered_text = None
         if rest is not None:
-            self._parts.append(rest)
-            self._unread = max(1, self._unread)
+            self._unread.add_last(rest)
 
     def _end(self, ending: FinishInfo) -> None:
         """Ends the stream; one that has not reached what was delivered has failed."""
@@ -546,14 +489,8 @@ class StreamAssembly:
         self.num_tokens += len(token_ids)
         if self._delivered_text is not None or self._is_delivered:
             return
-        self._unread += len(token_ids)
-        if self._return_token_ids:
-            self._ids.extend(token_ids)
+        self._unread.add_tokens(token_ids)
 
-    def _clear_unread(self) -> None:
-        self._parts.clear()
-        self._ids.clear()
-        self._marks.clear()
-        self._unread = 0
-        if self._logprobs is not None:
-            self._logprobs.clear()
+
+def _no_logprobs(worker_id: str, error: LogprobGapError) -> ApiError:
+    return EngineError(f"worker {worker_id} sends no logprobs as they are wanted: {error}")

@@ -172,7 +172,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
     (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(text)", "text"), (_CHANNELS,)),
     (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
-    (Mutant("left_in", StreamAssembly, "_append_delivered", "self._clear_unread()", "pass"), (_COMES_AGAIN,)),
+    (Mutant("left_in", StreamAssembly, "_append_delivered", "self._unread.clear()", "pass"), (_COMES_AGAIN,)),
     (Mutant("any_tokens", StreamAssembly, "_check_delivered", "delivered.push(token_ids)", _UNLOOKED), (_COMES_AGAIN,)),
     (
         Mutant("all_left_out", StreamAssembly, "_append_delivered", "min(delivered.left, len", "max(0, len"),
