@@ -151,21 +151,27 @@ def going_on(asked: pb.ChatRequest, had: list[Any]) -> pb.ChatRequest:
 async def test_a_worker_that_dies_within_a_delimiter_changes_nothing(count: int) -> None:
     """Of an answer whose delimiters are spelled in several tokens."""
     ids = [*Tokenizer.from_files(SPELLED).encode("<think>la</think>lo"), EOS]
+    parts = await of_two_workers(SPELLED, chat(), ids, count)
+    assert channels(parts) == ("la", "lo")
+    assert (parts[-1].finish.attempts, parts[-1].finish.exact) == (2, True)
+
+
+async def of_two_workers(files: dict[str, bytes], asked: pb.ChatRequest, ids: list[int], count: int) -> list[Any]:
+    """The parts of an answer whose worker dies after `count` tokens, and which another one goes on with."""
 
     def answer(sequence: wpb.SubmitSequence) -> list[int]:
         """Stops for ever after so many tokens, at the first worker that has it."""
         return ids if len(sequence.token_ids) > sequence.prompt_len else ids[:count]
 
-    workers = [FakeWorker(SPELLED, worker_id=f"w{i}", answer=answer) for i in range(2)]
+    workers = [FakeWorker(files, worker_id=f"w{i}", answer=answer) for i in range(2)]
     async with bench(*workers) as b:
-        call = b.stub.Chat(chat(output_options=pb.OutputOptions(return_token_ids=True)))
+        asked.output_options.return_token_ids = True
+        call = b.stub.Chat(asked)
         parts = list[Any]()
         while sum(len(part.token_ids) for part in parts) < count:
             parts.append(await call.read())
         await next(worker for worker in workers if worker.running).stop()
-        parts += await collect(call)
-        assert channels(parts) == ("la", "lo")
-        assert (parts[-1].finish.attempts, parts[-1].finish.exact) == (2, True)
+        return parts + await collect(call)
 
 
 async def test_the_client_library_has_reasoning_apart() -> None:

@@ -19,7 +19,7 @@ from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import REPOSITORY
 from tests.e2e.test_client_receipts import receipts_of
-from tests.e2e.test_reasoning import going_on
+from tests.e2e.test_reasoning import going_on, of_two_workers
 from tests.unit.router.support import EOS, thinking_files, tool_files
 
 FILES = tool_files()
@@ -218,21 +218,9 @@ async def test_a_stream_with_calls_goes_on_behind_every_message(by: str) -> None
 @pytest.mark.parametrize("count", [7, 25])
 async def test_a_worker_that_dies_within_a_call_changes_nothing(count: int) -> None:
     ids = [*Tokenizer.from_files(SPELLED).encode('<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'), EOS]
-
-    def answer(sequence: wpb.SubmitSequence) -> list[int]:
-        """Stops for ever after so many tokens, at the first worker that has it."""
-        return ids if len(sequence.token_ids) > sequence.prompt_len else ids[:count]
-
-    workers = [FakeWorker(SPELLED, worker_id=f"w{i}", answer=answer) for i in range(2)]
-    async with bench(*workers) as b:
-        call = b.stub.Chat(chat(output_options=pb.OutputOptions(return_token_ids=True)))
-        parts = list[Any]()
-        while sum(len(part.token_ids) for part in parts) < count:
-            parts.append(await call.read())
-        await next(worker for worker in workers if worker.running).stop()
-        parts += await collect(call)
-        assert [each.arguments_json for each in calls_of(parts)] == ['{"a": 1}']
-        assert (parts[-1].finish.attempts, parts[-1].finish.reason) == (2, pb.FINISH_REASON_TOOL_CALLS)
+    parts = await of_two_workers(SPELLED, chat(), ids, count)
+    assert [each.arguments_json for each in calls_of(parts)] == ['{"a": 1}']
+    assert (parts[-1].finish.attempts, parts[-1].finish.reason) == (2, pb.FINISH_REASON_TOOL_CALLS)
 
 
 async def test_the_client_library_has_calls() -> None:

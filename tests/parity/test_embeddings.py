@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,36 @@ def bits(vectors: list[Any]) -> list[bytes]:
     return [vector.tobytes() for vector in vectors]
 
 
+def engines(folder: Path, kernels: str, dtype: str) -> Iterator[LLMEngine]:
+    """Engines that answer in chunks and from the cache, behind preemptions, and a step ahead."""
+    for options in (
+        {"max_num_batched_tokens": 31, "scheduling_policy": MIXED, "enable_prefix_caching": True},
+        {"scheduling_policy": PREFILL_FIRST, "num_kvcache_blocks": 8, "enable_prefix_caching": True},
+        {"max_num_batched_tokens": 64, "scheduling_policy": MIXED, "deferred_output": True},
+    ):
+        other = engine(folder, kernels, dtype=dtype, **options)
+        if options.get("deferred_output"):
+            runner = other.core.runner
+            assert isinstance(runner, ModelRunner)
+            other.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+        yield other
+        other.close()
+
+
+def pooled(ranks: Ranks, members: list[tuple[int, Pooling]]) -> list[bytes]:
+    """Vectors of prompts by their numbers, computed in one step."""
+    seqs = [Sequence(prompts()[i], BLOCK_SIZE, EMBED_PARAMS, pooling=pooling) for i, pooling in members]
+    for place, seq in enumerate(seqs):
+        seq.block_table = list(range(10 * place, 10 * place + 10))
+    counts = [seq.num_tokens for seq in seqs]
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, counts, sum(counts))
+    outputs = ranks.all(lambda rank: ranks.runners[rank].forward(batch))
+    # The rank that answers, and it alone.
+    assert outputs[1].pooled is None
+    assert outputs[0].pooled is not None
+    return [outputs[0].pooled[seq.id] for seq in seqs]
+
+
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "mixtral", "deepseek_v3"}, ARCHITECTURES))
 def test_vectors_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     """Of each architecture, in chunks, and the same bits as whole and alone."""
@@ -81,41 +112,18 @@ def test_a_text_has_one_vector(folder: Path, kernels: str, dtype: str) -> None:
     for pooling in POOLINGS:
         expected = [bits(alone.embed([prompt], pooling))[0] for prompt in prompts()]
         assert len(set(expected)) == len(expected)
-        for options in (
-            {"max_num_batched_tokens": 31, "scheduling_policy": MIXED, "enable_prefix_caching": True},
-            {"scheduling_policy": PREFILL_FIRST, "num_kvcache_blocks": 8, "enable_prefix_caching": True},
-            {"max_num_batched_tokens": 64, "scheduling_policy": MIXED, "deferred_output": True},
-        ):
-            other = engine(folder, kernels, dtype=dtype, **options)
-            if options.get("deferred_output"):
-                runner = other.core.runner
-                assert isinstance(runner, ModelRunner)
-                other.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+        for other in engines(folder, kernels, dtype):
             for number in range(3):
                 other.add_request(prompts()[number], SamplingParams(max_tokens=20, ignore_eos=True))
             for _ in range(2):
                 assert bits(other.embed(prompts(), pooling)) == expected
-            other.close()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "deepseek_v3"])
 def test_ranks_give_the_same_bits_whatever_the_batch(tmp_path: Path, architecture: str) -> None:
     ranks = Ranks(make_checkpoint(tmp_path, architecture, num_hidden_layers=2), 2)
-
-    def run(members: list[tuple[int, Pooling]]) -> list[bytes]:
-        seqs = [Sequence(prompts()[i], BLOCK_SIZE, EMBED_PARAMS, pooling=pooling) for i, pooling in members]
-        for place, seq in enumerate(seqs):
-            seq.block_table = list(range(10 * place, 10 * place + 10))
-        counts = [seq.num_tokens for seq in seqs]
-        batch = ScheduledBatch({seq.id: seq for seq in seqs}, counts, sum(counts))
-        outputs = ranks.all(lambda rank: ranks.runners[rank].forward(batch))
-        # The rank that answers, and it alone.
-        assert outputs[1].pooled is None
-        assert outputs[0].pooled is not None
-        return [outputs[0].pooled[seq.id] for seq in seqs]
-
     members = [(i, pooling) for i in range(4) for pooling in POOLINGS]
-    assert [run([member])[0] for member in members] == run(members)
+    assert [pooled(ranks, [member])[0] for member in members] == pooled(ranks, members)
     ranks.close()
 
 

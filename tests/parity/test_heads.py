@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import MIXED, PREFILL_FIRST
 from common.errors import NoOutputHeadError
 from common.heads import CLASSIFIER, NO_HEAD
-from common.pooling import EMBED_PARAMS, LABELS, LAST
+from common.pooling import LABELS, LAST, Pooling
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.covering import slow_but
 from tests.native import backend_or_skip
-from tests.parity.test_embeddings import POOLINGS, bits, engine, prompts
-from tests.parity.test_ranks import BLOCK_SIZE, Ranks
+from tests.parity.test_embeddings import POOLINGS, bits, engine, engines, pooled, prompts
+from tests.parity.test_ranks import Ranks
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.batch import ScheduledBatch
-from worker.engine.executor import PipelinedExecutor
-from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
-from worker.model.model_runner import ModelRunner
 
 pytestmark = pytest.mark.each_value
 
@@ -87,39 +81,18 @@ def test_a_text_has_one_number_for_each_label(folder: Path, kernels: str, dtype:
     alone = engine(folder, kernels, dtype=dtype)
     expected = [bits(alone.classify([prompt]))[0] for prompt in prompts()]
     assert len(set(expected)) == len(expected)
-    for options in (
-        {"max_num_batched_tokens": 31, "scheduling_policy": MIXED, "enable_prefix_caching": True},
-        {"scheduling_policy": PREFILL_FIRST, "num_kvcache_blocks": 8, "enable_prefix_caching": True},
-        {"max_num_batched_tokens": 64, "scheduling_policy": MIXED, "deferred_output": True},
-    ):
-        other = engine(folder, kernels, dtype=dtype, **options)
-        if options.get("deferred_output"):
-            runner = other.core.runner
-            assert isinstance(runner, ModelRunner)
-            other.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+    for other in engines(folder, kernels, dtype):
         for _ in range(2):
             asked = [other.io.to_embed(prompt, pooling, 0.0) for prompt in prompts() for pooling in (LABELS, *POOLINGS)]
             other._run(asked)
             assert [answer.pooled for answer in asked[:: 1 + len(POOLINGS)]] == expected
-        other.close()
 
 
 def test_ranks_give_the_same_bits_whatever_the_batch(folder: Path) -> None:
     ranks = Ranks(folder, 2)
-
-    def run(numbers: list[int]) -> list[bytes]:
-        seqs = [Sequence(prompts()[i], BLOCK_SIZE, EMBED_PARAMS, pooling=LABELS) for i in numbers]
-        for place, seq in enumerate(seqs):
-            seq.block_table = list(range(10 * place, 10 * place + 10))
-        counts = [seq.num_tokens for seq in seqs]
-        batch = ScheduledBatch({seq.id: seq for seq in seqs}, counts, sum(counts))
-        outputs = ranks.all(lambda rank: ranks.runners[rank].forward(batch))
-        assert outputs[1].pooled is None
-        assert outputs[0].pooled is not None
-        return [outputs[0].pooled[seq.id] for seq in seqs]
-
-    together = run([0, 1, 2, 3])
-    assert [run([i])[0] for i in range(4)] == together
+    members: list[tuple[int, Pooling]] = [(i, LABELS) for i in range(4)]
+    together = pooled(ranks, members)
+    assert [pooled(ranks, [member])[0] for member in members] == together
     (whole,) = engine(folder, ranks.runners[0].kernels.name).classify([prompts()[0]])
     np.testing.assert_allclose(np.frombuffer(together[0], "<f4"), whole, atol=1e-4, rtol=1e-4)
     ranks.close()
