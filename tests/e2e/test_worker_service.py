@@ -255,11 +255,24 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
         async with grpc.aio.insecure_channel(site.worker.server.address, options=window) as channel:
             router = RouterEnd(channel, "slow", lease_ms=60_000)
             await router.open()
-            await router.submit(1, *(sequence(rid, [rid], 800) for rid in range(1, 65)))
-            await asyncio.wait_for(site.worker.engine.wait_idle(), 240)
-            await router.read_until(lambda: len(router.ends) == 64)
-    for rid in range(1, 65):
-        assert router.tokens[rid][1:] == REFERENCE.reference([rid], 800, seed=rid)
+            lengths: dict[int, int] = {}
+
+            async def run(max_tokens: int) -> None:
+                rids = range(len(lengths) + 1, len(lengths) + 65)
+                lengths.update(dict.fromkeys(rids, max_tokens))
+                await router.submit(rids[0] // 64 + 1, *(sequence(rid, [rid], max_tokens) for rid in rids))
+                await asyncio.wait_for(site.worker.engine.wait_idle(), 240)
+
+            outbox = site.worker.service._routers["slow"].outbox
+            # How much gRPC and the kernel take without a reader depends on the pace; then the worker's write blocks.
+            while not outbox.num_unsent:
+                assert len(lengths) < 64 * 20, "a million tokens have gone out that nobody has read"
+                await run(800)
+                await asyncio.sleep(0.2)
+            await run(20)
+            await router.read_until(lambda: len(router.ends) == len(lengths))
+    for rid, length in lengths.items():
+        assert router.tokens[rid][1:] == REFERENCE.reference([rid], length, seed=rid)
     assert max(len(frame.step_output.token_ids) for frame in router.frames) > 1000
 
 
