@@ -6,6 +6,7 @@ whose id is printed.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import secrets
@@ -21,7 +22,11 @@ async def main(routers: list[str]) -> int:
     trace_id = secrets.token_hex(16)
     traceparent = ("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-01")
     key, ca = os.environ.get("FISSILE_API_KEY", ""), os.environ.get("FISSILE_TLS_CA")
-    async with AsyncClient(routers, api_key=key, tls_ca=ca) as client:
+    try:
+        made = AsyncClient(routers, api_key=key, tls_ca=ca)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    async with made as client:
 
         async def ask(question: str) -> bool:
             try:
@@ -38,4 +43,12 @@ async def main(routers: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1:] or ["127.0.0.1:50051"])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "routers",
+        nargs="*",
+        metavar="HOST:PORT",
+        default=["127.0.0.1:50051"],
+        help="Routers, of which any may answer. Default: 127.0.0.1:50051, where `fissile serve` listens.",
+    )
+    sys.exit(asyncio.run(main(parser.parse_args().routers)))

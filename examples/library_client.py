@@ -5,6 +5,7 @@ With several routers the stream goes on at the next one when its router dies; no
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from fissile.client import Client, Delta, Finished, FissileError
@@ -21,11 +22,19 @@ def main(routers: list[str]) -> int:
                 elif isinstance(event, Finished):
                     usage = event.finish.usage
                     print(f"\n{FinishReason.Name(event.finish.reason)}, {usage.completion_tokens} tokens")
-    except FissileError as error:
+    except (FissileError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["127.0.0.1:50051"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "routers",
+        nargs="*",
+        metavar="HOST:PORT",
+        default=["127.0.0.1:50051"],
+        help="Routers, of which any may answer. Default: 127.0.0.1:50051, where `fissile serve` listens.",
+    )
+    sys.exit(main(parser.parse_args().routers))

@@ -9,6 +9,7 @@ Log-likelihoods are sums of raw logprobs in float64, the same to the bit however
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -17,9 +18,13 @@ from typing import Any, TypeVar
 import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
-from lm_eval.api.model import LM  # type: ignore[import-not-found,unused-ignore]
-from lm_eval.api.registry import register_model  # type: ignore[import-not-found,unused-ignore]
-from lm_eval.utils import get_rolling_token_windows  # type: ignore[import-not-found,unused-ignore]
+
+try:
+    from lm_eval.api.model import LM  # type: ignore[import-not-found,unused-ignore]
+    from lm_eval.api.registry import register_model  # type: ignore[import-not-found,unused-ignore]
+    from lm_eval.utils import get_rolling_token_windows  # type: ignore[import-not-found,unused-ignore]
+except ModuleNotFoundError as missing:
+    sys.exit(f"{__doc__}\nerror: {missing}")
 
 T = TypeVar("T")
 R = TypeVar("R")

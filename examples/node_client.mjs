@@ -1,10 +1,23 @@
-// Asks a running router from Node: npm install @grpc/grpc-js @grpc/proto-loader; node examples/node_client.mjs [HOST:PORT] [PROMPT]
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
-import grpc from "@grpc/grpc-js";
-import loader from "@grpc/proto-loader";
+import { parseArgs } from "node:util";
 
-const [address = "127.0.0.1:50051", prompt = "Tell me a story."] = process.argv.slice(2);
+const HELP = `Asks a running router from Node and streams its answer.
+
+    npm install @grpc/grpc-js @grpc/proto-loader
+    node examples/node_client.mjs [HOST:PORT] [PROMPT]
+
+HOST:PORT is the router, by default 127.0.0.1:50051, where \`fissile serve\` listens; PROMPT is the message to the model.`;
+const given = parseArgs({ options: { help: { type: "boolean", short: "h" } }, allowPositionals: true });
+if (given.values.help) {
+  console.log(HELP);
+  process.exit();
+}
+// Behind the help, which needs neither.
+const { default: grpc } = await import("@grpc/grpc-js");
+const { default: loader } = await import("@grpc/proto-loader");
+
+const [address = "127.0.0.1:50051", prompt = "Tell me a story."] = given.positionals;
 const protos = join(dirname(fileURLToPath(import.meta.url)), "..", "protos");
 
 // `defaults` makes absent fields appear with their default; `longs` and `enums` as strings are exact and readable.

@@ -5,6 +5,7 @@ In a checkout run it with .venv/bin/python, which finds the stubs; elsewhere put
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import grpc
@@ -34,8 +35,18 @@ def main(address: str = "127.0.0.1:50051", prompt: str = "Tell me a story.") -> 
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="HOST:PORT",
+        default="127.0.0.1:50051",
+        help="Router. Default: 127.0.0.1:50051, where `fissile serve` listens.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", default="Tell me a story.", help="Message to the model.")
+    given = parser.parse_args()
     try:
-        main(*sys.argv[1:3])
+        main(given.address, given.prompt)
     except grpc.RpcError as error:
         # A stream that does not end with OK was cut: the text so far is partial. The code says whether to retry.
         sys.exit(f"error: {error.code().name}: {error.details()}")

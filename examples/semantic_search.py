@@ -32,12 +32,14 @@ def rerank(client: Client, query: str, texts: list[str]) -> list[tuple[float, st
 
 def main(arguments: list[str]) -> int:
     """Prints the best texts, a line each; 1 if a call fails."""
-    parser = argparse.ArgumentParser(description="Searches texts by meaning.")
-    parser.add_argument("--router", default="127.0.0.1:50051", help="Router of a model for vectors.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--router", default="127.0.0.1:50051", help="Router of a model for vectors. Default: 127.0.0.1:50051."
+    )
     parser.add_argument("--rerank", help="Router of a reranker. Default: none.")
     parser.add_argument("--top", type=int, default=3, help="Texts to print. Default: 3.")
-    parser.add_argument("query")
-    parser.add_argument("texts", nargs="+")
+    parser.add_argument("query", metavar="QUERY", help="Words to search by.")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="Texts to search in.")
     given = parser.parse_args(arguments)
     try:
         with Client(given.router) as client:
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
         if given.rerank:
             with Client(given.rerank) as client:
                 best = rerank(client, given.query, [text for _, text in best])
-    except FissileError as error:
+    except (FissileError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     for score, text in best:

@@ -1,10 +1,13 @@
 """Lets a model use a tool, the demo model or another: `python examples/tools_client.py [HOST:PORT ...]`.
 
-The model is asked, its calls are answered, and it goes on with the results, until it calls nothing more.
+The model is asked three questions, its calls are answered, and it goes on with the results, until it calls nothing
+more. The weather is made up; put functions of your own into TOOLS and FUNCTIONS. A model is needed whose chat template
+knows tools, such as the demo model's (`fissile models --json` has CAPABILITY_TOOLS).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -78,11 +81,19 @@ def main(routers: list[str]) -> int:
                 print(f"> {question}")
                 messages.append(ChatMessage(role="user", content=question))
                 answer(client, messages)
-    except FissileError as error:
+    except (FissileError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["127.0.0.1:50051"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "routers",
+        nargs="*",
+        metavar="HOST:PORT",
+        default=["127.0.0.1:50051"],
+        help="Routers, of which any may answer. Default: 127.0.0.1:50051, where `fissile serve` listens.",
+    )
+    sys.exit(main(parser.parse_args().routers))

@@ -1,0 +1,58 @@
+"""Programs in examples/ say what they do, and what a caller has got wrong, before they call anybody."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> object:
+    """What a program ends with: None or 0 where all went well, else a status or its last words."""
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    code = run(monkeypatch, name, "--help")
+    said = capsys.readouterr().out + (code if isinstance(code, str) else "")
+    if name == "lm_eval_model.py":
+        # With the harness installed the help is the harness's own.
+        assert "--model" in said
+        return
+    assert code == 0
+    first = (EXAMPLES / name).read_text().split('"""')[1].splitlines()[0]
+    assert first in said
+    assert "127.0.0.1:50051" in said
+
+
+@pytest.mark.parametrize("name", ["async_client.py", "library_client.py", "tools_client.py"])
+def test_an_address_that_is_none_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(monkeypatch, name, "nowhere")
+    said = capsys.readouterr().err + (code if isinstance(code, str) else "")
+    assert code not in (0, None)
+    assert said.count("\n") <= 1
+    assert "'nowhere' is no address; give HOST:PORT" in said
+
+
+def test_the_program_for_node_helps_without_its_packages() -> None:
+    program = EXAMPLES / "node_client.mjs"
+    try:
+        done = subprocess.run(["node", program, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        # Without Node nobody can run it: what its help says is in it all the same.
+        assert "[HOST:PORT] [PROMPT]" in program.read_text()
+        return
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "node examples/node_client.mjs [HOST:PORT] [PROMPT]" in done.stdout
