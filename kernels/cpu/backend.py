@@ -43,12 +43,12 @@ class CpuBackend(KernelBackend):
     row_multiple = 1
     device = torch.device("cpu")
     graphs = None
+    instruction_set: str
 
     def __init__(self, instruction_set: str = instruction_sets.AUTO) -> None:
         native = library.load()
         self._library = native
-        self.instruction_set = instruction_sets.take(native, instruction_set)
-        instruction_sets.hold(self)
+        instruction_sets.hold(self, native, instruction_set)
         native.fissile_set_threads(torch.get_num_threads())
         self.description = f"{self.name}:{self.instruction_set}"
         self.layout = (self.name, self.instruction_set, sources_digest())

@@ -1,12 +1,14 @@
 """Chooses the instruction set that serves: the best one that this machine can run and that passed its check.
 
 The library runs one set at a time, for the whole process. An engine's bits are those of its set, so none can be taken
-while a back end with another one lives: a second engine in the same process would change the first one's answers.
+while a back end with another one lives: a second engine in the same process would change the first one's answers. Nor
+is one checked meanwhile, which takes turns with the plain set. Threads choose one after the other.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from ctypes import CDLL
 from typing import Protocol
@@ -29,6 +31,8 @@ class Holder(Protocol):
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+# From the look at what is in use until the back end that computes by the chosen set is known.
+_choosing = threading.RLock()
 
 
 def in_use() -> str | None:
@@ -36,9 +40,15 @@ def in_use() -> str | None:
     return next((holder.instruction_set for holder in list(_holders)), None)
 
 
-def hold(holder: Holder) -> None:
-    """Keeps the set of a back end from being changed as long as it lives."""
-    _holders.add(holder)
+def hold(holder: Holder, library: CDLL, instruction_set: str = AUTO) -> None:
+    """Selects a set for a back end (`take`), and keeps it from being changed as long as that lives.
+
+    Raises:
+        LibraryUnavailableError: as `take`.
+    """
+    with _choosing:
+        holder.instruction_set = take(library, instruction_set)
+        _holders.add(holder)
 
 
 def take(library: CDLL, instruction_set: str = AUTO) -> str:
@@ -51,16 +61,17 @@ def take(library: CDLL, instruction_set: str = AUTO) -> str:
         LibraryUnavailableError: this machine cannot run the one that was asked for, its check failed, or a back end of
             another one lives in this process.
     """
-    if (used := in_use()) is not None:
-        if instruction_set not in (AUTO, used):
-            raise LibraryUnavailableError(
-                f"this process computes by {used} kernels for another engine: {instruction_set} would change its "
-                f"answers; take {used}, or a process of its own"
-            )
-        return select(library, used)
-    chosen = _best(library) if instruction_set == AUTO else instruction_set
-    _require(library, chosen)
-    return select(library, chosen)
+    with _choosing:
+        if (used := in_use()) is not None:
+            if instruction_set not in (AUTO, used):
+                raise LibraryUnavailableError(
+                    f"this process computes by {used} kernels for another engine: {instruction_set} would change its "
+                    f"answers; take {used}, or a process of its own"
+                )
+            return select(library, used)
+        chosen = _best(library) if instruction_set == AUTO else instruction_set
+        _require(library, chosen)
+        return select(library, chosen)
 
 
 def _require(library: CDLL, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,22 @@ class LibraryUnavailableError(Exception):
     """The native kernels cannot serve here; one line that says why."""
 
 
-@functools.cache
+# A second load chooses `base_set` anew, below what computes by another set.
+_loading = threading.Lock()
+
+
 def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
-    """The library, with `base_set` chosen.
+    """The library, loaded once in a process, with `base_set` chosen then.
 
     Raises:
         LibraryUnavailableError: it was not built, is older than its sources, or does not load.
     """
+    with _loading:
+        return _load(path)
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
     if not path.is_file():
         raise LibraryUnavailableError("the CPU kernels were not compiled (no C++ compiler when Fissile was installed)")
     if path == build.LIBRARY and not build.is_current():

@@ -86,7 +86,7 @@ def test_a_library_that_does_not_load_fails_a_test(monkeypatch: pytest.MonkeyPat
     """Where a compiler is there, or a library, nothing about it is a reason to skip."""
     broken = tmp_path / "library.so"
     broken.write_bytes(b"no library")
-    load = library.load.__wrapped__
+    load = library.load
     monkeypatch.setattr(library, "load", lambda: load(broken))
     monkeypatch.setattr(build, "LIBRARY", broken)
     with pytest.raises(library.LibraryUnavailableError):
