@@ -54,10 +54,13 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    """Greedy by default. A turn ends a chat answer, the end of text a plain completion: both must stop it."""
+    """Values for what a request leaves out. A turn ends a chat answer, the end of text a plain completion: both must
+    stop it. With all of the distribution one story in fourteen turns into sums or JSON in its middle, with these values
+    none of 400 does.
+    """
     ends = [token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)]
     return GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=ends, pad_token_id=ends[1], do_sample=False
+        eos_token_id=ends, pad_token_id=ends[1], do_sample=True, temperature=0.8, top_p=0.95
     )
 
 

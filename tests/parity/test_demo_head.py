@@ -81,7 +81,7 @@ def test_its_drafts_and_their_acceptance_are_those_of_an_independent_head() -> N
     config = replace(case.config, dtype="float32", max_model_len=256, num_kvcache_blocks=160)
     found: list[Proposed] = []
     engine = LLMEngine(config, runner=recording(loaded(config), found))
-    params = [{"temperature": float(i % 2), "max_tokens": 24, "seed": i} for i in range(len(prompts()))]
+    params = [{"temperature": float(i % 2), "top_p": 1.0, "max_tokens": 24, "seed": i} for i in range(len(prompts()))]
     engine.generate(prompts(), params)
     engine.close()
     # Not those behind the last tokens, which nobody verifies.
