@@ -65,12 +65,13 @@ test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full PYTEST_MARK="not long" scripts/test.sh chaos
 
-lint: $(ALL_STAMP) ## Check style, format, types, prose and sizes of everything
+lint: $(ALL_STAMP) ## Check style, format, types, prose, sizes and imports of everything
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy .
 	@$(BIN)/python scripts/check_prose.py
 	@$(BIN)/python scripts/check_sizes.py
+	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python -m scripts.contract_table --check
 
 sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources

@@ -15,7 +15,7 @@ COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos/ protos/
 COPY common/ common/
 COPY router/ router/
-# The wheel takes both in; the router never imports them (tests/unit/test_layering.py).
+# The wheel takes both in; the router never imports them (scripts/check_imports.py).
 COPY kernels/ kernels/
 COPY worker/ worker/
 RUN /opt/fissile/bin/python -m pip install ./protos ".[router]"

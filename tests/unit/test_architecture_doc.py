@@ -1,4 +1,4 @@
-"""Every place that docs/architecture.md gives for a name of the engine's specification exists, and has the name."""
+"""Places of docs/architecture.md exist and have the names that it says; its table of folders is the layout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from scripts.check_imports import BESIDE, place_of, sources
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -102,3 +104,31 @@ def test_names_are_where_the_table_says() -> None:
             if is_there == (name in elsewhere):
                 missing.append(name)
     assert missing == []
+
+
+def folder_rows() -> list[tuple[list[str], list[str], str]]:
+    """Places of each row of the table of folders, the places in its middle column, and what it may import."""
+    section = PAGE.read_text().split("\n## Folders\n")[1].split("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [([place.rstrip("/") for place in _CODE.findall(a)], _CODE.findall(b), c.strip()) for a, b, c in cells]
+
+
+def test_every_folder_of_router_and_worker_has_a_row() -> None:
+    named = {place for places, others, _ in folder_rows() for place in [*places, *others]}
+    there = {place_of(path) for path in sources() if path.startswith(("router/", "worker/")) and "__" not in path}
+    assert there - named == set()
+    assert [place for places, _, _ in folder_rows() for place in places if not (ROOT / place).exists()] == []
+
+
+def test_folders_import_what_the_table_says() -> None:
+    """The table is that of `scripts/check_imports.py`; what stands there of other packages is not compared."""
+    compared = []
+    for places, others, allowed in folder_rows():
+        package = places[0].split("/")[0]
+        for place in (place for place in places if place in BESIDE):
+            names = {name for name in _CODE.findall(allowed) if (ROOT / package / name).exists()}
+            if allowed == "all of the router below":
+                names = {name for name in BESIDE[place] if f"`{package}/{name}" in PAGE.read_text()}
+            assert names == BESIDE[place], (place, others)
+            compared.append(place)
+    assert sorted(compared) == sorted(BESIDE)

@@ -1,7 +1,8 @@
-"""Links and paths in the documentation lead somewhere."""
+"""Links, paths and names in the documentation lead somewhere."""
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -53,6 +54,74 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_paths_exist(page: Path) -> None:
     """A path in backticks, from the top of the repository, is one."""
     assert [path for path in _PATH.findall(_prose(page)) if not (ROOT / path).exists()] == []
+
+
+_IN_FILE = re.compile(r"((?:`[A-Za-z_][\w.]*`(?:, | and |, and )?)+) (?:in|of) `([\w/]+\.(?:py|proto|cpp|hpp|sh))`")
+_IN_BRACKETS = re.compile(r"`([\w/]+\.(?:py|proto|cpp|hpp|sh))` \(((?:`[A-Za-z_][\w.]*`(?:, | and )?)+)\)")
+_SOURCES = (".py", ".proto", ".cpp", ".hpp", ".sh", ".toml", ".json", ".yaml")
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Names that prose puts into a file: `name` in `file`, or `file` (`name`)."""
+    found = [(names, file) for names, file in _IN_FILE.findall(text)]
+    found += [(names, file) for file, names in _IN_BRACKETS.findall(text)]
+    return [(name, file) for names, file in found for name in re.findall(r"`([\w.]+)`", names)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_are_in_the_files_that_are_said(page: Path) -> None:
+    missing = []
+    for name, file in _named(_prose(page)):
+        source = (ROOT / file).read_text()
+        if not all(re.search(rf"\b{part}\b", source) for part in name.split(".")):
+            missing.append(f"{name} in {file}")
+    assert missing == []
+
+
+@functools.cache
+def _words() -> frozenset[str]:
+    """Every word of our sources, and names of our files."""
+    found = set[str]()
+    for name in _tracked():
+        path = ROOT / name
+        found.update(re.findall(r"\w+", name))
+        if path.suffix in _SOURCES and path.is_file():
+            found.update(re.findall(r"\w+", path.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_names_exist(page: Path) -> None:
+    """A name in backticks that looks like one of code is one of our sources."""
+    # Names of others, such as the C library and gRPC's; and one that the page says is not here.
+    others = {
+        *(
+            "M_ARENA_MAX",
+            "M_MMAP_THRESHOLD",
+            "M_TRIM_THRESHOLD",
+            "arch_prctl",
+            "MAX_JOBS",
+            "GPU_ARCHS",
+            "AITER_LOG_LEVEL",
+        ),
+        *("response_format", "event_engine_callback_cq", "ph2_server", "used_block_ids"),
+    }
+    names = [
+        name
+        for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", _prose(page))
+        if re.search(r"_|\w\.[a-z]\w+$", name)
+    ]
+    assert sorted({name for name in names if not set(name.split(".")) <= _words()} - others) == []
+
+
+def test_a_wrong_name_is_found() -> None:
+    assert _named("`Attempts.verdict` and `numerics_wanted` in `router/a.py`; `worker/b.py` (`validate`)") == [
+        ("Attempts.verdict", "router/a.py"),
+        ("numerics_wanted", "router/a.py"),
+        ("validate", "worker/b.py"),
+    ]
+    assert "Attempts" in _words()
+    assert "Attempts" + "Nowhere" not in _words()
 
 
 def test_the_tests_of_robustness_are_there() -> None:
