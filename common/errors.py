@@ -113,7 +113,7 @@ class RequestTimeoutError(ApiError):
     """DEADLINE_EXCEEDED: a call's message has not come in time."""
 
     def __init__(self, seconds: float) -> None:
-        message = f"the request's message has not come within {seconds:g} s"
+        message = f"the request's message did not arrive within {seconds:g} s"
         super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, message, reason="REQUEST_TIMEOUT")
 
 
@@ -190,7 +190,7 @@ class OtherModelStateError(ApiError):
     """FAILED_PRECONDITION: what a request continues or repeats was made by something that is not served here now."""
 
     def __init__(self, what: str, wanted: str, served: str) -> None:
-        message = f"{what} {wanted} is not served here now, but {served or 'none'}; send the request anew"
+        message = f"{what} {wanted} is not served here now (served: {served or 'none'}); send a new request"
         super().__init__(
             grpc.StatusCode.FAILED_PRECONDITION,
             message,
@@ -246,7 +246,7 @@ class ConfigVersionError(ApiError):
     def __init__(self, expected: int, version: int) -> None:
         super().__init__(
             grpc.StatusCode.ABORTED,
-            f"the configuration has version {version} by now, not {expected}; read it again",
+            f"the configuration is at version {version} now, not {expected}; read it again",
             reason="CONFIG_VERSION",
             metadata={"version": str(version)},
         )
@@ -265,7 +265,7 @@ class TooManyWatchesError(ApiError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"{limit} clients watch the load already, which is the limit",
+            f"{limit} clients already watch the load, which is the limit",
             retry_after_s=1.0,
             reason="TOO_MANY_WATCHES",
         )
@@ -319,7 +319,7 @@ class NotARerankerError(ApiError):
             else "its checkpoint has no classifier and names no tokens for yes and no (1_LogitScore/config.json, or "
             "classifier_from_token in config.json)"
         )
-        message = f"model {model!r} is no reranker: {why}; ask a model with CAPABILITY_RERANK"
+        message = f"model {model!r} is not a reranker: {why}; ask a model with CAPABILITY_RERANK"
         super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NOT_A_RERANKER")
 
 
@@ -327,7 +327,7 @@ class NoOutputHeadError(ApiError):
     """FAILED_PRECONDITION: the model generates nothing."""
 
     def __init__(self, model: str) -> None:
-        message = f"model {model!r} generates nothing: its checkpoint has no output head; its vectors come by Embed"
+        message = f"model {model!r} cannot generate: its checkpoint has no output head; use Embed for vectors"
         super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NO_OUTPUT_HEAD")
 
 
@@ -358,7 +358,7 @@ class HopelessDeadlineError(ApiError):
     def __init__(self, needed_s: float, left_s: float, retry_after_s: float) -> None:
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the prompt would be computed in {needed_s:.3g} s at the earliest, its deadline is in {left_s:.3g} s",
+            f"the prompt would be computed in {needed_s:.3g} s at the earliest, but the deadline is in {left_s:.3g} s",
             retry_after_s=retry_after_s,
             reason="DEADLINE_HOPELESS",
         )
@@ -415,9 +415,9 @@ class RouterEndingError(ApiError):
         metadata = {"tokens_sent": str(tokens_sent)} if tokens_sent else {}
         super().__init__(
             grpc.StatusCode.ABORTED if tokens_sent else grpc.StatusCode.UNAVAILABLE,
-            f"this router ends after {tokens_sent} tokens; the text so far is partial"
+            f"this router shut down after {tokens_sent} tokens; the text so far is partial"
             if tokens_sent
-            else "this router ends; ask another one",
+            else "this router is shutting down; ask another one",
             retry_after_s=None if tokens_sent else ROUTER_RETRY_S,
             reason="ROUTER_ENDING",
             metadata=metadata,
@@ -430,7 +430,7 @@ class PoisonRequestError(ApiError):
     def __init__(self, deaths: int) -> None:
         super().__init__(
             grpc.StatusCode.INTERNAL,
-            f"{deaths} workers died with this request, the last one while nothing else began there; do not repeat it",
+            f"{deaths} workers died with this request, the last one while it began nothing else; do not send it again",
             reason="POISON_REQUEST",
             metadata={"deaths": str(deaths)},
         )

@@ -18,7 +18,7 @@ def json_object(path: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
         raise InvalidFieldError(path, why, "a JSON object") from None
     if not isinstance(value, dict):
         raise InvalidFieldError(path, "is another JSON value", "a JSON object")
@@ -35,4 +35,4 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

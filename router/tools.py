@@ -31,7 +31,7 @@ def ends_with_first_call(request: pb.ChatRequest) -> bool:
 
 
 def check_tools(request: pb.ChatRequest) -> None:
-    """Checks what needs no model, and is no JSON: names, the choice, and which messages have calls.
+    """Checks what needs no model, and is not valid JSON: names, the choice, and which messages have calls.
 
     Raises:
         ApiError: a value is not served, or invalid.
@@ -85,7 +85,7 @@ def template_tools(request: pb.ChatRequest) -> list[dict[str, Any]] | None:
     """The tools of a request as transformers has them; None where none is in force.
 
     Raises:
-        InvalidFieldError: a schema is no JSON object.
+        InvalidFieldError: a schema is not a JSON object.
     """
     if not are_in_force(request):
         return None

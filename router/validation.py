@@ -241,7 +241,7 @@ def check_chat(request: pb.ChatRequest) -> None:
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     check_resume(request)
     if request.output_options.echo:
-        raise InvalidFieldError("output_options.echo", "is set", "no echo: it is for Generate, whose text goes on")
+        raise InvalidFieldError("output_options.echo", "is set", "no echo: only Generate continues its prompt")
     if not request.messages:
         raise _message_count(0)
     for i, message in enumerate(request.messages):
@@ -368,7 +368,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
         if point.WhichOneof("received") == "text":
             if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
                 valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
-                raise InvalidFieldError(f"{path}.text", "is no digest", valid)
+                raise InvalidFieldError(f"{path}.text", "is not a digest", valid)
             _check_delivered_tokens(f"{path}.text.tokens", point.text, request)
         most = request.sampling_params.max_tokens
         # Those of an echoed prompt do not count, and how many these are is not known yet.

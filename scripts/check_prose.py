@@ -64,7 +64,7 @@ def _of_help(call: ast.Call) -> Iterator[str]:
     for keyword in call.keywords:
         text = _constant(keyword.value) if keyword.arg in ("help", "short_help") else None
         if text and not (text[0].isupper() and text.endswith(".")):
-            yield f"help {text[:40]!r}... is no sentence: begin with a capital letter, end with a full stop"
+            yield f"help {text[:40]!r}... is not a sentence: begin with a capital letter, end with a full stop"
 
 
 def _of_log_event(call: ast.Call) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _of_log_event(call: ast.Call) -> Iterator[str]:
         return
     text = _constant(call.args[0]) if call.args else None
     if text and (text.endswith(".") or re.match(r"[A-Z][a-z]+ ", text)):
-        yield f"log event {text!r} is no phrase: begin with a small letter, end without a full stop"
+        yield f"log event {text!r} is not a phrase: begin with a small letter, end without a full stop"
 
 
 def _constant(node: ast.expr) -> str | None:

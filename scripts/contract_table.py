@@ -161,7 +161,7 @@ def rows(shown: Mapping[str, str]) -> list[Row]:
             made.append(Row(message.name, [each[2] for each in fields], status, test))
     known = {name_of(field) for message in pb.DESCRIPTOR.message_types_by_name.values() for field in message.fields}
     problems += [
-        f"{test} shows {name}, which is no field of fissile.v1" for name, test in shown.items() if name not in known
+        f"{test} shows {name}, which is not a field of fissile.v1" for name, test in shown.items() if name not in known
     ]
     if problems:
         raise Problem(problems)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from common.cli.core.config_file import FILE
 from common.cli.core.errors import CommandError
-from common.cli.core.options import json_option
+from common.cli.core.options import Duration, Fraction, json_option
 from common.cli.core.output import aligned
 from common.cli.group import COMMANDS, find_entry_points
 
@@ -51,7 +51,7 @@ def in_force(command: click.Command, name: str, arguments: tuple[str, ...]) -> l
         raise CommandError(error.format_message()) from None
     options = [param for param in command.params if isinstance(param, click.Option) and param.name in context.params]
     return [
-        (param.opts[0].removeprefix("--"), _text(context.params[param.name or ""]), _source(context, param))
+        (param.opts[0].removeprefix("--"), _text(context.params[param.name or ""], param.type), _source(context, param))
         for param in options
     ]
 
@@ -68,7 +68,12 @@ def _source(context: click.Context, param: click.Option) -> str:
             return "default"
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, kind: click.ParamType[Any]) -> str:
+    """A value in the form in which the option takes it."""
+    if isinstance(kind, Duration) and value is not None:
+        return f"{value:g}s"
+    if isinstance(kind, Fraction) and value is not None:
+        return f"{100 * value:g}%"
     if isinstance(value, tuple):
         return ",".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value) or "-"
     return "-" if value is None else str(value)

@@ -35,7 +35,7 @@ SUMMARIES = {
     "bench": "Measure a running router, or a checkpoint folder in this process.",
     "models": "List the models that a running router serves.",
     "workers": "List the workers of a running router, with their load.",
-    "cordon": "Stop new work on a worker, which goes on running.",
+    "cordon": "Stop new work on a worker, which keeps running.",
     "uncordon": "Let a cordoned worker take new work again.",
     "drain": "Drain a worker and shut it down.",
     "flush": "Drop the prefix caches of workers.",

@@ -90,4 +90,4 @@ def _dumped(path: str, content: object) -> str:
     try:
         return json.dumps(content, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidFieldError(path, f"is no JSON: {error}", "a JSON Schema") from None
+        raise InvalidFieldError(path, f"is not valid JSON: {error}", "a JSON Schema") from None

@@ -74,7 +74,7 @@ def parsed(text: str) -> Any:
     except RecursionError:
         raise SchemaError("", "it is nested too deeply") from None
     except ValueError as error:
-        raise SchemaError("", f"it is no JSON: {error}") from None
+        raise SchemaError("", f"it is not valid JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise SchemaError("", "it is another JSON value than an object or a boolean")
     for place, subschema in subschemas(schema):
@@ -158,13 +158,13 @@ def _check(place: str, schema: Any, *, is_root: bool) -> None:
         elif name not in KEYWORDS:
             raise SchemaError(place, f"{name!r} is not supported")
         elif name in _TEXTS and not isinstance(value, str):
-            raise SchemaError(place, f"{name!r} is no text")
+            raise SchemaError(place, f"{name!r} is not text")
         elif name in _MAPS and not isinstance(value, dict):
-            raise SchemaError(place, f"{name!r} is no object")
+            raise SchemaError(place, f"{name!r} is not an object")
     if schema.get("format", FORMATS[0]) not in FORMATS:
         raise SchemaError(place, f"format {schema['format']!r} is not supported; {', '.join(FORMATS)} are")
     if not _is_positive(schema.get("multipleOf", 1)):
-        raise SchemaError(place, "'multipleOf' is no number above 0")
+        raise SchemaError(place, "'multipleOf' is not a number above 0")
 
 
 def _check_options(value: Any) -> None:
@@ -191,4 +191,4 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -98,7 +98,7 @@ def _end_of_json(text: str, start: int) -> int:
     except RecursionError:
         raise LarkError(f"{_place(text, start)}: the schema is nested too deeply") from None
     except ValueError as error:
-        raise LarkError(f"{_place(text, start)}: the schema is no JSON: {error}") from None
+        raise LarkError(f"{_place(text, start)}: the schema is not valid JSON: {error}") from None
 
 
 def _place(text: str, at: int) -> str:

@@ -115,7 +115,7 @@ def _check_pair(cert: Path, key: Path) -> None:
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
         raise TlsError(
-            f"{cert} and {key} are no certificate chain and its unencrypted key, in PEM form ({reason})"
+            f"{cert} and {key} are not a certificate chain and its unencrypted key, in PEM form ({reason})"
         ) from None
 
 

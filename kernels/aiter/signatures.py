@@ -112,7 +112,7 @@ def _call(node: ast.Call) -> Call:
     name, *positional = node.args or [ast.Constant(None)]
     keywords = [keyword.arg for keyword in node.keywords]
     if not isinstance(name, ast.Constant) or not isinstance(name.value, str) or ":" not in name.value:
-        raise ValueError(f"line {node.lineno}: the function's name is no literal `module:function`")
+        raise ValueError(f"line {node.lineno}: the function's name is not a literal `module:function`")
     if None in keywords or any(isinstance(argument, ast.Starred) for argument in positional):
         raise ValueError(f"line {node.lineno}: arguments of {name.value} are spread with stars")
     return Call(name.value, len(positional), tuple(str(keyword) for keyword in keywords), node.lineno)

@@ -211,7 +211,7 @@ class KvAuditor:
         try:
             right = await self._rerunning.answer(again, others[0])
         except ApiError as error:
-            log.info("kv audit: nobody has computed the answer again", why=str(error))
+            log.info("kv audit: no worker computed the answer again", why=str(error))
             return ""
         proof = again.proof(replace(right, worker_id=decision.worker_id))
         return await self._verdicts.write(f"kv-{self._label(dispute)}", proof)

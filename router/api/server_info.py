@@ -14,6 +14,7 @@ from common.version import fissile_version
 
 # Files of keys and certificates, and what tenants may do, which GetRouting has.
 _LEFT_OUT: Final = frozenset({"security", "tenants"})
+_FRACTIONS: Final = frozenset({"audit"})
 # Fields that are named otherwise than the options that give them.
 _OPTION_OF: Final = {"policy": "failover", "workers": "worker"}
 
@@ -75,4 +76,6 @@ def _text(name: str, value: Any) -> str:
         return ""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
+    if name in _FRACTIONS:
+        return f"{100 * value:g}%"
     return f"{value:g}s" if name.endswith("_s") else str(getattr(value, "value", value))

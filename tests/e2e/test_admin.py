@@ -188,7 +188,7 @@ def test_clients_that_watch_are_bounded(site: Site) -> None:
     calls = [site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=60) for _ in range(MAX_LOAD_WATCHES)]
     for call in calls:
         next(iter(call))
-    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients watch the load already, which is the limit"):
+    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients already watch the load, which is the limit"):
         next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=60)))
     for call in calls:
         call.cancel()

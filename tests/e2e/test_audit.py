@@ -169,7 +169,7 @@ async def test_without_the_option_nothing_is_computed_again() -> None:
 
 def test_an_operator_sees_the_options_by_their_names(tmp_path: Path) -> None:
     shown = shown_options(RouterOptions(workers=["127.0.0.1:1"], audit=AuditOptions(0.001, tmp_path)))
-    assert (shown["audit"], shown["audit-dir"]) == ("0.001", str(tmp_path))
+    assert (shown["audit"], shown["audit-dir"]) == ("0.1%", str(tmp_path))
     assert (shown["failover"], shown["worker"]) == ("exact", "127.0.0.1:1")
     assert {f"--{name}" for name in shown} <= {name for option in router.params for name in option.opts}
 

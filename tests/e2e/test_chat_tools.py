@@ -151,14 +151,14 @@ async def test_a_terminal_asks_for_results_and_before_commands(tools: str) -> No
     ("content", "problem"),
     [
         (None, "cannot be read from"),
-        ("[", "is no JSON"),
-        ("{}", "is no list of tools"),
-        ("[]", "is no list of tools"),
+        ("[", "is not valid JSON"),
+        ("{}", "is not a list of tools"),
+        ("[]", "is not a list of tools"),
         ('[{"description": "x"}]', "tool 1 has no name"),
         ('[{"name": "a"}, {"name": "b", "schema": {}}]', "tool 2 has 'schema'"),
         ('[{"name": "a", "parameters": "x"}]', "tool 1 has parameters 'x'; it is a JSON Schema"),
         ('[{"name": "a", "strict": 1}]', "tool 1 has strict 1; it is true or false"),
-        ('[{"name": "a"}]', "is for 'look', which is no tool; there are a"),
+        ('[{"name": "a"}]', "is for 'look', which is not a tool; there are a"),
     ],
 )
 async def test_a_file_of_tools_with_a_fault_is_refused_before_anything_is_asked(

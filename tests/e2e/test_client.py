@@ -357,7 +357,7 @@ async def test_closing_a_client_ends_its_other_calls_too() -> None:
         ({"stop_strings": "END"}, r"stop_strings is a list: give \['END'\]"),
         ({"temperature": "hot"}, "temperature='hot': must be real number"),
         ({"max_tokens": -1}, "max_tokens=-1: .*out of range"),
-        ({"resume": {"answers": [{"finished": True}]}}, "resume is no argument"),
+        ({"resume": {"answers": [{"finished": True}]}}, "resume is not an argument"),
         ({"no_such_field": 1}, 'no "no_such_field" field'),
         ({"messages": ["hi"]}, r"messages\[0\] is 'hi': give a mapping"),
         ({"messages": [{"role": "user", "text": "hi"}]}, r'messages\[0\].text=.* no "text" field'),

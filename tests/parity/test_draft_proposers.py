@@ -303,7 +303,7 @@ def test_a_draft_model_of_another_tokenizer(tmp_path: Path, missing: bool) -> No
     other = make_checkpoint(tmp_path / "other", vocab_size=400, num_hidden_layers=1)
     if missing:
         (other / "tokenizer.json").unlink()
-    message = f"speculative_config.model {other}: its tokenizer is another one than the model's; give a model that"
+    message = f"speculative_config.model {other}: its tokenizer differs from the model's; use a draft model"
     _refused(folder, SpeculativeConfig(K, DRAFT_MODEL, str(other)), message)
 
 

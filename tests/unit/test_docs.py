@@ -147,7 +147,7 @@ def test_a_field_that_nothing_shows_is_found() -> None:
     test = shown.pop("SamplingParams.top_k")
     with pytest.raises(contract_table.Problem, match=r"SamplingParams\.top_k is served, and no test shows it"):
         contract_table.rows(shown)
-    for name, said in (("Media.data", "which is refused by name"), ("Nothing.at_all", "no field")):
+    for name, said in (("Media.data", "which is refused by name"), ("Nothing.at_all", "not a field")):
         with pytest.raises(contract_table.Problem, match=said):
             contract_table.rows({**contract_table.marks(), name: test})
 

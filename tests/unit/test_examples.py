@@ -43,7 +43,7 @@ def test_an_address_that_is_none_is_named(
     said = capsys.readouterr().err + (code if isinstance(code, str) else "")
     assert code not in (0, None)
     assert said.count("\n") <= 1
-    assert "'nowhere' is no address; give HOST:PORT" in said
+    assert "'nowhere' is not an address; give HOST:PORT" in said
 
 
 def test_the_program_for_node_helps_without_its_packages() -> None:

@@ -93,7 +93,7 @@ def _modules(folder: Path) -> dict[str, str]:
     try:
         return {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in json.loads(path.read_bytes())}
     except (ValueError, TypeError, KeyError):
-        raise ModelError(f"{path} is no list of modules, each with type and path") from None
+        raise ModelError(f"{path} is not a list of modules, each with type and path") from None
 
 
 def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}") from None
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is no JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return content

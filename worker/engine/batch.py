@@ -427,7 +427,7 @@ class ScheduledBatch:
 
     @property
     def min_ps(self) -> list[float]:
-        """top_k of each row; 0 is off."""
+        """min_p of each row; 0 is off."""
         return self._columns.min_ps
 
     @property

@@ -84,7 +84,7 @@ class DraftSource:
             _refuse_lockstep(engine, DRAFT_MODEL)
         tokens, others = _token_strings(Path(engine.model)), _token_strings(folder)
         if tokens != others or config.vocab_size < len(tokens or range(target.vocab_size)):
-            raise ModelError("its tokenizer is another one than the model's; give a model that shares it")
+            raise ModelError("its tokenizer differs from the model's; use a draft model that shares it")
         return cls(DRAFT_MODEL, folder, config)
 
     @property

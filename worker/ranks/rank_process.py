@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -52,7 +51,6 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._reader = FrameReader()
-        self._received: deque[Any] = deque()
         self._lock = threading.Lock()
         # After the engine's death no call comes any more, and this process may hang in a collective: so it ends here.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

@@ -63,17 +63,6 @@ class StepWork:
             pairs += count * computed + count * (count + 1) // 2
         return cls(tokens, sampled, context, pairs)
 
-    @classmethod
-    def prefill(cls, tokens: int, computed: int = 0) -> StepWork:
-        """One prompt's last `tokens` tokens, `computed` being in the cache."""
-        return cls.of_rows([(computed, tokens)], 1)
-
-    @classmethod
-    def decode(cls, context_lens: Iterable[int]) -> StepWork:
-        """One token for each sequence, whose context has the given length with it."""
-        rows = [(length - 1, 1) for length in context_lens]
-        return cls.of_rows(rows, len(rows))
-
 
 class CostModel(Protocol):
     """Durations of steps, and the size of the KV cache."""

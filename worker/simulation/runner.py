@@ -101,7 +101,6 @@ class SimulatedRunner:
         self.check_contexts = check_contexts
         self.hidden_size = hidden_size
         self.num_labels = num_labels
-        self.num_forwards = 0
         self._last_output = ScheduledBatchOutput({})
         self._clock = clock
         self._sleep = sleep
@@ -139,7 +138,6 @@ class SimulatedRunner:
                 self._add_logprobs(batch, i, states, sampled.get(seq_id, ()), logprobs, given)
             if i in batch.pooled:
                 pooled[seq_id] = self._pooled(states, batch.pooled[i])
-        self.num_forwards += 1
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
         self._last_output = ScheduledBatchOutput(
             sampled, drafts or None, digests or None, logprobs or None, given or None, pooled=pooled or None
@@ -308,7 +306,7 @@ class SimulatedRunner:
             first = batch.num_computed_tokens[i] // self.block_size
             last = (batch.context_lens[i] - 1) // self.block_size
             if any(used[block] > 1 for block in table[first : last + 1]):
-                raise InconsistentBatchError(f"sequence {batch.req_ids[i]} writes a block that another one uses")
+                raise InconsistentBatchError(f"sequence {batch.req_ids[i]} writes a block that another sequence uses")
 
     def _sample(self, state: int, seed: int, position: int, choice: int) -> int:
         x = mix(mix(mix(state, seed), position), choice)

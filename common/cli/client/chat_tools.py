@@ -40,9 +40,9 @@ def read_tools(path: Path) -> list[pb.Tool]:
     except OSError as error:
         raise CommandError(f"the tools cannot be read from {path}: {error.strerror}") from None
     except ValueError as error:
-        raise CommandError(f"{path} is no JSON: {error}") from None
+        raise CommandError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(given, list) or not given:
-        raise CommandError(f"{path} is no list of tools: write for example {_EXAMPLE}")
+        raise CommandError(f"{path} is not a list of tools: write for example {_EXAMPLE}")
     return [_tool(f"{path}: tool {i}", one) for i, one in enumerate(given, start=1)]
 
 
@@ -85,7 +85,7 @@ class ToolCommand(click.ParamType[tuple[str, tuple[str, ...]]]):
         except ValueError as error:
             self.fail(f"{value!r} cannot be split into words: {error}", param, ctx)
         if not name or not words:
-            self.fail(f"{value!r} is no NAME=COMMAND; use for example 'get_weather=./weather.py --short'", param, ctx)
+            self.fail(f"{value!r} is not NAME=COMMAND; use for example 'get_weather=./weather.py --short'", param, ctx)
         return name, words
 
 
@@ -99,7 +99,7 @@ def commands_of(given: Sequence[tuple[str, tuple[str, ...]]], tools: Sequence[pb
     for name, _ in given:
         if name not in names:
             there = f"there are {', '.join(names)}" if names else "--tools FILE declares tools"
-            raise CommandError(f"--tool-command is for {name!r}, which is no tool; {there}")
+            raise CommandError(f"--tool-command is for {name!r}, which is not a tool; {there}")
     return dict(given)
 
 

@@ -143,7 +143,7 @@ def embed(
     are yours to write. Exit code: 0 done, 1 failed, 2 something must be changed, 3 it may work later.
     """
     if form == NPY and sys.stdout.isatty():
-        raise CommandError("--format npy is no text: send standard output to a file, with > vectors.npy")
+        raise CommandError("--format npy is not text: send standard output to a file, with > vectors.npy")
     fields = source.fields | {"normalize": normalize}
     if pooling is not None:
         fields["pooling"] = f"POOLING_{pooling.upper()}"

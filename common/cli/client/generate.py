@@ -34,7 +34,7 @@ SAMPLING_OPTIONS = (
         "--max-tokens",
         envvar="FISSILE_MAX_TOKENS",
         type=int,
-        help="Most tokens to generate. Default: the router's, or the rest of the context; 64 with --offline.",
+        help="Most tokens to generate. Default: the router's, or the rest of the context.",
     ),
     option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens to generate. Default: 0."),
     option(
@@ -287,7 +287,7 @@ async def ask_router(
 @json_option
 @option(
     "--offline", envvar="FISSILE_OFFLINE", metavar="MODEL",
-    help="Checkpoint to run in this process, without a router.",
+    help="Checkpoint to run in this process, without a router. --max-tokens is then 64 by default.",
 )  # fmt: skip
 @option(
     "--receipt", envvar="FISSILE_RECEIPT", type=click.Path(path_type=Path), metavar="FILE",

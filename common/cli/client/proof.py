@@ -59,9 +59,9 @@ def _object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is no JSON: {error}") from None
+        raise CommandError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(given, dict):
-        raise CommandError(f"{path} is no JSON object")
+        raise CommandError(f"{path} is not a JSON object")
     return given
 
 
@@ -69,4 +69,4 @@ def _parse(path: Path, given: dict[str, Any], message: Message) -> None:
     try:
         json_format.ParseDict(given, message)
     except json_format.ParseError as error:
-        raise CommandError(f"{path} is no JSON of {message.DESCRIPTOR.name}: {error}") from None
+        raise CommandError(f"{path} is not JSON of {message.DESCRIPTOR.name}: {error}") from None

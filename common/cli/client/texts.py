@@ -113,14 +113,16 @@ class Source:
         try:
             text: Any = line.decode().removesuffix("\r")
         except UnicodeDecodeError:
-            raise CommandError(f"{where} is no UTF-8") from None
+            raise CommandError(f"{where} is not valid UTF-8") from None
         if self.json_lines:
             try:
                 text = json.loads(text)
             except ValueError:
                 text = None
             if not isinstance(text, str):
-                raise CommandError(f'{where} is no JSON string; with --json-lines each line is one, such as "a text"')
+                raise CommandError(
+                    f'{where} is not a JSON string; with --json-lines each line is one, such as "a text"'
+                )
         return _checked(text, where)
 
 
@@ -142,7 +144,7 @@ def _checked(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise CommandError(f"{where} is no UTF-8") from None
+        raise CommandError(f"{where} is not valid UTF-8") from None
     return text
 
 

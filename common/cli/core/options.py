@@ -158,7 +158,7 @@ def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decor
 def _address(_: click.Context, __: click.Parameter, text: str) -> str:
     """An address, `HOST:PORT`."""
     if not is_target(text):
-        raise click.BadParameter(f"{text!r} is no address with its port; use for example 10.0.0.1:50051")
+        raise click.BadParameter(f"{text!r} is not an address with a port; use for example 10.0.0.1:50051")
     return text
 
 
@@ -183,7 +183,7 @@ address_option = option(
 routers_option = option(
     "--address", "--router", "addresses", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, callback=_addresses,
     metavar="HOST:PORT[,...]",
-    help="Addresses of one router or of several: an answer whose router is lost goes on at the next one.",
+    help="Addresses of one router or of several: an answer whose router is lost continues at the next one.",
 )  # fmt: skip
 json_option = option("--json", "as_json", envvar="FISSILE_JSON", is_flag=True, default=False, help="Print JSON.")
 timeout_option = option(

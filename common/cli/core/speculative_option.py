@@ -27,7 +27,7 @@ def speculative_config(text: str) -> SpeculativeConfig:
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise ValueError(f"{text!r} is no JSON object; use for example '{_EXAMPLE}'")
+        raise ValueError(f"{text!r} is not a JSON object; use for example '{_EXAMPLE}'")
     for name in given:
         if name not in _FIELDS:
             raise ValueError(f"{name} is unknown; valid: {', '.join(_FIELDS)}")

@@ -129,5 +129,5 @@ def _text(argument: Argument, schema: Mapping[str, Any], place: str, *, tags_are
     if not least and most is None:
         return argument
     if not tags_are_tokens:
-        raise ArgumentError(place, "the length of a string is not supported between tags that are no tokens")
+        raise ArgumentError(place, "the length of a string is not supported between tags that are not tokens")
     return Argument(argument.name, argument.is_required, True, lengths=(least, most))

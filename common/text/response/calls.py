@@ -139,7 +139,7 @@ class _WholeRegion:
         function = call["function"]
         name, arguments = function["name"], function.get("arguments") or {}
         if not isinstance(arguments, dict) or not isinstance(name, str) or not self._accepts(name):
-            raise ValueError("it is no call")
+            raise ValueError("it is not a call")
         return CallPart(name, dumps(self._tools.typed(name, arguments)))
 
 
@@ -328,7 +328,7 @@ class _Expected(Enum):
     NEXT_OBJECT = auto()
     END = auto()
     NOTHING = auto()
-    """Something has come that is no JSON of this form."""
+    """Something has come that is not JSON of this form."""
 
 
 class _ObjectRegion:

@@ -127,7 +127,7 @@ class Field:
         if not self.transform_each:
             return transformed(self.transform, {**captures, "content": value})
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise ValueError("the region is no list of objects")
+            raise ValueError("the region is not a list of objects")
         return [transformed(self.transform, {**captures, **item}) for item in value]
 
 
@@ -195,7 +195,7 @@ def _texts(spec: Any) -> Iterator[str]:
 
 def _check_keys(scope: str, given: Any, known: Collection[str]) -> None:
     if not isinstance(given, dict):
-        raise ResponseTemplateError(f"{scope} is no object")
+        raise ResponseTemplateError(f"{scope} is not an object")
     if unknown := sorted(set(given) - set(known)):
         raise ResponseTemplateError(f"{scope} has keys that are not known: {', '.join(unknown)}")
 
@@ -208,7 +208,7 @@ def _delimiter(scope: str, given: Mapping[str, Any], key: str) -> Delimiter | No
         try:
             return Delimiter(regex.compile(given[pattern_key], regex.DOTALL), is_literal=False, can_extend=False)
         except (regex.error, TypeError) as error:
-            raise ResponseTemplateError(f"{scope} has a {pattern_key} that is no pattern: {error}") from None
+            raise ResponseTemplateError(f"{scope} has a {pattern_key} that is not a pattern: {error}") from None
     if key not in given:
         return None
     texts = [given[key]] if isinstance(given[key], str) else given[key]
@@ -241,9 +241,9 @@ def _check_field(scope: str, field: Field) -> None:
     if field.content not in PARSERS:
         raise ResponseTemplateError(f"{scope} has content {field.content!r}; there are {', '.join(PARSERS)}")
     if not isinstance(field.content_args, dict):
-        raise ResponseTemplateError(f"{scope} has content_args that are no object")
+        raise ResponseTemplateError(f"{scope} has content_args that are not an object")
     if field.join is not None and not isinstance(field.join, str):
-        raise ResponseTemplateError(f"{scope} has a join that is no text")
+        raise ResponseTemplateError(f"{scope} has a join that is not text")
     if has_mixed_text(field.transform):
         raise ResponseTemplateError(f"{scope} has a placeholder with something beside it")
     if field.transform is None and (field.transform_each or _groups(field.open) | _groups(field.close)):

@@ -197,7 +197,7 @@ class _CallList:
 
     def _pair(self, depth: int) -> tuple[str, Any]:
         if not self._sees("'") and not self._sees('"'):
-            self._fail("a key is no string")
+            self._fail("a key is not a string")
         key = self._string()
         self._expect(":")
         return key, self._value(depth)

@@ -272,7 +272,7 @@ class AsyncClient(BaseClient[AsyncStream]):
             arguments: fields of RerankRequest, by name.
 
         Raises:
-            FissileError: the model is no reranker, the request is refused or has failed, or no router answers.
+            FissileError: the model is not a reranker, the request is refused or has failed, or no router answers.
         """
         return await self.ask(rerank(query, documents, arguments), timeout_s)
 

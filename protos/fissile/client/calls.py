@@ -178,7 +178,7 @@ def _with_fields(request: _AnyRequest, sampling: Mapping[str, Any], fields: Mapp
     # What has come is known by its digest alone: the stream could not go on behind it by itself.
     if "resume" in fields:
         raise ValueError(
-            "resume is no argument: streams go on by themselves; what another program has begun, the stubs"
+            "resume is not an argument: streams go on by themselves; the stubs resume what another program began"
         )
     request.sampling_params.SetInParent()
     _filled(request.sampling_params, _with_constraint(sampling))

@@ -62,7 +62,7 @@ class Connection:
         if not self.targets or not all(self.targets):
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
         if odd := next((target for target in self.targets if not is_target(target)), None):
-            raise ValueError(f"{odd!r} is no address; give HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
+            raise ValueError(f"{odd!r} is not an address; give HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
         if not is_key(self.api_key):
             raise ValueError("api_key has a character that no key has, such as the line break at the end of a file")
         if not self.tls and self.tls_ca is None and (self.client_cert is not None or self.tls_name):

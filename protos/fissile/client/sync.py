@@ -259,7 +259,7 @@ class Client(BaseClient[Stream]):
             arguments: fields of RerankRequest, by name.
 
         Raises:
-            FissileError: the model is no reranker, the request is refused or has failed, or no router answers.
+            FissileError: the model is not a reranker, the request is refused or has failed, or no router answers.
         """
         return self.ask(rerank(query, documents, arguments), timeout_s)
 

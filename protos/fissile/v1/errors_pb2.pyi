@@ -96,7 +96,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_API_KEY_INVALID: _ErrorReason.ValueType  # 27
     """UNAUTHENTICATED: the API key is unknown or no longer valid."""
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 28
-    """PERMISSION_DENIED: the API key has not the role that the method needs."""
+    """PERMISSION_DENIED: the API key lacks the role that the method needs."""
     ERROR_REASON_PRIORITY_NOT_ALLOWED: _ErrorReason.ValueType  # 29
     """PERMISSION_DENIED: the caller may not ask for such a priority; metadata `max_priority`."""
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 46
@@ -206,7 +206,7 @@ ERROR_REASON_API_KEY_MISSING: ErrorReason.ValueType  # 26
 ERROR_REASON_API_KEY_INVALID: ErrorReason.ValueType  # 27
 """UNAUTHENTICATED: the API key is unknown or no longer valid."""
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 28
-"""PERMISSION_DENIED: the API key has not the role that the method needs."""
+"""PERMISSION_DENIED: the API key lacks the role that the method needs."""
 ERROR_REASON_PRIORITY_NOT_ALLOWED: ErrorReason.ValueType  # 29
 """PERMISSION_DENIED: the caller may not ask for such a priority; metadata `max_priority`."""
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 46

@@ -221,7 +221,7 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
     """Never sent."""
     CAPABILITY_GENERATE: _Capability.ValueType  # 1
-    """Generate with token ids. Models without an output head have it not, such as those for vectors alone."""
+    """Generate with token ids. Models without an output head, such as those for vectors alone, lack it."""
     CAPABILITY_TEXT: _Capability.ValueType  # 2
     """Text: the model has a tokenizer."""
     CAPABILITY_CHAT: _Capability.ValueType  # 3
@@ -247,7 +247,7 @@ class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
 CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
 """Never sent."""
 CAPABILITY_GENERATE: Capability.ValueType  # 1
-"""Generate with token ids. Models without an output head have it not, such as those for vectors alone."""
+"""Generate with token ids. Models without an output head, such as those for vectors alone, lack it."""
 CAPABILITY_TEXT: Capability.ValueType  # 2
 """Text: the model has a tokenizer."""
 CAPABILITY_CHAT: Capability.ValueType  # 3
@@ -972,7 +972,7 @@ class TokenLogprobs(_message.Message):
     token_id: _builtins.int
     """The token there: generated, or of the prompt."""
     logprob: _builtins.float
-    """Its natural logarithm of the probability."""
+    """Natural logarithm of its probability."""
     rank: _builtins.int
     """How many tokens are at least as likely, itself included and ties in order of their ids: 1 is the most likely one."""
     kept_mass: _builtins.float
@@ -1016,7 +1016,7 @@ class TopLogprob(_message.Message):
     token_id: _builtins.int
     """The token."""
     logprob: _builtins.float
-    """Its natural logarithm of the probability."""
+    """Natural logarithm of its probability."""
     def __init__(
         self,
         *,

@@ -65,7 +65,7 @@ def test_a_change_counts_once_and_only_when_it_is_one() -> None:
     site.configuration.set_routing(changed, if_version=1)
     assert site.configuration.version == 2
     assert site.applied == [replace(SETTINGS, routing=changed)]
-    with pytest.raises(ConfigVersionError, match="has version 2 by now, not 1"):
+    with pytest.raises(ConfigVersionError, match="is at version 2 now, not 1"):
         site.configuration.set_routing(SETTINGS.routing, if_version=1)
     assert len(site.applied) == 1
 

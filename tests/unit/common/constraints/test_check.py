@@ -84,7 +84,7 @@ def test_special_tokens_are_named_and_never_spelled() -> None:
         ({"grammar": 'start: a\na[capture="x"]: /a/'}, "grammar", "line 2, column 3: 'capture'"),
         ({"grammar": '%llguidance {}\nstart: "x"'}, "grammar", "line 1, column 1: '%llguidance'"),
         ({"grammar": 'start: "x"\n  %json {"not": {}}'}, "grammar", "line 2, column 9: of its schema, at its root"),
-        ({"grammar": 'start: "x" %json {"a": '}, "grammar", "line 1, column 18: the schema is no JSON"),
+        ({"grammar": 'start: "x" %json {"a": '}, "grammar", "line 1, column 18: the schema is not valid JSON"),
         ({"grammar": "start: a\na: a"}, "grammar", "no text satisfies it"),
         ({"grammar": "root ::= foo"}, "grammar", "Rule 'foo' not found"),
         ({"grammar": 'root ::= "a'}, "grammar", "line 1"),
@@ -97,7 +97,7 @@ def test_special_tokens_are_named_and_never_spelled() -> None:
         ({"regex": "x" * (MAX_GRAMMAR_BYTES + 1)}, "regex", f"at most {MAX_GRAMMAR_BYTES} bytes"),
         ({"regex": "\n" * (MAX_GRAMMAR_BYTES // 2 + 100)}, "regex", "becomes a grammar of"),
         ({"json_object": False}, "json_object", "true"),
-        ({"json_schema": {"const": object()}}, "json_schema", "no JSON"),
+        ({"json_schema": {"const": object()}}, "json_schema", "not valid JSON"),
     ],
 )
 def test_faults(given: Any, path: str, said: str) -> None:

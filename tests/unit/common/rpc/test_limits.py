@@ -244,7 +244,7 @@ async def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyP
         call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")()
         async with asyncio.timeout(60):
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "has not come within 0.2 s" in await call.details()
+        assert "did not arrive within 0.2 s" in await call.details()
 
 
 class SilentContext:

@@ -195,7 +195,7 @@ async def test_a_client_reads_its_files_at_each_dial(ca: Authority, tmp_path: Pa
     ("content", "problem"),
     [
         ({"cert": None}, r"server\.pem cannot be read: No such file"),
-        ({"key": b""}, r"server\.pem and .*server\.key are no certificate chain and its unencrypted key"),
+        ({"key": b""}, r"server\.pem and .*server\.key are not a certificate chain and its unencrypted key"),
         ({"key": "other"}, "KEY_VALUES_MISMATCH"),
         ({"cert": b"text"}, "in PEM form"),
         ({"ca": b"text"}, r"ca\.pem holds no CA certificates"),

@@ -445,6 +445,7 @@ def test_t41_a_token_that_comes_after_the_abort_is_dropped() -> None:
 
 def test_t42_blocks_that_are_freed_in_flight_are_written_after_that_step() -> None:
     running: list[int] = []
+    begun: list[int] = []
     overlapped = threading.Event()
 
     class Slow(SimulatedRunner):
@@ -452,7 +453,8 @@ def test_t42_blocks_that_are_freed_in_flight_are_written_after_that_step() -> No
             if running:
                 overlapped.set()
             running.append(1)
-            if not self.num_forwards:
+            begun.append(1)
+            if len(begun) == 1:
                 overlapped.wait(0.3)
             output = super().forward(batch)
             running.pop()

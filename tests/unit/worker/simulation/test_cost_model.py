@@ -23,29 +23,40 @@ def roofline(name: str) -> Roofline:
     return made
 
 
+def prefill_of(tokens: int, computed: int = 0) -> StepWork:
+    """One prompt's last `tokens` tokens, `computed` being in the cache."""
+    return StepWork.of_rows([(computed, tokens)], 1)
+
+
+def decode_of(context_lens: list[int]) -> StepWork:
+    """One token for each sequence, whose context has the given length with it."""
+    rows = [(length - 1, 1) for length in context_lens]
+    return StepWork.of_rows(rows, len(rows))
+
+
 def test_the_work_of_a_batch() -> None:
-    prompt, chunk, decode = Sequence([1] * 5, 16), Sequence([2] * 40, 16), Sequence([3] * 10, 16)
-    chunk.num_computed_tokens, decode.num_computed_tokens = 16, 9
-    work = StepWork.of(ScheduledBatch({s.id: s for s in (prompt, chunk, decode)}, [5, 8, 1], 14))
+    prompt, chunk, decoding = Sequence([1] * 5, 16), Sequence([2] * 40, 16), Sequence([3] * 10, 16)
+    chunk.num_computed_tokens, decoding.num_computed_tokens = 16, 9
+    work = StepWork.of(ScheduledBatch({s.id: s for s in (prompt, chunk, decoding)}, [5, 8, 1], 14))
     # The chunk ends before the prompt does, so it is not sampled. Pairs: 1+..+5, 17+..+24, 10.
     assert work == StepWork(tokens=14, sampled=2, context_tokens=5 + 24 + 10, pairs=15 + sum(range(17, 25)) + 10)
-    decode.num_computed_tokens = 8
-    drafts = ScheduledBatch({decode.id: decode}, [2], 2, scheduled_spec_decode_tokens={decode.id: [7]})
+    decoding.num_computed_tokens = 8
+    drafts = ScheduledBatch({decoding.id: decoding}, [2], 2, scheduled_spec_decode_tokens={decoding.id: [7]})
     assert StepWork.of(drafts) == StepWork(tokens=2, sampled=2, context_tokens=10, pairs=9 + 10)
-    assert StepWork.decode([10]) == StepWork(1, 1, 10, 10)
-    assert StepWork.prefill(8, computed=16) == StepWork(8, 1, 24, sum(range(17, 25)))
+    assert decode_of([10]) == StepWork(1, 1, 10, 10)
+    assert prefill_of(8, computed=16) == StepWork(8, 1, 24, sum(range(17, 25)))
 
 
 def test_fixed_costs() -> None:
-    assert INSTANT.step_s(StepWork.prefill(10_000)) == 0
-    assert FixedCost(0.5, 0.001).step_s(StepWork.prefill(100)) == pytest.approx(0.6)
+    assert INSTANT.step_s(prefill_of(10_000)) == 0
+    assert FixedCost(0.5, 0.001).step_s(prefill_of(100)) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("instant", 0), ("fixed:5ms", 0.005), ("fixed:0.5s", 0.5), ("fixed:250us", 0.00025)]
 )
 def test_fixed_presets(text: str, seconds: float) -> None:
-    assert cost_model(text).step_s(StepWork.decode([7])) == pytest.approx(seconds)
+    assert cost_model(text).step_s(decode_of([7])) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,7 @@ def test_sizes_are_the_published_ones(model: str, billions: float, kv_bytes: int
 
 
 def test_the_arithmetic_of_the_docstring() -> None:
-    made, decode, prefill = roofline("mi300x-llama-8b"), StepWork.decode([1000]), StepWork.prefill(2048)
+    made, decode, prefill = roofline("mi300x-llama-8b"), decode_of([1000]), prefill_of(2048)
     assert made.linear_s(decode) * 1e6 == pytest.approx(3776, abs=1)
     assert made.attention_s(decode) * 1e6 == pytest.approx(33, abs=0.5)
     assert made.overhead_s * 1e6 == pytest.approx(1160)
@@ -97,27 +108,27 @@ def test_the_arithmetic_of_the_docstring() -> None:
 )
 def test_more_work_never_takes_less_time(name: str, lens: list[int], more: int) -> None:
     made = roofline(name)
-    base = made.step_s(StepWork.decode(lens))
+    base = made.step_s(decode_of(lens))
     assert base > made.overhead_s
-    assert made.step_s(StepWork.decode([*lens, more])) >= base
-    assert made.step_s(StepWork.decode([lens[0] + more, *lens[1:]])) >= base
-    assert made.step_s(StepWork.prefill(more)) <= made.step_s(StepWork.prefill(more + 1))
-    assert made.step_s(StepWork.prefill(more, 0)) <= made.step_s(StepWork.prefill(more, 1000))
+    assert made.step_s(decode_of([*lens, more])) >= base
+    assert made.step_s(decode_of([lens[0] + more, *lens[1:]])) >= base
+    assert made.step_s(prefill_of(more)) <= made.step_s(prefill_of(more + 1))
+    assert made.step_s(prefill_of(more, 0)) <= made.step_s(prefill_of(more, 1000))
 
 
 @pytest.mark.parametrize("name", ROOFLINES)
 def test_batches_and_chips_pay(name: str) -> None:
     """One decode is bound by memory, so 64 take hardly longer; a long prompt is bound by arithmetic."""
     made = roofline(name)
-    assert made.step_s(StepWork.decode([100] * 64)) < 3 * made.step_s(StepWork.decode([100]))
-    long, longer = (made.linear_s(StepWork.prefill(tokens)) for tokens in (8192, 16_384))
+    assert made.step_s(decode_of([100] * 64)) < 3 * made.step_s(decode_of([100]))
+    long, longer = (made.linear_s(prefill_of(tokens)) for tokens in (8192, 16_384))
     assert longer == pytest.approx(2 * long, rel=0.01)
     one = Roofline(made.shape, made.chip, 1, made.weight_bytes)
-    assert made.linear_s(StepWork.prefill(8192)) <= one.linear_s(StepWork.prefill(8192))
+    assert made.linear_s(prefill_of(8192)) <= one.linear_s(prefill_of(8192))
 
 
 def test_what_fp8_and_the_newer_chip_bring() -> None:
-    decode, prefill = StepWork.decode([1000]), StepWork.prefill(8192)
+    decode, prefill = decode_of([1000]), prefill_of(8192)
     bf16, fp8, newer = (roofline(f"{n}") for n in ("mi300x-llama-8b", "mi300x-llama-8b-fp8", "mi355x-llama-8b"))
     for work in (decode, prefill):
         assert fp8.linear_s(work) == pytest.approx(bf16.linear_s(work) / 2, rel=0.001)

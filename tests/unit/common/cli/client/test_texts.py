@@ -51,10 +51,10 @@ def test_standard_input_is_read_where_there_are_no_arguments(monkeypatch: pytest
     [
         (b"", False, "no texts: .* is empty"),
         (b"a\n\nb", False, "line 2 of .* is empty"),
-        (b"a\n\xff", False, "line 2 of .* is no UTF-8"),
-        (b"a", True, "line 1 of .* is no JSON string"),
-        (b'"a"\n{"a": 1}', True, "line 2 of .* is no JSON string"),
-        (b'"\\ud800"', True, "line 1 of .* is no UTF-8"),
+        (b"a\n\xff", False, "line 2 of .* is not valid UTF-8"),
+        (b"a", True, "line 1 of .* is not a JSON string"),
+        (b'"a"\n{"a": 1}', True, "line 2 of .* is not a JSON string"),
+        (b'"\\ud800"', True, "line 1 of .* is not valid UTF-8"),
     ],
 )
 def test_a_line_that_is_no_text_is_named(tmp_path: Path, content: bytes, json_lines: bool, problem: str) -> None:
@@ -70,8 +70,8 @@ def test_arguments_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
             source.texts(["a"], "texts")
     with pytest.raises(CommandError, match="argument 2 is empty"):
         Source().texts(["a", ""], "texts")
-    # As Python has an argument that is no UTF-8.
-    with pytest.raises(CommandError, match="argument 1 is no UTF-8"):
+    # As Python has an argument that is not valid UTF-8.
+    with pytest.raises(CommandError, match="argument 1 is not valid UTF-8"):
         Source().texts(["\udcff"], "texts")
     with pytest.raises(CommandError, match="cannot be read: No such file"):
         Source(str(tmp_path / "none")).texts([], "texts")

@@ -83,7 +83,8 @@ def test_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shown = {name: (value, source) for name, value, source in rows}
     assert shown["delay-factor"] == ("2.0", "command line")
     assert shown["queue-size"] == ("11", "environment FISSILE_QUEUE_SIZE")
-    assert shown["max-hold"] == ("0.1", "--config file")
+    assert shown["max-hold"] == ("0.1s", "--config file")
+    assert (shown["lease"], shown["audit"]) == (("5s", "default"), ("0%", "default"))
     assert shown["tenant-weight"] == ("gold=4.0", "--config file")
     assert shown["worker"] == ("a:1,b:2", "--config file")
     assert shown["placement"] == ("prefix_aware", "default")

@@ -21,9 +21,9 @@ def test_a_config_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "'' is no JSON object; use for example '{\"method\""),
-        ("ngram", "'ngram' is no JSON object"),
-        ("[1]", "is no JSON object"),
+        ("", "'' is not a JSON object; use for example '{\"method\""),
+        ("ngram", "'ngram' is not a JSON object"),
+        ("[1]", "is not a JSON object"),
         ('{"method": "ngram"}', "num_speculative_tokens is missing; use for example"),
         ('{"num_speculative_tokens": 3}', "method is missing; use for example"),
         (
