@@ -17,7 +17,9 @@
 // either until the sums are written.
 //
 // Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
-// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened.
+// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened. Few
+// rows, those of a decode or of a step that verifies drafts, use them out of registers; packed are only values of tiles of
+// which the rows see different parts.
 // Where it multiplies tiles of them (AMX), attention_tiles.hpp does, with queries and weights of the same kind.
 #include "attention.hpp"
 
@@ -517,11 +519,14 @@ struct Task {
   }
 
 #if defined(FISSILE_PAIRS)
-  // To [pairs of numbers][PAIRED_ROWS], or as many rows as there are left.
+  // Rows that meet keys at the same time, whose queries are beside each other: the last ones of a tile may be fewer.
+  int64_t rows_beside() const { return is_few() ? parts(rows, parts(rows, FEW_AT_ONCE)) : PAIRED_ROWS; }
+
+  // To [pairs of numbers][rows_beside()].
   void pack_queries() const {
     uint32_t* to = reinterpret_cast<uint32_t*>(q);
-    for (int64_t first = 0; first < rows; first += PAIRED_ROWS) {
-      const int64_t count = at_most(PAIRED_ROWS, rows - first);
+    for (int64_t first = 0; first < rows; first += rows_beside()) {
+      const int64_t count = at_most(rows_beside(), rows - first);
       for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < shape.width; i += TWO) {
           uint32_t pairs[WIDTH];
@@ -532,39 +537,63 @@ struct Task {
     }
   }
 
-  // Whether a decode's rows are so few, and their numbers whole lines, that nothing is packed.
+  // Whether rows are so few, and their numbers whole lines, that nothing is packed of what all of them see.
   bool is_few() const {
-    return tile.tokens == 1 && rows <= FEW_ROWS && work.dim == shape.width && work.value_dim == shape.value_width;
+    return rows <= FEW_ROWS && work.dim == shape.width && work.value_dim == shape.value_width;
   }
 
-  template <int ROWS>
+  // Rows that meet keys at the same time, and then the next ones, for `use`: their number as a constant, the first of them,
+  // and what they are to fetch. The first ones do so for all, the others fetch what is there.
+  template <class Use>
+  void each_few(Rows<Bf16> here, Rows<Bf16> next, const Use& use) const {
+    for (int64_t first = 0; first < rows; first += rows_beside())
+      each<FEW_AT_ONCE>([&](auto less) FISSILE_INLINED {
+        if (at_most(rows_beside(), rows - first) == less + 1) use(Constant<less + 1>{}, first, first ? here : next);
+      });
+  }
+
   void add_few(int64_t first_key, Rows<Bf16> keys, Rows<Bf16> next_keys, Rows<Bf16> values, Rows<Bf16> next_values,
                const State& state) const {
-    constexpr int MOST = 2 * PAIRED_VECTORS;
-    const Range seen = seen_by(work, position(0), first_key);
+    const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
     const uint32_t *queries = reinterpret_cast<const uint32_t*>(q), *weights = reinterpret_cast<const uint32_t*>(scores);
-    score_turned<ROWS>(queries, keys, next_keys, work.dim, shape.width, seen.end, work.scale, scores);
+    each_few(keys, next_keys, [&](auto few, int64_t r, Rows<Bf16> ahead) FISSILE_INLINED {
+      score_turned<few>(
+          queries + r * shape.width / 2, keys, ahead, shape.width, last.end, work.scale, scores + r * KV_TILE);
+    });
     weigh_all<AsTwo>(first_key, state);
-    int64_t column = 0;
-    for (; column + MOST * WIDTH <= shape.value_width; column += MOST * WIDTH)
-      add_values_of<ROWS, MOST>(weights, values, next_values, seen, column, state.values, shape.value_width);
-    for (; column < shape.value_width; column += TWO)
-      add_values_of<ROWS, 2>(weights, values, next_values, seen, column, state.values, shape.value_width);
+    if (first.begin != last.begin || first.end != last.end) return add_packed(first_key, values, next_values, state);
+    each_few(values, next_values, [&](auto few, int64_t r, Rows<Bf16> ahead) FISSILE_INLINED {
+      constexpr int MOST = vectors_of_values(few);
+      float* const to = state.values + r * shape.value_width;
+      int64_t column = 0;
+      for (; column + MOST * WIDTH <= shape.value_width; column += MOST * WIDTH)
+        add_values_of<few, MOST>(weights + r * KV_TILE, values, ahead, first, column, to, shape.value_width);
+      for (; column < shape.value_width; column += TWO)
+        add_values_of<few, 2>(weights + r * KV_TILE, values, ahead, first, column, to, shape.value_width);
+    });
   }
 
   void add_paired_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
     const Bf16 *key_base = static_cast<const Bf16*>(work.keys), *value_base = static_cast<const Bf16*>(work.values);
     const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
     const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
-    if (is_few() && rows == 1) return add_few<1>(first_key, keys, next_keys, values, next_values, state);
-    if (is_few()) return add_few<2>(first_key, keys, next_keys, values, next_values, state);
+    if (is_few()) add_few(first_key, keys, next_keys, values, next_values, state);
+    else add_many(first_key, keys, next_keys, values, next_values, state);
+  }
+
+  void add_many(int64_t first_key, Rows<Bf16> keys, Rows<Bf16> next_keys, Rows<Bf16> values, Rows<Bf16> next_values,
+                const State& state) const {
     uint32_t* const packed_keys = reinterpret_cast<uint32_t*>(wide);
-    uint32_t* const packed = packed_keys + KV_TILE / 2 * shape.width;
-    const int64_t count = filled(first_key);
-    pack_keys(keys, next_keys, work.dim, shape.width, count, packed_keys);
+    pack_keys(keys, next_keys, work.dim, shape.width, filled(first_key), packed_keys);
     for (int64_t r = 0; r < rows; r += PAIRED_ROWS) score_group(r, packed_keys);
     weigh_all<AsTwo>(first_key, state);
-    pack_values(values, next_values, work.value_dim, shape.value_width, count, packed);
+    add_packed(first_key, values, next_values, state);
+  }
+
+  // Values are packed, behind keys, and multiplied by the weights of rows that may see different ones.
+  void add_packed(int64_t first_key, Rows<Bf16> values, Rows<Bf16> next_values, const State& state) const {
+    uint32_t* const packed = reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width;
+    pack_values(values, next_values, work.value_dim, shape.value_width, filled(first_key), packed);
     int64_t column = 0;
     for (; column + PAIRED_VECTORS * WIDTH <= shape.value_width; column += PAIRED_VECTORS * WIDTH)
       add_paired_columns<PAIRED_VECTORS>(first_key, packed, column, state);

@@ -4,6 +4,7 @@
 // pair of sixteen keys; of its values a vector holds sixteen numbers of a pair of keys.
 #pragma once
 
+#include "each.hpp"
 #include "kv_pairs.hpp"
 #include "pairs.hpp"
 
@@ -12,8 +13,9 @@ namespace FISSILE_ISA {
 // Rows, and vectors, that are summed at a time: as many sums as registers hold.
 constexpr int PAIRED_ROWS = 6;
 constexpr int PAIRED_VECTORS = 4;
-// Of one token, up to so many rows use keys and values as they are loaded; more have them packed.
-constexpr int FEW_ROWS = 2;
+// Up to so many rows use keys and values as they are loaded, so many at a time; more have them packed.
+constexpr int FEW_ROWS = 24;
+constexpr int FEW_AT_ONCE = 12;
 constexpr int64_t KEY_VECTORS = fissile::KV_TILE / WIDTH;
 static_assert(KEY_VECTORS == PAIRED_VECTORS);
 
@@ -53,43 +55,58 @@ static void pack_values(
     }
 }
 
-// As `pack_keys` and `score_paired`, of so few rows that keys are better used at once, out of registers.
-template <int ROWS>
-void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count,
-                  float scale, float* scores) {
-  Floats sums[ROWS][KEY_VECTORS];
-#pragma GCC unroll 8
+// Of ROWS rows, which use them out of registers: vectors of keys that are scored at a time, and of values that are summed,
+// so that there are sums enough for the instruction's latency, and registers for them.
+constexpr int vectors_of_keys(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+constexpr int vectors_of_values(int rows) { return rows <= 3 ? 8 : rows <= 6 ? 4 : 2; }
+
+// scores[row][key] of ROWS rows, whose queries are [pairs][ROWS], and the VECTORS vectors of keys from `first` on.
+template <int ROWS, int VECTORS>
+FISSILE_INLINE void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, int64_t width,
+                                 int64_t count, float scale, float* scores) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = zeros();
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = zeros();
   for (int64_t i = 0; i < width; i += 2 * WIDTH, q += WIDTH * ROWS)
 #pragma GCC unroll 4
-    for (int v = 0; v < KEY_VECTORS; v++) {
-      if (v * WIDTH >= count) {
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t key = first + v * WIDTH;
+      if (key >= count) {
         // The tile that comes next may have more keys than this one.
-        for (int k = 0; k < WIDTH; k++) fetch(ahead[v * WIDTH + k] + i);
+        for (int k = 0; k < WIDTH; k++) fetch(ahead[key + k] + i);
         continue;
       }
       Words rows[WIDTH];
-      load_keys(keys, ahead, v * WIDTH, i, dim, rows);
+      load_keys(keys, ahead, key, i, width, rows);
       turn(rows);
 #pragma GCC unroll 16
       for (int c = 0; c < WIDTH; c++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) sums[r][v] = add_pairs(sums[r][v], splat_word(q[c * ROWS + r]), rows[c]);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < KEY_VECTORS; v++)
-      store(scores + r * fissile::KV_TILE + v * WIDTH, sums[r][v] * splat(scale));
+    for (int v = 0; v < VECTORS; v++)
+      store(scores + r * fissile::KV_TILE + first + v * WIDTH, sums[r][v] * splat(scale));
+}
+
+// As `pack_keys` and `score_paired`, of so few rows that keys are better used at once, out of registers.
+template <int ROWS>
+void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t width, int64_t count, float scale,
+                  float* scores) {
+  constexpr int VECTORS = vectors_of_keys(ROWS);
+  for (int64_t first = 0; first < fissile::KV_TILE; first += VECTORS * WIDTH)
+    score_turned<ROWS, VECTORS>(q, keys, ahead, first, width, count, scale, scores);
 }
 
 // scores[row][key] of ROWS rows, whose queries are [pairs][ROWS], and all keys of a tile.
 template <int ROWS>
 void score_paired(const uint32_t* q, const uint32_t* keys, int64_t pairs, float scale, float* scores) {
   Floats sums[ROWS][KEY_VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = zeros();
@@ -97,14 +114,14 @@ void score_paired(const uint32_t* q, const uint32_t* keys, int64_t pairs, float 
     Words columns[KEY_VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < KEY_VECTORS; v++) columns[v] = load_words(keys + v * WIDTH);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const Words query = splat_word(q[r]);
 #pragma GCC unroll 4
       for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = add_pairs(sums[r][v], query, columns[v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < KEY_VECTORS; v++)
@@ -117,7 +134,7 @@ template <int ROWS, int VECTORS>
 FISSILE_INLINE void add_weighted(const uint32_t* weights, const Words* values, Floats (*sums)[VECTORS]) {
 #pragma GCC unroll 2
   for (int64_t half = 0; half < fissile::KV_TILE; half += fissile::KV_TILE / 2)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const Words weight = splat_word(weights[r * fissile::KV_TILE + half]);
 #pragma GCC unroll 8
@@ -130,7 +147,7 @@ template <int ROWS, int VECTORS>
 void add_paired(
     const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
   Floats sums[ROWS][VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) sums[r][v] = load(values + r * width + v * WIDTH);
@@ -140,7 +157,7 @@ void add_paired(
     for (int v = 0; v < VECTORS; v++) columns[v] = load_words(pairs + p * width + v * WIDTH);
     add_weighted<ROWS, VECTORS>(weights + p, columns, sums);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) store(values + r * width + v * WIDTH, sums[r][v]);
@@ -177,7 +194,7 @@ template <int ROWS, int VECTORS>
 void add_values_of(const uint32_t* weights, Rows<Bf16> values, Rows<Bf16> ahead, Range seen, int64_t column, float* to,
                    int64_t width) {
   Floats sums[ROWS][VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) sums[r][v] = load(to + r * width + column + v * WIDTH);
@@ -193,7 +210,7 @@ void add_values_of(const uint32_t* weights, Rows<Bf16> values, Rows<Bf16> ahead,
   }
   for (int64_t k = parts(seen.end, 2) * 2; k < fissile::KV_TILE; k++)
     for (int v = 0; v < VECTORS; v += 2) fetch(ahead[k] + column + v * WIDTH);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) store(to + r * width + column + v * WIDTH, sums[r][v]);
