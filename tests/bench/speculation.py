@@ -29,6 +29,7 @@ from common.config_parts import NGRAM
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig
+from worker.engine.finished_answers import MOST_OF_PREFIX, FinishedAnswers
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
@@ -127,17 +128,23 @@ def _passing(shape: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def ngrams(lengths: list[int]) -> None:
-    """Prints what a lookup costs in sequences of these lengths, one token later each time."""
+    """Prints what a lookup costs in sequences of these lengths, one token later each time: alone, and with answers."""
     rnd = random.Random(1)
-    for length in lengths:
-        proposer, seq = NgramProposer(2, 4), Sequence([rnd.randrange(2000) for _ in range(length)], 16)
+    for length, beside in ((length, beside) for length in lengths for beside in (0, MOST_OF_PREFIX)):
+        prompt = [rnd.randrange(2000) for _ in range(length)]
+        answers = FinishedAnswers(beside, 4) if beside else None
+        for _ in range(beside // 256):
+            assert answers is not None
+            answers.add(Sequence([*prompt, *(rnd.randrange(2000) for _ in range(256))], 16, num_prompt_tokens=length))
+        proposer, seq = NgramProposer(2, 4, answers), Sequence(prompt, 16)
         took = []
         for _ in range(300):
             seq.append_token(rnd.randrange(2000))
             start = time.thread_time()
             proposer.propose(seq, 4)
             took.append((time.thread_time() - start) * 1e6)
-        print(f"lookup in {length} tokens: {statistics.median(took):.1f} us (best {min(took):.1f})", flush=True)
+        where = f"{length} tokens" + (f" and {beside} of finished answers" if beside else "")
+        print(f"lookup in {where}: {statistics.median(took):.1f} us (best {min(took):.1f})", flush=True)
 
 
 def main() -> None:

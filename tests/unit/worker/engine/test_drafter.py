@@ -235,6 +235,26 @@ def test_lookup_is_that_of_its_definition(tokens: list[int], lengths: tuple[int,
         seq.append_token(token)
 
 
+@given(
+    # Some of which have the same marks.
+    st.lists(st.sampled_from([1, 2, 1 + (1 << 16), 2 + (1 << 16)]), min_size=1, max_size=120),
+    st.integers(1, 3).flatmap(lambda shortest: st.tuples(st.just(shortest), st.integers(shortest, 5))),
+    st.integers(0, 4),
+    st.integers(1, 60),
+)
+def test_lookup_among_many_places_that_look_alike(
+    tokens: list[int], lengths: tuple[int, int], few: int, start: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_proposer, "_FEW_PLACES", few)
+        patch.setattr(ngram_proposer, "_SMALLEST", 16)
+        proposer, seq = NgramProposer(*lengths), Sequence(tokens[:start], SIZE)
+        for i, token in enumerate([*tokens[start:], 1]):
+            if i % 3 != 1:
+                assert proposer.propose(seq, 4) == brute_force(seq.token_ids, *lengths, 4)
+            seq.append_token(token)
+
+
 def test_lookup_keeps_arrays_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_proposer, "MOST_KEPT", 2000)
     proposer, rnd = NgramProposer(2, 4), np.random.default_rng(1)
