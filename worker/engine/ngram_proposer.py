@@ -141,7 +141,7 @@ class NgramProposer:
         return length
 
     def _places(self, within: Tokens, tokens: Tokens, found: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], int]:
-        """Of places of the newest token those where the longest suffix ends, and its length, 0 for none."""
+        """Narrows places of the newest token to those where the longest suffix ends; and its length, 0 for none."""
         length = min(1, len(found))
         while length and length < min(self._longest, len(tokens)):
             before = found[found >= length]
@@ -153,7 +153,7 @@ class NgramProposer:
 
 
 def _with(within: Tokens, token: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Those of some places that have a token."""
+    """The places of some that have a token."""
     kept: npt.NDArray[np.intp] = places[within[places] == token]
     return kept
 
