@@ -390,8 +390,9 @@ class StepGraphs(Protocol):
     `batch_invariant` back end its rows have the bits of the same step kernel by kernel.
     """
 
-    def plan(self, cache: KVCache, num_heads: int, rows: int, max_seq_len: int) -> AttentionPlan:
-        """A plan for every step of up to `rows` sequences, one row each, that are up to `max_seq_len` tokens long."""
+    def plan(self, cache: KVCache, num_heads: int, num_seqs: int, most_rows: int, max_seq_len: int) -> AttentionPlan:
+        """A plan for every step of up to `num_seqs` sequences that have up to `most_rows` rows each, and are up to
+        `max_seq_len` tokens long."""
         ...
 
     def write(self, plan: AttentionPlan, metadata: AttentionMetaData) -> None:

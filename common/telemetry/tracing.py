@@ -31,6 +31,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from common.draft_counts import Counts
 from common.errors import ApiError
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.sampling_params import SamplingParams
@@ -409,15 +410,13 @@ class DecodeWork:
         steps: of the engine, those too that had nothing of the sequence.
         tokens: that they gave, of all sequences.
         preemptions: of the sequence, since it arrived.
-        drafts: of the sequence, that were verified.
-        accepted: of those, the model's own tokens.
+        drafts: of the sequence, verified and accepted, by their place behind a token.
     """
 
     steps: int
     tokens: int
     preemptions: int
-    drafts: int = 0
-    accepted: int = 0
+    drafts: tuple[Counts, ...] = ()
 
     def attributes(self) -> dict[str, AttributeValue]:
         """For the span."""
@@ -428,7 +427,8 @@ class DecodeWork:
             names.DECODE_PREEMPTIONS: self.preemptions,
         }
         if self.drafts:
-            said |= {names.DECODE_DRAFTS: self.drafts, names.DECODE_ACCEPTED: self.accepted}
+            verified, accepted = map(sum, zip(*self.drafts, strict=True))
+            said |= {names.DECODE_DRAFTS: verified, names.DECODE_ACCEPTED: accepted}
         return said
 
 

@@ -28,13 +28,13 @@ class TritonGraphs:
         # Graphs never run at the same time, so that they share what they allocate.
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def plan(self, cache: DeviceKVCache, num_heads: int, rows: int, max_seq_len: int) -> StepPlan:
+    def plan(self, cache: DeviceKVCache, num_heads: int, num_seqs: int, most_rows: int, max_seq_len: int) -> StepPlan:
         """See StepGraphs: nothing but padding as yet."""
         shape = Shape(
-            rows=rows,
-            seqs=rows,
+            rows=num_seqs * most_rows,
+            seqs=num_seqs,
             blocks=-(-max_seq_len // cache.block_size),
-            max_seqlen_q=1,
+            max_seqlen_q=most_rows,
             max_seqlen_k=max_seq_len,
         )
         memory = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=self._device)

@@ -288,6 +288,9 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         running=worker.running,
         state=_STATES[worker.state],
         last_error=worker.last_error,
+        draft_method=worker.draft_method,
+        num_speculative_tokens=worker.num_speculative_tokens,
+        drafts=[pb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in worker.drafts],
         **_load_of(worker),
     )
 

@@ -239,6 +239,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
         weights_digest=stream.request.weights_digest,
         logprob=assembly.logprob,
         receipt=receipt_of(stream, stream.request.receipt) if stream.attempts.exact else None,
+        drafts=[pb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in ending.drafts],
     )
 
 

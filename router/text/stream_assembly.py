@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -482,7 +483,7 @@ class StreamAssembly:
         for part in reader.finish(is_cut=ending.reason == pb.FINISH_REASON_LENGTH, token_id=token_id):
             self._add(part)
         is_call = reader.ends_with_call and ending.reason == pb.FINISH_REASON_STOP
-        return FinishInfo(pb.FINISH_REASON_TOOL_CALLS, ending.stop) if is_call else ending
+        return replace(ending, reason=pb.FINISH_REASON_TOOL_CALLS) if is_call else ending
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.draft_counts import Counts
 from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
 from common.text.response.parser import Part
 from router.text.answer_logprobs import ChunkLogprobs
@@ -24,10 +25,14 @@ class FirstTokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP."""
+    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP.
+
+    `drafts` are the verified and accepted ones by their place behind a token, where the worker has said the end.
+    """
 
     reason: pb.FinishReason.ValueType
     stop: pb.StopDetail | None = None
+    drafts: tuple[Counts, ...] = ()
 
 
 class StreamChunk(NamedTuple):
@@ -64,13 +69,22 @@ def error_of(end: wpb.SequenceEnd) -> ApiError:
 
 def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
     """The finish that a worker's end is for the client."""
+    drafts = drafts_of(end)
     if end.reason == wpb.END_REASON_LENGTH:
-        return FinishInfo(pb.FINISH_REASON_LENGTH)
+        return FinishInfo(pb.FINISH_REASON_LENGTH, drafts=drafts)
+    return FinishInfo(pb.FINISH_REASON_STOP, _stop_of(end), drafts)
+
+
+def drafts_of(end: wpb.SequenceEnd) -> tuple[Counts, ...]:
+    """Drafts of a sequence that has ended, verified and accepted, by their place behind a token."""
+    return tuple((one.verified, one.accepted) for one in end.drafts)
+
+
+def _stop_of(end: wpb.SequenceEnd) -> pb.StopDetail:
     if end.reason == wpb.END_REASON_EOS:
-        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
+        return pb.StopDetail(eos_token_id=end.stop_token_id)
     if end.reason == wpb.END_REASON_STOP_TOKEN:
-        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
+        return pb.StopDetail(stop_token_id=end.stop_token_id)
     if end.reason == wpb.END_REASON_CONSTRAINT:
-        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(constraint=True))
-    ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
-    return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))
+        return pb.StopDetail(constraint=True)
+    return pb.StopDetail(stop_token_sequence=pb.TokenIds(ids=end.stop_token_sequence.ids))

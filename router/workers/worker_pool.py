@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.draft_counts import add_counts
 from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
 from common.process.tasks import keep_running
 from common.rpc.tls import Dialer, is_loopback
@@ -28,6 +29,7 @@ from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions, Loss, stall_bound_s
 from router.scheduling.worker_load import LoadReport
+from router.text.stream_chunk import drafts_of
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.orphans import OrphanTable
@@ -229,6 +231,8 @@ class WorkerPool:
             # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
             self._withdraw(session, self._dispatcher.lane_draining)
         self._requests.carry_out(session, effects)
+        for end in step.ends:
+            add_counts(self._workers[session.address].drafts, drafts_of(end))
         if step.HasField("load"):
             self._take_report(session, step.load, step.submit_seen)
 

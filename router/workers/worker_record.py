@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from common.draft_counts import Counts
 from common.limits import RECONNECT_S, VIOLATION_MEMORY_S
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneStatus
@@ -35,8 +36,9 @@ _LOSSES: Final = {
 class KnownWorker:
     """A worker as operators see it.
 
-    `running` counts the requests of this router there. Of a worker without a connection the address is known, what it
-    was called when it last had one, and `last_error`, which says why there is none.
+    `running` counts the requests of this router there, `drafts` those of speculation that were verified and accepted
+    for its requests that have ended, by their place behind a token. Of a worker without a connection the address is
+    known, what it was called when it last had one, and `last_error`, which says why there is none.
     """
 
     address: str
@@ -48,6 +50,9 @@ class KnownWorker:
     running: int = 0
     load: LaneStatus | None = None
     last_error: str = ""
+    draft_method: str = ""
+    num_speculative_tokens: int = 0
+    drafts: tuple[Counts, ...] = ()
 
 
 class WorkerRecord:
@@ -62,6 +67,7 @@ class WorkerRecord:
         worker_id: what the worker has called itself.
         model: name of the model that it has served.
         conduct: how it has behaved.
+        drafts: see KnownWorker.
         dial_now: ends the pause before the next dial.
         task: dials it; None where somebody else does.
     """
@@ -75,6 +81,7 @@ class WorkerRecord:
         self.worker_id = ""
         self.model = ""
         self.conduct = Conduct(random.random)
+        self.drafts: list[Counts] = []
         self.dial_now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
@@ -124,4 +131,7 @@ class WorkerRecord:
             numerics=session.model.numerics,
             running=len(session.state.live),
             load=load,
+            draft_method=session.speculation.method,
+            num_speculative_tokens=session.speculation.num_speculative_tokens,
+            drafts=tuple(self.drafts),
         )

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,18 @@ from typing import Any, Final
 
 import grpc
 import pytest
+from click.testing import CliRunner
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
+from common.cli.bench.command import bench
 from common.config import Config, SpeculativeConfig
+from common.draft_counts import add_counts
 from tests.checkpoints import make_checkpoint
-from tests.e2e.service import Answer, Service, running_service
+from tests.e2e.service import Answer, Service, free_port, running_service
 from worker.llm_engine import LLMEngine
 
 MODEL_LEN: Final = 400
@@ -68,10 +74,10 @@ def expected(checkpoint: Path) -> list[list[int]]:
     return tokens
 
 
-def ask_all(service: Service, begun: threading.Event) -> list[list[int]]:
+def ask_all(service: Service, begun: threading.Event) -> list[Answer]:
     """All at once; `begun` is set with the first tokens."""
 
-    def ask(given: Request) -> list[int]:
+    def ask(given: Request) -> Answer:
         answer = Answer()
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=given[0]),
@@ -82,33 +88,88 @@ def ask_all(service: Service, begun: threading.Event) -> list[list[int]]:
             answer.add(part)
             if answer.token_ids:
                 begun.set()
-        assert answer.finish is not None
-        return answer.token_ids
+        return answer
 
     with ThreadPoolExecutor(len(requests())) as pool:
         return list(pool.map(ask, requests()))
 
 
-def draft_counts(address: str) -> list[tuple[int, int]]:
+def described(address: str) -> wpb.GetWorkerResponse:
     with grpc.insecure_channel(address) as channel:
-        answer = WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=60)
-    return [(one.verified, one.accepted) for one in answer.drafts]
+        return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=60)
 
 
-def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
-    checkpoint: Path, expected: list[list[int]], tmp_path: Path
-) -> None:
+def pairs(counts: Iterable[Any]) -> list[tuple[int, int]]:
+    return [(one.verified, one.accepted) for one in counts]
+
+
+def total(each: Iterable[Iterable[Any]]) -> list[tuple[int, int]]:
+    counts: list[tuple[int, int]] = []
+    for one in each:
+        add_counts(counts, pairs(one))
+    return counts
+
+
+@pytest.fixture
+def admin_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def service(checkpoint: Path, admin_address: str, tmp_path: Path) -> Iterator[Service]:
     # On a busy machine drafts may not pay, and are not verified.
     config = json.dumps({**NGRAM, "adaptive": False})
     options = ["--dtype", "float32", "--max-model-len", str(MODEL_LEN), "--speculative-config", config]
-    with running_service(tmp_path, checkpoint, workers=2, worker_options=options) as service:
-        assert ask_all(service, threading.Event()) == expected
-        counts = [draft_counts(worker.address) for worker in service.workers]
-        assert any(verified for one in counts for verified, _ in one)
-        assert all(verified >= accepted for one in counts for verified, accepted in one)
-        begun = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(ask_all, service, begun)
-            assert begun.wait(60)
-            service.workers[0].stop(signal.SIGKILL)
-            assert answers.result() == expected
+    admin = ["--admin-port", admin_address.rpartition(":")[2]]
+    with running_service(tmp_path, checkpoint, workers=2, worker_options=options, router_options=admin) as running:
+        yield running
+
+
+@pytest.mark.proto_field("Finish.drafts", "DraftCounts.verified", "DraftCounts.accepted")
+def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
+    service: Service, admin_address: str, expected: list[list[int]]
+) -> None:
+    """Answers, workers and the router's list of these count the same drafts, a benchmark those of its own requests."""
+    answers = ask_all(service, threading.Event())
+    assert [answer.token_ids for answer in answers] == expected
+    finishes = [answer.finish for answer in answers if answer.finish is not None]
+    # Those of `num_drafts` 0 and 1.
+    assert [len(finishes[i].drafts) for i in (0, 5)] == [0, 1]
+    listed = {worker.worker_id: worker for worker in workers_of(admin_address)}
+    for process in service.workers:
+        worker = described(process.address)
+        assert (worker.speculation.method, worker.speculation.num_speculative_tokens) == ("ngram", 5)
+        counts = pairs(worker.drafts)
+        assert counts == total(finish.drafts for finish in finishes if finish.worker_id == worker.worker_id)
+        seen = listed[worker.worker_id]
+        assert (seen.draft_method, seen.num_speculative_tokens, pairs(seen.drafts)) == ("ngram", 5, counts)
+        assert all(verified >= accepted for verified, accepted in counts)
+    before = total(described(process.address).drafts for process in service.workers)
+    assert before[0][1] > 0
+    row = benchmark(service.router.address)
+    after = total(described(process.address).drafts for process in service.workers)
+    verified, accepted = (sum(one[place] for one in after) - sum(one[place] for one in before) for place in (0, 1))
+    assert verified > 0
+    assert sum(one["verified"] for one in row["drafts"]) == verified
+    assert sum(one["accepted"] for one in row["drafts"]) == accepted
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(ask_all, service, begun)
+        assert begun.wait(60)
+        service.workers[0].stop(signal.SIGKILL)
+        assert [answer.token_ids for answer in later.result()] == expected
+
+
+def workers_of(address: str) -> Sequence[apb.Worker]:
+    with grpc.insecure_channel(address) as channel:
+        return AdminServiceStub(channel).ListWorkers(apb.ListWorkersRequest(), timeout=60).workers
+
+
+def benchmark(address: str) -> dict[str, Any]:
+    """The row of a run without a warm-up."""
+    load = ("--concurrency", "2", "--requests", "4", "--warmup", "0", "--input-len", "60", "--output-len", "60")
+    arguments = ["serve", "--address", address, *load, "--json", "-"]
+    result = CliRunner().invoke(bench, arguments, standalone_mode=False, catch_exceptions=False)
+    (row,) = json.loads(result.stdout)["rows"]
+    found: dict[str, Any] = row
+    return found

@@ -43,28 +43,31 @@ Made: TypeAlias = tuple[Path, SpeculativeConfig]
 Asked: TypeAlias = tuple[list[int], SamplingParams, int]
 
 
-def of_lookup(path: Path) -> Made:
-    return make_checkpoint(path / "target"), SpeculativeConfig(K, NGRAM, prompt_lookup_min=1, adaptive=False)
-
-
-def of_a_head(path: Path) -> Made:
-    target = make_checkpoint(path / "target")
-    head = make_eagle3_head(path / "head", target, num_attention_heads=4, num_key_value_heads=2)
-    return target, SpeculativeConfig(K, EAGLE3, str(head), adaptive=False)
-
-
-def of_a_layer(path: Path) -> Made:
-    return make_mtp_checkpoint(path / "model", "glm4_moe", num_hidden_layers=2), SpeculativeConfig(
-        K, MTP, adaptive=False
+def of_lookup(path: Path, architecture: str = "qwen3", most: int = K) -> Made:
+    return make_checkpoint(path / "target", architecture), SpeculativeConfig(
+        most, NGRAM, prompt_lookup_min=1, adaptive=False
     )
 
 
-def of_a_model(path: Path) -> Made:
+def of_a_head(path: Path, architecture: str = "qwen3", most: int = K) -> Made:
+    target = make_checkpoint(path / "target", architecture)
+    head = make_eagle3_head(path / "head", target, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    return target, SpeculativeConfig(most, EAGLE3, str(head), adaptive=False)
+
+
+def of_a_layer(path: Path, architecture: str = "glm4_moe", most: int = K) -> Made:
+    target = make_mtp_checkpoint(path / "model", architecture, num_hidden_layers=2)
+    return target, SpeculativeConfig(most, MTP, adaptive=False)
+
+
+def of_a_model(path: Path, architecture: str = "qwen3", most: int = K) -> Made:
     small = make_checkpoint(path / "small", seed=3, num_hidden_layers=1)
-    return make_checkpoint(path / "target"), SpeculativeConfig(K, DRAFT_MODEL, str(small), adaptive=False)
+    return make_checkpoint(path / "target", architecture), SpeculativeConfig(
+        most, DRAFT_MODEL, str(small), adaptive=False
+    )
 
 
-METHODS: Final[dict[str, Callable[[Path], Made]]] = {
+METHODS: Final[dict[str, Callable[..., Made]]] = {
     NGRAM: of_lookup,
     EAGLE3: of_a_head,
     MTP: of_a_layer,

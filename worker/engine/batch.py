@@ -188,6 +188,7 @@ class SequenceColumns:
 _FIELDS: Final = (
     "num_scheduled_tokens",
     "num_computed_tokens",
+    "is_decode",
     "is_plain_decode",
     "from_last_output",
     "is_final",
@@ -268,8 +269,10 @@ class ScheduledBatch:
         self.digested_blocks: dict[int, bytes] = {}
         self.block_copies = block_copies or []
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
-        # True if every row is one decoded token, without speculation.
-        self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0
+        # True if every row is a decoded token, or a draft behind one.
+        self.is_decode = total_seqs_num_decode == len(rows)
+        # True if there are no drafts besides.
+        self.is_plain_decode = self.is_decode and len(rows) == total_tokens_num and num_spec_step == 0
         if self.is_plain_decode:
             self._take_decodes(rows)
         else:

@@ -137,8 +137,8 @@ class DraftLengths:
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts of a sequence."""
         history = self._history(seq)
-        history.num_drafts += num_drafts
-        history.num_accepted += num_accepted
+        outcome = num_drafts, num_accepted
+        history.outcomes[outcome] = history.outcomes.get(outcome, 0) + 1
         self._savings.accepted(num_accepted)
         for position in range(min(num_accepted + 1, num_drafts)):
             self._learn(history, position, is_right=position < num_accepted)

@@ -9,6 +9,7 @@ Invariants (worker/engine/integrity.py checks them):
 
 from __future__ import annotations
 
+from common.draft_counts import by_place
 from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
@@ -139,8 +140,8 @@ class Lifecycle:
         if is_first:
             output.start = self._begin(seq)
         steps, tokens = seq.work_before
-        drafts = () if seq.draft_history is None else (seq.draft_history.num_drafts, seq.draft_history.num_accepted)
-        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions, *drafts)
+        drafts = () if seq.draft_history is None else by_place(seq.draft_history.outcomes)
+        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions, drafts)
         sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
         times = sequence_times(seq, done)
         output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times)

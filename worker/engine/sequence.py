@@ -105,16 +105,14 @@ class DraftHistory:
     Attributes:
         rates: how often they were right.
         num_verified: drafts of its last step.
-        num_drafts: all that were verified.
-        num_accepted: of those, the model's own tokens.
+        outcomes: how often a step has verified so many drafts of which so many were the model's own tokens.
         shadow: drafts that are compared with the tokens that come, and are not verified.
         place: of the next one in `shadow`.
     """
 
     rates: DraftRates
     num_verified: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
+    outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     shadow: list[int] = field(default_factory=list)
     place: int = 0
 

@@ -1,14 +1,16 @@
-"""Decode steps captured for fixed numbers of sequences (CUDA and HIP graphs).
+"""Decode steps captured for fixed numbers of sequences (CUDA and HIP graphs), with and without drafts.
 
-A step of n sequences runs as the smallest captured one that has room for n; the rows past them are padding, which
-writes no slot and is not read.
+A step of n sequences runs as the smallest captured one that has room for n of so many rows each; the rows past them
+are padding, which writes no slot and is not read. Where a step verifies drafts, some sequences may have fewer than
+others, or none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,15 +20,41 @@ from kernels.interface import AttentionMetaData, AttentionPlan, KVCache, StepGra
 
 # Batch sizes captured by default, up to `max_num_seqs`.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
+# Most rows of a captured step that verifies drafts: with more, drafts bring nothing.
+_MOST_VERIFIED: Final = 512
 
 # Runs a decode: token ids and positions int64 [rows], metadata -> hidden states [rows, H].
 Decode = Callable[[torch.Tensor, torch.Tensor, AttentionMetaData], torch.Tensor]
 
 
-def capture_sizes(config: Config) -> tuple[int, ...]:
-    """Numbers of sequences to capture, ascending; the configured ones, or the default ones."""
+@dataclass(frozen=True)
+class StepSize:
+    """Room of a captured step.
+
+    Attributes:
+        num_seqs: sequences.
+        most_rows: rows of each: its newest token, and drafts behind it.
+    """
+
+    num_seqs: int
+    most_rows: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all."""
+        return self.num_seqs * self.most_rows
+
+
+def capture_sizes(config: Config) -> tuple[StepSize, ...]:
+    """Steps to capture: of the configured numbers of sequences, or the default ones, ascending; without drafts, then
+    with as many as a step may verify."""
     wanted = config.compilation_config.cudagraph_capture_sizes
-    return tuple(sorted({min(size, config.max_num_seqs) for size in wanted or DEFAULT_SIZES}))
+    counts = sorted({min(size, config.max_num_seqs) for size in wanted or DEFAULT_SIZES})
+    plain = tuple(map(StepSize, counts))
+    if (spec := config.speculative_config) is None:
+        return plain
+    verifying = (StepSize(count, 1 + spec.num_speculative_tokens) for count in counts)
+    return (*plain, *(size for size in verifying if size.num_rows <= _MOST_VERIFIED))
 
 
 @dataclass(frozen=True)
@@ -54,7 +82,7 @@ class DecodeGraphs:
         cache: that the steps read and write.
         num_heads: Hq of this rank.
         max_seq_len: tokens of the longest sequence.
-        sizes: numbers of sequences, ascending.
+        sizes: see `capture_sizes`.
         decode: runs one.
         device: of the inputs.
         progress: called with (captured, to capture).
@@ -66,47 +94,63 @@ class DecodeGraphs:
         cache: KVCache,
         num_heads: int,
         max_seq_len: int,
-        sizes: tuple[int, ...],
+        sizes: tuple[StepSize, ...],
         decode: Decode,
         device: torch.device,
         progress: Callable[[int, int], None],
     ) -> None:
         self._graphs = graphs
-        self._sizes = sizes
-        self._steps: dict[int, CapturedStep] = {}
+        # By most rows of a sequence, numbers of sequences.
+        self._counts = _by_most_rows(sizes)
+        self._steps: dict[StepSize, CapturedStep] = {}
         # The largest first, so that the smaller ones find its memory.
-        for size in reversed(sizes):
-            plan = graphs.plan(cache, num_heads, size, max_seq_len)
+        for size in sorted(sizes, key=lambda size: -size.num_rows):
+            plan = graphs.plan(cache, num_heads, size.num_seqs, size.most_rows, max_seq_len)
             self._steps[size] = self._captured(size, plan, decode, device)
             progress(len(self._steps), len(sizes))
 
-    def _captured(self, rows: int, plan: AttentionPlan, decode: Decode, device: torch.device) -> CapturedStep:
-        token_ids, positions = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        metadata = _padding(rows)
+    def _captured(self, size: StepSize, plan: AttentionPlan, decode: Decode, device: torch.device) -> CapturedStep:
+        token_ids, positions = torch.zeros(2, size.num_rows, dtype=torch.int64, device=device)
+        metadata = _padding(size)
         metadata.plan = plan
         replay = self._graphs.capture(lambda: decode(token_ids, positions, metadata))
         return CapturedStep(token_ids, positions, plan, replay)
 
-    def fits(self, num_seqs: int) -> bool:
-        """True if a decode of so many sequences has been captured."""
-        return num_seqs <= self._sizes[-1]
+    def fits(self, num_seqs: int, most_rows: int) -> bool:
+        """True if a decode of so many sequences with so many rows each has been captured."""
+        return self._size(num_seqs, most_rows) is not None
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:
-        """Hidden states [n, H] of a decode of n sequences that `fits`, to be read before the next `run`."""
-        count = len(token_ids)
-        step = self._steps[self._sizes[bisect_left(self._sizes, count)]]
+        """Hidden states [T, H] of a decode that `fits`, to be read before the next `run`."""
+        count, lengths = len(token_ids), np.diff(metadata.cu_seqlens_q)
+        size = self._size(len(lengths), int(lengths.max()))
+        assert size is not None
+        step = self._steps[size]
         self._graphs.write(step.plan, metadata)
         step.token_ids[:count].copy_(token_ids, non_blocking=True)
         step.positions[:count].copy_(positions, non_blocking=True)
         return step.replay()[:count]
 
+    def _size(self, num_seqs: int, most_rows: int) -> StepSize | None:
+        """The smallest step that has room; None if there is none."""
+        for rows, counts in self._counts.items():
+            if most_rows <= rows and num_seqs <= counts[-1]:
+                return StepSize(counts[bisect_left(counts, num_seqs)], rows)
+        return None
 
-def _padding(rows: int) -> AttentionMetaData:
-    """A decode of no sequence, with so many padding rows."""
-    nothing = np.zeros(0, np.int64)
+
+def _by_most_rows(sizes: Iterable[StepSize]) -> dict[int, list[int]]:
+    counts: dict[int, list[int]] = {}
+    for size in sorted(sizes, key=lambda size: (size.most_rows, size.num_seqs)):
+        counts.setdefault(size.most_rows, []).append(size.num_seqs)
+    return counts
+
+
+def _padding(size: StepSize) -> AttentionMetaData:
+    """A decode of no sequence, with as many padding rows as it has room for."""
     return AttentionMetaData(
-        cu_seqlens_q=np.zeros(rows + 1, np.int64),
-        seq_lens=np.zeros(rows, np.int64),
-        block_tables=np.zeros((rows, 0), np.int64),
-        slot_mapping=nothing,
+        cu_seqlens_q=np.zeros(size.num_seqs + 1, np.int64),
+        seq_lens=np.zeros(size.num_seqs, np.int64),
+        block_tables=np.zeros((size.num_seqs, 0), np.int64),
+        slot_mapping=np.zeros(0, np.int64),
     )

@@ -70,7 +70,7 @@ class ModelInput:
         sampled: the rows whose logits are sampled.
         final_rows: int64 [R], these on the device.
         target_rows: int64 [G], rows whose logits say how likely `ScheduledBatch.targets` are, in their order.
-        is_captured: whether a captured step runs it, which has a plan of its own; all rows are final.
+        is_captured: whether a captured step runs it, which has a plan of its own; all rows are sampled.
     """
 
     token_ids: torch.Tensor
@@ -138,6 +138,12 @@ class ModelRunner:
             raise ModelError(str(error)) from error
         if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:
             raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
+        if config.speculative_config is not None and not self.kernels.batch_invariant:
+            raise ModelError(
+                f"speculative_config: kernels {self.kernels.name} that are tuned by the number of rows compute several "
+                "rows of a sequence to other bits than one at a time, so drafts would change tokens; leave out either "
+                "it or --no-batch-invariant"
+            )
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.packed_format = resolve_packed_format(config.quantize, self.dtype, self.kernels)
@@ -165,7 +171,8 @@ class ModelRunner:
         self.sampled_ids = _sampled_ids(config.model, model_config)
         self.grammars = _grammars(config, model_config)
         self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0, grammars=self.grammars)
-        self.forces = self.grammars is not None and self.shard.rank == 0
+        self._may_force = self.grammars is not None and self.kernels.batch_invariant
+        self.forces = self._may_force and self.shard.rank == 0
         self._kv_digester = KvDigester(self.kernels, self.shard)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
@@ -251,7 +258,7 @@ class ModelRunner:
             seq.num_computed_tokens = seq.num_tokens - 1
             self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
         spec = self.config.speculative_config
-        if spec is None and self.grammars is not None:
+        if spec is None and self._may_force:
             # On every rank: they compute it together.
             self.forces &= verifies_exactly(self, _CHECKED_FORCED)
         elif spec is not None and not verifies_exactly(self, spec.num_speculative_tokens):
@@ -262,10 +269,8 @@ class ModelRunner:
 
     @property
     def captures_graphs(self) -> bool:
-        """True if decode steps are captured: engines in lockstep ask each other in every step, which no graph can, and
-        a draft model wants more of a step than graphs give."""
-        alone = self.shard.data is None and self.draft_proposer is None
-        return self.kernels.graphs is not None and not self.config.enforce_eager and alone
+        """True if decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
+        return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
 
     @property
     def captured_seq_len(self) -> int:
@@ -377,7 +382,9 @@ class ModelRunner:
         )
         if self.draft_proposer is not None:
             metadata.wanted_rows = None
-        captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
+        captured = (
+            self._graphs is not None and batch.is_decode and self._graphs.fits(len(lengths), batch.num_spec_step + 1)
+        )
         if not captured:
             metadata.plan = self.kernels.attention.plan(metadata, self._kv_cache, self.num_heads)
         multiple = self.kernels.row_multiple
@@ -409,7 +416,8 @@ class ModelRunner:
         if step.is_captured:
             assert self._graphs is not None
             hidden = self._graphs.run(step.token_ids, step.context.positions, step.metadata)
-            return hidden, hidden[:0], hidden
+            own = hidden[:, : self.model_config.hidden_size]
+            return own, own[:0], hidden
         hidden = self._hidden(step.token_ids, step.metadata, step.context)
         own = hidden[:, : self.model_config.hidden_size]
         return own.index_select(0, step.final_rows), own.index_select(0, step.target_rows), hidden
@@ -422,7 +430,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:
-        """Hidden states [T, H] of one row of each sequence."""
+        """Hidden states [T, H] of a step without prompts."""
         rows = len(token_ids)
         return self._hidden(token_ids, metadata, Context(positions, 0, rows, rows))
 

@@ -69,7 +69,7 @@ def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
     """
     if runner.kernels.batch_invariant or not runner.captures_graphs:
         return ()
-    return (runner.captured_seq_len, *capture_sizes(runner.config))
+    return (runner.captured_seq_len, *(size.num_rows for size in capture_sizes(runner.config)))
 
 
 def _probe_sequence(runner: ModelRunner, length: int, decodes: int, first_block: int) -> Sequence:

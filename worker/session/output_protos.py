@@ -43,4 +43,7 @@ def end_proto(rid: int, end: End) -> wpb.SequenceEnd:
         made.stop_token_id = end.stop_token_id
     if end.stop_token_sequence is not None:
         made.stop_token_sequence.ids.extend(end.stop_token_sequence)
+    if end.times is not None and end.times.decode is not None:
+        for verified, accepted in end.times.decode.drafts:
+            made.drafts.add(verified=verified, accepted=accepted)
     return made

@@ -9,6 +9,7 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config
+from common.config_parts import SpeculativeConfig
 from common.heads import OUTPUT_HEAD, Head
 from common.pooling import Pooling
 from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
@@ -51,6 +52,7 @@ class WorkerFacts:
     head: Head = OUTPUT_HEAD
     num_labels: int = 0
     grammar_engine: str = ""
+    speculation: SpeculativeConfig | None = None
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description with what is known when the model is loaded.
@@ -69,6 +71,7 @@ class WorkerFacts:
             kernels=model["kernels"],
             dtype=model["dtype"],
             grammar_engine=model["grammar_engine"],
+            speculation=config.speculative_config,
         )
 
     @property
@@ -132,7 +135,14 @@ class WorkerFacts:
             num_labels=self.num_labels,
             grammar_engine=self.grammar_engine,
             drafts=[wpb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in drafts],
+            speculation=_speculation(self.speculation),
         )
+
+
+def _speculation(config: SpeculativeConfig | None) -> wpb.Speculation | None:
+    if config is None:
+        return None
+    return wpb.Speculation(method=config.method, num_speculative_tokens=config.num_speculative_tokens)
 
 
 def load_proto(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 _HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
+# Of workers that speculate.
+_DRAFT_HEADINGS = ("DRAFTS", "ACCEPTED")
 _SILENT_S = MISSED_HEARTBEATS * HEARTBEAT_S
 # Clears a terminal and its memory of what was there, and goes to its first line.
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
@@ -38,7 +40,11 @@ def as_table(workers: Sequence[apb.Worker]) -> str:
     """
     if not workers:
         raise CommandError("the router has no worker", 3)
-    return "\n".join([output.aligned([_HEADINGS, *map(_row, workers)]), *map(_trouble, filter(_in_trouble, workers))])
+    rows = [_HEADINGS, *map(_row, workers)]
+    if any(worker.draft_method for worker in workers):
+        drafts = [_DRAFT_HEADINGS, *map(_drafts, workers)]
+        rows = [row + further for row, further in zip(rows, drafts, strict=True)]
+    return "\n".join([output.aligned(rows), *map(_trouble, filter(_in_trouble, workers))])
 
 
 def load_as_text(load: apb.WatchLoadResponse) -> str:
@@ -56,6 +62,18 @@ def _row(worker: apb.Worker) -> tuple[str, ...]:
     numbers = (worker.running, worker.queued, worker.decoding_seqs, worker.waiting_seqs, worker.outstanding_tokens)
     speed = f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "-"
     return (worker.worker_id or "-", worker.address, worker.model or "-", _state(worker), *map(str, numbers), speed)
+
+
+def _drafts(worker: apb.Worker) -> tuple[str, str]:
+    if not worker.draft_method:
+        return "-", "-"
+    asked = f"{worker.draft_method} {worker.num_speculative_tokens}"
+    verified = sum(one.verified for one in worker.drafts)
+    if not verified:
+        return asked, "-"
+    accepted = sum(one.accepted for one in worker.drafts)
+    by_place = " ".join(f"{one.accepted / one.verified:.0%}" for one in worker.drafts)
+    return asked, f"{accepted / verified:.0%} ({by_place})"
 
 
 def _state(worker: apb.Worker) -> str:
@@ -119,7 +137,9 @@ def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: 
     """List the workers of a running router.
 
     RUNNING and QUEUED count requests of this router, DECODING and WAITING the sequences of all routers at the worker;
-    TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed.
+    TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed. Where workers speculate, DRAFTS says
+    how, and how many tokens ahead; ACCEPTED which part of the drafts for requests of this router was right, of all and
+    by their place behind a token.
 
     STATE is serving; silent: without a report for a while; cordoned: `fissile uncordon` brings it back; draining: about
     to end; leaving: no longer in the router's list; unconnected: the line below says why.

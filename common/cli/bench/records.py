@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
+from common.draft_counts import Counts
+
 OK: Final = "OK"
 # Not statuses of gRPC: an answer of another length than asked for, and a request that Ctrl-C ended.
 WRONG_TOKEN_COUNT: Final = "WRONG_TOKEN_COUNT"
@@ -33,6 +35,7 @@ class Record:
             as with the two before.
         worker_id: which worker finished it; empty when unknown.
         attempts: workers that it was given to.
+        drafts: of speculation, verified and accepted, by their place behind a token; empty where nothing says so.
     """
 
     index: int
@@ -50,6 +53,7 @@ class Record:
     service_ttft_s: float | None = None
     worker_id: str = ""
     attempts: int = 1
+    drafts: list[Counts] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:

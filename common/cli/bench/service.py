@@ -119,6 +119,7 @@ def _note(record: Record, finish: pb.Finish) -> None:
     """Notes the content of the last message."""
     record.input_tokens, record.cached_tokens = finish.usage.prompt_tokens, finish.usage.cached_tokens
     record.worker_id, record.attempts = finish.worker_id, finish.attempts
+    record.drafts = [(one.verified, one.accepted) for one in finish.drafts]
     timings = finish.timings
     record.queue_s, record.prefill_s = to_seconds(timings.queue), to_seconds(timings.prefill)
     record.service_ttft_s = to_seconds(timings.ttft)

@@ -19,6 +19,7 @@ from common.cli.bench.records import Record
 from common.cli.bench.service import RouterClient, Run, Terms
 from common.cli.bench.workload import Work
 from common.cli.core.client import Credentials, call_failed, open_channel
+from common.draft_counts import Counts, add_counts
 
 PROGRESS_EVERY_S: Final = 0.2
 # Gets the records so far and the number of requests in flight.
@@ -80,6 +81,7 @@ class RouterTarget:
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._current: Run | None = None
         self._stopped = False
+        self._drafts: list[Counts] = []
         # Salt of this target: prefixes that an earlier benchmark with the same seed left in caches must not be found.
         self._salt, self._runs = secrets.token_hex(8), itertools.count()
         try:
@@ -113,10 +115,13 @@ class RouterTarget:
             run.stop()
         progress = asyncio.create_task(_tell(run, on_progress))
         try:
-            return await run.run()
+            records = await run.run()
         finally:
             progress.cancel()
             self._current = None
+        for record in records:
+            add_counts(self._drafts, record.drafts)
+        return records
 
     def stop(self) -> None:
         """Ends the load that runs, and each that comes; for a signal handler."""
@@ -125,8 +130,8 @@ class RouterTarget:
             self._runner.get_loop().call_soon_threadsafe(self._current.stop)
 
     def draft_counts(self) -> list[tuple[int, int]]:
-        """None: routers say nothing of them."""
-        return []
+        """Drafts verified and accepted for requests that have ended, by their place behind a token."""
+        return list(self._drafts)
 
     def close(self) -> None:
         """Closes the connection."""

@@ -1219,6 +1219,7 @@ class Finish(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     worker_id: _builtins.str
@@ -1249,6 +1250,13 @@ class Finish(_message.Message):
     def receipt(self) -> Global___Receipt:
         """Proves the answer, when asked for and `exact`: no run repeats an answer that two numerics classes have made."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]:
+        """Drafts of speculation that the worker which finished the answer has verified for it: of those directly behind a token, of
+        the next ones, and so on. How many there are depends on load and time, as `timings` do, and the tokens do not depend on
+        it. Empty without speculation, and where the router has ended the answer, as at a stop string.
+        """
+
     def __init__(
         self,
         *,
@@ -1262,16 +1270,43 @@ class Finish(_message.Message):
         weights_digest: _builtins.str = ...,
         logprob: _builtins.float | None = ...,
         receipt: Global___Receipt | None = ...,
+        drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "receipt", b"receipt", "stop", b"stop", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "attempts", b"attempts", "exact", b"exact", "logprob", b"logprob", "reason", b"reason", "receipt", b"receipt", "stop", b"stop", "timings", b"timings", "usage", b"usage", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "attempts", b"attempts", "drafts", b"drafts", "exact", b"exact", "logprob", b"logprob", "reason", b"reason", "receipt", b"receipt", "stop", b"stop", "timings", b"timings", "usage", b"usage", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    """Drafts in one place behind a token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    verified: _builtins.int
+    """Those that a step has verified."""
+    accepted: _builtins.int
+    """Those of them that were the model's own tokens."""
+    def __init__(
+        self,
+        *,
+        verified: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):

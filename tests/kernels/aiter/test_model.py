@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from common.config import Config
+from common.config import Config, SpeculativeConfig
+from common.config_parts import NGRAM
 from kernels.aiter.backend import AiterBackend
 from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary
@@ -23,12 +25,14 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels.aiter.fake_aiter import lay
 from tests.kernels.aiter.watched import TAGS, forget
 from tests.kernels.dense_layers import relative
+from tests.kernels.row_alone import multiply_rows_alone
 from tests.quantizers import SCHEMES, quantize_checkpoint
-from worker.config.model_config import ModelConfig
+from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model import model_runner
+from worker.model import model_runner, verify_check
 from worker.model.model_runner import ModelRunner
+from worker.model.verify_check import verifies_exactly
 
 # Every projection has whole blocks; and as little as shuffled experts can have.
 WHOLE_BLOCKS = {
@@ -131,3 +135,30 @@ def test_logits_are_those_of_pytorch(
     # Both round to bfloat16 behind each operation; AITER rounds inputs to FP8 too. Other numbers would be 1.4 apart.
     assert relative(found, expected) < (0.2 if by_blocks else 0.1)
     assert functions <= library.called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+def test_drafts_are_verified_with_the_bits_of_decodes_or_refused(
+    architecture: str, library: AiterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AITER's attention computes decodes by another kernel than a few rows, in another order of sums."""
+    folder = make_checkpoint(tmp_path, architecture, **SMALL, num_hidden_layers=2)
+    target = TARGETS["gfx942"]
+
+    def select(name: str, isa: str, batch_invariant: bool, expert_parallel: bool) -> AiterBackend:
+        return AiterBackend(TritonBackend(batch_invariant), library, Settings(target, batch_invariant), expert_parallel)
+
+    monkeypatch.setattr(model_runner, "select_backend", select)
+    multiply_rows_alone(monkeypatch)
+    monkeypatch.setattr(verify_check, "_CONTEXTS", (30,))
+    config = Config(
+        model=str(folder),
+        kernels="aiter",
+        dtype="bfloat16",
+        max_model_len=64,
+        speculative_config=SpeculativeConfig(4, NGRAM),
+    )
+    assert verifies_exactly(ModelRunner(config, ModelConfig.from_folder(folder)), 4)
+    with pytest.raises(ModelError, match="leave out either it or --no-batch-invariant"):
+        ModelRunner(replace(config, batch_invariant=False), ModelConfig.from_folder(folder))

@@ -38,12 +38,18 @@ OPERANDS: list[Operands] = ["half", "single", "widened", "eight"]
 
 
 def pairs() -> Iterator[tuple[Shape, Shape]]:
-    """Decodes of 1 to 512 sequences, some of them short and some long, each with the captured step that it runs as."""
+    """Decodes of 1 to 512 sequences, with and without drafts, some of them short and some long, each with the captured
+    step that it runs as."""
     for count in range(1, 513):
-        rows = DEFAULT_SIZES[bisect_left(DEFAULT_SIZES, count)]
+        seqs = DEFAULT_SIZES[bisect_left(DEFAULT_SIZES, count)]
         longest = (5, 700, 2047, 9000, MAX_LEN)[count % 5]
         own = Shape(count, count, -(-longest // BLOCK_SIZE), 1, longest)
-        yield own, Shape(rows, rows, -(-MAX_LEN // BLOCK_SIZE), 1, MAX_LEN)
+        yield own, Shape(seqs, seqs, -(-MAX_LEN // BLOCK_SIZE), 1, MAX_LEN)
+        # Some of them with drafts, and up to `drafts` of each.
+        drafts = (1, 3, 8)[count % 3]
+        if seqs * (1 + drafts) <= 512:
+            verifying = replace(own, rows=count + drafts * (1 + count // 2), max_seqlen_q=1 + drafts)
+            yield verifying, Shape(seqs * (1 + drafts), seqs, -(-MAX_LEN // BLOCK_SIZE), 1 + drafts, MAX_LEN)
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
@@ -112,7 +118,7 @@ def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
     for runner in runners:
         runner.allocate_kv_cache(6)
     assert [captured_facts(runner) for runner in runners] == [(4, 1, 2, 4), (), (4, 1, 2)]
-    assert capture_sizes(tuned) == (1, 2, 4)
+    assert [size.num_rows for size in capture_sizes(tuned)] == [1, 2, 4]
     digest = numerics_digest(runners[0])
     runners[0].allocate_kv_cache(2)
     assert captured_facts(runners[0]) == (2, 1, 2, 4)

@@ -152,6 +152,9 @@ class Worker(_message.Message):
     PREFILL_RATE_FIELD_NUMBER: _builtins.int
     REPORT_AGE_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
+    DRAFT_METHOD_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its own name."""
     address: _builtins.str
@@ -178,9 +181,19 @@ class Worker(_message.Message):
     """By the worker's last report: prefill speed, tokens per second; 0 until the first prefill."""
     last_error: _builtins.str
     """Reason for the missing connection, for people to read; empty when there is one, and before the first attempt has ended."""
+    draft_method: _builtins.str
+    """How it makes drafts of speculation: `ngram`, `mtp`, `eagle3` or `draft_model`; empty where it makes none."""
+    num_speculative_tokens: _builtins.int
+    """Most drafts of a sequence and step."""
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """Age of the worker's last report."""
+
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.DraftCounts]:
+        """Drafts that this address has verified for requests of this router that have ended there: of those directly behind a
+        token, of the next ones, and so on.
+        """
 
     def __init__(
         self,
@@ -199,10 +212,13 @@ class Worker(_message.Message):
         prefill_rate: _builtins.float = ...,
         report_age: _duration_pb2.Duration | None = ...,
         last_error: _builtins.str = ...,
+        draft_method: _builtins.str = ...,
+        num_speculative_tokens: _builtins.int = ...,
+        drafts: _abc.Iterable[_inference_pb2.DraftCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draft_method", b"draft_method", "drafts", b"drafts", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1180,6 +1180,7 @@ class SequenceEnd(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_SEQUENCE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """The sequence."""
     end_pos: _builtins.int
@@ -1194,6 +1195,10 @@ class SequenceEnd(_message.Message):
     def stop_token_sequence(self) -> Global___TokenIds:
         """The sequence that stopped it, for END_REASON_STOP_SEQUENCE."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]:
+        """Drafts of speculation that were verified for the sequence: of those directly behind a token, of the next ones, and so on."""
+
     def __init__(
         self,
         *,
@@ -1203,10 +1208,11 @@ class SequenceEnd(_message.Message):
         stop_token_id: _builtins.int = ...,
         stop_token_sequence: Global___TokenIds | None = ...,
         message: _builtins.str = ...,
+        drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_pos", b"end_pos", "message", b"message", "reason", b"reason", "rid", b"rid", "stop_token_id", b"stop_token_id", "stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "end_pos", b"end_pos", "message", b"message", "reason", b"reason", "rid", b"rid", "stop_token_id", b"stop_token_id", "stop_token_sequence", b"stop_token_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1635,6 +1641,7 @@ class GetWorkerResponse(_message.Message):
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1701,6 +1708,10 @@ class GetWorkerResponse(_message.Message):
         speculation.
         """
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """How the worker speculates; absent where it does not."""
+
     def __init__(
         self,
         *,
@@ -1731,14 +1742,41 @@ class GetWorkerResponse(_message.Message):
         num_labels: _builtins.int = ...,
         grammar_engine: _builtins.str = ...,
         drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "drafts", b"drafts", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "drafts", b"drafts", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "grammar_engine", b"grammar_engine", "hash_seed", b"hash_seed", "head", b"head", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "num_labels", b"num_labels", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "speculation", b"speculation", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetWorkerResponse: _TypeAlias = GetWorkerResponse  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """Speculation of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """How it makes drafts: `ngram`, `mtp`, `eagle3` or `draft_model`."""
+    num_speculative_tokens: _builtins.int
+    """Most drafts of a sequence and step."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        num_speculative_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class DraftCounts(_message.Message):

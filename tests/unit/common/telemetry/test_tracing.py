@@ -347,7 +347,7 @@ def test_a_decode_span_says_what_the_engine_did_meanwhile(recorder: Recorder) ->
 
 
 def test_a_decode_span_says_how_many_drafts_were_right() -> None:
-    said = DecodeWork(steps=10, tokens=35, preemptions=0, drafts=8, accepted=5).attributes()
+    said = DecodeWork(steps=10, tokens=35, preemptions=0, drafts=((5, 4), (3, 1))).attributes()
     assert (said["fissile.decode.drafts"], said["fissile.decode.drafts_accepted"]) == (8, 5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
+from fissile.v1 import inference_pb2 as pb
 
 from common.cli.admin.workers import as_table
 from common.cli.core.errors import CommandError
@@ -29,6 +30,18 @@ def test_table_says_state_and_load() -> None:
     assert rows[1][-1] == "-"
     assert rows[3][:2] == ["-", "d:4"]
     assert rows[4] == ["d:4:", "UNAVAILABLE:", "refused"]
+
+
+def test_table_says_how_drafts_fare() -> None:
+    drafts = [pb.DraftCounts(verified=10, accepted=9), pb.DraftCounts(verified=10, accepted=6)]
+    workers = [
+        apb.Worker(worker_id="w0", draft_method="eagle3", num_speculative_tokens=3, drafts=drafts),
+        apb.Worker(worker_id="w1", draft_method="ngram", num_speculative_tokens=4),
+        apb.Worker(worker_id="w2"),
+    ]
+    heading, *rows = as_table(workers).splitlines()
+    assert heading.split()[-2:] == ["DRAFTS", "ACCEPTED"]
+    assert [row[heading.index("DRAFTS") :] for row in rows] == ["eagle3 3  75% (90% 60%)", "ngram 4   -", "-         -"]
 
 
 def test_no_workers_is_said_in_one_line() -> None:

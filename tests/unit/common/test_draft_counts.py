@@ -1,0 +1,30 @@
+"""Counts of drafts by place, against counting every draft."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.draft_counts import Counts, add_counts, by_place
+
+# Verifications: how many drafts, and how many of them were accepted.
+OUTCOMES = st.integers(1, 16).flatmap(lambda num: st.tuples(st.just(num), st.integers(0, num)))
+
+
+def counted(outcomes: list[tuple[int, int]]) -> tuple[Counts, ...]:
+    verified, accepted = Counter[int](), Counter[int]()
+    for num_drafts, num_accepted in outcomes:
+        verified.update(range(num_drafts))
+        accepted.update(range(num_accepted))
+    return tuple((verified[place], accepted[place]) for place in sorted(verified))
+
+
+@given(st.lists(OUTCOMES, max_size=40), st.integers(0, 40))
+def test_places_count_every_draft_once(outcomes: list[tuple[int, int]], cut: int) -> None:
+    assert by_place(Counter(outcomes)) == counted(outcomes)
+    total: list[Counts] = []
+    for part in (outcomes[:cut], outcomes[cut:]):
+        add_counts(total, by_place(Counter(part)))
+    assert tuple(total) == counted(outcomes)
