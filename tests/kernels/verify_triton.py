@@ -148,7 +148,7 @@ class BitVerifier:
         self.backend.latent_attention.write_index(cache, 0, keys, self._step((0, tokens)))
         ends = (tokens, topk, topk + 1, 1)
         step = self._step(*((end - 1, end) for end in ends))
-        step.plan = self.backend.graphs.plan(cache, 1, len(q), 16 * tokens)
+        step.plan = self.backend.graphs.plan(cache, 1, len(q), 1, 16 * tokens)
         self.backend.graphs.write(step.plan, step)
         found = self.backend.latent_attention.select_tokens(q, weights.float(), cache, 0, step)
         assert found is not None

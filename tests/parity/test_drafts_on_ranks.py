@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -152,12 +152,13 @@ def answer(config: Config, ranks: Ranks, asked: list[Asked], rnd: random.Random 
     return answers
 
 
-def check(made: Made, form: str, size: int, numbers: range) -> None:
+def compare(made: Made, given: dict[str, Any], size: int, numbers: Iterable[int]) -> Counter[str]:
+    """Compares workloads of a model, in this form and on so many ranks, with plain decoding. What they were like."""
     folder, spec = made
     seen: Counter[str] = Counter()
-    plain, drafting = (Ranks(folder, size, speculative_config=each, **FORMS[form]) for each in (None, spec))
+    plain, drafting = (Ranks(folder, size, speculative_config=each, **given) for each in (None, spec))
     for number in numbers:
-        rnd = random.Random(f"{spec.method} {form} {size} {number}")
+        rnd = random.Random(f"{spec.method} {given} {size} {number}")
         asked = workload(rnd)
         settings: dict[str, Any] = {
             "max_model_len": MODEL_LEN,
@@ -174,8 +175,14 @@ def check(made: Made, form: str, size: int, numbers: range) -> None:
             own = replace(config, speculative_config=spec, deferred_output=config.deferred_output and moves is None)
             found = answer(own, drafting, asked, moves, seen)
             assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), (number, settings, moves)
+        seen["workloads"] += 1
     for ranks in (plain, drafting):
         ranks.close()
+    return seen
+
+
+def check(made: Made, form: str, size: int, numbers: range) -> None:
+    seen = compare(made, FORMS[form], size, numbers)
     assert 0 < seen["right"] < seen["drafts"]
     assert seen["moved"] > 0
     assert seen["preemptions"] > 0

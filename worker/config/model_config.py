@@ -311,10 +311,13 @@ def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
         if architecture in supported or parted(str(architecture))[0] in supported:
             return str(architecture)
     found = ", ".join(map(str, named)) or "none named"
-    raise ModelError(
-        f"architecture not supported: {found}; supported: {', '.join(supported)}, and the same with Model or "
-        "ForSequenceClassification at the end"
-    )
+    relatives = ", and the same with Model or ForSequenceClassification at the end" if _have_heads(supported) else ""
+    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(supported)}{relatives}")
+
+
+def _have_heads(architectures: Collection[str]) -> bool:
+    """True if other heads may take the place of these models' own ones; drafts have no others."""
+    return all(name in support_model_arch_dict for name in architectures)
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from common.config import Config, QuantizationConfig
 from common.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.hub import HubError, model_folder
 from common.text.tokenizer import Tokenizer
-from worker.config.architectures import draft_head_arch_dict
+from worker.config.architectures import draft_head_arch_dict, model_class
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.draft_proposer import DraftProposer
 from worker.model.model_loader import ModelLoader
@@ -58,12 +58,20 @@ class DraftSource:
             return None
         if spec.method == MTP:
             _refuse_lockstep(config, MTP)
-            return cls(MTP)
+            return cls._layer(target)
         folder = _folder(spec.model)
         try:
             return cls._head(folder, target) if spec.method == EAGLE3 else cls._small(folder, config, target)
         except ModelError as error:
             raise _named(folder, error) from None
+
+    @classmethod
+    def _layer(cls, target: ModelConfig) -> DraftSource:
+        try:
+            model_class(target.architecture).draft_shapes(target)
+        except ModelError as error:
+            raise ModelError(f"speculative_config.method {MTP}: {error}; take another method") from None
+        return cls(MTP)
 
     @classmethod
     def _head(cls, folder: Path, target: ModelConfig) -> DraftSource:

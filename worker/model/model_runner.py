@@ -19,7 +19,7 @@ import torch
 from common.config import Config
 from common.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
-from kernels.interface import AttentionMetaData, KVCache, KVSpec
+from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import select_backend
 from kernels.upload import to_device
 from worker.config.architectures import model_class, support_model_arch_dict
@@ -130,20 +130,7 @@ class ModelRunner:
                 f"a length of {self.max_model_len} tokens is beyond {_MAX_POSITIONS}, where positions are not told "
                 "apart: give --max-model-len, or correct max_position_embeddings in config.json"
             )
-        try:
-            self.kernels = select_backend(
-                config.kernels, config.cpu_isa, config.batch_invariant, config.enable_expert_parallel
-            )
-        except ValueError as error:
-            raise ModelError(str(error)) from error
-        if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:
-            raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
-        if config.speculative_config is not None and not self.kernels.batch_invariant:
-            raise ModelError(
-                f"speculative_config: kernels {self.kernels.name} that are tuned by the number of rows compute several "
-                "rows of a sequence to other bits than one at a time, so drafts would change tokens; leave out either "
-                "it or --no-batch-invariant"
-            )
+        self.kernels = _kernels(config)
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.packed_format = resolve_packed_format(config.quantize, self.dtype, self.kernels)
@@ -456,6 +443,22 @@ class ModelRunner:
         rows = SampledRows.of(batch)
         tokens = RejectionSampler().accept(rows.metadata, self.sampler.sample(batch, rows, logits).tolist())
         return ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
+
+
+def _kernels(config: Config) -> KernelBackend:
+    try:
+        kernels = select_backend(config.kernels, config.cpu_isa, config.batch_invariant, config.enable_expert_parallel)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    if config.compilation_config.cudagraph_capture_sizes and kernels.graphs is None:
+        raise ModelError(f"cudagraph_capture_sizes: kernels {kernels.name} capture no graphs; leave it empty")
+    if config.speculative_config is not None and not kernels.batch_invariant:
+        raise ModelError(
+            f"speculative_config: kernels {kernels.name} that are tuned by the number of rows compute several rows of "
+            "a sequence to other bits than one at a time, so drafts would change tokens; leave out either it or "
+            "--no-batch-invariant"
+        )
+    return kernels
 
 
 def _with_forced(output: ScheduledBatchOutput, forced: dict[int, tuple[int, list[int]]]) -> ScheduledBatchOutput:

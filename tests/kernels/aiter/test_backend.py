@@ -199,7 +199,7 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
     run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
     graphs = backend.graphs
     assert graphs is not None
-    captured = graphs.plan(run.found, 4, rows=5, max_seq_len=128)
+    captured = graphs.plan(run.found, 4, num_seqs=5, most_rows=1, max_seq_len=128)
     graphs.write(captured, run.mine)
     run.mine.plan = captured
     q, k, v = draw(5, 4, 32), draw(5, 2, 32), draw(5, 2, 32, seed=1)

@@ -143,7 +143,8 @@ def test_drafts_are_verified_with_the_bits_of_decodes_or_refused(
     architecture: str, library: AiterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AITER's attention computes decodes by another kernel than a few rows, in another order of sums."""
-    folder = make_checkpoint(tmp_path, architecture, **SMALL, num_hidden_layers=2)
+    shape: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
+    folder = make_checkpoint(tmp_path, architecture, **shape)
     target = TARGETS["gfx942"]
 
     def select(name: str, isa: str, batch_invariant: bool, expert_parallel: bool) -> AiterBackend:

@@ -128,7 +128,11 @@ def engine(folder: Path, kernels: str, spec: SpeculativeConfig | None) -> LLMEng
 
 
 def answers(running: LLMEngine) -> list[dict[str, Any]]:
-    kinds = [{"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}, {"temperature": 0.0}, {"temperature": 0.0}]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2},
+        {"temperature": 0.0},
+        {"temperature": 0.0},
+    ]
     params = [
         SamplingParams(max_tokens=NUM_TOKENS + i, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)
     ]
@@ -156,7 +160,7 @@ def test_captured_steps_with_drafts_give_the_tokens_of_pytorch(
     monkeypatch.setattr(DecodeGraphs, "run", watched)
     head = ""
     if method == EAGLE3:
-        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+        layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
         head = str(make_eagle3_head(tmp_path / "head", folder, num_attention_heads=2, head_dim=16, **layers))
     drafting = engine(folder, "triton", SpeculativeConfig(K, method, head, adaptive=False))
     if method == NGRAM:
