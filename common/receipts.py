@@ -16,7 +16,7 @@ class LogitChain:
 
     Args:
         first_pos: absolute position of the first token.
-        every: the logits of every so-many-th token count.
+        every: the logits of every n-th token count.
     """
 
     def __init__(self, first_pos: int, every: int) -> None:

@@ -54,7 +54,7 @@ class ReceiptTerms:
         request: digests the canonical request.
         tokenizer_sha256: of the model's tokenizer files.
         template_sha256: of the chat template that made the prompt, "" for none.
-        logits_every: the logits of every so-many-th token are digested, 0 for none.
+        logits_every: the logits of every n-th token are digested, 0 for none.
     """
 
     request: RequestDigest
@@ -132,7 +132,7 @@ class RoutedRequest:
 
     @property
     def logits_every(self) -> int:
-        """The logits of every so-many-th token are digested, 0 for none."""
+        """The logits of every n-th token are digested, 0 for none."""
         return 0 if self.receipt is None else self.receipt.logits_every
 
     def call_id(self, call: int) -> str:

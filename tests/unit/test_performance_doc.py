@@ -43,6 +43,7 @@ UNITS = {
         "MiB",
         "bytes",
     ),
+    *("schemas", "instances", "answers"),
     *("tokens", "million tokens", "tokens/s", "requests", "requests/s", "%", "% of a core", "times", "ratio"),
 }
 

@@ -151,7 +151,7 @@ class Sequence:
             adds to them.
         packed_ids: its tokens as uint32, likewise.
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
-        logits_every: the logits of every so-many-th generated token are digested, 0 for none.
+        logits_every: the logits of every n-th generated token are digested, 0 for none.
         shares_prompt: whether others come with the same prompt, which all of them compute once.
         pooling: how its hidden states become its vector; None for a sequence that generates. One that is embedded ends
             with one token, which stands for nothing.

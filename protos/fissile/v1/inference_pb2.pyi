@@ -678,7 +678,7 @@ class ReceiptOptions(_message.Message):
 
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     logits_every: _builtins.int
-    """The logits of every so-many-th generated token go into the receipt; 1 is every one, 0 none. With a `resume` by token
+    """The logits of every n-th generated token go into the receipt; 1 is every one, 0 none. With a `resume` by token
     ids they are computed again. Default 0.
     """
     def __init__(
@@ -1363,7 +1363,7 @@ class Receipt(_message.Message):
     worker_version: _builtins.str
     """Version of Fissile on the worker that finished the answer."""
     logits_every: _builtins.int
-    """The logits of every so-many-th generated token are in `logit_digests`; 0: none are."""
+    """The logits of every n-th generated token are in `logit_digests`; 0: none are."""
     receipt_sha256: _builtins.bytes
     """SHA-256 over the fields above: tells a receipt that was altered from an answer that differs."""
     @_builtins.property

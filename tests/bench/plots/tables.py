@@ -302,6 +302,18 @@ _SPECS: Final = {
             Column("% fewer by CPU time", ("fewer_cpu",), "%"),
         ],
     ),
+    "json-schemas": Spec(
+        "json_schemas",
+        {"suite": "schemas of"},
+        [
+            Column("schemas", ("schemas",), "schemas"),
+            Column("served", ("served",), "schemas"),
+            _ms("checked in (p50 / p99 / most)", "check_p50", "check_p99", "check_most"),
+            Column("invalid instances, in the grammar", ("invalid", "invalid_in"), "instances"),
+            Column("valid instances, not in it", ("valid", "valid_out"), "instances"),
+            Column("random answers, that finish, invalid of these", ("random", "finished", "wrong"), "answers"),
+        ],
+    ),
     "contract-cost": Spec(
         "router.contract_cost",
         {"in_flight": "in flight", "asked": "asked for"},

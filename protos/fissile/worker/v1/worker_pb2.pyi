@@ -644,7 +644,7 @@ class SubmitSequence(_message.Message):
     returned before, or there is no other worker for it. A draining worker returns it all the same.
     """
     logits_every: _builtins.int
-    """The logits of every so-many-th generated token are digested, the first one among them; 0: none are."""
+    """The logits of every n-th generated token are digested, the first one among them; 0: none are."""
     shares_prompt: _builtins.bool
     """Whether other answers to the same prompt come with it. Those that meet on a worker compute the prompt once."""
     pooling: Global___Pooling.ValueType
