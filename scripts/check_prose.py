@@ -4,6 +4,7 @@
 - A predicate's docstring begins with "True if"; that of another function returning bool says when it returns which.
 - Help texts begin with a capital letter and end with a full stop.
 - Log events are phrases: they begin with a small letter or a name, and end without a full stop.
+- Errors say that something "is not a list", not that it "is no list".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _FOLDERS = ("router", "worker", "common", "kernels", "protos/fissile/client", "d
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PREDICATE = re.compile(r"_*(is|has|can|needs)_")
+_IS_NO = re.compile(r"(?<!here )\b(is|are) no (?!longer\b)")
 _LEVELS = frozenset(["debug", "info", "warning", "error", "critical", "exception"])
 
 
@@ -34,6 +36,8 @@ def problems(path: Path) -> Iterator[str]:
 def _problems(node: ast.AST) -> Iterator[str]:
     if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
         yield from _of_docstring(node, text)
+    if isinstance(node, ast.Raise) and node.exc is not None:
+        yield from _of_error(node.exc)
     if isinstance(node, ast.Call):
         yield from _of_help(node)
         yield from _of_log_event(node)
@@ -74,6 +78,13 @@ def _of_log_event(call: ast.Call) -> Iterator[str]:
     text = _constant(call.args[0]) if call.args else None
     if text and (text.endswith(".") or re.match(r"[A-Z][a-z]+ ", text)):
         yield f"log event {text!r} is not a phrase: begin with a small letter, end without a full stop"
+
+
+def _of_error(raised: ast.expr) -> Iterator[str]:
+    texts = [node.value for node in ast.walk(raised) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for text in texts:
+        if found := _IS_NO.search(text):
+            yield f"error {text[:40]!r}... has {found[0].strip()!r}: say that it is not one"
 
 
 def _constant(node: ast.expr) -> str | None:

@@ -28,7 +28,6 @@ class Scale:
         b2_clients: that never read.
         a1_s: of overload.
         a2_examples: of each property of the gate.
-        m1_connections: that send random bytes.
         m1_frames: of random bytes, in all.
         m2_text_mib: of the longest prompt.
         m3_examples: of random parameters.
@@ -61,7 +60,6 @@ class Scale:
     b2_clients: int
     a1_s: float
     a2_examples: int
-    m1_connections: int
     m1_frames: int
     m3_examples: int
     h2_silent_s: float
@@ -94,7 +92,6 @@ _FULL = Scale(
     b2_clients=100,
     a1_s=10.0,
     a2_examples=2000,
-    m1_connections=100,
     m1_frames=10_000,
     m3_examples=1000,
     h2_silent_s=60.0,
@@ -126,7 +123,6 @@ _SMALL = Scale(
     b2_clients=30,
     a1_s=2.0,
     a2_examples=40,
-    m1_connections=20,
     m1_frames=1000,
     m3_examples=60,
     h2_silent_s=4.0,

@@ -25,8 +25,6 @@ from common.text.response.values import PARSERS, schema_types, typed
 from tests.unit.common.text.responses import FAMILIES, NAMES, PROPERTIES, TOOLS, Family, answers, broken
 
 TEMPLATES: Final = {family.name: ResponseTemplate(family.spec) for family in FAMILIES}
-# Fields of these have text in them that is in no field: transformers drops it.
-DROPS_TEXT: Final = ("harmony",)
 TAGS: Final = ("qwen_coder", "glm", "deepseek_v32")
 FEW: Final = settings(max_examples=25)
 MANY: Final = settings(max_examples=1500)

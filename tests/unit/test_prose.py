@@ -1,0 +1,56 @@
+"""The check of prose finds what breaks each of its rules, and nothing in prose that keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.check_prose import problems
+
+
+def found(source: str, folder: Path) -> list[str]:
+    path = folder / "a.py"
+    path.write_text(source)
+    return [line.removeprefix(f"{path}:") for line in problems(path)]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ('"""What this is."""', "docstring begins with 'What'; begin with a verb or a noun"),
+        ('def f():\n    """Whether it works."""', "docstring begins with 'Whether'; begin with a verb or a noun"),
+        ('class A:\n    """Those that wait."""', "docstring begins with 'Those'; begin with a verb or a noun"),
+        ('def is_open() -> bool:\n    """Says if."""', 'otherwise than with "True if"'),
+        (
+            'class A:\n    @property\n    def open(self) -> bool:\n        """Says if."""',
+            'otherwise than with "True if"',
+        ),
+        ('def cancel() -> bool:\n    """Cancels it."""', "does not say when the function returns True or False"),
+        ('option("--a", help="number of things.")', "is not a sentence"),
+        ('option("--a", help="Number of things")', "is not a sentence"),
+        ('log.info("Worker up")', "is not a phrase"),
+        ('log.warning("worker is up.")', "is not a phrase"),
+        ('raise ValueError("a key is no string")', "has 'is no': say that it is not one"),
+        ('raise ValueError(f"{path}: these are no numbers")', "has 'are no': say that it is not one"),
+    ],
+)
+def test_what_breaks_a_rule_is_found(source: str, problem: str, tmp_path: Path) -> None:
+    [line] = found(source, tmp_path)
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""A list of things."""',
+        'def is_open() -> bool:\n    """True if it is open."""',
+        'def cancel() -> bool:\n    """Cancels it; False when it has ended."""',
+        'option("--a", help="Number of things. Default: 1.")',
+        'log.info("worker up", worker=1)\nlog.info("API keys reloaded")\nother.info("Worker up.")',
+        'raise ValueError("a key is not a string; there is no other, and it is no longer there")',
+        'print("0 is no limit")',
+    ],
+)
+def test_prose_that_keeps_the_rules_is_left(source: str, tmp_path: Path) -> None:
+    assert found(source, tmp_path) == []
