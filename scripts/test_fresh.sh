@@ -20,6 +20,8 @@ fresh() {
     -n "$cores" --dist worksteal --max-worker-restart 0 --fresh "$seed" --fresh-cases "$cases" \
     --fresh-seconds "$seconds" --hypothesis-seed "$seed" "${files[@]}" </dev/null
 }
+# As in scripts/test.sh.
+export PYTHONDONTWRITEBYTECODE=
 code=0
 fresh 40 180 tests/unit tests/sim tests/parity || code=1
 # Triton's interpreter is chosen before the process loads Triton, as by the part "kernels" of `make test`.

@@ -1,5 +1,6 @@
 """Settings of every test run."""
 
+import gc
 import os
 import random
 
@@ -46,6 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = fresh.choose(items, config.option.fresh, config.option.fresh_cases)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what imports and collection have made: it stays."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has an engine that starts look at its own objects, not once more at those of thousands of tests."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from deploy.demo.questions import questions, tool_questions, tool_rounds
 from deploy.demo.tools import WEATHER, DemoTool
 from tests.e2e.service import REPOSITORY, Service, running_service
 
+pytestmark = pytest.mark.slow
+
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 AT_ONCE = 16
 SCHEMA: dict[str, Any] = {

@@ -17,6 +17,8 @@ from worker.server import Worker
 
 __all__ = ["folder", "site"]
 
+pytestmark = pytest.mark.usefixtures("stays_frozen")
+
 
 async def test_a_direct_call(site: Site) -> None:
     answers = [answer async for answer in site.stub.Generate(request(20))]

@@ -145,6 +145,7 @@ def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
     assert refused(tools=[], reasoning=budget) == ("INVALID_ARGUMENT", "reasoning.max_tokens")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_within_a_held_call_changes_nothing(tmp_path: Path) -> None:
     """Streams of both workers go on at the other one, each in the middle of its arguments."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 60}
