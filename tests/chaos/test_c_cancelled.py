@@ -88,7 +88,7 @@ def test_c1_and_c2_cancel_storm_while_workers_come_and_go(fleet: Service) -> Non
     def one(i: int) -> None:
         rnd = random.Random(i)
         with grpc.insecure_channel(fleet.router.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            call = InferenceServiceStub(channel).Generate(seeded(i, 400), timeout=30)
+            call = InferenceServiceStub(channel).Generate(seeded(i, 1500), timeout=30)
             threading.Timer(rnd.uniform(0, 1.0), channel.close if i % 2 else call.cancel).start()
             with pytest.raises((grpc.RpcError, ValueError)):
                 for _ in call:

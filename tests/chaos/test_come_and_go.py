@@ -35,6 +35,7 @@ from tests.chaos.scale import SCALE
 from tests.chaos.support import log_entries
 from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, wait_workers
+from tests.fake_dns import wait_until
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 
@@ -45,18 +46,26 @@ def answers(service: Service, requests: Sequence[pb.GenerateRequest]) -> list[An
         return list(pool.map(lambda asked: generate(service.stub, asked), requests))
 
 
-def disturbed(
-    service: Service, requests: Sequence[pb.GenerateRequest], after_s: float, fault: Callable[[], object]
-) -> list[Answer]:
-    """As `answers`, with a fault in the middle; raises what the fault raises."""
+def disturbed(service: Service, requests: Sequence[pb.GenerateRequest], fault: Callable[[], object]) -> list[Answer]:
+    """As `answers`, with a fault when all have begun; raises what the fault raises."""
+    begun = threading.Semaphore(0)
+
+    def ask(asked: pb.GenerateRequest) -> Answer:
+        answer = Answer()
+        for part in service.stub.Generate(asked, timeout=60):
+            answer.add(part)
+            if answer.messages == 1:
+                begun.release()
+        assert answer.finish is not None
+        return answer
 
     def disturb() -> None:
-        time.sleep(after_s)
+        assert all(begun.acquire(timeout=60) for _ in requests)
         fault()
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
         disturbing = pool.submit(disturb)
-        got = answers(service, requests)
+        got = list(pool.map(ask, requests))
         disturbing.result()
     return got
 
@@ -90,20 +99,23 @@ def assert_same(got: Sequence[Answer], undisturbed: Sequence[Answer]) -> None:
 def test_f1_killed_worker_costs_no_stream_a_token(fleet: Service, report: Report) -> None:
     """F1: SIGKILL in the middle of streams: all complete, with the tokens of a run without the fault."""
     undisturbed = answers(fleet, [seeded(i, SCALE.f1_tokens) for i in range(SCALE.f1_streams)])
-    got = disturbed(
-        fleet,
-        [seeded(i, SCALE.f1_tokens) for i in range(SCALE.f1_streams)],
-        0.7,
-        lambda: fleet.workers[1].stop(signal.SIGKILL),
-    )
-    assert_same(got, undisturbed)
-    moved = [a for a in got if a.finish is not None and a.finish.attempts == 2]
+    # On a busy machine streams may have ended before the worker is killed.
+    for _ in range(5):
+        got = disturbed(
+            fleet,
+            [seeded(i, SCALE.f1_tokens) for i in range(SCALE.f1_streams)],
+            lambda: fleet.workers[1].stop(signal.SIGKILL),
+        )
+        assert_same(got, undisturbed)
+        moved = [a for a in got if a.finish is not None and a.finish.attempts == 2]
+        assert all(a.finish is not None and a.finish.worker_id != "worker-1" for a in moved)
+        wait_workers(fleet, 2)
+        restart(fleet.workers[1])
+        begin = time.monotonic()
+        wait_workers(fleet, 3)
+        if len(moved) >= 5:
+            break
     assert len(moved) >= 5
-    assert all(a.finish is not None and a.finish.worker_id != "worker-1" for a in moved)
-    wait_workers(fleet, 2)
-    restart(fleet.workers[1])
-    begin = time.monotonic()
-    wait_workers(fleet, 3)
     report("F1", streams=len(got), moved=len(moved), back_after_s=time.monotonic() - begin)
     for index in range(3):
         load = fleet.wait_idle(index)
@@ -193,7 +205,7 @@ def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Repo
     options = ["--admin-port", str(port), "--placement", "round_robin"]
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
         wait_workers(service, 2)
-        asked = [seeded(i, 250) for i in range(6)]
+        asked = [seeded(i, 600) for i in range(6)]
         undisturbed = answers(service, long_again(asked))
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             admin = AdminServiceStub(channel)
@@ -211,7 +223,7 @@ def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Repo
                 report("F2", router_knew_after_ms=1000 * (heard - told))
                 assert heard - told < 4 * HEARTBEAT_S
 
-            assert_same(disturbed(service, asked, 0.5, drain), undisturbed)
+            assert_same(disturbed(service, asked, drain), undisturbed)
             assert service.workers[0].running.wait(60) == 0
             listed = admin.ListWorkers(apb.ListWorkersRequest(), timeout=60).workers
             gone, left = sorted(listed, key=lambda worker: worker.worker_id)
@@ -221,7 +233,7 @@ def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Repo
                 admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=60)
 
 
-def logged(process: Process, event: str, within_s: float = 5.0) -> float:
+def logged(process: Process, event: str, within_s: float = 60.0) -> float:
     """When a process logged an event, in seconds since 1970; waits for it."""
     end = time.monotonic() + within_s
     while True:
@@ -248,7 +260,7 @@ def test_f2_a_draining_worker_hands_over_to_one_that_comes_up_meanwhile(model: P
             restart(successor)
             assert old.running.wait(60) == 0
 
-        assert_same(disturbed(service, asked, 0.2, replace), undisturbed)
+        assert_same(disturbed(service, asked, replace), undisturbed)
 
 
 def long_again(requests: Sequence[pb.GenerateRequest]) -> list[pb.GenerateRequest]:
@@ -268,9 +280,7 @@ def test_f3_frozen_worker_is_given_up_and_taken_back(fleet: Service, report: Rep
     undisturbed = answers(fleet, [seeded(i, 300) for i in range(9)])
     begin = time.monotonic()
     try:
-        got = disturbed(
-            fleet, [seeded(i, 300) for i in range(9)], 0.5, lambda: frozen.running.send_signal(signal.SIGSTOP)
-        )
+        got = disturbed(fleet, [seeded(i, 300) for i in range(9)], lambda: frozen.running.send_signal(signal.SIGSTOP))
         assert_same(got, undisturbed)
         assert Counter(a.finish.attempts for a in got if a.finish is not None)[2] >= 1
         wait_workers(fleet, 2)
@@ -297,14 +307,18 @@ def test_f4_black_hole_and_broken_connections(model: Path, tmp_path: Path) -> No
         far = Service(router, near.workers, channel)
         asked = [seeded(i, 250) for i in range(6)]
         undisturbed = answers(near, long_again(asked))
-        got = disturbed(far, asked, 0.5, proxy.break_connections)
+        got = disturbed(far, asked, proxy.break_connections)
         assert_same(got, undisturbed)
         # The same attempt: nothing was computed twice.
         assert {a.finish.attempts for a in got if a.finish is not None} == {1}
 
         forwards_again = threading.Timer(4.0, proxy.forward)
-        forwards_again.start()
-        got = disturbed(far, long_again(asked), 0.5, proxy.black_hole)
+
+        def fall_silent() -> None:
+            proxy.black_hole()
+            forwards_again.start()
+
+        got = disturbed(far, long_again(asked), fall_silent)
         assert_same(got, undisturbed)
         assert {a.finish.attempts for a in got if a.finish is not None} == {2}
 
@@ -380,7 +394,7 @@ def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a
             returned.append(time.monotonic())
             wait_workers(service, 1)
 
-        got = disturbed(service, asked, 0.6, bounce)
+        got = disturbed(service, asked, bounce)
         assert_same(got, undisturbed)
         assert {a.finish.attempts for a in got if a.finish is not None} == {2}
         load = service.wait_idle()
@@ -394,11 +408,11 @@ def test_f7_killed_router_leaves_nothing_on_the_workers(model: Path, tmp_path: P
         wait_workers(service, 2)
         with ThreadPoolExecutor(SCALE.f7_streams) as pool:
             running = [pool.submit(outcome, service.stub, i, 1500) for i in range(SCALE.f7_streams)]
-            time.sleep(0.5)
+            wait_until(lambda: sum(service.worker_load(i).decoding_seqs for i in range(2)) == SCALE.f7_streams)
             service.router.stop(signal.SIGKILL)
             assert {f.result()[0] for f in running} == {grpc.StatusCode.UNAVAILABLE}
         for index in range(2):
-            load = service.wait_idle(index, timeout=10.0)
+            load = service.wait_idle(index)
             assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
         service.router.start()
         service.router.wait_serving()
@@ -412,7 +426,7 @@ def test_f8_router_finishes_streams_on_sigterm(model: Path, tmp_path: Path) -> N
     with running_service(tmp_path, model, worker_options=OPTIONS) as service:
         with ThreadPoolExecutor(8) as pool:
             running = [pool.submit(outcome, service.stub, i, 300) for i in range(8)]
-            time.sleep(0.5)
+            wait_until(lambda: service.worker_load().decoding_seqs == 8)
             assert service.router.stop(signal.SIGTERM) == 0
             assert [f.result() for f in running] == [(grpc.StatusCode.OK, 300)] * 8
         assert service.wait_idle().decoding_seqs == 0
@@ -430,7 +444,7 @@ def test_drain_timeout_of_the_only_worker_aborts_what_still_runs(model: Path, tm
         ThreadPoolExecutor(6) as pool,
     ):
         running = [pool.submit(outcome, service.stub, i, 1500) for i in range(6)]
-        time.sleep(0.5)
+        wait_until(lambda: service.worker_load().decoding_seqs == 6)
         assert service.workers[0].stop(signal.SIGTERM) == 0
         results = [f.result() for f in running]
     assert {code for code, _ in results} == {grpc.StatusCode.ABORTED}

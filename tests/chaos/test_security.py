@@ -43,6 +43,7 @@ from tests.e2e.secure import (
 )
 from tests.e2e.service import REPOSITORY, Answer, Process
 from tests.e2e.simulated import OPTIONS, request, simulated_model
+from tests.fake_dns import wait_until
 from tests.otlp_receiver import OtlpReceiver
 
 PROMPT = "the quarterly numbers of Zanzibar Telecom are worse than anybody knows"
@@ -406,8 +407,7 @@ def test_s2_a_revoked_key_ends_within_seconds(service: SecureService) -> None:
             code = status(lambda: stub.ListModels(pb.ListModelsRequest(), timeout=60))
         assert code is grpc.StatusCode.UNAUTHENTICATED
         service.key_file.write_text("\n".join(lines))
-        time.sleep(1.2)
-        stub.ListModels(pb.ListModelsRequest(), timeout=60)
+        wait_until(lambda: status(lambda: stub.ListModels(pb.ListModelsRequest(), timeout=60)) is None)
 
 
 def test_s2_neither_prompts_nor_keys_are_in_logs_or_traces(service: SecureService, collector: OtlpReceiver) -> None:

@@ -73,8 +73,8 @@ def prefix(seed: int) -> list[int]:
     return [rnd.randrange(256) for _ in range(PREFIX_GRANULES * GRANULE)]
 
 
-# Several times longer than events take, so that a busy machine does not matter.
-SETTLE_S = 0.5
+# Many times longer than events take, so that a busy machine does not matter.
+SETTLE_S = 2.0
 
 
 def test_a_router_finds_what_another_has_warmed(fleet: Fleet) -> None:
@@ -83,23 +83,25 @@ def test_a_router_finds_what_another_has_warmed(fleet: Fleet) -> None:
         first = fleet.ask(fleet.service.stub, [*prefix(seed), 7])
         assert first.finish is not None
         homes.append(first.finish.worker_id)
-        time.sleep(SETTLE_S)
+    time.sleep(SETTLE_S)
+    for seed, home in enumerate(homes):
         again = fleet.ask(fleet.other, [*prefix(seed), 9, 9])
         assert again.finish is not None
         assert again.prompt_info is not None
-        assert again.finish.worker_id == homes[-1]
+        assert again.finish.worker_id == home
         assert again.prompt_info.cached_tokens == PREFIX_GRANULES * GRANULE
 
 
 def test_routers_know_of_evictions(fleet: Fleet) -> None:
     """What worker 0 has evicted is looked for at worker 1, which has it by now, by both routers."""
-    for round_ in range(3):
-        hot = prefix(100 + round_)
+    rounds = [prefix(100 + round_) for round_ in range(3)]
+    for round_, hot in enumerate(rounds):
         fleet.warm(0, hot)
         for seed in range(6):
             fleet.warm(0, prefix(1000 + 10 * round_ + seed))
         fleet.warm(1, hot)
-        time.sleep(SETTLE_S)
+    time.sleep(SETTLE_S)
+    for hot in rounds:
         for stub in (fleet.service.stub, fleet.other):
             answer = fleet.ask(stub, [*hot, 5])
             assert answer.finish is not None
@@ -162,7 +164,7 @@ def test_a_worker_that_is_started_anew_has_nothing(fleet: Fleet) -> None:
     wait_workers(fleet.service, 2)
     for each in hot:
         fleet.warm(0, each)
-    time.sleep(3 * SETTLE_S)
+    time.sleep(SETTLE_S)
     for each in hot:
         answer = fleet.ask(fleet.other, [*each, 3])
         assert answer.finish is not None

@@ -39,9 +39,9 @@ async def test_cancel_and_deadline_reach_the_worker() -> None:
         await call.read()
         call.cancel()
         await until(lambda: worker.cancelled == [worker.submitted[0].rid])
-        late = b.stub.Generate(request(params={"max_tokens": 4000}), timeout=0.3)
+        late = b.stub.Generate(request(params={"max_tokens": 4000}), timeout=2.5)
         assert (await error_of(late)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert 1 <= worker.submitted[1].deadline_left_ms <= 300
+        assert 1 <= worker.submitted[1].deadline_left_ms <= 2600
         await until(lambda: worker.cancelled == [s.rid for s in worker.submitted])
         await b.empty()
 
@@ -103,10 +103,11 @@ async def test_deadline_in_the_queue() -> None:
 
 
 async def test_gate_holds_prompts_and_releases_them_together() -> None:
-    worker = FakeWorker(FILES, decoding=1, latency_us=100_000)
-    async with bench(worker, delay_factor=1.0, max_hold_s=0.25) as b:
+    # It holds the first one for longer than the others may take to come.
+    worker = FakeWorker(FILES, decoding=1, latency_us=3_000_000)
+    async with bench(worker, delay_factor=1.0, max_hold_s=4.0) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 1}))]
-        await asyncio.sleep(0.03)
+        await until(lambda: len(b.router.dispatcher) == 1)
         calls += [b.stub.Generate(request(params={"max_tokens": 1})) for _ in range(3)]
         await asyncio.gather(*(collect(call) for call in calls))
         assert worker.groups == [4]

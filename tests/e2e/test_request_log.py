@@ -117,7 +117,7 @@ async def test_requests_that_do_not_finish_have_a_line_with_what_was_delivered(l
         assert line["status"] == "CANCELLED"
         assert line["completion_tokens"] >= got
         assert (line["prompt_tokens"], line["attempts"], line["worker_id"]) == (3, 1, "w0")
-        late = b.stub.Generate(request(request_id="late", params={"max_tokens": 4000}), timeout=0.3)
+        late = b.stub.Generate(request(request_id="late", params={"max_tokens": 4000}), timeout=2.5)
         await error_of(late)
         line = await line_of(lines, request_id="late")
         assert line["status"] == "DEADLINE_EXCEEDED"
@@ -127,7 +127,7 @@ async def test_requests_that_do_not_finish_have_a_line_with_what_was_delivered(l
 async def test_a_request_that_only_waited_has_a_line_without_tokens(lines: list[Line]) -> None:
     """C2: the deadline passes in the router's queue."""
     async with bench(FakeWorker(FILES, room_seqs=0, decoding=1)) as b:
-        await error_of(b.stub.Generate(request(request_id="waits"), timeout=0.3))
+        await error_of(b.stub.Generate(request(request_id="waits"), timeout=2.5))
         line = await line_of(lines, request_id="waits")
     assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == ("DEADLINE_EXCEEDED", 3, 0)
     assert line["queue_ms"] == line["duration_ms"] >= 250
@@ -200,12 +200,12 @@ async def raw(b: Bench, method: str, message: bytes | None = None) -> grpc.Statu
     """The status of a call whose message is these bytes; None for no message."""
     call: Any
     if message is None:
-        call = b.channel.stream_stream(f"/{method}")(timeout=5.0)
+        call = b.channel.stream_stream(f"/{method}")(timeout=60.0)
         await call.done_writing()
     else:
         # Not written by itself: the call may have ended before that, and then gRPC gives it a status of its own.
         multi: Any = b.channel.unary_stream(f"/{method}")
-        call = multi(message, timeout=5.0)
+        call = multi(message, timeout=60.0)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await collect(call)
     return await call.code()  # type: ignore[no-any-return]
@@ -217,7 +217,7 @@ async def test_what_is_no_request_has_a_line(lines: list[Line]) -> None:
         assert await raw(b, GENERATE, b"\xff\xff") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.InferenceService/Chat") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.Other/Nothing", b"") is grpc.StatusCode.UNIMPLEMENTED
-        silent: Any = b.channel.stream_stream("/" + GENERATE)(timeout=0.3)
+        silent: Any = b.channel.stream_stream("/" + GENERATE)(timeout=2.5)
         assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert (await line_of(lines, method=GENERATE, reason="MALFORMED_REQUEST"))["status"] == "INVALID_ARGUMENT"
         assert (await line_of(lines, reason="MALFORMED_REQUEST", method="fissile.v1.InferenceService/Chat"))["peer"]

@@ -437,12 +437,15 @@ async def test_one_worker_under_two_addresses_is_used_once() -> None:
 
 
 async def test_no_initial_metadata_before_the_first_token() -> None:
-    worker = FakeWorker(FILES, step_s=0.2)
+    worker = FakeWorker(FILES)
     async with bench(worker) as b:
+        worker.silent = True
         call = b.stub.Generate(request())
         waiting = asyncio.ensure_future(call.initial_metadata())
         await until(lambda: worker.submitted)
+        await asyncio.sleep(0.1)
         assert not waiting.done()
+        worker.silent = False
         await call.read()
         await waiting
         await collect(call)
@@ -488,7 +491,7 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
             cancelled = b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata)
             await cancelled.read()
             cancelled.cancel()
-            await error_of(b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata, timeout=0.2))
+            await error_of(b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata, timeout=2.5))
             refused = await error_of(b.stub.Generate(request(params={"top_p": 0}), metadata=metadata))
             assert trace in dict(refused.trailing_metadata())["traceresponse"]
             await b.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)

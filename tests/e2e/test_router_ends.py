@@ -72,7 +72,7 @@ async def test_a_router_that_ends_while_its_loop_is_busy_gives_calls_a_status() 
 
 
 async def test_drain_finishes_streams_and_refuses_new_ones() -> None:
-    async with bench(drain_timeout_s=5.0) as b:
+    async with bench(drain_timeout_s=60.0) as b:
         call = b.stub.Generate(request(params={"max_tokens": 300}))
         await call.read()
         draining = asyncio.ensure_future(b.router.drain())
@@ -129,7 +129,7 @@ async def test_what_an_admin_watches_ends_with_the_router() -> None:
 
 async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
     worker = FakeWorker(FILES)
-    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "5s")
+    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
     address = await asyncio.to_thread(listening_address, process)
     async with grpc.aio.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -140,7 +140,7 @@ async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
         await call.read()
         process.send_signal(signal.SIGTERM)
         assert (await collect(call))[-1].finish.usage.completion_tokens == 200
-    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
     assert process.stderr is not None
     log = process.stderr.read()
     assert log.count("request ended") == 1
@@ -170,7 +170,7 @@ async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -
             while (part := await call.read()) is not grpc.aio.EOF:
                 parts.append(part)
         assert_ended_with_router(await error_of(call), sum(len(part.token_ids) for part in parts))
-    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
     assert process.stderr is not None
     process.stderr.close()
     await worker.stop()

@@ -91,7 +91,7 @@ async def test_failures_are_counted_by_their_reasons(collector: Collector) -> No
         await until(lambda: not b.router.service.in_flight)
         await error_of(b.stub.Generate(request(model="no such model")))
         await error_of(b.stub.Generate(request(params={"max_tokens": 0})))
-        late = b.stub.Generate(request(params={"max_tokens": 3000}), timeout=0.3)
+        late = b.stub.Generate(request(params={"max_tokens": 3000}), timeout=2.5)
         assert (await error_of(late)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         for reason in ("TENANT_LIMIT", "CANCELLED", "UNKNOWN_MODEL", "INVALID_FIELD", "DEADLINE_EXCEEDED"):
             await collector.until(1, names.ROUTER_FAILED, ERROR_REASON=reason)
@@ -136,10 +136,13 @@ async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> N
         await collector.until(1, names.ROUTER_WORKERS, WORKER_STATE="unconnected")
         await collector.until(0, names.ROUTER_WORKERS, WORKER_STATE="leaving")
         await collector.until(2, names.ROUTER_TABLES, TABLE="workers")
-        await asyncio.sleep(0.3)
-        collector.forget()
-        for name in PER_WORKER:
-            await until(lambda name=name: collector.value(name) is not None)  # type: ignore[misc]
+        # What was on its way when the last of them had gone may still come.
+        for _ in range(10):
+            collector.forget()
+            for name in PER_WORKER:
+                await until(lambda name=name: collector.value(name) is not None)  # type: ignore[misc]
+            if workers_named(collector) == {"staying"}:
+                break
         assert workers_named(collector) == {"staying"}
 
 

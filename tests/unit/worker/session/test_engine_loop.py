@@ -24,6 +24,8 @@ from worker.engine.turns import Turn
 from worker.session.engine_loop import EngineLoop, EngineState
 from worker.simulation.runner import SimulatedRunner
 
+pytestmark = pytest.mark.usefixtures("stays_frozen")
+
 
 class Listener:
     """Keeps everything, and checks the order."""
@@ -67,12 +69,14 @@ class WatchedRunner:
     inner: SimulatedRunner = field(default_factory=lambda: simulated_runner(step_s=0.002))
     batches: list[list[int]] = field(default_factory=list)
     go: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
     fail: bool = False
 
     def __post_init__(self) -> None:
         self.go.set()
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.entered.set()
         self.go.wait()
         if self.fail:
             raise RuntimeError("the accelerator\nis gone")
@@ -138,7 +142,7 @@ async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
     site.runner.go.clear()
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(site.runner.entered.wait, 60)
     flushing = asyncio.create_task(site.engine.flush())
     await asyncio.sleep(0.05)
     site.runner.go.set()
@@ -151,6 +155,7 @@ async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
 async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it(site: Site) -> None:
     site.runner.go.clear()
     submit_group(site.engine, site.listener, 1, [sequence()])
+    assert await asyncio.to_thread(site.runner.entered.wait, 60)
     await asyncio.sleep(0.05)
     assert site.engine.busy_s(time.monotonic()) > 0.02
     group = [sequence() for _ in range(3)]
@@ -204,7 +209,7 @@ async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
 
 
 async def test_a_deadline_ends_a_sequence_in_the_engine(site: Site) -> None:
-    seq = sequence(max_tokens=900, deadline=time.monotonic() + 0.1)
+    seq = sequence(max_tokens=1000, deadline=time.monotonic() + 1.5)
     submit_group(site.engine, site.listener, 1, [seq])
     await site.idle()
     assert site.listener.ends == {seq.id: EndReason.DEADLINE}
