@@ -13,7 +13,7 @@ import pytest
 import structlog
 from structlog.testing import LogCapture
 
-from router.workers import discovery
+from common.limits import DNS_MIN_REFRESH_S
 from router.workers.addresses import AddressError, parse_targets
 from router.workers.discovery import Discovery, read_list
 from tests.fake_dns import FakeDns
@@ -129,7 +129,7 @@ async def test_a_long_time_to_live_is_waited_for_unless_a_worker_is_lost(told: T
     for _ in range(50):
         told.discovery.refresh()
         await asyncio.sleep(0.005)
-    assert names.asked["A"] <= asked + 2 + (time.monotonic() - began) / discovery.DNS_MIN_REFRESH_S
+    assert names.asked["A"] <= asked + 2 + (time.monotonic() - began) / DNS_MIN_REFRESH_S
 
 
 async def test_a_file_is_followed_and_a_broken_one_takes_nothing_away(
