@@ -23,13 +23,16 @@ def proto_files() -> list[str]:
     return sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
 
 
+def stubs(folder: Path) -> dict[Path, str]:
+    """Stubs below a folder, without compiled modules."""
+    paths = [path for kind in ("py", "pyi") for path in (folder / "fissile").rglob(f"*_pb2*.{kind}")]
+    return {path.relative_to(folder): path.read_text() for path in paths}
+
+
 @needs_generator
 def test_stubs_are_what_the_pinned_generator_makes(tmp_path: Path) -> None:
     subprocess.run([ROOT / "scripts" / "protos.sh", tmp_path], check=True, capture_output=True, text=True)
-    made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*_pb2*.py*")}
-    made = {path: text for path, text in made.items() if path.suffix in (".py", ".pyi")}
-    checked_in = {path.relative_to(PROTOS): path.read_text() for path in (PROTOS / "fissile").rglob("*_pb2*.py*")}
-    checked_in = {path: text for path, text in checked_in.items() if path.suffix in (".py", ".pyi")}
+    made, checked_in = stubs(tmp_path), stubs(PROTOS)
     assert made.keys() == checked_in.keys()
     changed = [str(path) for path, text in made.items() if text != checked_in[path]]
     assert changed == [], "run `make protos` and commit what it changes"
