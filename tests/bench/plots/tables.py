@@ -270,6 +270,16 @@ _SPECS: Final = {
         ],
         kind="zen5",
     ),
+    "attention-rows": Spec(
+        "attention_rows",
+        {"heads": "heads of", "context": "tokens", "threads": "threads", "rows": "rows"},
+        [
+            _us("a layer", "median"),
+            Column("of one row", ("cost",), "times"),
+            Column("of one row before", ("cost_before",), "times"),
+            Column("times as fast as before", ("against",), "times"),
+        ],
+    ),
     "scheduler": Spec(
         "scheduler_cost", {"running": "running"}, [_us("median", "median"), _us("mean", "mean")], kind="avx2"
     ),
