@@ -30,7 +30,14 @@ class DecoderLayers:
         self._elementwise = backend.elementwise
         self._attention = backend.attention
 
-    def run(self, x: torch.Tensor, cache: KVCache, metadata: AttentionMetaData, rope_write: RopeWrite) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetaData,
+        rope_write: RopeWrite,
+        embedded: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """All layers and the last norm, over one step: x [T, H] -> [T, (1 + n) H]; see FusedDecoder."""
         linear, norm, add_norm = self._linear.apply, self._elementwise.rms_norm, self._elementwise.add_rms_norm
         attend, eps, scale = self._attention.apply, self.decoder.eps, self.decoder.scale
@@ -38,7 +45,7 @@ class DecoderLayers:
         streams: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.decoder.layers):
             if residual is None:
-                normed, residual = norm(x, layer.input_norm, eps), x
+                normed, residual = self._begin(x, layer, embedded)
             else:
                 normed, residual = add_norm(x, residual, layer.input_norm, eps)
             if index in self.decoder.aux_layers:
@@ -50,9 +57,20 @@ class DecoderLayers:
             x = self._network(normed, layer)
         if residual is None:
             return norm(x, self.decoder.norm, eps)
-        states = add_norm(x, residual, self.decoder.norm, eps)[0]
+        states, streams[len(self.decoder.layers)] = add_norm(x, residual, self.decoder.norm, eps)
         aux = [streams[index] for index in self.decoder.aux_layers]
         return torch.cat((states, *aux), dim=1) if aux else states
+
+    def _begin(
+        self, x: torch.Tensor, layer: DecoderLayer, embedded: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input of the first layer's attention, and the residual stream."""
+        norm, eps, stream_norm = self._elementwise.rms_norm, self.decoder.eps, self.decoder.stream_norm
+        if embedded is None or stream_norm is None:
+            return norm(x, layer.input_norm, eps), x
+        stream = norm(x, stream_norm, eps)
+        both = torch.cat((norm(embedded, layer.input_norm, eps), stream), dim=1)
+        return both, stream if self.decoder.norms_first else x
 
     def _network(self, x: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
         if layer.network is not None:

@@ -356,7 +356,11 @@ class Decoder:
         num_heads: Hq, this rank's.
         scale: of attention's scores.
         all_reduce: brings what `out` and `down` give, [T, H], to the sum over all ranks; None for one rank.
-        aux_layers: layers before which the residual stream is given too; for draft models.
+        aux_layers: layers before which the residual stream is given too, for draft models; their number stands for
+            behind the last one.
+        stream_norm: [H], of a model that drafts from states x of another: the first layer's attention takes the normed
+            embeddings, and beside them x, normed by this. None for other models.
+        norms_first: whether the residual stream then begins with the normed x.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -366,19 +370,28 @@ class Decoder:
     scale: float
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     aux_layers: tuple[int, ...] = ()
+    stream_norm: torch.Tensor | None = None
+    norms_first: bool = False
 
 
 class FusedDecoder(Protocol):
     """All layers of a model as one operation."""
 
     def run(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KVCache, metadata: AttentionMetaData
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetaData,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, (1 + n) H].
 
         The first H columns are the states behind the last norm, of which rows that are not among `metadata.wanted_rows`
         may be anything. The others are the residual streams before the n `aux_layers`. cos and sin are those of
-        `ElementwiseOps.rope`; layer i has the cache's layer i.
+        `ElementwiseOps.rope`; layer i has the cache's layer i. `embedded` [T, H] are the embeddings of a model with a
+        `stream_norm`.
         """
         ...
 

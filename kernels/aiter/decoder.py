@@ -40,14 +40,20 @@ class AiterDecoder:
         self._one = torch.ones(1, dtype=torch.float32, device=backend.device)
 
     def run(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, metadata: AttentionMetaData
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: DeviceKVCache,
+        metadata: AttentionMetaData,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See FusedDecoder."""
         facts = (self._norms_heads, x.dtype, cache.data.dtype, 2 * cos.shape[-1], cache.head_dim, cache.block_size)
         if not len(x) or not self._choices.takes("rope_write", _refuse_rope_write, *facts):
-            return self._own.run(x, cos, sin, cache, metadata)
+            return self._own.run(x, cos, sin, cache, metadata, embedded)
         rope_write = self._rope_write(cos.squeeze(1), sin.squeeze(1), cache, metadata.plan)
-        return self._layers.run(x, cache, metadata, rope_write)
+        return self._layers.run(x, cache, metadata, rope_write, embedded)
 
     def _rope_write(self, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, plan: StepPlan) -> RopeWrite:
         """AITER's, over a step with cosines and sines float32 [T, D/2]."""

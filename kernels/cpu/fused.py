@@ -74,6 +74,8 @@ class _Decoder(ctypes.Structure):
         ("num_layers", c_int64),
         ("aux_layers", ctypes.POINTER(c_int64)),
         ("num_aux", c_int64),
+        ("stream_norm", c_void_p),
+        ("norms_first", c_int64),
     )
 
 
@@ -85,6 +87,7 @@ class _Step(ctypes.Structure):
         ("rows", c_int64),
         ("tokens", c_int64),
         ("x", c_void_p),
+        ("embedded", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("half", c_int64),
@@ -169,6 +172,8 @@ class NativeDecoder:
             len(decoder.layers),
             self._kept[2],
             len(decoder.aux_layers),
+            _pointer(decoder.stream_norm),
+            decoder.norms_first,
         )
 
     def run(
@@ -178,15 +183,18 @@ class NativeDecoder:
         sin: torch.Tensor,
         cache: PagedKVCache,
         metadata: AttentionMetaData,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, H] -> [T, (1 + n) H]; cos and sin float32 [T, 1, R/2]; see FusedDecoder."""
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        embedded = None if embedded is None else embedded.contiguous()
         out, data = x.new_empty(x.shape[0], x.shape[1] * self._num_parts), cache.data
         step: StepArrays = metadata.plan.arrays
         native = _Step(
             x.shape[0],
             step.tokens,
             x.data_ptr(),
+            _pointer(embedded),
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],

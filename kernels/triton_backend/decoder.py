@@ -22,7 +22,13 @@ class TritonDecoder:
         self._layers = DecoderLayers(decoder, backend)
 
     def run(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, metadata: AttentionMetaData
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: DeviceKVCache,
+        metadata: AttentionMetaData,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See FusedDecoder."""
         eps, plan = self._layers.decoder.eps, metadata.plan
@@ -30,4 +36,4 @@ class TritonDecoder:
         def rope_write(qkv: torch.Tensor, layer: DecoderLayer, index: int) -> torch.Tensor:
             return norm_rope_write(qkv, layer.head_norms, eps, cos, sin, cache, index, plan)
 
-        return self._layers.run(x, cache, metadata, rope_write)
+        return self._layers.run(x, cache, metadata, rope_write, embedded)

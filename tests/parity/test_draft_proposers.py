@@ -287,7 +287,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     save_file(weights | {name: torch.cat((weights[name], more[name][384:]))}, padded / "model.safetensors")
     for file in folder.glob("tokenizer*"):
         shutil.copy(file, padded)
-    spec = SpeculativeConfig(K, DRAFT_MODEL, str(padded))
+    spec = SpeculativeConfig(K, DRAFT_MODEL, str(padded), adaptive=False)
     engine = LLMEngine(
         Config(model=str(folder), dtype="float32", max_model_len=96, num_kvcache_blocks=60, speculative_config=spec)
     )
@@ -324,7 +324,7 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
             seq = Sequence(list(range(5, 45)), BLOCK_SIZE, SamplingParams(temperature=1.0), seed=7)
             seq.block_table = [3, 1, 2]
             batch = ScheduledBatch({seq.id: seq}, [40], 40)
-            batch.drafts_wanted = {seq.id: K}
+            batch.drafts_wanted, batch.feeds_draft_model = {seq.id: K}, True
             outputs += [
                 [*out.token_ids.values(), *(out.draft_token_ids or {}).values()] for out in ranks.outputs(batch)
             ]

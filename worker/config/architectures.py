@@ -113,11 +113,15 @@ class DraftModel(Protocol):
         ...
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        """Its states [T, W] for tokens behind the positions int64 [T] and the states at them: [T, H], or its own."""
         ...
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [S, V] of its states [S, H], for the target's ids; -inf for those that it does not draft."""
+        """float32 [S, V] of its states [S, W], for the target's ids; -inf for those that it does not draft."""
+        ...
+
+    def greedy(self, states: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of its states [S, W]."""
         ...
 
 

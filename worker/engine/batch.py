@@ -203,6 +203,7 @@ _FIELDS: Final = (
     "num_spec_step",
     "scheduled_spec_decode_tokens",
     "drafts_wanted",
+    "feeds_draft_model",
     "next_token_ids",
     "digested_blocks",
     "block_copies",
@@ -225,10 +226,10 @@ class ScheduledBatch:
 
      Draft tokens to be verified follow the last token, in `scheduled_tokens` too: `scheduled_spec_decode_tokens`, at
      most `num_spec_step` of a sequence. `drafts_wanted` says, by sequence, how many a runner that drafts proposes for
-     the next step; the block table has slots for them. `next_token_ids` has, for such a runner, the tokens behind the
-     rows of chunks. Deferred output: a row with `from_last_output[i]` was scheduled before its one token was there;
-     `scheduled_tokens[i]` is empty, and the runner takes the token from its last output (`input_tokens`).
-     `num_computed_tokens` regards steps in flight as done.
+     the next step; the block table has slots for them. `feeds_draft_model` says that a draft model takes in the
+     step's rows, and `next_token_ids` has for it the tokens behind the rows of chunks. Deferred output: a row with
+     `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
+     takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
 
      Before it computes, and behind those digests, it makes `block_copies`, one after the other.
 
@@ -265,6 +266,7 @@ class ScheduledBatch:
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.drafts_wanted: dict[int, int] = {}
+        self.feeds_draft_model = False
         self.next_token_ids: dict[int, int] = {}
         self.digested_blocks: dict[int, bytes] = {}
         self.block_copies = block_copies or []

@@ -23,7 +23,7 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
-from worker.engine.cost_probe import measure_step_costs
+from worker.engine.cost_probe import measure_costs
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.engine.load import LoadReport
 from worker.engine.outputs import RequestOutput
@@ -143,7 +143,9 @@ class EngineCore:
         """Measures what steps take by their number of rows, where drafts are weighed by it; before anything else."""
         spec = self.config.speculative_config
         if spec is not None and spec.adaptive:
-            self.scheduler.drafter.lengths.costs = costs = measure_step_costs(self.config, self.executor)
+            lengths = self.scheduler.drafter.lengths
+            lengths.costs, lengths.proposals = measure_costs(self.config, self.executor)
+            costs = lengths.costs
             log.info("step costs measured", ms_by_rows={rows: round(1e3 * s, 2) for rows, s in costs.table.items()})
 
     def validate(self, seq: Sequence) -> None:

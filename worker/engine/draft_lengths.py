@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from worker.engine.draft_savings import DraftSavings
+from worker.engine.proposal_costs import Proposal, ProposalCosts
 from worker.engine.sequence import DraftHistory, DraftRates, Sequence
 from worker.engine.step_costs import StepCosts
 
@@ -39,8 +40,12 @@ _EFFORT_S: Final = 30e-6
 _MOST_EFFORT: Final = 0.005
 # Steps without a look at drafts, at most.
 _LONGEST_REST: Final = 63
-# A sequence whose drafts a model makes asks for some again after so many tokens without.
-_PROBE_EVERY: Final = 64
+# Such a comparison costs more where a model makes drafts: so many steps at least lie between two.
+_LEAST_APART: Final = 16
+_SURPRISE_OF_PROPOSALS: Final = 0.25
+# What the newest step counts in the mean of the time between two; which is taken for no more than so many steps.
+_BETWEEN_WEIGHT: Final = 0.1
+_LONGEST_BETWEEN: Final = 3.0
 _NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
@@ -52,17 +57,25 @@ class DraftLengths:
         adapts: False takes all drafts there are.
 
     Attributes:
+        adapts: as above.
         costs: of steps.
+        proposals: what a model takes that makes drafts.
     """
 
     def __init__(self, most: int, *, adapts: bool) -> None:
         self.costs = StepCosts()
-        self._adapts = adapts
+        self.proposals = ProposalCosts()
+        self.adapts = adapts
+        # Between the end of a step and the begin of the next one: seconds, None before the first.
+        self._between_s: float | None = None
         self._most = most
         self._savings = DraftSavings()
         # Steps with drafts since the last plain one, and the level of costs (StepCosts) then.
         self._num_steps = 0
         self._plain_level = 1.0
+        self._plain_proposals = 1.0
+        # True if the last step has made the drafts that there are now, so that what they took is spent.
+        self._are_made = False
         # Over all sequences: what a new one begins with.
         self._rates = DraftRates()
 
@@ -81,14 +94,14 @@ class DraftLengths:
             rows: of the step, without any draft.
             rates: of sequences whose drafts are others than this has learnt from.
         """
-        if not self._adapts:
+        if not self.adapts:
             return dict(drafts)
-        if self._compares or not self._savings.allows:
+        if self.compares or not (self._are_made or self._savings.allows):
             return {}
         gains = [
             (gain, seq_id)
             for seq_id, own in drafts.items()
-            for gain in self._gains(seqs[seq_id], len(own), rates.get(seq_id))
+            for gain in self.gains(seqs[seq_id], len(own), rates.get(seq_id))
         ]
         gains.sort(key=lambda pair: -pair[0])
         chosen: dict[int, list[int]] = {}
@@ -100,34 +113,86 @@ class DraftLengths:
         """Steps of so many sequences that need no look at drafts behind one that verifies nothing: none where a look
         takes little of a step's time."""
         effort = num_seqs * _EFFORT_S / (_MOST_EFFORT * self.costs.of(num_seqs))
-        return min(int(effort), _LONGEST_REST) if self._adapts else 0
+        return min(int(effort), _LONGEST_REST) if self.adapts else 0
 
     def pays(self, seq: Sequence, num_seqs: int) -> bool:
         """True if drafts of a sequence would be verified in a step of so many, were the others to have none."""
-        if not self._adapts:
+        if not self.adapts:
             return True
-        return self._savings.allows and self._count(self._gains(seq, self._most), num_seqs, num_seqs) > 0
+        return self._savings.allows and self._count(self.gains(seq, self._most), num_seqs, num_seqs) > 0
 
-    def took(self, num_seqs: int, rows: int, duration_s: float) -> None:
-        """A step without prompts has taken so long; those of its drafts that were right are yet to be told."""
-        has_drafts = rows > num_seqs
-        self.costs.note(rows, duration_s, verifies=has_drafts)
+    def took(
+        self,
+        num_seqs: int,
+        rows: int,
+        duration_s: float,
+        wall_s: float | None = None,
+        proposal: Proposal | None = None,
+    ) -> None:
+        """A step without prompts has taken so long; those of its drafts that were right are yet to be told.
+
+        Args:
+            num_seqs: of the step.
+            rows: of the step.
+            duration_s: that it took.
+            wall_s: since the end of the step before it; None if there was none just before.
+            proposal: what a model did for drafts in it; None for nothing.
+        """
+        verifies = rows > num_seqs
+        has_drafts = verifies or proposal is not None
+        if wall_s is not None and wall_s > duration_s and proposal is None:
+            self._note_between(min(wall_s - duration_s, _LONGEST_BETWEEN * duration_s))
+        if proposal is None or not self.proposals.are_known:
+            self.costs.note(rows, duration_s, verifies=verifies)
+        else:
+            step_s = self.costs.verification(rows) if verifies else self.costs.of(rows)
+            self.proposals.note(proposal, (duration_s - step_s) / self.costs.level)
+        self._are_made = proposal is not None and proposal.longest > 0
         self._num_steps = self._num_steps + 1 if has_drafts else 0
         if not has_drafts:
-            self._plain_level = self.costs.level
-        self._savings.step(duration_s, self.costs.of(num_seqs), num_seqs, has_drafts=has_drafts)
+            self._plain_level, self._plain_proposals = self.costs.level, self.proposals.level
+        self._savings.step(
+            max(duration_s, wall_s or 0.0),
+            self.plain_s(num_seqs),
+            num_seqs,
+            has_drafts=has_drafts,
+        )
 
-    def wanted(self, seq: Sequence, most: int) -> int:
-        """Number of drafts that a model is to make for a sequence: one more than pays, or all to find out."""
-        history = seq.draft_history
-        if not self._adapts or history is None or seq.num_tokens % _PROBE_EVERY == 0:
-            return most
-        return min(most, history.num_verified + 1) if history.num_verified else 0
+    def took_in(self, rows: int) -> None:
+        """A model has taken in so many rows of a step with prompts."""
+        self._savings.spent(self.costs.level * self.proposals.of(Proposal(rows)))
+
+    def plain_s(self, num_seqs: int) -> float:
+        """Seconds from a plain step of so many sequences to the next one."""
+        return self.costs.of(num_seqs) + (self._between_s or 0.0)
+
+    def drafting_s(self, rows: int, proposal: Proposal | None = None) -> float:
+        """Seconds from a step of so many rows, which verifies drafts and makes others, to the next one."""
+        made_s = 0.0 if proposal is None else self.costs.level * self.proposals.of(proposal)
+        return self.costs.verification(rows) + made_s + (self._between_s or 0.0)
+
+    @property
+    def least_gain(self) -> float:
+        """Factor by which drafts must promise more tokens per second now."""
+        return _LEAST_FURTHER_GAIN if self._num_steps else _LEAST_GAIN
+
+    @property
+    def owes_nothing(self) -> bool:
+        """True if no more was lost than may be."""
+        return self._savings.allows
+
+    def may_propose(self, proposal: Proposal) -> bool:
+        """True if no more was lost than may be, and what drafts take that the next step may bring back."""
+        return self._savings.allows_beyond(self.costs.level * self.proposals.of(proposal) if self._num_steps else 0.0)
+
+    def _note_between(self, seconds: float) -> None:
+        known = self._between_s
+        self._between_s = seconds if known is None else known + _BETWEEN_WEIGHT * (seconds - known)
 
     def decided(self, seq: Sequence, drafts: list[int], num_verified: int) -> None:
         """A step verifies so many of the drafts behind the newest token of a sequence."""
         history = self._history(seq)
-        if num_verified or not self._compares:
+        if num_verified or not self.compares:
             history.num_verified = num_verified
         if num_verified:
             history.shadow = []
@@ -152,32 +217,45 @@ class DraftLengths:
             history.shadow = []
 
     @property
-    def _compares(self) -> bool:
+    def compares(self) -> bool:
         """True if the next step is a plain one, to compare those with drafts with."""
         surprise = abs(self.costs.level / self._plain_level - 1)
-        return self._num_steps >= _PLAIN_EVERY or (self._num_steps > 0 and surprise > _SURPRISE)
+        of_proposals = abs(self.proposals.level / self._plain_proposals - 1)
+        return (
+            self._num_steps >= _PLAIN_EVERY
+            or (self._num_steps > 0 and surprise > _SURPRISE)
+            or (self._num_steps >= _LEAST_APART and of_proposals > _SURPRISE_OF_PROPOSALS)
+        )
 
     def _count(self, gains: list[float], num_tokens: float, rows: int) -> int:
         """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly
         more than without."""
-        shortest = self.costs.of(rows)
-        least = _LEAST_FURTHER_GAIN if self._num_steps else _LEAST_GAIN
+        between_s = self._between_s or 0.0
+        shortest = self.costs.of(rows) + between_s
+        least = 1.0 if self._are_made else self.least_gain
         best, count = least * num_tokens / shortest, 0
         if num_tokens + sum(gains) <= least * num_tokens:
             return 0
         for i, gain in enumerate(gains[: max(0, self.costs.most_rows(rows) - rows)], 1):
             num_tokens += gain
             # No step is shorter for having more rows.
-            shortest = max(shortest, self.costs.verification(rows + i))
+            shortest = max(shortest, self.costs.verification(rows + i) + between_s)
             if (rate := num_tokens / shortest) > best:
                 best, count = rate, i
         return count
 
-    def _gains(self, seq: Sequence, count: int, known: DraftRates | None = None) -> list[float]:
-        """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing."""
+    def gains(self, seq: Sequence, count: int, known: DraftRates | None = None, doubt: float = 1.0) -> list[float]:
+        """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing.
+
+        Args:
+            seq: behind which they stand.
+            count: how many.
+            known: how often they are right; None for what has been learnt.
+            doubt: part of the wrong ones that are taken for wrong.
+        """
         own = self._rates if seq.draft_history is None else seq.draft_history.rates
         rates = own if known is None else known
-        return list(accumulate((rates.of(position) for position in range(count)), mul))
+        return list(accumulate((1 - doubt * (1 - rates.of(position)) for position in range(count)), mul))
 
     def _history(self, seq: Sequence) -> DraftHistory:
         if seq.draft_history is None:

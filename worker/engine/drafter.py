@@ -19,7 +19,9 @@ from worker.engine.draft_lengths import DraftLengths
 from worker.engine.finished_answers import FinishedAnswers
 from worker.engine.forced_text import ForcedText
 from worker.engine.lifecycle import Lifecycle
+from worker.engine.model_drafts import ModelDrafts
 from worker.engine.ngram_proposer import NgramProposer
+from worker.engine.proposal_costs import Proposal
 from worker.engine.sequence import Sequence
 from worker.engine.step import Step, StepLimits
 
@@ -75,7 +77,7 @@ class Drafter:
         self._limits = limits
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
-        self._in_runner = in_runner
+        self._model = ModelDrafts(lengths) if in_runner else None
         self._rest = 0
         self._forced = ForcedText()
         self.proposer = proposer
@@ -121,21 +123,69 @@ class Drafter:
 
     def ask(self, batch: ScheduledBatch) -> None:
         """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the
-        tokens behind chunks, which a draft model takes in."""
-        if not self._in_runner:
+        tokens behind chunks, which a draft model takes in; nothing if it does not work in this step."""
+        if self._model is None:
+            return
+        wanted: dict[int, int] = {}
+        if not self._model.rests:
+            wanted = self._model.plan(self._most_made(batch), self._lifecycle.live, batch.total_seqs_num)
+        batch.feeds_draft_model = bool(wanted) or (batch.total_seqs_num_prefill > 0 and self._model.works)
+        self._note_missed(batch)
+        if not batch.feeds_draft_model:
             return
         for i, seq in enumerate(batch.columns.rows):
             if not batch.is_final[i] and batch.context_lens[i] < len(seq.token_ids):
                 batch.next_token_ids[seq.id] = seq.token_ids[batch.context_lens[i]]
-            if not batch.is_final[i] or seq.pooling is not None:
-                continue
-            # The step brings one token at least, and so does the next one.
-            own = self.lengths.wanted(seq, self._most(seq))
-            most = min(own, seq.length_limit - seq.num_tokens - seq.num_placeholder - 2)
-            if most > 0:
+            if most := wanted.get(seq.id, 0):
                 needed = batch.num_scheduled_tokens[i] + most - 1
                 self._reserve(seq, min(needed, seq.length_limit - 1 - seq.next_position))
-                batch.drafts_wanted[seq.id] = most
+        batch.drafts_wanted = wanted
+
+    def took(self, batch: ScheduledBatch, duration_s: float, wall_s: float | None) -> None:
+        """Learns what a step took.
+
+        Args:
+            batch: that it has computed.
+            duration_s: that this took.
+            wall_s: since the end of the step before it; None if there was none just before.
+        """
+        if batch.total_seqs_num_prefill:
+            if batch.feeds_draft_model:
+                self.lengths.took_in(batch.total_tokens_num)
+            return
+        made = batch.drafts_wanted
+        proposal = Proposal(batch.total_tokens_num, len(made), max(made.values(), default=0))
+        self.lengths.took(
+            batch.total_seqs_num,
+            batch.total_tokens_num,
+            duration_s,
+            wall_s,
+            proposal if batch.feeds_draft_model else None,
+        )
+
+    def _most_made(self, batch: ScheduledBatch) -> dict[int, int]:
+        """Most drafts that can be made behind each sequence of a step."""
+        found = {}
+        for i, seq in enumerate(batch.columns.rows):
+            if batch.is_final[i] and seq.pooling is None:
+                # The step brings one token at least, and so does the next one.
+                most = min(self._most(seq), seq.length_limit - seq.num_tokens - seq.num_placeholder - 2)
+                if most > 0:
+                    found[seq.id] = most
+        return found
+
+    @staticmethod
+    def _note_missed(batch: ScheduledBatch) -> None:
+        """Counts the tokens that the draft model does not take in, since a sequence's first row."""
+        if batch.is_plain_decode:
+            for seq in () if batch.feeds_draft_model else batch.columns.rows:
+                seq.num_missed += 1
+            return
+        for i, seq in enumerate(batch.columns.rows):
+            if batch.num_computed_tokens[i] == seq.num_cached_tokens:
+                seq.num_missed = 0
+            if not batch.feeds_draft_model:
+                seq.num_missed += batch.num_scheduled_tokens[i]
 
     def expects(self, seq: Sequence) -> bool:
         """True if a sequence whose newest token is in flight will have drafts behind it, as far as can be told."""
@@ -167,7 +217,7 @@ class Drafter:
         """Drafts that are proposed for the sequences that a step decodes, unless it does not pay now."""
         if not self._limits.mtp_k:
             return {}
-        if self._rest > 0 and not self._in_runner:
+        if self._rest > 0 and self._model is None:
             self._rest -= 1
             return {}
         guessed = {seq.id: found for seq in decodes if (found := self._drafts(seq))}

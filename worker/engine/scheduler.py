@@ -8,7 +8,7 @@ waits, decodes leave it PREFILL_SHARE of the budget.
 
 The parts answer one question each: where a sequence is (lifecycle.py), which prompt tokens a step computes
 (prompt_filler.py), which decodes (decode_filler.py), which drafts behind them (drafter.py) and how many
-(draft_lengths.py), who waits for another's prefix (prefix_followers.py), how fast prompts are computed
+(draft_lengths.py, model_drafts.py), who waits for another's prefix (prefix_followers.py), how fast prompts are computed
 (prefill_meter.py), what a step's output does (landing.py), how much is there to do (load.py). The invariants of each
 stand there. Those of the whole, checked by `check_integrity`:
 - a step computes at most `max_num_batched_tokens` tokens;
@@ -98,6 +98,9 @@ class Scheduler:
         self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
         self.spec_stats, self.forced_stats = self.landing.spec_stats, self.landing.forced_stats
         self._num_prefill_steps = 0
+        # The end of the newest step, None if there was nothing more to do; and what the step took that now has ended.
+        self._ended: float | None = None
+        self._duration_s: float | None = None
 
     # Entrances and exits.
 
@@ -216,10 +219,9 @@ class Scheduler:
         return batch, step.seqs
 
     def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Takes note of how long a batch took, which is what `last_prompt_latency` means."""
+        """Takes note of how long a batch took, before `postprocess`; that is what `last_prompt_latency` means."""
         self.meter.note(batch, duration_s)
-        if not batch.total_seqs_num_prefill:
-            self.drafter.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s)
+        self._duration_s = duration_s
 
     @property
     def last_prompt_latency(self) -> float:
@@ -247,7 +249,11 @@ class Scheduler:
         Returns:
             The sequences that have ended, whose blocks are free.
         """
+        if self._duration_s is not None:
+            self.drafter.took(batch, self._duration_s, None if self._ended is None else now - self._ended)
+            self._duration_s = None
         finished = self.landing.take(seqs, batch, fwd_output, now)
+        self._ended = now if self.lifecycle.live else None
         self.drafter.note_forced(batch, fwd_output.forced_token_ids or {})
         if self._answers is not None:
             for seq in finished:

@@ -185,6 +185,7 @@ class Sequence:
         "num_computed_tokens",
         "num_given_tokens",
         "num_inflight_tokens",
+        "num_missed",
         "num_placeholder",
         "num_preemptions",
         "num_prompt_tokens",
@@ -294,8 +295,9 @@ class Sequence:
         self.publish_at = math.inf
         # True if it runs and may need more blocks than it has.
         self.may_grow = False
-        # Drafts of the runner behind the newest token.
+        # Drafts of the runner behind the newest token, and tokens that its draft model has not taken in.
         self.spec_token_ids: list[int] = []
+        self.num_missed = 0
         self.draft_history: DraftHistory | None = None
         # True while a step in flight verifies its drafts, or brings it some.
         self.awaits_output = False

@@ -76,7 +76,7 @@ class DraftRunner:
     def run(
         self, forward: Forward, rows: DraftRows, states: torch.Tensor, kv_cache_data: Mapping[str, KVCacheTensor]
     ) -> torch.Tensor:
-        """Result of `forward`, [T, H], over the rows and states of them; their keys and values are stored."""
+        """Result of `forward`, [T, W], over the rows and states of them; their keys and values are stored."""
         cache = kv_cache_data[self._kv_names[0]].cache
         metadata, positions = self._metadata(rows)
         metadata.plan = self._kernels.attention.plan(metadata, cache, self._num_heads)
@@ -94,9 +94,10 @@ class DraftRunner:
     def _metadata(self, rows: DraftRows) -> tuple[AttentionMetaData, Ints]:
         """Without its plan; and the positions of the rows."""
         size = self._config.kv_cache_block_size
-        ends = np.cumsum(rows.counts)
-        sequences = np.repeat(np.arange(len(rows.counts)), rows.counts)
-        positions = np.arange(ends[-1]) + np.repeat(rows.starts - (ends - rows.counts), rows.counts)
+        ends, positions, sequences = np.cumsum(rows.counts), rows.starts, np.arange(len(rows.counts))
+        if ends[-1] > len(ends):
+            sequences = np.repeat(sequences, rows.counts)
+            positions = np.arange(ends[-1]) + np.repeat(rows.starts - (ends - rows.counts), rows.counts)
         lengths = rows.starts + rows.counts
         tables = self._tables.of_step(rows.tables, -(-lengths // size))
         blocks, offsets = np.divmod(positions, size)

@@ -151,6 +151,8 @@ class ModelProposer:
         self, step: SampledStep, drafts: dict[int, list[int]], going: list[int], states: torch.Tensor
     ) -> list[int]:
         """The next draft of each of these sequences."""
+        if step.batch.is_greedy:
+            return self._model.greedy(states, self._sampled_ids).tolist()
         logits = self._model.compute_logits(states)
         logits[:, self._sampled_ids :] = -torch.inf
         positions = np.array([step.num_tokens(i) + len(drafts[i]) for i in going], np.int64)
@@ -214,6 +216,10 @@ class SmallModel:
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of its states [S, H]."""
         return self._model.compute_logits(states)
+
+    def greedy(self, states: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of its states [S, H]."""
+        return self._model.greedy(states, limit)
 
 
 class SmallModelProposer(ModelProposer):

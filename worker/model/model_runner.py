@@ -241,9 +241,11 @@ class ModelRunner:
         seq = Sequence(tokens, self.config.kv_cache_block_size, pooling=pooling)
         seq.block_table = list(range(seq.num_blocks))
         with self.scratch_kv_cache(seq.num_blocks):
-            self.forward(ScheduledBatch({seq.id: seq}, [seq.num_tokens], seq.num_tokens))
-            seq.num_computed_tokens = seq.num_tokens - 1
-            self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
+            for num_tokens in (seq.num_tokens, 1):
+                seq.num_computed_tokens = seq.num_tokens - num_tokens
+                batch = ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
+                batch.feeds_draft_model = True
+                self.forward(batch)
         spec = self.config.speculative_config
         if spec is None and self._may_force:
             # On every rank: they compute it together.
@@ -306,6 +308,8 @@ class ModelRunner:
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
+            if self.draft_proposer is not None:
+                self.kernels.kv_cache.copy_blocks(self._pool.draft_cache, batch.block_copies)
             final, before_targets, hidden = self._states(step)
             pooled = self.sampler.pooled(batch, hidden[:, : self.model_config.hidden_size], self.model.classifier)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
@@ -319,7 +323,7 @@ class ModelRunner:
                 digests = self.sampler.digests(batch, rows, logits)
                 ids, logprobs = self.sampler.draw(batch, rows, logits)
         last = self.sampler.keep(rows, ids, digests, logprobs, given, kv_digests, pooled)
-        if self.draft_proposer is not None:
+        if self.draft_proposer is not None and batch.feeds_draft_model:
             self._draft(self.draft_proposer, batch, step, last, hidden)
         self.sampler.end_complete(batch)
         forced = self.sampler.forced(batch) if self.forces else {}
@@ -335,7 +339,6 @@ class ModelRunner:
         hidden: torch.Tensor,
     ) -> None:
         """Lets a draft model propose behind the tokens, for which the launch waits: each sequence that drafts does."""
-        self.kernels.kv_cache.copy_blocks(self._pool.draft_cache, batch.block_copies)
         total = step.metadata.num_tokens
         token_ids = step.token_ids[:total].cpu().numpy()
         drawn = SampledStep(batch, last.output.token_ids, token_ids, hidden[:total], self._pool.draft_data)
@@ -367,7 +370,7 @@ class ModelRunner:
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
         )
-        if self.draft_proposer is not None:
+        if self.draft_proposer is not None and batch.feeds_draft_model:
             metadata.wanted_rows = None
         captured = (
             self._graphs is not None and batch.is_decode and self._graphs.fits(len(lengths), batch.num_spec_step + 1)

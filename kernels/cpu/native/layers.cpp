@@ -41,17 +41,22 @@ struct Decoder {
   const void* norm;
   const DecoderLayer* layers;
   int64_t num_layers;
-  // Layers before which the residual stream is given too.
+  // Layers before which the residual stream is given too; their number stands for behind the last one.
   const int64_t* aux_layers;
   int64_t num_aux;
+  // Of a layer that drafts, else null: the norm of x, which its attention takes beside the normed embeddings; and whether
+  // the residual stream begins with the normed x.
+  const void* stream_norm;
+  int64_t norms_first;
 };
 
-// x: [rows, hidden], of which the first `tokens` rows are tokens; cos, sin: [rows, half]; out: [rows, (1 + aux) * hidden],
+// x: [rows, hidden], of which the first `tokens` rows are tokens; embedded: likewise, of a layer that drafts; cos, sin: [rows, half]; out: [rows, (1 + aux) * hidden],
 // hidden states after the last norm and beside them the residual streams before the `aux_layers`.
 struct DecoderStep {
   int64_t rows;
   int64_t tokens;
   const void* x;
+  const void* embedded;
   const float* cos;
   const float* sin;
   int64_t half;
@@ -133,6 +138,7 @@ class Run {
         k_width_(step.kv_heads * step.dim),
         qkv_width_(q_width_ + 2 * k_width_),
         hidden_stride_(spread(dtype_, model.hidden)),
+        pair_stride_(spread(dtype_, 2 * model.hidden)),
         attended_stride_(spread(dtype_, q_width_)),
         inner_stride_(spread(dtype_, model.inner)),
         out_stride_((1 + model.num_aux) * model.hidden),
@@ -146,9 +152,13 @@ class Run {
     const void* residual = nullptr;
     for (int64_t layer = 0; layer < model_.num_layers; layer++) {
       const DecoderLayer& weights = model_.layers[layer];
-      norm(x, residual, weights.input_norm, normed_, hidden_stride_);
-      if (!remember(weights, layer)) return false;
-      if (!residual) residual = step_.x;
+      const bool drafts = model_.stream_norm && layer == 0;
+      if (drafts)
+        pair(weights);
+      else
+        norm(x, residual, weights.input_norm, normed_, hidden_stride_);
+      if (!remember(weights, layer, drafts ? pair_stride_ : hidden_stride_)) return false;
+      if (!residual) residual = drafts && model_.norms_first ? residual_ : step_.x;
       give_aux(layer, residual);
       // Of the last layer most rows of prompts are asked for their keys and values alone.
       if (leaves_out() && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
@@ -160,6 +170,7 @@ class Run {
       x = output_;
     }
     norm(x, residual, model_.norm, step_.out, out_stride_);
+    give_aux(model_.num_layers, residual_);
     if (leaves_out()) spread_wanted(step_.out);
     return true;
   }
@@ -168,7 +179,8 @@ class Run {
   bool allocate() {
     const int64_t rows = step_.rows;
     Arrays arrays(dtype_);
-    const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(padded_rows(rows) * hidden_stride_);
+    const int64_t normed_stride = model_.stream_norm ? pair_stride_ : hidden_stride_;
+    const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(padded_rows(rows) * normed_stride);
     const int64_t output = arrays.add(rows * model_.hidden), qkv = arrays.add(rows * qkv_width_);
     const int64_t q = arrays.add(rows * q_width_), k = arrays.add(rows * k_width_);
     const int64_t attended = arrays.add(padded_rows(rows) * attended_stride_);
@@ -190,6 +202,16 @@ class Run {
     const Norm work{dtype_, x, rows_, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
                     static_cast<float>(model_.eps), out, out_stride, residual_};
     share(kernels().norm_tasks(work), kernels().norm, work);
+  }
+
+  // The first layer of a model that drafts: normed embeddings, and beside them normed states.
+  void pair(const DecoderLayer& weights) const {
+    norm(step_.embedded, nullptr, weights.input_norm, normed_, pair_stride_);
+    void* states = offset(normed_, dtype_, model_.hidden);
+    norm(step_.x, nullptr, model_.stream_norm, states, pair_stride_);
+    for (int64_t row = 0; model_.norms_first && row < rows_; row++)
+      std::memcpy(offset(residual_, dtype_, row * model_.hidden), offset(states, dtype_, row * pair_stride_),
+                  model_.hidden * size_of(dtype_));
   }
 
   // Of rows of `x` that are padded to whole tiles; rows of y follow each other.
@@ -242,8 +264,8 @@ class Run {
   void* values_of(int64_t layer) const { return offset(step_.values, step_.kv_dtype, layer * step_.layer_stride); }
 
   // Queries, and keys and values into the cache.
-  bool remember(const DecoderLayer& weights, int64_t layer) const {
-    if (!multiply(product(weights.qkv, normed_, hidden_stride_, rows_, qkv_))) return false;
+  bool remember(const DecoderLayer& weights, int64_t layer, int64_t stride) const {
+    if (!multiply(product(weights.qkv, normed_, stride, rows_, qkv_))) return false;
     const HeadCall call{*this, weights, keys_of(layer), values_of(layer)};
     share((rows_ + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, call);
     return true;
@@ -287,11 +309,11 @@ class Run {
                    model_.hidden * size_of(dtype_));
   }
 
-  // The residual stream before a layer, if it is asked for: of all rows, beside the hidden states.
+  // The residual stream before a layer, if it is asked for: of all rows that there are still, beside the hidden states.
   void give_aux(int64_t layer, const void* stream) const {
     for (int64_t aux = 0; aux < model_.num_aux; aux++) {
       if (model_.aux_layers[aux] != layer) continue;
-      for (int64_t row = 0; row < step_.rows; row++)
+      for (int64_t row = 0; row < rows_; row++)
         std::memcpy(offset(step_.out, dtype_, row * out_stride_ + (1 + aux) * model_.hidden),
                     offset(stream, dtype_, row * model_.hidden), model_.hidden * size_of(dtype_));
     }
@@ -320,6 +342,8 @@ class Run {
   const int64_t qkv_width_;
   // Of rows that are multiplied next.
   const int64_t hidden_stride_;
+  // Likewise, of two that stand side by side.
+  const int64_t pair_stride_;
   const int64_t attended_stride_;
   const int64_t inner_stride_;
   // Of rows of the result.

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from kernels.interface import KVSpec
+from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
 from worker.config.model_config import ModelConfig, ModelError
+from worker.model.forward_context import get_forward_context
 from worker.model.layers.build import Build
 from worker.model.layers.embedding import Embedding, LMHead, head_weight
 from worker.model.layers.linear import WHOLE, ColumnLinear
@@ -107,6 +108,36 @@ class Eagle3Head:
         narrow = replace(build, config=replace(config, vocab_size=own.draft_vocab_size))
         self._head = LMHead(narrow, head_weight(narrow, "lm_head"))
         self._target_ids = build.kept.keep(_TO_TARGET, lambda: _target_ids(build, own.draft_vocab_size))
+        # True if draft ids are the target's.
+        self._drafts_all = torch.equal(self._target_ids.cpu(), torch.arange(config.vocab_size))
+        self._fused = self._fuse(build)
+
+    def _fuse(self, build: Build) -> FusedDecoder | None:
+        """The layer as one operation, where there is one."""
+        config, shard, attention = build.config, build.shard, self._attention
+        layer = DecoderLayer(
+            input_norm=self._input_norm.weight,
+            qkv=attention.qkv.packed,
+            head_norms=None,
+            window=None,
+            sinks=None,
+            out=attention.out.packed,
+            post_norm=self._post_norm.weight,
+            gate_up=self._mlp.gate_up.packed,
+            down=self._mlp.down.packed,
+        )
+        decoder = Decoder(
+            (layer,),
+            self._norm.weight,
+            config.rms_norm_eps,
+            length(shard.part(config.num_attention_heads, "num_attention_heads")),
+            config.head_dim**-0.5,
+            shard.collectives.all_reduce if shard.size > 1 else None,
+            aux_layers=(1,),
+            stream_norm=self._hidden_norm.weight,
+            norms_first=self._norms_first,
+        )
+        return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
 
     def share(self, embedding: Embedding) -> None:
         """Works with the target's embedding where it has none of its own.
@@ -174,19 +205,33 @@ class Eagle3Head:
         return self._combine(states[:, -self._aux_width :])
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        """States [T, 2H], normed ones beside its own: of the tokens behind the positions int64 [T], and the states at
+        them, which are the last H of each row."""
         assert self.embedding is not None
+        embedded, cos_sin, states = self.embedding(token_ids), self._rotary(positions), states[:, -self._hidden_size :]
+        if self._fused is not None:
+            context = get_forward_context()
+            cache = context.kv_cache_data[self.kv_names[0]].cache
+            return self._fused.run(states, *cos_sin, cache, context.attn_metadata, embedded)
         normed = self._hidden_norm(states)
         residual = normed if self._norms_first else states
-        both = torch.cat((self._input_norm(self.embedding(token_ids)), normed), dim=1)
-        x, residual = self._post_norm.add(self._attention(both, self._rotary(positions)), residual)
-        return self._mlp(x) + residual
+        both = torch.cat((self._input_norm(embedded), normed), dim=1)
+        x, residual = self._post_norm.add(self._attention(both, cos_sin), residual)
+        return torch.cat(self._norm.add(self._mlp(x), residual), dim=1)
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [S, V] over the target's ids; -inf for those that are not drafted."""
-        logits = self._head(self._norm(states))
+        """float32 [S, V] over the target's ids, of states [S, 2H]; -inf for those that are not drafted."""
+        logits = self._head(states[:, : self._hidden_size])
+        if self._drafts_all:
+            return logits
         every = logits.new_full((len(logits), self._vocab_size), -math.inf)
         return every.index_copy_(1, self._target_ids, logits)
+
+    def greedy(self, states: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of states [S, 2H]."""
+        if self._drafts_all:
+            return self._head.greedy(states[:, : self._hidden_size], limit)
+        return self.compute_logits(states)[:, :limit].argmax(dim=1)
 
 
 def _target_ids(build: Build, count: int) -> torch.Tensor:

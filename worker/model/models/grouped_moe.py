@@ -128,6 +128,10 @@ class MtpLayer:
         """float32 [S, V] of its states [S, H]."""
         return self._head(self._norm(states))
 
+    def greedy(self, states: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of its states [S, H]."""
+        return self._head.greedy(self._norm(states), limit)
+
 
 def _num_mtp_layers(config: ModelConfig) -> int:
     return config.count("num_nextn_predict_layers", 0, least=0)

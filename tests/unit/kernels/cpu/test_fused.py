@@ -16,6 +16,7 @@ import torch
 from common.config import Config
 from kernels.cpu import instruction_sets, library
 from kernels.cpu.backend import CpuBackend
+from kernels.decoder_layers import DecoderLayers
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KVSpec
 from kernels.torch_backend.attention import PagedKVCache
 from tests.checkpoints import make_checkpoint
@@ -199,6 +200,43 @@ def test_residual_streams_stand_beside_the_states(
             actual = fused.run(x, angles.cos(), angles.sin(), other.cache, step)
             assert torch.equal(actual[:, kind.hidden :], expected[:, kind.hidden :])
             assert torch.equal(actual[wanted, : kind.hidden], expected[wanted, : kind.hidden])
+
+
+@pytest.mark.parametrize("norms_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_that_drafts_takes_embeddings_beside_states(
+    threads: CDLL, dtype: torch.dtype, norms_first: bool
+) -> None:
+    """To the bit as by single operations; the stream behind it stands beside its normed states."""
+    kind = KINDS["whole tiles"]
+    one, other = (Model(kind, dtype, dtype) for _ in range(2))
+    width = kind.heads * kind.dim + 2 * kind.kv_heads * kind.dim
+    layer = replace(one.decoder.layers[0], qkv=one.packed(width, 2 * kind.hidden))
+    decoder = replace(
+        one.decoder, layers=(layer,), aux_layers=(1,), stream_norm=1 + one.drawn(kind.hidden), norms_first=norms_first
+    )
+    fused, layers = other.backend.fuse_decoder(decoder, dtype), DecoderLayers(decoder, one.backend)
+    assert fused is not None
+    for spans in STEPS:
+        rows = sum(end - begin for begin, end in spans) + kind.padding
+        x, embedded = one.drawn(rows, kind.hidden), one.drawn(rows, kind.hidden)
+        angles, step = torch.rand(rows, 1, kind.rotary // 2) * 6, one.step(spans)
+
+        def rope_write(
+            qkv: torch.Tensor, _: DecoderLayer, index: int, angles: torch.Tensor = angles, step: Any = step
+        ) -> torch.Tensor:
+            heads = qkv.view(len(qkv), -1, kind.dim)
+            q, k, v = heads.split_with_sizes([kind.heads, kind.kv_heads, kind.kv_heads], dim=1)
+            q, k = one.backend.elementwise.rope(q, k, angles.cos(), angles.sin())
+            one.backend.attention.write(one.cache, index, k, v, step)
+            return q
+
+        expected = layers.run(x, one.cache, step, rope_write, embedded)
+        actual = fused.run(x, angles.cos(), angles.sin(), other.cache, other.step(spans), embedded)
+        assert actual.shape == (rows, 2 * kind.hidden)
+        assert torch.equal(actual, expected)
+        stream = actual[:, kind.hidden :]
+        assert torch.equal(actual[:, : kind.hidden], one.backend.elementwise.rms_norm(stream, decoder.norm, 1e-5))
 
 
 @pytest.mark.parametrize("all_reduce", [None, lambda x: x * 1.5], ids=["alone", "ranks"])

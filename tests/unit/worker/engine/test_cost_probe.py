@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
+from common.config_parts import DRAFT_MODEL, NGRAM
 from worker.engine import cost_probe
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
-from worker.engine.cost_probe import measure_step_costs
+from worker.engine.cost_probe import measure_costs
+from worker.engine.proposal_costs import Proposal
 
 SIZE = 16
 
@@ -30,33 +31,43 @@ class Timed:
         assert len(used) == len(set(used)), "two sequences write a block"
         self.shapes.append((len(batch.req_ids), batch.total_tokens_num))
         self.now += 0.01 + 0.001 * batch.total_tokens_num + 0.005 * (batch.num_spec_step > 0)
+        if batch.feeds_draft_model:
+            self.now += 0.002 + 0.003 * max(batch.drafts_wanted.values())
         return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (7,)))
 
 
-def engine(runner: Timed, num_blocks: int = 500, *, adaptive: bool = True) -> EngineCore:
-    spec = SpeculativeConfig(3, NGRAM, adaptive=adaptive)
+def engine(runner: Timed, num_blocks: int = 500, *, adaptive: bool = True, method: str = NGRAM) -> EngineCore:
+    spec = SpeculativeConfig(3, method, "" if method == NGRAM else "model", adaptive=adaptive)
     config = Config(eos_token_id=0, num_kvcache_blocks=num_blocks, max_model_len=96, speculative_config=spec)
     return EngineCore(config, runner, runner)
 
 
 def test_costs_are_those_of_the_clock() -> None:
     core = engine(Timed())
-    costs = measure_step_costs(core.config, core.executor)
+    costs, _ = measure_costs(core.config, core.executor)
     assert costs.table == pytest.approx({rows: 0.01 + 0.001 * rows for rows in costs.table})
     assert {1, 8, 32} <= costs.table.keys()
     assert costs.verification(8) == pytest.approx(0.023)
 
 
+def test_what_a_models_drafts_take_is_told_from_the_rest() -> None:
+    core = engine(Timed(), method=DRAFT_MODEL)
+    costs, proposals = measure_costs(core.config, core.executor)
+    assert costs.of(8) == pytest.approx(0.018)
+    assert [proposals.of(Proposal(rows, rows, 2)) for rows in (1, 8, 32)] == pytest.approx([0.008] * 3)
+    assert measure_costs(engine(runner := Timed()).config, engine(runner).executor)[1].of(Proposal(8, 8, 2)) == 0.0
+
+
 def test_sizes_are_those_that_the_pool_has_blocks_for() -> None:
     core = engine(Timed(), 40)
-    assert max(measure_step_costs(core.config, core.executor).table) == 12
+    assert max(measure_costs(core.config, core.executor)[0].table) == 12
 
 
 def test_it_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_probe, "_MOST_S", 0.05)
     runner = Timed()
     core = engine(runner)
-    assert measure_step_costs(core.config, core.executor).table.keys() == {1, 2, 4, 8}
+    assert measure_costs(core.config, core.executor)[0].table.keys() == {1, 2, 4, 8}
     assert runner.now < 0.1
 
 

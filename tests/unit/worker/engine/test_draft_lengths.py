@@ -249,7 +249,7 @@ def test_choices_are_beginnings_of_what_there_is(
     chosen = lengths.choose(drafts, seqs, len(seqs))
     assert all(own and drafts[seq_id][: len(own)] == own for seq_id, own in chosen.items())
     count = sum(map(len, chosen.values()))
-    expected = len(seqs) + sum(sum(lengths._gains(seqs[seq_id], len(own))) for seq_id, own in chosen.items())
+    expected = len(seqs) + sum(sum(lengths.gains(seqs[seq_id], len(own))) for seq_id, own in chosen.items())
     if count:
         # What was measured says that it pays.
         assert expected / lengths.costs.of(len(seqs) + count) > len(seqs) / lengths.costs.of(len(seqs))

@@ -58,6 +58,7 @@ NAMES = (
         "from_last_output",
         "scheduled_spec_decode_tokens",
         "drafts_wanted",
+        "feeds_draft_model",
         "next_token_ids",
         "targets",
         "logprob_params",

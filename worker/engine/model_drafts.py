@@ -1,0 +1,132 @@
+"""Decides when a model makes drafts, behind which sequences and how many. Pure, no clock.
+
+Such a model takes time of its own: it takes in the rows of steps, and makes one draft after the other. So it works only
+while drafts bring more tokens in the time than steps without it, by all that is measured (draft_lengths.py): what its
+work takes, what steps take, the time between two steps, and how often drafts are right. While it does not work steps
+are plain ones, as if there were no such model.
+
+What it has not taken in of a sequence makes its drafts worse, and no token another: a sequence of which that is much is
+left alone. A prediction may be wrong, and what it stands on may change. So now and then, when nothing is owed, the
+model works for a few steps whatever is predicted, less often where that has brought nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from worker.engine.draft_lengths import DraftLengths
+from worker.engine.proposal_costs import Proposal
+from worker.engine.sequence import Sequence
+
+# Part of a sequence's tokens that the model need not have taken in.
+_MOST_MISSED: Final = 1 / 8
+# Plain steps between two looks at what drafts would bring.
+_LOOK_EVERY: Final = 8
+# Steps of a trial, and plain ones between two: at first, and at most.
+_TRIAL: Final = 8
+_SHORTEST_REST: Final = 64
+_LONGEST_REST: Final = 2048
+
+
+class ModelDrafts:
+    """Number of drafts that a model makes.
+
+    Args:
+        lengths: what drafts cost and bring.
+
+    Attributes:
+        works: True if the model takes in the rows of prompts.
+    """
+
+    def __init__(self, lengths: DraftLengths) -> None:
+        self._lengths = lengths
+        self.works = True
+        # Plain steps left until the next look.
+        self._unwatched = 0
+        # Steps left of a trial, and plain ones until the next one.
+        self._trial = 0
+        self._until_trial = 0
+        self._rest = _SHORTEST_REST
+
+    @property
+    def rests(self) -> bool:
+        """True if the next step makes no drafts, whatever its sequences; asked once for each step."""
+        self._unwatched = max(0, self._unwatched - 1)
+        self._until_trial -= self._unwatched > 0
+        return self._unwatched > 0
+
+    def plan(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> dict[int, int]:
+        """Number of drafts that a step makes behind each sequence; none if the model does not work in it.
+
+        Args:
+            most: drafts that a sequence has slots for, and wants.
+            seqs: the sequences.
+            num_seqs: of the step.
+        """
+        lengths = self._lengths
+        if not lengths.adapts:
+            return dict(most)
+        fit = {seq_id: count for seq_id, count in most.items() if has_taken_in(seqs[seq_id])}
+        if not fit or lengths.compares:
+            return {}
+        count = self._number(fit, seqs, num_seqs)
+        self.works = count > 0
+        self._unwatched = 0 if count else _LOOK_EVERY
+        return {seq_id: min(own, count) for seq_id, own in fit.items()} if count else {}
+
+    def _number(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
+        """Most drafts of a sequence; 0 for a plain step."""
+        if not self._lengths.may_propose(Proposal(num_seqs, len(most), max(most.values()))):
+            self._end_trial()
+            return 0
+        if count := self._best(most, seqs, num_seqs, doubt=1.0):
+            self._trial, self._rest = 0, _SHORTEST_REST
+            return count
+        return self._tried(most, seqs, num_seqs)
+
+    def _tried(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
+        """Drafts of a trial's step, as many as would bring most if they were wrong half as often; 0 without a trial."""
+        if self._trial == 0:
+            self._until_trial -= 1
+            if self._until_trial > 0 or not self._lengths.owes_nothing:
+                return 0
+            self._trial = _TRIAL
+        count = self._best(most, seqs, num_seqs, doubt=0.5)
+        self._trial -= 1
+        if count == 0 or self._trial == 0:
+            self._end_trial()
+        return count
+
+    def _end_trial(self) -> None:
+        """Begins a rest, longer than the one before."""
+        if self._trial or self._until_trial <= 0:
+            self._trial, self._until_trial = 0, self._rest
+            self._rest = min(2 * self._rest, _LONGEST_REST)
+
+    def _best(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int, doubt: float) -> int:
+        """Most drafts of a sequence with which steps bring most tokens in the time; 0 if hardly more than without.
+
+        Args:
+            most: drafts of each sequence.
+            seqs: the sequences.
+            num_seqs: of the step.
+            doubt: part of the wrong drafts that are taken for wrong.
+        """
+        lengths = self._lengths
+        gains = {seq_id: lengths.gains(seqs[seq_id], own, doubt=doubt) for seq_id, own in most.items()}
+        best, count = lengths.least_gain * num_seqs / lengths.plain_s(num_seqs), 0
+        tokens, rows = float(num_seqs), num_seqs
+        for number in range(1, max(most.values()) + 1):
+            for own in gains.values():
+                if number <= len(own):
+                    tokens, rows = tokens + own[number - 1], rows + 1
+            seconds = lengths.drafting_s(rows, Proposal(rows, len(most), number))
+            if (rate := tokens / seconds) > best:
+                best, count = rate, number
+        return count
+
+
+def has_taken_in(seq: Sequence) -> bool:
+    """True if the model has taken in nearly all of a sequence."""
+    return seq.num_missed <= _MOST_MISSED * seq.num_tokens
