@@ -170,6 +170,31 @@ def router_process(*arguments: str, environment: dict[str, str] | None = None) -
     )
 
 
+@contextlib.asynccontextmanager
+async def draining_process() -> AsyncIterator[tuple[subprocess.Popen[str], InferenceServiceAsyncStub]]:
+    """A router that serves, as a process, and a client; behind it the process must end with 0."""
+    worker = FakeWorker(FILES)
+    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
+    try:
+        address = await asyncio.to_thread(listening_address, process)
+        async with grpc.aio.insecure_channel(address) as channel:
+            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+            yield process, InferenceServiceStub(channel)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        await worker.stop()
+
+
+def log_of(process: subprocess.Popen[str]) -> str:
+    """What a process that has ended has written since it listened."""
+    assert process.stderr is not None
+    with process.stderr as log:
+        return log.read()
+
+
 def listening_address(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -17,6 +17,7 @@ from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.router_bench import (
     FILES,
     TOKENIZER,
+    Bench,
     bench,
     collect,
     detail,
@@ -240,12 +241,18 @@ async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anythin
         await b.empty()
 
 
+async def begun_at_one(b: Bench, max_tokens: int) -> tuple[Any, Any, FakeWorker]:
+    """A call, its first part, and the worker that makes it."""
+    call = b.stub.Generate(request(params={"max_tokens": max_tokens}))
+    first = await call.read()
+    (worker,) = [worker for worker in b.workers if worker.submitted]
+    return call, first, worker
+
+
 async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
-        call = b.stub.Generate(request(params={"max_tokens": 800}))
-        first = await call.read()
-        (silent,) = [worker for worker in (one, two) if worker.submitted]
+        call, first, silent = await begun_at_one(b, 800)
         silent.silent = True
         parts = [first, *await collect(call)]
         assert [i for part in parts for i in part.token_ids] == one.answer(silent.submitted[0])[:800]
@@ -391,9 +398,7 @@ async def test_an_output_that_is_no_number_ends_its_request_alone() -> None:
 async def test_what_a_worker_gives_up_goes_on_elsewhere() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
-        call = b.stub.Generate(request(params={"max_tokens": 500}))
-        first = await call.read()
-        (leaving,) = [worker for worker in (one, two) if worker.submitted]
+        call, first, leaving = await begun_at_one(b, 500)
         leaving.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_CANCELLED, message="drained")
         await until(lambda: not leaving.running)
         leaving.end_with = None

@@ -16,7 +16,6 @@ import grpc
 import pytest
 import structlog
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import LogCapture
@@ -37,10 +36,10 @@ from tests.e2e.router_bench import (
     Bench,
     bench,
     collect,
+    draining_process,
     error_of,
-    listening_address,
+    log_of,
     request,
-    router_process,
     until,
 )
 from tests.e2e.worker_bench import ENDLESS, options, running
@@ -445,25 +444,14 @@ async def test_calls_with_many_texts_count_the_tokens_of_all(
 
 async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
     """C2: a router that is told twice to end still says whose streams it cut."""
-    worker = FakeWorker(FILES)
-    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "30s")
-    try:
-        address = await asyncio.to_thread(listening_address, process)
-        async with grpc.aio.insecure_channel(address) as channel:
-            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60):
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
-            call = InferenceServiceStub(channel).Generate(asked, wait_for_ready=True, timeout=30)
-            await call.read()
-            process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            await error_of(call)
-        _, log = await asyncio.to_thread(process.communicate, timeout=60)
-    finally:
-        process.kill()
-        await worker.stop()
+    async with draining_process() as (process, stub):
+        call = stub.Generate(request("secret words", request_id="cut", params={"max_tokens": 4000}), timeout=60)
+        await call.read()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        await error_of(call)
+    log = log_of(process)
     (line,) = [line for line in map(json.loads, log.splitlines()) if line.get("request_id") == "cut"]
     assert (line["event"], line["status"], line["reason"]) == ("request ended", "ABORTED", "ROUTER_ENDING")
     assert "secret" not in log

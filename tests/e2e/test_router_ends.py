@@ -16,9 +16,8 @@ import grpc
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
-from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from common.rpc.durations import to_duration
 from tests.e2e.fake_worker import FakeWorker, short
@@ -28,9 +27,10 @@ from tests.e2e.router_bench import (
     collect,
     detail,
     details_of,
+    draining_process,
     error_of,
     leftovers,
-    listening_address,
+    log_of,
     request,
     router_process,
     until,
@@ -128,40 +128,23 @@ async def test_what_an_admin_watches_ends_with_the_router() -> None:
 
 
 async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
-    worker = FakeWorker(FILES)
-    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
-    address = await asyncio.to_thread(listening_address, process)
-    async with grpc.aio.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=60):
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                break
-        call = InferenceServiceStub(channel).Generate(request("secret words", params={"max_tokens": 200}))
+    async with draining_process() as (process, stub):
+        call = stub.Generate(request("secret words", params={"max_tokens": 200}))
         await call.read()
         process.send_signal(signal.SIGTERM)
         assert (await collect(call))[-1].finish.usage.completion_tokens == 200
-    assert await asyncio.to_thread(process.wait, 60) == 0
-    assert process.stderr is not None
-    log = process.stderr.read()
+    log = log_of(process)
     assert log.count("request ended") == 1
     assert "secret" not in log
     assert "hijkl" not in log
     assert "Traceback" not in log
-    await worker.stop()
 
 
 @pytest.mark.slow
 async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -> None:
     """R6: nobody gets "Cancelling all calls"; the process ends with 0."""
-    worker = FakeWorker(FILES)
-    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
-    address = await asyncio.to_thread(listening_address, process)
-    async with grpc.aio.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=60):
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                break
-        call = InferenceServiceStub(channel).Generate(request(params={"max_tokens": 4000}))
+    async with draining_process() as (process, stub):
+        call = stub.Generate(request(params={"max_tokens": 4000}))
         parts: list[Any] = [await call.read()]
         process.send_signal(signal.SIGTERM)
         parts += [await call.read() for _ in range(20)]
@@ -170,10 +153,7 @@ async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -
             while (part := await call.read()) is not grpc.aio.EOF:
                 parts.append(part)
         assert_ended_with_router(await error_of(call), sum(len(part.token_ids) for part in parts))
-    assert await asyncio.to_thread(process.wait, 60) == 0
-    assert process.stderr is not None
-    process.stderr.close()
-    await worker.stop()
+    log_of(process)
 
 
 @pytest.mark.parametrize(

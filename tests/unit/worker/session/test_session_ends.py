@@ -11,7 +11,7 @@ from tests.unit.worker.session.support import (
     simulated_runner,
     submit,
 )
-from tests.unit.worker.session.world import Stream, World, run
+from tests.unit.worker.session.world import Router, Stream, World, run
 
 
 def test_the_lease_counts_from_the_last_frame() -> None:
@@ -131,13 +131,19 @@ def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() 
     assert world.tracing.open_spans() == 0
 
 
-def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
+def full_world() -> tuple[World, Router]:
+    """A worker that runs as many sequences as it can, and has two more."""
     world = World()
     router = world.router()
     router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
     run(world, router, steps=3)
     router.write(submit(2, record(50), record(51)))
     run(world, router, steps=1)
+    return world, router
+
+
+def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
+    world, router = full_world()
     router.state.drain(world.now)
     world.engine.end_all("drained")
     run(world, router, steps=1)
@@ -148,12 +154,7 @@ def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelle
 
 def test_what_was_cancelled_before_the_drains_end_is_neither_returned_nor_lost() -> None:
     """W15: cancels in the same turn as the end of all had its message."""
-    world = World()
-    router = world.router()
-    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
-    run(world, router, steps=3)
-    router.write(submit(2, record(50), record(51)))
-    run(world, router, steps=1)
+    world, router = full_world()
     router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[3, 50])))
     world.engine.end_all("drained")
     run(world, router, steps=1)
