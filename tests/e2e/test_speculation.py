@@ -35,6 +35,8 @@ NGRAM: Final[dict[str, Any]] = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+# Seeds of requests.
+WITH_RECEIPTS: Final = range(6, 10)
 Request = tuple[list[int], dict[str, Any]]
 
 
@@ -74,16 +76,18 @@ def expected(checkpoint: Path) -> list[list[int]]:
     return tokens
 
 
-def ask_all(service: Service, begun: threading.Event) -> list[Answer]:
-    """All at once; `begun` is set with the first tokens."""
+def ask_all(service: Service, begun: threading.Event, **other: Any) -> list[Answer]:
+    """All at once, some with receipts; `begun` is set with the first tokens. `other` are other sampling parameters."""
 
     def ask(given: Request) -> Answer:
         answer = Answer()
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=given[0]),
-            sampling_params=pb.SamplingParams(**given[1]),
+            sampling_params=pb.SamplingParams(**{**given[1], **other}),
             output_options=pb.OutputOptions(return_token_ids=True),
         )
+        if given[1]["seed"] in WITH_RECEIPTS:
+            request.output_options.receipt.logits_every = 3
         for part in service.stub.Generate(request, timeout=120):
             answer.add(part)
             if answer.token_ids:
@@ -144,6 +148,9 @@ def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
         seen = listed[worker.worker_id]
         assert (seen.draft_method, seen.num_speculative_tokens, pairs(seen.drafts)) == ("ngram", 5, counts)
         assert all(verified >= accepted for verified, accepted in counts)
+    plain = ask_all(service, threading.Event(), num_drafts=0)
+    assert all(answer.finish is not None and not answer.finish.drafts for answer in plain)
+    assert receipts_of(answers) == receipts_of(plain)
     before = total(described(process.address).drafts for process in service.workers)
     assert before[0][1] > 0
     row = benchmark(service.router.address)
@@ -158,6 +165,14 @@ def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
         assert begun.wait(60)
         service.workers[0].stop(signal.SIGKILL)
         assert [answer.token_ids for answer in later.result()] == expected
+
+
+def receipts_of(answers: list[Answer]) -> list[pb.Receipt]:
+    """With digests of logits."""
+    finishes = [answers[i].finish for i in WITH_RECEIPTS]
+    receipts = [finish.receipt for finish in finishes if finish is not None]
+    assert all(len(receipt.logit_digests) == -(-200 // 3) for receipt in receipts)
+    return receipts
 
 
 def workers_of(address: str) -> Sequence[apb.Worker]:

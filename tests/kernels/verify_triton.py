@@ -3,9 +3,9 @@
     python -m tests.kernels.verify_triton [PART_OF_A_NAME]
 
 First each operation's error relative to PyTorch's in float32, with weights as checkpoints store them too; then what has
-to be equal to the bit: a row among other
-rows, a prompt as decodes, sampled tokens and numpy's, a captured step and the same step kernel by kernel. Ends with 1
-where one is not. tests/kernels/triton_backend/test_verify.py runs some of it in the interpreter.
+to be equal to the bit: a row among other rows, a prompt as decodes, rows that verify drafts, sampled tokens and
+numpy's, a captured step and the same step kernel by kernel. Ends with 1 where one is not.
+tests/kernels/triton_backend/test_verify.py runs some of it in the interpreter.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class BitVerifier:
         for quantize in (None, *packed_formats(self.backend)):
             yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
+        yield "bits of rows that verify drafts", self.drafts
         yield "tokens selected by an indexer", self.selected
         yield "tokens sampled as numpy does", self.sampled
         yield "bits of a captured step", self.captured
@@ -122,6 +123,30 @@ class BitVerifier:
             rows = torch.cat([q[start:end] for start, end in spans])
             found = self.backend.attention.apply(rows, cache, 0, self._step(*spans), 0.09)
             if not torch.equal(found, torch.cat([whole[start:end] for start, end in spans])):
+                return False
+        return True
+
+    def drafts(self) -> bool:
+        """Attention of a sequence's last rows beside another's row, in a plan of their own, in a captured step's with
+        padding, and each as a decode."""
+        tokens, most = self._tokens, 9
+        cache = self.backend.kv_cache.allocate(KVSpec(2, 128), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16)
+        q, k, v = self.draw(tokens, 8, 128), self.draw(tokens, 2, 128), self.draw(tokens, 2, 128)
+        self.backend.attention.write(cache, 0, k, v, self._step((0, tokens)))
+        decodes = [
+            self.backend.attention.apply(q[i : i + 1], cache, 0, self._step((i, i + 1)), 0.09)
+            for i in (3, *range(tokens - most, tokens))
+        ]
+        captured = self.backend.graphs.plan(cache, 8, 3, most, 2 * tokens)
+        for count in range(2, most + 1):
+            step = self._step((3, 4), (tokens - count, tokens))
+            rows = torch.cat((q[3:4], q[tokens - count :], q.new_zeros(3 * most - count - 1, 8, 128)))
+            expected = torch.cat((decodes[0], *decodes[-count:]))
+            if not torch.equal(self.backend.attention.apply(rows[: count + 1], cache, 0, step, 0.09), expected):
+                return False
+            self.backend.graphs.write(captured, step)
+            step.plan = captured
+            if not torch.equal(self.backend.attention.apply(rows, cache, 0, step, 0.09)[: count + 1], expected):
                 return False
         return True
 

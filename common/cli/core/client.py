@@ -267,8 +267,14 @@ class Answer:
             "attempts": finish.attempts,
             "exact": finish.exact,
             "trace_id": self.trace_id,
+            **self._drafts(),
             **self._logprobs(),
         }
+
+    def _drafts(self) -> dict[str, Any]:
+        """Drafts by their place behind a token, if there were any."""
+        found = [{"verified": one.verified, "accepted": one.accepted} for one in self.finish.drafts]
+        return {"drafts": found} if found else {}
 
     def _logprobs(self) -> dict[str, Any]:
         """Logprobs, if there are any."""

@@ -121,6 +121,15 @@ async def test_streams_an_answer_and_names_its_trace_or_its_request(trace_id: st
     assert answer.figures() == f"TTFT 12.3 ms, 4.56 ms per token, 3 tokens from 5 (2 cached), length, {named}"
 
 
+def test_json_has_drafts_where_there_were_any() -> None:
+    drafts = [pb.DraftCounts(verified=9, accepted=7), pb.DraftCounts(verified=7, accepted=2)]
+    assert Answer(finish=pb.Finish(drafts=drafts)).as_dict()["drafts"] == [
+        {"verified": 9, "accepted": 7},
+        {"verified": 7, "accepted": 2},
+    ]
+    assert "drafts" not in Answer().as_dict()
+
+
 async def test_takes_chat_where_the_model_has_a_template() -> None:
     router = ScriptedRouter(["x"], None)
     await asked(router, Question("hi", system="Be brief."))
