@@ -210,10 +210,6 @@ class EngineCore:
             self.scheduler.abort(seq_id, now=now, reason=reason, message=message)
         return self.scheduler.take_outputs()
 
-    def take_outputs(self) -> list[RequestOutput]:
-        """Takes the outputs since the last step."""
-        return self.scheduler.take_outputs()
-
     def return_overdue(self, now: float) -> list[RequestOutput]:
         """Ends what has waited so long for its first step that another worker may be faster (rule S9).
 
