@@ -93,7 +93,8 @@ def test_names_are_where_the_table_says() -> None:
         *("_passed_delay", "prev_time", "prev_prompt", "update_spec_stats", "CoreManager", "busy_loop"),
         *("EngineCoreRequestType", "input_queue", "output_queue", "tokenIDProcessor", "AsyncIOProcManager"),
         *("AsyncIOProc", "init_dist_env", "ForwardMeta", "seq_lens_kv", "block_table", "prev_ids"),
-        "spec_decode_metadata",
+        *("spec_decode_metadata", "_process_engine_step", "process_input_sockets", "pull_and_process_input_queue"),
+        *("outputs_queue", "select", "build_meta", "build_params", "build_prev_ids", "cur_len", "q_len"),
     }
     missing = []
     for names, places in rows():
