@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import inspect
 import itertools
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
-from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.internal.conjecture.providers import HypothesisProvider
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from common.delay_gate import DelayGate
 from common.process.restart_policy import RestartPolicy
@@ -64,6 +56,7 @@ from tests.unit.common.text import (
 )
 from tests.unit.common.text.responses import FAMILIES
 from tests.unit.mutants import Mutant
+from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router import test_validation
 from tests.unit.router.api import test_pages
 from tests.unit.router.requests import test_write_pacer
@@ -83,7 +76,6 @@ from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
 
 # A test, one with arguments for its parameters, or a state machine.
-Test = Callable[..., None] | type[RuleBasedStateMachine]
 
 _ORDER = test_fair_queue.test_the_order_of_service_is_the_references
 _AWAY = test_fair_queue.test_who_was_away_gets_no_more_than_its_share
@@ -146,8 +138,6 @@ _BEHIND_ANCHOR = "self._decode(*self._anchor, id)[len(self._anchor_text) :]"
 _NEXT_CUT = "found = None if self._cut is None else self._cut.search(text, near, min(near + PIECE, len(text)))"
 _UNLOOKED = "delivered.left -= len(token_ids)"
 _FITS = "tokens + taken > MAX_FRAME_TOKENS or size > room"
-
-_SETTINGS, _SEED = "_hypothesis_internal_use_settings", "_hypothesis_internal_use_seed"
 
 MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("saves_up", TenantShares, "enter", _SET, "pass"), (_ORDER, _AWAY)),
@@ -271,46 +261,6 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     ),
 ]
 CAUGHT = [(mutant, test) for mutant, tests in MUTANTS for test in tests]
-
-
-def name_of(test: Test) -> str:
-    return test.func.__name__ if isinstance(test, partial) else test.__name__
-
-
-def run(test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pytest runs it, from a fixed seed, without making a failing example small."""
-    # Constants are of the modules that happen to be loaded: with them a seed would stand for other examples each time.
-    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
-    if isinstance(test, type):
-        assert issubclass(test, RuleBasedStateMachine)
-        monkeypatch.setattr(test, _SEED, 0, raising=False)
-        run_state_machine_as_test(test, settings=_quick(test.TestCase.settings))
-        return
-    function: Any = test.func if isinstance(test, partial) else test
-    if hasattr(function, "hypothesis"):
-        monkeypatch.setattr(function, _SETTINGS, _quick(getattr(function, _SETTINGS)))
-        monkeypatch.setattr(function, _SEED, 0, raising=False)
-    test()
-
-
-def _quick(own: settings) -> settings:
-    return settings(own, database=None, phases=[Phase.generate], report_multiple_bugs=False)
-
-
-def modules_below(package: ModuleType) -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        yield importlib.import_module(found.name)
-
-
-def property_tests(modules: Iterable[ModuleType]) -> set[str]:
-    """Names of the property tests and state machines in modules of tests."""
-    return {
-        name
-        for module in modules
-        for name, found in vars(module).items()
-        if getattr(found, "__module__", None) == module.__name__
-        and (hasattr(found, "hypothesis") or (inspect.isclass(found) and issubclass(found, RuleBasedStateMachine)))
-    }
 
 
 def test_each_property_test_has_a_fault_to_find() -> None:
