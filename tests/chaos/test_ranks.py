@@ -88,7 +88,7 @@ def description(worker: Process) -> wpb.GetWorkerResponse:
         return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=60)
 
 
-def ended(pids: list[int], within_s: float = 5.0) -> bool:
+def ended(pids: list[int], within_s: float = 60.0) -> bool:
     """Whether none of the processes is left."""
     end = time.monotonic() + within_s
     while any(map(is_alive, pids)):

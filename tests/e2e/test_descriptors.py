@@ -35,7 +35,7 @@ class Limited(Process):
 
 def idle_connection(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     with contextlib.suppress(OSError):
         connection.sendall(PREFACE + EMPTY_SETTINGS)
     return connection

@@ -336,7 +336,7 @@ async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site,
     assert [site.listener.ends.get(seq.id) for seq in others] == [EndReason.ERROR] * 3
     assert site.engine.num_live == 0
     await site.idle()
-    assert await asyncio.to_thread(site.engine.join, 10)
+    assert await asyncio.to_thread(site.engine.join, 60)
 
 
 async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -> None:
@@ -355,7 +355,7 @@ async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -
     await asyncio.wait_for(site.engine.wait_started(), 60)
     submit_group(site.engine, site.listener, 2, [sequence() for _ in range(3)])
     site.runner.go.set()
-    assert await asyncio.to_thread(old.join, 10)
+    assert await asyncio.to_thread(old.join, 60)
     await site.idle()
     assert site.engine.state is EngineState.RUNNING
     assert list(site.listener.ends.values()).count(EndReason.LENGTH) == 3
