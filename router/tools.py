@@ -11,6 +11,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import InvalidFieldError
 from common.limits import MAX_TOOLS
 from common.text.response.calls import Tools
+from common.text.response.schema_types import types_of
 from router.json_text import json_object
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -116,13 +117,17 @@ def template_calls(path: str, message: pb.ChatMessage) -> list[dict[str, Any]]:
 
 
 def declared(tools: list[dict[str, Any]]) -> Tools:
-    """The tools as the reader of answers takes them.
+    """The tools as the reader of answers takes them, with the types of arguments also where a schema refers to others.
 
     Args:
         tools: of `template_tools`.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
-        properties = tool["function"]["parameters"].get("properties")
-        schemas[tool["function"]["name"]] = properties if isinstance(properties, dict) else {}
+        parameters = tool["function"]["parameters"]
+        properties = parameters.get("properties")
+        schemas[tool["function"]["name"]] = {
+            name: {"type": [*types]} if (types := types_of(schema, parameters)) else schema
+            for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        }
     return Tools(schemas)

@@ -83,14 +83,19 @@ def confinement_of(
     field = _field_of(request)
     if form.style is None:
         if field:
-            raise InvalidFieldError(field, f"needs a form of answers that {model.name!r} does not have", "leave it out")
+            problem = f"needs a form of answers that grammars hold, which {model.name!r} does not have{_because(form)}"
+            raise InvalidFieldError(field, problem, "leave it out")
         return None
     writer = AnswerGrammar(form.style, form.markers, model.eos_token_ids)
     thinking = _thinking(request, form, opening) if separates_reasoning or tools else None
     if not field:
         return Confinement("", "", (), writer, thinking if separates_reasoning else None)
+    if tools is not None and form.unheld:
+        problem = f"needs calls that grammars hold, as those of {model.name!r} are not{_because(form)}"
+        raise InvalidFieldError(field, problem, "leave it out")
     _check(request, model, writer, field, thinking, has_tools=tools is not None)
     called, schemas = _called(request, tools or [], writer)
+    _check_names(form, request, called)
     is_named, must_call = request.tool_choice.WhichOneof("choice") == "name", _is_required(request)
     has_constraint = request.sampling_params.HasField("constraint")
     is_beside = has_constraint and bool(called) and not must_call
@@ -103,6 +108,21 @@ def confinement_of(
     if has_constraint and not called:
         grammar = ""
     return Confinement(grammar, field, schemas, writer, thinking, is_beside)
+
+
+def _because(form: ResponseForm) -> str:
+    return f": its response_template {form.unheld}" if form.unheld else ""
+
+
+def _check_names(form: ResponseForm, request: pb.ChatRequest, called: Sequence[CalledTool]) -> None:
+    """Refuses names that the reader would not find in calls."""
+    places = {tool.name: i for i, tool in enumerate(request.tools)}
+    for tool in called:
+        if not form.can_call(tool.name, [argument.name for argument in tool.arguments]):
+            problem = "is, with the names of its arguments, not read where the model's calls have it"
+            raise InvalidFieldError(
+                f"tools[{places[tool.name]}].name", problem, "other names of the tool or of its arguments"
+            )
 
 
 def _is_required(request: pb.ChatRequest) -> bool:
@@ -178,9 +198,9 @@ def _called(
 
 def _arguments(i: int, given: pb.Tool, parameters: dict[str, Any], writer: AnswerGrammar) -> list[Argument]:
     if not given.strict:
-        return arguments.declared(parameters)
+        return arguments.declared(parameters, writer.tags)
     try:
-        return arguments.strict(parameters, tags_are_tokens=writer.tags_are_tokens)
+        return arguments.strict(parameters, writer.tags)
     except arguments.ArgumentError as error:
         valid = "a schema of which each property says whether it is a string"
         raise InvalidFieldError(f"tools[{i}].parameters_json", f"cannot be held: {error}", valid) from None

@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from common.constraints.library import ENGINE
+from common.text.response.families import QWEN
 from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_constraints import DEMO
@@ -38,6 +39,14 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Of a checkpoint's own form.
+OWN_CALLS = {
+    "open_pattern": r"<tool_call>call\s+(?P<name>\w+)\s*(?:->|=>)",
+    "close": "</tool_call>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -185,14 +194,64 @@ async def test_arguments_between_tags_are_held_one_by_one() -> None:
     async with bench(worker) as b:
         await collect(b.stub.Chat(asking(tools=tools)))
         grammar = worker.submitted[-1].params.grammar
-        for part in ('("Rome" | "Oslo") "\\n</parameter>"', '"maximum":9', "arguments_0_0? arguments_0_1", "calls?"):
+        for part in ('("Rome" | "Oslo")', '"\\n</parameter>"', '"maximum":9', "arguments_0_0? arguments_0_1", "calls?"):
             assert part in grammar
-        tools[0].parameters_json = '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}'
+        tools[0].parameters_json = '{"type": "object", "properties": {"a": {"type": "array"}}}'
         error = await error_of(b.stub.Chat(asking(tools=tools)))
         assert error.code().name == "INVALID_ARGUMENT"
         (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
         assert violation.field == "tools[0].parameters_json"
-        assert "at /properties/a: the length of a string is not supported" in violation.description
+        assert "at /properties/a: an array or an object could have a text in it" in violation.description
+        await b.empty()
+
+
+def own_files(**calls: Any) -> dict[str, bytes]:
+    """Files of a model whose checkpoint says itself how it writes."""
+    files = tool_files()
+    spec = {"start_anchor": "assistant\n", "fields": {**QWEN["fields"], "tool_calls": {**OWN_CALLS, **calls}}}
+    config = {**json.loads(files["tokenizer_config.json"]), "response_template": spec}
+    return {**files, "tokenizer_config.json": json.dumps(config).encode()}
+
+
+async def test_calls_of_a_checkpoints_own_form_are_held() -> None:
+    """Its delimiters are those of the template, spelled as its patterns have them."""
+    worker = worker_of(own_files(), answer='<tool_call>call  forecast -> {"city": "Oslo", "days": 3}</tool_call>')
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    async with bench(worker) as b:
+        for choice in (pb.ToolChoice(mode=pb.TOOL_MODE_AUTO), pb.ToolChoice(name="forecast")):
+            parts = await collect(b.stub.Chat(asking(tool_choice=choice)))
+            assert check_call(parts, "forecast")
+            grammar = worker.submitted[-1].params.grammar
+            for part in ('"call "', '"->"', '"=>"', "<[302]>", "<[303]>", "Oslo", '"forecast"'):
+                assert part in grammar
+        tools = [pb.Tool(name="a.b", parameters_json='{"type": "object"}', strict=True)]
+        error = await error_of(b.stub.Chat(asking(tools=tools)))
+        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == "tools[0].name"
+        assert "not read where the model's calls have it" in violation.description
+        await b.empty()
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ({"close": ["</tool_call>", "\n\n"]}, "has calls whose close is not a token"),
+        ({"content": "kv-lines"}, "has calls of content 'kv-lines'"),
+        ({"open_pattern": r"<tool_call>(?P<name>\w+)(?(1)a|b)"}, "has the open of calls with '(?(1'"),
+    ],
+)
+async def test_what_is_in_the_way_of_an_own_form_is_named(calls: dict[str, Any], said: str) -> None:
+    worker = worker_of(own_files(**calls))
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    async with bench(worker) as b:
+        error = await error_of(b.stub.Chat(asking(tool_choice=pb.ToolChoice(name="forecast"))))
+        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == "tool_choice"
+        assert f"its response_template {said}" in violation.description
+        # Its reasoning is held all the same.
+        budget = asking(tools=[], reasoning=pb.ReasoningOptions(max_tokens=5))
+        await collect(b.stub.Chat(budget))
+        assert "thought[max_tokens=5]" in worker.submitted[-1].params.grammar
         await b.empty()
 
 

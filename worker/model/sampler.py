@@ -199,7 +199,7 @@ class Sampler:
     def end_complete(self, batch: ScheduledBatch) -> None:
         """Ends sequences whose grammars allow nothing behind the tokens of the last step, if these are here already.
 
-        Elsewhere the next step has begun before, and finds out.
+        Elsewhere the next step is launched before, and finds out: to know it earlier, steps would wait for the device.
         """
         if self._grammars is None or self.waits_for_tokens or not (self._fetches and self._confined):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import structlog
 from common.text.chat_template import ChatTemplate
 from common.text.response.families import family_name, family_of
 from common.text.response.grammar import STYLES, CallStyle
+from common.text.response.own_styles import StyleError, own_calls, own_style, reads
 from common.text.response.template import ResponseTemplate, ResponseTemplateError
 from common.text.tokenizer import Tokenizer, read_json
 
@@ -25,13 +26,21 @@ class ResponseForm:
         template: the form itself.
         markers: texts of the tokens that stand for a delimiter, or for a part of one, by id.
         kept_ids: special tokens among them, which stay in the text that is read.
-        style: of calls and reasoning, as grammars write them; None where that is not known.
+        style: of calls and reasoning, as grammars write them; None where grammars cannot hold them.
+        unheld: why grammars cannot hold calls; empty where they can.
+        is_own: True if it is the checkpoint's own.
     """
 
     template: ResponseTemplate
     markers: Mapping[int, str]
     kept_ids: frozenset[int]
     style: CallStyle | None = None
+    unheld: str = ""
+    is_own: bool = False
+
+    def can_call(self, name: str, keys: Iterable[str]) -> bool:
+        """True if a call of a tool of this name, with these arguments, is read as grammars write it."""
+        return not self.is_own or self.style is None or reads(self.template, self.style, name, keys)
 
 
 def response_form(
@@ -59,5 +68,20 @@ def response_form(
         log.warning("response template cannot be used; answers are content alone", error=str(error))
         return None
     markers = {id: token for id, token in tokenizer.added_tokens.items() if template.names(token)}
-    style = None if own else STYLES.get(family_name(chat_template.source))
-    return ResponseForm(template, markers, tokenizer.special_ids & markers.keys(), style)
+    kept = tokenizer.special_ids & markers.keys()
+    if not own:
+        return ResponseForm(template, markers, kept, STYLES.get(family_name(chat_template.source)))
+    style, unheld = _own(template, markers.values())
+    if unheld:
+        log.info("response template is not held by grammars", reason=unheld)
+    return ResponseForm(template, markers, kept, style, unheld, is_own=True)
+
+
+def _own(template: ResponseTemplate, markers: Collection[str]) -> tuple[CallStyle | None, str]:
+    """The style of a checkpoint's own template, and why it has no calls."""
+    style = None
+    try:
+        style = own_style(template, markers)
+        return own_calls(template, markers, style) if template.has_calls else style, ""
+    except (StyleError, TimeoutError) as error:
+        return style, str(error)

@@ -9,18 +9,35 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-from common.text.response.arguments import Argument
+from common.text.response.arguments import Argument, Tags
+from common.text.response.spelling import BLANKS, DIGITS, WORD
 
 _TEXT: Final = r"/(.|\n)*/"
 _BLANKS: Final = r"/[ \n]*/"
+# What stands for characters that a text does not name, as rules; blanks as between the tokens of JSON.
+_PLACES: Final = {BLANKS: "gap", WORD: "word", DIGITS: "digits"}
+_PLACE: Final = re.compile("|".join(map(re.escape, _PLACES)))
+_PLACE_RULES: Final = (
+    ("gap", r"/[ \n]{0,20}/"),
+    ("word", "/[A-Za-z0-9_]{1,64}/"),
+    ("digits", "/[0-9]{1,20}/"),
+)
+_NOTHING: Final = '""'
+# A rule's name among what else a rule has, of which texts may look like some.
+_RULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NAME: Final = "{name}"
+KEY: Final = "{key}"
+_IS_TEXT: Final = "{is_text}"
+# One text, or several that may stand there.
+Texts: TypeAlias = str | tuple[str, ...]
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """The text of calls, as a family writes it. `{name}` and `{key}` stand for names.
+    """The text of calls, as a family writes it. `{name}` and `{key}` stand for names, `{blanks}` for any blanks.
 
     Attributes:
         begin: of a call, up to its arguments.
@@ -29,28 +46,34 @@ class CallStyle:
         between: two calls.
         after: all calls.
         is_one: True if an answer has one call at most.
+        tells: False if text without a token may begin a call, beside what is written here.
         key: begins an argument, where each stands between tags; empty where arguments are JSON. `{is_text}` stands for
             `true` if it is a text as it is.
         value_after: stands behind a value, in front of `key_end`, and is no part of it.
         key_end: ends an argument, wherever it stands.
         key_after: stands behind it.
+        strips_values: True if blanks around a value are no part of it.
+        has_json_values: True if all values are JSON, texts too.
         reasoning: stands around reasoning; empty where there is none.
         content: begins content.
         delimiters: that must be tokens of their own: elsewhere text could be taken for one.
     """
 
-    begin: str
-    end: str
-    before: str = ""
+    begin: Texts
+    end: Texts
+    before: Texts = ""
     between: str = "\n"
-    after: str = ""
+    after: Texts = ""
     is_one: bool = False
-    key: str = ""
+    tells: bool = True
+    key: Texts = ""
     value_after: str = ""
     key_end: str = ""
     key_after: str = "\n"
-    reasoning: tuple[str, str] = ("<think>", "</think>")
-    content: str = ""
+    strips_values: bool = False
+    has_json_values: bool = False
+    reasoning: tuple[Texts, str] = ("<think>", "</think>")
+    content: Texts = ""
     delimiters: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
 
@@ -169,13 +192,15 @@ class AnswerGrammar:
 
     @property
     def tells_calls(self) -> bool:
-        """True if calls begin with a token of their own, so that no text is one."""
-        return self._has_token(self._style.before or self._style.begin)
+        """True if no text is a call: calls begin with a token of their own, or content does and calls have one."""
+        return self._style.tells and (bool(self._style.content) or self._before_token is not None)
 
     @property
-    def tags_are_tokens(self) -> bool:
-        """True if no text of an argument can be taken for its end."""
-        return self._has_token(self._style.key_end)
+    def tags(self) -> Tags:
+        """Limits of what stands between the tags of arguments."""
+        style = self._style
+        end = "" if self._has_token(style.key_end) else style.key_end
+        return Tags(end, style.strips_values, style.has_json_values)
 
     @property
     def ends_reasoning(self) -> bool:
@@ -196,7 +221,7 @@ class AnswerGrammar:
             is_required: True if it calls, False if it may.
             is_one: True for one call at most.
         """
-        content = f"{self._literal(self._style.content)} text"
+        content = f"{self._choice(self._style.content)} text"
         if not tools:
             return self._written([("answer", content)], thinking)
         answer = "calls" if is_required else self._may_call(content)
@@ -212,17 +237,19 @@ class AnswerGrammar:
             thinking: before it; None for none.
             calls: grammar of calls, that may come instead; empty for none.
         """
-        answer = f"{self._literal(self._style.content)} %lark {{\n{grammar}\n}}"
+        answer = f"{self._choice(self._style.content)} %lark {{\n{grammar}\n}}"
         if calls:
             answer += f" | %lark {{\n{calls}\n}}"
         return self._written([("answer", answer)], thinking)
 
     @property
-    def _before_token(self) -> str:
-        """The text in front of the token that calls begin with."""
-        first = self._style.before or self._style.begin
-        token = self._marker.search(first)
-        return "" if token is None else first[: token.start()]
+    def _before_token(self) -> str | None:
+        """The text in front of the token that calls begin with; None where they begin in several ways, or with text."""
+        firsts = every(self._style.before or self._style.begin)
+        tokens = [self._marker.search(first) for first in firsts]
+        known = {first[: token.start()] for first, token in zip(firsts, tokens, strict=True) if token is not None}
+        text = next(iter(known), "")
+        return None if None in tokens or len(known) != 1 or _PLACE.search(text) else text
 
     def _may_call(self, content: str) -> str:
         if self._before_token:
@@ -230,34 +257,77 @@ class AnswerGrammar:
         return f"{content} | calls" if self._style.content else f"{content} calls?"
 
     def _call_rules(self, tools: Sequence[CalledTool], is_one: bool, *, after_text: bool) -> list[tuple[str, str]]:
-        style, known = self._style, self._before_token if after_text else ""
-        call = "call" if is_one or style.is_one else f"call ({self._literal(style.between)} call)*"
+        style, known = self._style, (self._before_token or "") if after_text else ""
+        # Of the first call that part is with the text before it.
+        cut = [text.removeprefix(known) for text in every(style.before or style.begin)]
+        first = "first" if known and not style.before else "call"
+        more = "" if is_one or self._is_one else f" ({self._literal(style.between)} call)*"
+        before = self._choice(tuple(cut)) if style.before else ""
         rules = [
             ("text_before", f"/(.|\\n)*{re.escape(known)}/"),
-            ("calls", f"{self._literal(style.before.removeprefix(known))} {call} {self._literal(style.after)}"),
-            ("call", " | ".join(f"call_{i}" for i in range(len(tools)))),
+            ("calls", f"{before} {first}{more} {self._choice(style.after)}"),
         ]
         for i, tool in enumerate(tools):
-            begin = self._literal(style.begin.replace("{name}", tool.name))
-            rules.append((f"call_{i}", f"{begin} arguments_{i} {self._literal(style.end)}"))
             rules += self._argument_rules(f"arguments_{i}", tool)
+        for rule, begin in {first: tuple(cut) if not style.before else style.begin, "call": style.begin}.items():
+            rules.append((rule, " | ".join(f"{rule}_{i}" for i in range(len(tools)))))
+            rules += self._parts(f"begin_{rule}", begin, NAME)
+            for i, tool in enumerate(tools):
+                body = f"{self._filled(f'begin_{rule}', begin, NAME, tool.name)} arguments_{i} {self._end(tool.name)}"
+                rules.append((f"{rule}_{i}", body))
         return rules
+
+    @property
+    def _is_one(self) -> bool:
+        return self._style.is_one or any(self._ends_answer(end) for end in every(self._style.end))
+
+    def _ends_answer(self, text: str) -> bool:
+        return any(match[0] in self._ends for match in self._marker.finditer(text))
+
+    def _end(self, name: str) -> str:
+        """The end of a call: one that ends the answer, where there is such a one."""
+        ends = every(self._style.end)
+        last = tuple(end for end in ends if self._ends_answer(end))
+        return self._choice(tuple(end.replace(NAME, name) for end in last or ends))
+
+    def _parts(self, rule: str, texts: Texts, hole: str) -> list[tuple[str, str]]:
+        """Rules for what stands around a hole, where that may be several texts."""
+        if len(every(texts)) == 1:
+            return []
+        return [
+            (f"{rule}_{k}{side}", self._choice(part))
+            for k, group in enumerate(_around(every(texts), hole))
+            for side, part in zip("ab", group, strict=True)
+        ]
+
+    def _filled(self, rule: str, texts: Texts, hole: str, value: str) -> str:
+        """The texts with a value in the hole, by the rules of `_parts`."""
+        if len(every(texts)) == 1:
+            return self._literal(every(texts)[0].replace(hole, value))
+        groups = range(len(_around(every(texts), hole)))
+        return f"({' | '.join(f'{rule}_{k}a {_quoted(value)} {rule}_{k}b' for k in groups)})"
 
     def _argument_rules(self, rule: str, tool: CalledTool) -> list[tuple[str, str]]:
         if self.has_json:
             return [(rule, f"%json {tool.schema or _ANY_OBJECT}")]
-        parts, rules = [], list[tuple[str, str]]()
+        parts, rules = [], self._parts(f"{rule}_key", self._style.key, KEY)
         for j, argument in enumerate(tool.arguments):
             parts.append(f"{rule}_{j}{'' if argument.is_required else '?'}")
             value, more = self._value(f"{rule}_{j}_value", argument)
-            rules += [(f"{rule}_{j}", f"{self._key(argument)} {value} {self._literal(self._style.key_after)}"), *more]
+            rules += [
+                (f"{rule}_{j}", f"{self._key(f'{rule}_key', argument)} {value} {self._literal(self._style.key_after)}"),
+                *more,
+            ]
         return [(rule, " ".join(parts) or '""'), *rules]
 
-    def _key(self, argument: Argument) -> str:
-        text = self._style.key.replace("{key}", argument.name)
-        if argument.is_text is not None or "{is_text}" not in text:
-            return self._literal(text.replace("{is_text}", "true" if argument.is_text else "false"))
-        before, after = map(self._literal, text.split("{is_text}"))
+    def _key(self, rule: str, argument: Argument) -> str:
+        keys = every(self._style.key)
+        if len(keys) > 1:
+            return self._filled(rule, keys, KEY, argument.name)
+        text = keys[0].replace(KEY, argument.name)
+        if argument.is_text is not None or _IS_TEXT not in text:
+            return self._literal(text.replace(_IS_TEXT, "true" if argument.is_text else "false"))
+        before, after = map(self._literal, text.split(_IS_TEXT))
         return f'{before} ("true" | "false") {after}'
 
     def _value(self, rule: str, argument: Argument) -> tuple[str, list[tuple[str, str]]]:
@@ -265,23 +335,28 @@ class AnswerGrammar:
         end = self._literal(self._style.value_after + self._style.key_end)
         if argument.schema:
             return f"{rule} {end}", [(rule, f"%json {argument.schema}")]
-        if argument.texts is not None:
-            return f"({' | '.join(map(_quoted, argument.texts))}) {end}", []
-        if argument.lengths is None:
+        if not argument.text:
             return self._until(rule, self._style.key_end)
-        least, most = argument.lengths
-        return self._until(rule, self._style.key_end, text=f"(.|\\n){{{least},{'' if most is None else most}}}")
+        return self._held(rule.upper(), argument.text)
 
-    def _until(
-        self, rule: str, end: str, most: int | None = None, text: str = r"(.|\n)*"
-    ) -> tuple[str, list[tuple[str, str]]]:
+    def _held(self, terminal: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """A text of some terminals and its end, and the rules for them."""
+        end = self._style.value_after + self._style.key_end
+        token = self._marker.search(end)
+        # What stands in front of the token, or all of the end, is a part of the terminal.
+        of_text, of_tokens = (end, "") if token is None else (end[: token.start()], end[token.start() :])
+        return f"{terminal} {self._literal(of_tokens)}", [
+            (terminal, f"({text}) {_quoted(of_text)}".removesuffix(' ""'))
+        ]
+
+    def _until(self, rule: str, end: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
         """Any text up to its end, and the rules for it."""
         token = self._marker.search(end)
         if token is None:
-            return rule, [(f"{rule}[suffix={_quoted(end)}]", f"/{text}/")]
+            return rule, [(f"{rule}[suffix={_quoted(end)}]", _TEXT)]
         limit = "" if most is None else f"[max_tokens={most}]"
         # What stands in front of the token is a part of the text, which is as long as it can be.
-        expression = text + re.escape(end[: token.start()]).replace("/", r"\/")
+        expression = r"(.|\n)*" + re.escape(end[: token.start()]).replace("/", r"\/")
         return f"{rule} {self._literal(end[token.start() :])}", [(f"{rule}{limit}", f"/{expression}/")]
 
     def _written(self, rules: Sequence[tuple[str, str]], thinking: Thinking | None) -> str:
@@ -292,13 +367,13 @@ class AnswerGrammar:
                 text = self._literal(end)
             else:
                 text, more = self._until("thought", end, thinking.max_tokens)
-            opening = "" if thinking.has_begun else self._literal(begin)
+            opening = "" if thinking.has_begun else self._choice(begin)
             blanks = "" if self._style.content else "blanks"
             more = [("reasoning", f"{opening} {text} {blanks}"), *more]
             start = "reasoning answer" if thinking.has_begun else "reasoning? answer"
-        every = [("start", start), *more, *rules, ("text", _TEXT), ("blanks", _BLANKS)]
-        used = " ".join(body for _, body in every)
-        return "\n".join(f"{name}: {body}" for name, body in every if name == "start" or _name(name) in used)
+        written = [("start", start), *more, *rules, ("text", _TEXT), ("blanks", _BLANKS), *_PLACE_RULES]
+        used = {word for _, body in written for word in _RULE.findall(body)}
+        return "\n".join(f"{name}: {body}" for name, body in written if name == "start" or _name(name) in used)
 
     def _begins_with_token(self, text: str) -> bool:
         return self._marker.match(text) is not None
@@ -306,15 +381,43 @@ class AnswerGrammar:
     def _has_token(self, text: str) -> bool:
         return self._marker.search(text) is not None
 
+    def _choice(self, texts: Texts) -> str:
+        """One of some texts."""
+        literals = list(dict.fromkeys(map(self._literal, every(texts))))
+        return literals[0] if len(literals) == 1 else f"({' | '.join(literal or _NOTHING for literal in literals)})"
+
     def _literal(self, text: str) -> str:
         """A text with its tokens named; one that ends an answer is left to the end."""
+        parts, at = [], 0
+        for match in _PLACE.finditer(text):
+            parts += [*self._named(text[at : match.start()]), _PLACES[match[0]]]
+            at = match.end()
+        return " ".join([*parts, *self._named(text[at:])])
+
+    def _named(self, text: str) -> list[str]:
         parts, at = [], 0
         for match in self._marker.finditer(text):
             parts += [_quoted(text[at : match.start()])] if match.start() > at else []
             parts += [] if match[0] in self._ends else [f"<[{self._ids[match[0]]}]>"]
             at = match.end()
-        parts += [_quoted(text[at:])] if at < len(text) else []
-        return " ".join(parts)
+        return [*parts, *([_quoted(text[at:])] if at < len(text) else [])]
+
+
+def every(texts: Texts) -> tuple[str, ...]:
+    """All texts that may stand there."""
+    return (texts,) if isinstance(texts, str) else texts
+
+
+def _around(texts: Sequence[str], hole: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Texts before and behind a hole: all of the first with all of the second, of each pair."""
+    behind: dict[str, list[str]] = {}
+    for text in texts:
+        before, _, after = text.partition(hole)
+        behind.setdefault(before, []).append(after)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for before, afters in behind.items():
+        groups.setdefault(tuple(afters), []).append(before)
+    return [(tuple(befores), afters) for afters, befores in groups.items()]
 
 
 def _name(rule: str) -> str:

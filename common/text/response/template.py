@@ -93,6 +93,7 @@ class Field:
         transform: shape of its value, None for the value itself.
         transform_each: True if the shape is that of each entry.
         join: stands between the texts of several regions; None for what the model has written there.
+        repeats: True if an answer may have several regions of it.
         form: of calls.
         name_key: where the name stands: a group of the delimiter, or a key.
         arguments_key: where the arguments stand in an object.
@@ -106,6 +107,7 @@ class Field:
     transform: Any
     transform_each: bool
     join: str | None
+    repeats: bool = False
     form: CallForm = CallForm.WHOLE
     name_key: str = ""
     arguments_key: str = ""
@@ -232,6 +234,7 @@ def _field(name: str, given: Any) -> Field:
         transform=given.get("transform"),
         transform_each=given.get("transform_each", False),
         join=given.get("join"),
+        repeats=bool(given.get("repeats", False)),
     )
     _check_field(scope, field)
     return _with_form(field)
@@ -246,19 +249,20 @@ def _check_field(scope: str, field: Field) -> None:
         raise ResponseTemplateError(f"{scope} has a join that is not text")
     if has_mixed_text(field.transform):
         raise ResponseTemplateError(f"{scope} has a placeholder with something beside it")
-    if field.transform is None and (field.transform_each or _groups(field.open) | _groups(field.close)):
+    if field.transform is None and (field.transform_each or groups_of(field.open) | groups_of(field.close)):
         raise ResponseTemplateError(f"{scope} has named groups or transform_each, but no transform")
 
 
-def _groups(delimiter: Delimiter | None) -> set[str]:
+def groups_of(delimiter: Delimiter | None) -> set[str]:
+    """Names of the groups of a delimiter."""
     return set() if delimiter is None else set(delimiter.pattern.groupindex)
 
 
 def _with_form(field: Field) -> Field:
     """The field with the form of its calls, as far as those can be told apart before they end."""
     function = field.transform.get("function") if isinstance(field.transform, dict) else None
-    name, arguments = _places(function)
-    in_opening = name in _groups(field.open) - _groups(field.close)
+    name, arguments = call_places(function)
+    in_opening = name in groups_of(field.open) - groups_of(field.close)
     if in_opening and arguments == "content" and not field.transform_each:
         if field.content == "json" and not field.content_args:
             return replace(field, form=CallForm.BODY, name_key=name)
@@ -267,7 +271,7 @@ def _with_form(field: Field) -> Field:
     if field.content != "json" or field.content_args or not name or not arguments:
         return field
     if field.transform_each:
-        known = _groups(field.open) | _groups(field.close)
+        known = groups_of(field.open) | groups_of(field.close)
         form = CallForm.WHOLE if "." in name + arguments or {name, arguments} & known else CallForm.LIST
         return replace(field, form=form, name_key=name, arguments_key=arguments)
     keys = [path.removeprefix("content.") for path in (name, arguments) if path.startswith("content.")]
@@ -276,7 +280,7 @@ def _with_form(field: Field) -> Field:
     return replace(field, form=CallForm.OBJECT, name_key=keys[0], arguments_key=keys[1])
 
 
-def _places(function: Any) -> tuple[str, str]:
+def call_places(function: Any) -> tuple[str, str]:
     """Placeholders of a call's name and arguments; empty where they are none."""
     if placeholder(function) == "content":
         return "content.name", "content.arguments"

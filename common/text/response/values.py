@@ -276,7 +276,8 @@ def schema_types(schema: Any) -> tuple[str, ...]:
     if isinstance(declared, list):
         types += [each for each in declared if isinstance(each, str)]
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
             types += schema_types(choice)
     return (*types, "null") if schema.get("nullable") and "null" not in types else tuple(types)
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import jsonschema
@@ -17,8 +18,9 @@ from common.constraints.forms import GRAMMAR, Constraint
 from common.text.response import arguments
 from common.text.response.calls import Tools
 from common.text.response.families import SPECS
-from common.text.response.grammar import STYLES, AnswerGrammar, CalledTool, Thinking
+from common.text.response.grammar import STYLES, AnswerGrammar, CalledTool, CallStyle, Thinking
 from common.text.response.markers import SpelledMarkers
+from common.text.response.own_styles import own_calls, own_style
 from common.text.response.parser import Channel, Part, ResponseParser
 from common.text.response.template import ResponseTemplate
 
@@ -62,12 +64,24 @@ SPELLED: Final[dict[str, Any]] = {
 NAMES: Final = ("look", "other")
 
 
+@cache
+def _own_style(model: Model) -> CallStyle:
+    template = ResponseTemplate(SPECS[model.family])
+    return own_calls(template, (names := model.markers.values()), own_style(template, names))
+
+
 @dataclass(frozen=True)
 class Model:
     """A vocabulary of single bytes, with or without tokens for delimiters, and how its family writes."""
 
     family: str
     with_tokens: bool = True
+    is_own: bool = False
+
+    @property
+    def style(self) -> CallStyle:
+        """The family's, or what is made of its response template as of a checkpoint's own."""
+        return _own_style(self) if self.is_own else STYLES[self.family]
 
     @property
     def markers(self) -> Mapping[int, str]:
@@ -80,19 +94,19 @@ class Model:
 
     @property
     def grammar(self) -> AnswerGrammar:
-        return AnswerGrammar(STYLES[self.family], self.markers, self.ends)
+        return AnswerGrammar(self.style, self.markers, self.ends)
 
     @property
     def schema(self) -> dict[str, Any]:
         if self.grammar.has_json:
             return SCHEMA
-        return TAGGED if self.grammar.tags_are_tokens else SPELLED
+        return SPELLED if self.grammar.tags.end else TAGGED
 
     def tools(self, *, strict: bool) -> list[CalledTool]:
         if self.grammar.has_json:
             return [CalledTool(name, json.dumps(SCHEMA) if strict else "") for name in NAMES]
-        held = arguments.strict(self.schema, tags_are_tokens=self.grammar.tags_are_tokens)
-        return [CalledTool(name, "", held if strict else arguments.declared(self.schema)) for name in NAMES]
+        made = arguments.strict if strict else arguments.declared
+        return [CalledTool(name, "", made(self.schema, self.grammar.tags)) for name in NAMES]
 
     def matcher(self, text: str) -> library.Matcher:
         return self.compiled(lark.canonical(Constraint(GRAMMAR, (text,))))
@@ -104,10 +118,10 @@ class Model:
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
-    def read(self, ids: Sequence[int], opening: str = "") -> list[Part]:
+    def read(self, ids: Sequence[int], opening: str = "", tools: Tools | None = None) -> list[Part]:
         """The parts of an answer, as a router reads it."""
         template = ResponseTemplate(SPECS[self.family])
-        tools = Tools(dict.fromkeys(NAMES, self.schema["properties"]))
+        tools = tools or Tools(dict.fromkeys(NAMES, self.schema["properties"]))
         parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
         # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
         text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
@@ -131,7 +145,8 @@ def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 500) -
     """Tokens of an answer made at random, with a liking for what ends things; None for one that does not end."""
     style, draw, ids = STYLES[model.family], random.Random(seed), list[int]()
     tag = "<" if style.delimiters == ("｜DSML｜",) else ""
-    ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]", tag) if end]
+    channels = ("analysis", "final") if model.family == "harmony" else ()
+    ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]", tag, *channels) if end]
     while len(ids) < most:
         every = allowed(matcher)
         # Bytes of longer characters where nothing else comes next.
@@ -166,8 +181,13 @@ def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bo
     return len(calls)
 
 
-MODELS: Final = [*map(Model, STYLES), Model("qwen", False)]
-by_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.family + ("" if m.with_tokens else "-spelled"))
+OWN: Final = [Model(family, is_own=True) for family in STYLES]
+MODELS: Final = [*map(Model, STYLES), Model("qwen", False), *OWN]
+by_model = pytest.mark.parametrize(
+    "model", MODELS, ids=lambda m: m.family + "-own" * m.is_own + "-spelled" * (not m.with_tokens)
+)
+TELLING: Final = [model for model in MODELS if model.family != "llama" and model.with_tokens]
+by_telling = pytest.mark.parametrize("model", TELLING, ids=lambda m: m.family + "-own" * m.is_own)
 
 
 @pytest.mark.each_value
@@ -186,13 +206,14 @@ def test_required_calls_are_made(model: Model, is_one: bool, strict: bool) -> No
         assert all(part.channel is Channel.CALL for part in parts)
 
 
-@pytest.mark.parametrize("family", [family for family in STYLES if family != "llama"])
-def test_calls_that_are_made_at_will_are_strict(family: str) -> None:
-    model = Model(family)
+@by_telling
+def test_calls_that_are_made_at_will_are_strict(model: Model) -> None:
     assert model.grammar.tells_calls
     text = model.grammar.calls(model.tools(strict=True), None, is_required=False, is_one=False)
     numbers, matcher = set[int](), model.matcher(text)
-    for seed in range(40):
+    for seed in range(160):
+        if seed >= 40 and numbers >= {0, 1}:
+            break
         ids = walked(model, matcher.deep_copy(), seed)
         if ids is not None:
             numbers.add(check_calls(model, model.read(ids), strict=True, is_one=False))
@@ -208,8 +229,11 @@ def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
     opening = "<think>\n" if has_begun else ""
     text = model.grammar.calls(model.tools(strict=False), Thinking(has_begun), is_required=True, is_one=True)
     reasons = 0
-    for seed in range(12):
-        ids = walked(model, model.matcher(text), seed)
+    matcher = model.matcher(text)
+    for seed in range(120):
+        if seed >= 12 and reasons:
+            break
+        ids = walked(model, matcher.deep_copy(), seed)
         if ids is None:
             continue
         parts = model.read(ids, opening)
@@ -244,41 +268,61 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"$ref": "#/$defs/none"}, "at /properties/a: '$ref' '#/$defs/none' is of nothing"),
+        ({"$ref": "#there"}, "'$ref' '#there' is not supported between tags"),
+        ({"$ref": "#/properties/a"}, "it refers to itself"),
+        ({}, "does not say whether it is a string"),
+        ({"anyOf": [{"type": "string"}, {}]}, "does not say"),
+        ({"type": ["string", "integer"], "maximum": 5}, "a string and an integer with 'maximum' are not told apart"),
+        ({"anyOf": [{"type": "string", "minLength": 1}, {"type": "array"}]}, "a string that is held and an array"),
+        ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, "a string could satisfy several branches of its 'oneOf'"),
+        ({"type": ["boolean", "integer"]}, "a boolean and a number are not told apart"),
+        ({"type": "string", "pattern": "(^a|b)$"}, "'pattern' has an anchor within"),
+        ({"type": "string", "pattern": "a(?=b)"}, "'pattern' has a group that is more than one"),
+        ({"type": "string", "pattern": r"[^\w]"}, "of which it depends on the validator what it is"),
+        ({"type": "string", "minLength": "x"}, "'minLength' is not a length"),
+        ({"type": "string", "enum": "x"}, "its 'enum' is not a list"),
+        ({"type": "string", "enum": ["b"], "const": "c"}, "no string satisfies it"),
+        ({"enum": ["1", 1]}, ""),
+        ({"allOf": [{"anyOf": [{"type": "string", "pattern": str(n)} for n in range(9)]}] * 3}, "more than 64"),
+    ],
+)
+def test_what_tags_do_not_tell_is_refused(argument: dict[str, Any], said: str) -> None:
+    schema = {"type": "object", "properties": {"a": argument}}
+    if not said:
+        arguments.strict(schema, arguments.Tags())
+        return
+    with pytest.raises(arguments.ArgumentError) as refused:
+        arguments.strict(schema, arguments.Tags())
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "at /properties/a: its 'type' does not say"),
-        ({"properties": {"a": {}}}, "does not say whether it is a string"),
-        ({"properties": {"a": {"type": ["string", "null"]}}}, "does not say whether it is a string"),
-        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}}, "does not say"),
-        ({"properties": {"a": {"type": ["boolean", "integer"]}}}, "a boolean and a number are not told apart"),
-        ({"properties": {"a": {"type": "string", "pattern": "^a"}}}, "'pattern' of a string is not supported"),
-        ({"properties": {"a": {"type": "string", "enum": ["b", 1], "minLength": 2}}}, "no string satisfies it"),
         ({"properties": {'a"': {"type": "string"}}}, "its name cannot stand in a tag"),
         ({"required": ["b"]}, "at /required: 'b' is none of the properties"),
         ({"minProperties": 1}, "at its root: 'minProperties' is not supported"),
         ({"allOf": []}, "at its root: 'allOf' is not supported"),
     ],
 )
-def test_what_tags_do_not_tell_is_refused(schema: dict[str, Any], said: str) -> None:
+def test_what_is_not_of_one_argument_is_refused(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(arguments.ArgumentError) as refused:
-        arguments.strict({"type": "object", **schema}, tags_are_tokens=True)
+        arguments.strict({"type": "object", **schema}, arguments.Tags())
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ({"type": "array"}, "could have a text in it that ends the argument"),
-        ({"type": "string", "maxLength": 3}, "the length of a string is not supported"),
-        ({"type": "string", "enum": ["a</parameter>"]}, "one of them has a tag in it"),
-    ],
+    "argument", [{"type": "array"}, {"type": "object"}, {"anyOf": [{"type": "array"}, {"type": "null"}]}]
 )
-def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any], said: str) -> None:
+def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": argument}}
-    arguments.strict(schema, tags_are_tokens=True)
+    arguments.strict(schema, arguments.Tags())
     with pytest.raises(arguments.ArgumentError) as refused:
-        arguments.strict(schema, tags_are_tokens=False)
-    assert said in str(refused.value)
+        arguments.strict(schema, arguments.Tags("</parameter>"))
+    assert "could have a text in it that ends the argument" in str(refused.value)
 
 
 def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
@@ -290,9 +334,8 @@ def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
     assert allowed(matcher) == [EOS]
 
 
-@pytest.mark.parametrize("family", [family for family in STYLES if family != "llama"])
-def test_calls_may_come_instead_of_content_that_is_confined(family: str) -> None:
-    model = Model(family)
+@by_telling
+def test_calls_may_come_instead_of_content_that_is_confined(model: Model) -> None:
     inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
     own = model.grammar.calls(model.tools(strict=True), None, is_required=True, is_one=True)
     calls = lark.canonical(Constraint(GRAMMAR, (own,))).removeprefix(lark.HEADER)
