@@ -42,8 +42,8 @@ using fissile::FLOAT8;
 using fissile::KV_SPLIT;
 using fissile::KV_TILE;
 
-// From so many rows on bfloat16 keys and values are widened once, not by each row; narrower ones always are.
-constexpr int64_t WIDEN_FROM = 5;
+// From so many rows on bfloat16 keys and values are widened once, not by each few rows; narrower ones always are.
+constexpr int64_t WIDEN_FROM = WIDTH == 16 ? 25 : 11;
 // Pairs of vectors of values that are summed at a time, and those of bfloat16 that make a line of a cache.
 constexpr int VALUE_PAIRS = 2;
 constexpr int LINE_PAIRS = 32 / TWO;
