@@ -11,8 +11,6 @@ Nothing of this can change a token (docs/determinism.md), so it may depend on du
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
-from operator import mul
 from types import MappingProxyType
 from typing import Final
 
@@ -46,6 +44,8 @@ _SURPRISE_OF_PROPOSALS: Final = 0.25
 # What the newest step counts in the mean of the time between two; which is taken for no more than so many steps.
 _BETWEEN_WEIGHT: Final = 0.1
 _LONGEST_BETWEEN: Final = 3.0
+# Part of the time that may go into prompts without drafts behind them.
+_FOR_PROMPTS: Final = 0.01
 _NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
@@ -74,6 +74,8 @@ class DraftLengths:
         self._num_steps = 0
         self._plain_level = 1.0
         self._plain_proposals = 1.0
+        # Left for prompts that a model takes in though it may never draft behind them.
+        self._for_prompts_s = 0.0
         # True if the last step has made the drafts that there are now, so that what they took is spent.
         self._are_made = False
         # Over all sequences: what a new one begins with.
@@ -138,9 +140,11 @@ class DraftLengths:
             wall_s: since the end of the step before it; None if there was none just before.
             proposal: what a model did for drafts in it; None for nothing.
         """
+        self._for_prompts_s = min(self._for_prompts_s + _FOR_PROMPTS * duration_s, duration_s)
         verifies = rows > num_seqs
         has_drafts = verifies or proposal is not None
-        if wall_s is not None and wall_s > duration_s and proposal is None:
+        # That of plain steps, as soon as there is one.
+        if wall_s is not None and wall_s > duration_s and (proposal is None or self._between_s is None):
             self._note_between(min(wall_s - duration_s, _LONGEST_BETWEEN * duration_s))
         if proposal is None or not self.proposals.are_known:
             self.costs.note(rows, duration_s, verifies=verifies)
@@ -160,7 +164,7 @@ class DraftLengths:
 
     def took_in(self, rows: int) -> None:
         """A model has taken in so many rows of a step with prompts."""
-        self._savings.spent(self.costs.level * self.proposals.of(Proposal(rows)))
+        self._for_prompts_s -= self.costs.level * self.proposals.of(Proposal(rows))
 
     def plain_s(self, num_seqs: int) -> float:
         """Seconds from a plain step of so many sequences to the next one."""
@@ -170,6 +174,16 @@ class DraftLengths:
         """Seconds from a step of so many rows, which verifies drafts and makes others, to the next one."""
         made_s = 0.0 if proposal is None else self.costs.level * self.proposals.of(proposal)
         return self.costs.verification(rows) + made_s + (self._between_s or 0.0)
+
+    @property
+    def may_take_in(self) -> bool:
+        """True if no more was spent on prompts than may be."""
+        return self._for_prompts_s >= 0.0
+
+    @property
+    def drafts(self) -> bool:
+        """True if the last step had drafts, or made any."""
+        return self._num_steps > 0
 
     @property
     def least_gain(self) -> float:
@@ -255,7 +269,13 @@ class DraftLengths:
         """
         own = self._rates if seq.draft_history is None else seq.draft_history.rates
         rates = own if known is None else known
-        return list(accumulate((1 - doubt * (1 - rates.of(position)) for position in range(count)), mul))
+        known_rates, gain, found = rates.rates, 1.0, []
+        beyond = known_rates[-1] if known_rates else rates.unknown
+        for position in range(count):
+            rate = known_rates[position] if position < len(known_rates) else beyond
+            gain *= 1 - doubt * (1 - rate)
+            found.append(gain)
+        return found
 
     def _history(self, seq: Sequence) -> DraftHistory:
         if seq.draft_history is None:

@@ -52,10 +52,6 @@ class DraftSavings:
         self._balance_s = min(self._balance_s, _MOST_KEPT * plain_s)
         self._token_s = plain_s / num_seqs
 
-    def spent(self, seconds: float) -> None:
-        """So much was spent on drafts that there may be later."""
-        self._balance_s -= seconds
-
     def accepted(self, num_tokens: int) -> None:
         """So many drafts of a sequence were right in the newest step."""
         self._balance_s += num_tokens * self._token_s

@@ -129,7 +129,7 @@ class Drafter:
         wanted: dict[int, int] = {}
         if not self._model.rests:
             wanted = self._model.plan(self._most_made(batch), self._lifecycle.live, batch.total_seqs_num)
-        batch.feeds_draft_model = bool(wanted) or (batch.total_seqs_num_prefill > 0 and self._model.works)
+        batch.feeds_draft_model = bool(wanted) or (batch.total_seqs_num_prefill > 0 and self._model.takes_prompts)
         self._note_missed(batch)
         if not batch.feeds_draft_model:
             return
@@ -246,6 +246,8 @@ class Drafter:
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Gives a sequence slots for so many tokens from its next one on, as far as blocks are free."""
+        if seq.next_position + num_tokens <= seq.num_slots:
+            return
         free = self._blocks.num_free_blocks * self._blocks.block_size
         self._blocks.may_append(seq, min(num_tokens, seq.num_slots + free - seq.next_position))
         self._lifecycle.note_growth(seq)

@@ -259,18 +259,20 @@ class Landing:
         if token_ids and token_ids[0] != NO_TOKEN and seq.first_token_time is None:
             seq.first_token_time = now
         taken: list[int] = []
-        stop = None
+        stop, history = None, seq.draft_history
         for token_id in token_ids:
             if token_id == NO_TOKEN:
                 stop = self._without_token(constraint_end)
                 break
             seq.append_token(token_id)
             taken.append(token_id)
-            if seq.draft_history is not None and seq.draft_history.shadow:
-                self._lengths.came(seq.draft_history, token_id)
-            stop = self._stop_rules.check(seq)
-            if stop is not None:
-                break
+            if history is not None and history.shadow:
+                self._lengths.came(history, token_id)
+            # No rule but these can be met.
+            if token_id in seq.stopping_ids or seq.stop_token_sequences or len(seq.token_ids) >= seq.length_limit:
+                stop = self._stop_rules.check(seq)
+                if stop is not None:
+                    break
         if stop is None and constraint_end is not None:
             stop = _COMPLETE
         if seq.status is SequenceStatus.WAITING:

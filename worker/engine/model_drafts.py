@@ -20,9 +20,11 @@ from worker.engine.proposal_costs import Proposal
 from worker.engine.sequence import Sequence
 
 # Part of a sequence's tokens that the model need not have taken in.
-_MOST_MISSED: Final = 1 / 8
+_MOST_MISSED: Final = 1 / 2
 # Plain steps between two looks at what drafts would bring.
 _LOOK_EVERY: Final = 8
+# After so many steps one makes a draft more than pays: how often that is right may be unknown, or have changed.
+_MORE_EVERY: Final = 16
 # Steps of a trial, and plain ones between two: at first, and at most.
 _TRIAL: Final = 8
 _SHORTEST_REST: Final = 64
@@ -35,19 +37,26 @@ class ModelDrafts:
     Args:
         lengths: what drafts cost and bring.
 
-    Attributes:
-        works: True if the model takes in the rows of prompts.
     """
 
     def __init__(self, lengths: DraftLengths) -> None:
         self._lengths = lengths
-        self.works = True
+        # True if the last look has found that drafts pay.
+        self._pays = False
         # Plain steps left until the next look.
         self._unwatched = 0
+        # Steps in which drafts paid.
+        self._num_steps = 0
         # Steps left of a trial, and plain ones until the next one.
         self._trial = 0
         self._until_trial = 0
         self._rest = _SHORTEST_REST
+
+    @property
+    def takes_prompts(self) -> bool:
+        """True if the model takes in the rows of prompts: also where drafts do not pay yet, since without these there
+        can be none behind them."""
+        return self._pays or self._lengths.may_take_in or not self._lengths.adapts
 
     @property
     def rests(self) -> bool:
@@ -71,8 +80,8 @@ class ModelDrafts:
         if not fit or lengths.compares:
             return {}
         count = self._number(fit, seqs, num_seqs)
-        self.works = count > 0
-        self._unwatched = 0 if count else _LOOK_EVERY
+        self._pays = count > 0
+        self._unwatched = 0 if count or lengths.drafts else _LOOK_EVERY
         return {seq_id: min(own, count) for seq_id, own in fit.items()} if count else {}
 
     def _number(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
@@ -82,7 +91,8 @@ class ModelDrafts:
             return 0
         if count := self._best(most, seqs, num_seqs, doubt=1.0):
             self._trial, self._rest = 0, _SHORTEST_REST
-            return count
+            self._num_steps += 1
+            return count + (self._num_steps % _MORE_EVERY == 0)
         return self._tried(most, seqs, num_seqs)
 
     def _tried(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
@@ -128,5 +138,5 @@ class ModelDrafts:
 
 
 def has_taken_in(seq: Sequence) -> bool:
-    """True if the model has taken in nearly all of a sequence."""
+    """True if the model has taken in most of a sequence."""
     return seq.num_missed <= _MOST_MISSED * seq.num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Final
 
 import structlog
@@ -17,13 +18,22 @@ class SpecStats:
     Attributes:
         total_draft_tokens: drafts that were verified.
         total_accepted_tokens: those of them that were the model's own tokens.
-        by_position: the same two, of the first draft behind a token, the second, and so on.
     """
 
     def __init__(self) -> None:
         self.total_draft_tokens = 0
         self.total_accepted_tokens = 0
-        self.by_position: list[tuple[int, int]] = []
+        # Verifications by how many drafts they had, and by how many were accepted.
+        self._with_drafts: list[int] = [0]
+        self._with_accepted: list[int] = [0]
+
+    @property
+    def by_position(self) -> list[tuple[int, int]]:
+        """Drafts verified and accepted: the first ones behind a token, the second ones, and so on."""
+        drafts, accepted = (
+            list(accumulate(reversed(counts[1:])))[::-1] for counts in (self._with_drafts, self._with_accepted)
+        )
+        return list(zip(drafts, accepted, strict=True))
 
     @property
     def acceptance_rate(self) -> float:
@@ -44,6 +54,8 @@ class SpecStats:
         """`update` without a log line."""
         self.total_draft_tokens += num_drafts
         self.total_accepted_tokens += num_accepted
-        self.by_position += [(0, 0)] * (num_drafts - len(self.by_position))
-        for position, (drafts, accepted) in enumerate(self.by_position[:num_drafts]):
-            self.by_position[position] = drafts + 1, accepted + (position < num_accepted)
+        if (more := num_drafts + 1 - len(self._with_drafts)) > 0:
+            self._with_drafts += [0] * more
+            self._with_accepted += [0] * more
+        self._with_drafts[num_drafts] += 1
+        self._with_accepted[num_accepted] += 1

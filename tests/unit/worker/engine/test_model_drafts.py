@@ -171,7 +171,7 @@ def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
 def test_it_comes_close_to_the_best_number(right: float, costs: tuple[float, float, float], num_seqs: int) -> None:
     machine = Machine(right, curve([0.02]), *costs, num_seqs, 1)
     machine.rate(200)
-    assert machine.rate(1000) >= 0.88 * best(machine)
+    assert machine.rate(3000) >= 0.88 * best(machine)
 
 
 def test_time_between_steps_is_what_drafts_save() -> None:
@@ -203,7 +203,7 @@ def test_drafts_that_get_better_are_taken_up_again(believed: float) -> None:
 def test_a_sequence_that_was_not_taken_in_is_left_alone() -> None:
     lengths = DraftLengths(MOST, adapts=True)
     seqs = {i: Sequence([1] * 80, 16, id=i) for i in range(2)}
-    seqs[0].num_missed, seqs[1].num_missed = 11, 10
+    seqs[0].num_missed, seqs[1].num_missed = 41, 40
     assert [has_taken_in(seq) for seq in seqs.values()] == [False, True]
     assert ModelDrafts(lengths).plan({0: 3, 1: 2}, seqs, 2) == {1: 2}
 
@@ -214,14 +214,16 @@ def test_without_adaption_it_makes_all_drafts() -> None:
     assert ModelDrafts(lengths).plan({0: 3}, seqs, 1) == {0: 3}
 
 
-def test_rows_of_prompts_are_weighed() -> None:
-    """A model that takes in prompts and drafts nothing behind them has soon spent what it may."""
-    machine = Machine(0.9, curve([0.02]), 0.1, 0.1, 0.0, 1, 1)
-    machine.rate(100)
-    for _ in range(100):
-        machine.lengths.took_in(64)
-    machine.step()
-    assert not machine.model.works
+def test_prompts_are_taken_in_for_a_small_part_of_the_time() -> None:
+    """Where drafts do not pay: so that they may later."""
+    machine, taken = Machine(0.1, curve([0.02]), 2.0, 2.0, 0.0, 1, 1), 0
+    for _ in range(1000):
+        if machine.model.takes_prompts:
+            machine.lengths.took_in(1)
+            taken += 1
+        machine.step()
+    assert 3 <= taken <= 6, "two seconds of a thousand, each"
+    assert machine.model.takes_prompts is machine.lengths.may_take_in
 
 
 def test_what_proposals_take_is_on_a_line_and_learnt() -> None:
