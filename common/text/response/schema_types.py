@@ -76,7 +76,7 @@ def _refers(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     branches = (each for union in ("anyOf", "oneOf") for each in _list(schema, union))
-    return "$ref" in schema or "allOf" in schema or any(map(_refers, branches))
+    return "$ref" in schema or "allOf" in schema or any(not schema_types(each) or _refers(each) for each in branches)
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
