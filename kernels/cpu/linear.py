@@ -153,7 +153,9 @@ def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
     # A group of neighbours in k is one number of four bytes, whatever the dtype. Few rows are gathered faster by NumPy.
     panels = packed.panels.numpy().view(np.int32).reshape(-(-packed.columns // PANEL), -1, PANEL)
     panel, place = np.divmod(ids.numpy(), PANEL)
-    return torch.from_numpy(panels[panel, :, place]).view(dtype)[:, : packed.inner]
+    found = torch.from_numpy(panels[panel, :, place])
+    # PyTorch gives an array without rows no stride, and does not see it in a narrower dtype.
+    return found.view(dtype)[:, : packed.inner] if len(ids) else torch.empty(0, packed.inner, dtype=dtype)
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
