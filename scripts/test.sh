@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the named parts of tests/ in two lanes side by side: parts that compute, one after the other, at a lower priority,
-# and beside them parts that mostly wait (for processes that start, for leases, for silences). So the cores are busy all
-# the time, and what measures times comes first. Parts of one kind are one run of pytest, which imports and collects once.
-# A run's output is shown when it has ended, with its own summary; goes on after one that fails.
+# and beside them parts that mostly wait (for processes that start, for leases, for silences); the lane that has ended
+# first takes the kernels. So the cores are busy all the time, and what measures times comes first. Parts of one kind are
+# one run of pytest, which imports and collects once. A run's output is shown when it has ended, with its own summary;
+# goes on after one that fails.
 # PYTEST_MARK chooses tests by marker (default: all but the slow and the long ones).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -29,10 +30,11 @@ outcome() {
   esac
 }
 
-# lane RUN: the one that it belongs to.
+# lane RUN: the one that it belongs to, or either.
 lane() {
   case "$1" in
   services) echo waiting ;;
+  kernels) echo either ;;
   *) echo computing ;;
   esac
 }
@@ -76,18 +78,23 @@ run_parts() {
   (flock 9 && echo "== tests: $*" && cat "$logs/$run.log") 9>"$logs/lock"
 }
 
-# run_lane LANE PART...: the runs that belong to it, each with those of the parts that are its own, in their order.
+# run_lane LANE PART...: the runs that belong to it, each with those of the parts that are its own, in their order; then
+# those of either lane that the other one has not begun (a folder says that a run has been taken).
 run_lane() {
-  local name=$1 part run own
+  local name=$1 which part run own
   shift
-  for run in $(for part in "$@"; do run_of "$part"; done | awk '!seen[$0]++'); do
-    own=()
-    for part in "$@"; do
-      if [ "$(run_of "$part")" = "$run" ] && [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
-        own+=("$part")
+  for which in "$name" either; do
+    for run in $(for part in "$@"; do run_of "$part"; done | awk '!seen[$0]++'); do
+      own=()
+      for part in "$@"; do
+        if [ "$(run_of "$part")" = "$run" ] && [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
+          own+=("$part")
+        fi
+      done
+      if [ "$(lane "$run")" = "$which" ] && [ ${#own[@]} -gt 0 ] && mkdir "$logs/$run" 2>/dev/null; then
+        run_parts "$run" "${own[@]}"
       fi
     done
-    if [ "$(lane "$run")" = "$name" ] && [ ${#own[@]} -gt 0 ]; then run_parts "$run" "${own[@]}"; fi
   done
 }
 

@@ -71,8 +71,8 @@ def mtp_without(folder: Path) -> str:
 
 # What the option says in a folder where the target is or will be, and what the worker says to it.
 FAULTS: Final[dict[str, tuple[Callable[[Path], str], str]]] = {
-    "no JSON": (lambda _: "{method: ngram}", "'{method: ngram}' is no JSON object; use for example"),
-    "no object": (lambda _: '["ngram", 4]', "is no JSON object; use for example"),
+    "no JSON": (lambda _: "{method: ngram}", "'{method: ngram}' is not a JSON object; use for example"),
+    "no object": (lambda _: '["ngram", 4]', "is not a JSON object; use for example"),
     "unknown key": (lambda _: asked("ngram", k=4), "k is unknown; valid: num_speculative_tokens, method, model"),
     "no method": (lambda _: '{"num_speculative_tokens": 4}', "method is missing; use for example"),
     "unknown method": (
@@ -96,11 +96,11 @@ FAULTS: Final[dict[str, tuple[Callable[[Path], str], str]]] = {
     ),
     "other tokens": (
         lambda folder: asked("draft_model", other_tokens(folder)),
-        "its tokenizer is another one than the model's; give a model that shares it",
+        "its tokenizer differs from the model's; use a draft model that shares it",
     ),
     "more tokens": (
         lambda folder: asked("draft_model", other_model(folder, vocab_size=VOCAB_SIZE + 16)),
-        "its tokenizer is another one than the model's; give a model that shares it",
+        "its tokenizer differs from the model's; use a draft model that shares it",
     ),
     "a draft model without a tensor": (
         lambda folder: asked("draft_model", without(other_model(folder), "mlp.up_proj.weight")),
