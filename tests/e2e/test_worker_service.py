@@ -264,21 +264,25 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
             router = RouterEnd(channel, "slow", lease_ms=60_000)
             await router.open()
             lengths: dict[int, int] = {}
+            outbox = site.worker.service._routers["slow"].outbox
 
             async def run(max_tokens: int) -> None:
                 rids = range(len(lengths) + 1, len(lengths) + 65)
+                serial = rids[0] // 64 + 1
                 lengths.update(dict.fromkeys(rids, max_tokens))
-                await router.submit(rids[0] // 64 + 1, *(sequence(rid, [rid], max_tokens) for rid in rids))
+                await router.submit(serial, *(sequence(rid, [rid], max_tokens) for rid in rids))
+                # An engine that has not begun is idle too. Others would be given back beside these, which fill it.
+                while outbox.submit_seen < serial:  # noqa: ASYNC110  # no event
+                    await asyncio.sleep(0.01)
                 await asyncio.wait_for(site.worker.engine.wait_idle(), 240)
 
-            outbox = site.worker.service._routers["slow"].outbox
             # How much gRPC and the kernel take without a reader depends on the pace; then the worker's write blocks.
             while not outbox.num_unsent:
                 assert len(lengths) < 64 * 20, "a million tokens have gone out that nobody has read"
                 await run(800)
                 await asyncio.sleep(0.2)
             await run(20)
-            await router.read_until(lambda: len(router.ends) == len(lengths))
+            await router.read_until(lambda: len(router.ends) == len(lengths), timeout_s=120)
     for rid, length in lengths.items():
         assert router.tokens[rid][1:] == REFERENCE.reference([rid], length, seed=rid)
     assert max(len(frame.step_output.token_ids) for frame in router.frames) > 1000
