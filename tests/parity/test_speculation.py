@@ -160,5 +160,6 @@ def test_a_fault_shows(mutant: Mutant) -> None:
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
     with mutant.applied():
         assert fails(
-            (replace(setting, drafts=4) for setting in each), objections=(*OBJECTIONS, EngineDeadError, ValueError)
+            (replace(setting, drafts=4) for setting in each),
+            objections=(*OBJECTIONS, EngineDeadError, IndexError, ValueError),
         )
