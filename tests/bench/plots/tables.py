@@ -270,6 +270,15 @@ _SPECS: Final = {
         ],
         kind="zen5",
     ),
+    "peers-speculation": Spec(
+        "peers.speculation",
+        {"prompts": "prompts", "engine": "engine", "way": "way"},
+        [
+            Column("tokens/s", ("rate",), "tokens/s"),
+            Column("drafts an answer", ("drafts",), "tokens"),
+            Column("% right", ("right",), "%"),
+        ],
+    ),
     "attention-rows": Spec(
         "attention_rows",
         {"heads": "heads of", "context": "tokens", "threads": "threads", "rows": "rows"},
