@@ -42,9 +42,8 @@ class StopRules:
         """The rule that the newest output token of `seq` meets; call after every single token.
 
         The order is stop token sequences, end of sequence, stop token ids, length; before `min_tokens` only the length
-        counts: a model does not even sample the ids that would stop it (worker/model/logit_masks.py), a
-            simulation may. A
-        sequence without output meets none but the length.
+        counts: a model does not even sample the ids that would stop it (worker/model/logit_masks.py), a simulation may.
+        A sequence without output meets none but the length.
         """
         params = seq.sampling_params
         num_tokens = seq.num_tokens
