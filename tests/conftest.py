@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import fresh
 from tests.covering import mark_by_value
@@ -19,8 +19,9 @@ os.environ["FISSILE_WEIGHTS_CACHE"] = "off"
 
 # A busy machine is no fault of what is tested. The same examples each time: a change is not told of a fault that is not
 # its own; those that change come with `--fresh`.
-settings.register_profile("fissile", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None, database=None)
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fissile", _PATIENT, derandomize=True)
+settings.register_profile("fresh", _PATIENT, database=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -45,9 +45,10 @@ def _quick(own: settings) -> settings:
 
 
 def modules_below(package: ModuleType) -> Iterator[ModuleType]:
-    """Modules of a package, with those of the packages in it."""
+    """Modules of tests in a package, and in the packages in it."""
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        yield importlib.import_module(found.name)
+        if found.name.rpartition(".")[2].startswith("test_"):
+            yield importlib.import_module(found.name)
 
 
 def property_tests(modules: Iterable[ModuleType]) -> set[str]:

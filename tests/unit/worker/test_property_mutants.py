@@ -5,17 +5,38 @@ As in tests/unit/router/test_mutants.py, within as many examples as the test tak
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.unit.mutants import Mutant
+from tests.unit.mutants import OBJECTIONS, Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
-from tests.unit.worker import session
-from tests.unit.worker.engine import test_context_cost, test_draft_savings, test_drafter
+from tests.unit.router.test_mutants import CAUGHT
+from tests.unit.worker import engine, ranks, session
+from tests.unit.worker.engine import (
+    test_block_manager,
+    test_context_cost,
+    test_draft_lengths,
+    test_draft_savings,
+    test_drafter,
+    test_forced_text,
+    test_lockstep,
+    test_model_drafts,
+    test_state_machine,
+)
+from tests.unit.worker.ranks import test_batch_delta, test_frames
 from tests.unit.worker.session import test_cache_events, test_intake, test_outbox, test_session
+from worker.engine.block_manager import BlockManager
 from worker.engine.context_cost import ContextCost
+from worker.engine.draft_lengths import DraftLengths
 from worker.engine.draft_savings import DraftSavings
+from worker.engine.lifecycle import Lifecycle
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.prefix_cache import PrefixCache
+from worker.engine.prompt_filler import PromptFiller
+from worker.model.forward_context import DPMetadata
+from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
+from worker.ranks.frames import FrameReader
 from worker.session import outbox
 from worker.session.cache_events import KvCursor, KvLog
 from worker.session.intake import Inbox
@@ -31,6 +52,28 @@ _LOST = test_draft_savings.test_no_more_is_lost_than_a_small_part
 _LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
 _ALIKE = test_drafter.test_lookup_among_many_places_that_look_alike
 _AFFORDED = test_context_cost.test_as_many_tokens_as_can_be_afforded
+_CACHE, _WEAK = test_block_manager.CacheMachine, test_block_manager.WeakHashMachine
+_SCHEDULER = test_state_machine.SchedulerMachine
+_CHUNKS = test_lockstep.test_chunks_cover_each_engines_rows_once
+_CUTS = test_frames.test_messages_survive_any_cut
+_BATCHES = test_batch_delta.test_batches_arrive_as_they_were
+_FORCED = test_forced_text.test_it_is_what_all_comparisons_say
+_CHOICES = test_draft_lengths.test_choices_are_beginnings_of_what_there_is
+_NEVER_LONGER = test_draft_lengths.test_it_never_takes_longer_than_plain_decoding
+_NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_it_never_takes_longer_than_plain_decoding
+
+_SIZE, _LEFT = "min(max_chunk_size, size - chunk * max_chunk_size)", "size - chunk * max_chunk_size"
+_TO_FRONT = "self.free_block_ids.move_to_end(block.block_id, last=False)"
+_CLAIM = "for block_id in cached:\n        self._claim(block_id)\n"
+_TAKE = "cached + [self._take() for _ in range(seq.num_blocks - len(cached))]"
+# Takes new blocks before those that it has found.
+_HITS_LAST = (
+    "new = [self._take() for _ in range(seq.num_blocks - len(cached))]\n    "
+    + _CLAIM
+    + "    seq.block_table = cached + new"
+)
+_ENDS = "seq.publish_at = math.inf\n            return\n        block = found"
+_GOES_ON = "chain.num_published += 1; seq.publish_at += self.block_size\n            return\n        block = found"
 
 MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("end_too_soon", Outbox, "_take_run", "whole = count == unsent", "whole = count <= unsent"), _EVERY),
@@ -47,17 +90,74 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("oldest_place", NgramProposer, "_latest", "> length:\n", ">= length:\n"), _LOOKUP),
     (Mutant("oldest_of_many", NgramProposer, "_latest", "int(others[-1])", "int(others[0])"), _ALIKE),
     (Mutant("flat", ContextCost, "most_tokens", "1 + self.weight * start", "1"), _AFFORDED),
+    # The pool: blocks are held, counted, lost.
+    (Mutant("claim_resets", BlockManager, "_claim", "ref_count += 1", "ref_count += 1; block.reset()"), _CACHE),
+    (Mutant("equal_not_held", BlockManager, "_go_on_with", "self._claim(present)", "pass"), _CACHE),
+    (Mutant("equal_not_freed", BlockManager, "_go_on_with", "self._release(seq.block_table[i])", "pass"), _CACHE),
+    (Mutant("blocks_lost", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table[1:]"), _CACHE),
+    (Mutant("hits_are_free", BlockManager, "can_allocate", "- in_use", "- len(cached)"), _CACHE),
+    (Mutant("hits_are_dear", BlockManager, "can_allocate", "- in_use", ""), _CACHE),
+    (Mutant("hits_last", BlockManager, "allocate", f"{_CLAIM}    seq.block_table = {_TAKE}", _HITS_LAST), _CACHE),
+    (Mutant("one_slot", BlockManager, "_blocks_needed", "if missing > 0", "if missing > 1"), _CACHE),
+    # The pool: what dies first.
+    (Mutant("from_front", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"), _CACHE),
+    (Mutant("newest_first", BlockManager, "_take", "last=False", "last=True"), _CACHE),
+    (Mutant("cached_first", BlockManager, "_release", "not block.is_cached", "False"), _CACHE),
+    (Mutant("spoilt_last", BlockManager, "forget_unproved", _TO_FRONT, "pass"), _CACHE),
+    # Cached prefixes.
+    (Mutant("not_forgotten", BlockManager, "_take", "self.prefixes.forget(block)", "pass"), _CACHE),
+    (Mutant("index_kept", PrefixCache, "forget", "del self.hash_to_block_id[block.hash]", "pass"), _CACHE),
+    (Mutant("too_early", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"), _CACHE),
+    (Mutant("never_cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"), _CACHE),
+    (Mutant("parent_gone", BlockManager, "_publish_next", "if i and ", "if False and "), _CACHE),
+    (Mutant("old_node", BlockManager, "_publish_next", "if block.node is not None:", "if i == 0:"), _CACHE),
+    (Mutant("last_token", PrefixCache, "_hittable", "seq.num_reusable_tokens", "seq.num_tokens"), _CACHE),
+    (Mutant("from_root", PrefixCache, "cached_blocks", "node = block.node", "pass"), _CACHE),
+    (Mutant("held_too", BlockManager, "flush", "in self.free_block_ids", "in range(self.num_blocks)"), _CACHE),
+    (Mutant("no_flush", BlockManager, "flush", "self.prefixes.forget(block)", "pass"), _CACHE),
+    (Mutant("last_proved", BlockManager, "prove", "is_proved = True", "is_proved = True; return"), _CACHE),
+    (Mutant("none_proved", BlockManager, "prove", "self.num_published(seq)", "len(seq.block_table)"), _CACHE),
+    (Mutant("spoils_one", PrefixCache, "unproved_from", "nodes.add(block.node)", "pass"), _CACHE),
+    (Mutant("spoils_all", PrefixCache, "unproved_from", "block.parent in nodes", "True"), _CACHE),
+    (Mutant("spoils_good", BlockManager, "forget_unproved", "if not block.is_proved", "if True"), _CACHE),
+    # Hashes that collide.
+    (Mutant("any_parent", PrefixCache, "find", "block.parent == parent and ", ""), _WEAK),
+    (Mutant("any_tokens", PrefixCache, "find", " and block.tokens == tokens", ""), _WEAK),
+    (Mutant("any_salt", PrefixCache, "root", "if not cache_salt:", "if True:"), _WEAK),
+    (Mutant("gap", BlockManager, "_publish_next", _ENDS, _GOES_ON), _WEAK),
+    (Mutant("node_again", PrefixCache, "add", "next(self._next_node)", "depth"), _WEAK),
+    (Mutant("to_the_back", Lifecycle, "preempt", "appendleft(seq)", "append(seq)"), _SCHEDULER),
+    (Mutant("over_budget", PromptFiller, "_chunk", "<= step.budget", "<= step.budget + 1"), _SCHEDULER),
+    (Mutant("no_end", DPMetadata, "chunked_sizes", _SIZE, _LEFT), _CHUNKS),
+    (Mutant("less_than_none", DPMetadata, "chunked_sizes", f"max(0, {_SIZE})", _SIZE), _CHUNKS),
+    (Mutant("chunk_stays", DPMetadata, "chunked_sizes", "self.local_sizes = whole", "pass"), _CHUNKS),
+    (Mutant("rest_lost", FrameReader, "feed", "del self._buffer[:end]", "self._buffer.clear()"), _CUTS),
+    (Mutant("one_frame", FrameReader, "feed", "yield decode(body)", "yield decode(body); return"), _CUTS),
+    (Mutant("a_byte_late", FrameReader, "feed", "< end", "<= end"), _CUTS),
+    (Mutant("not_replaced", BatchDecoder, "decode", "*table[:stays], *follows", "*table, *follows"), _BATCHES),
+    (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),
+    *((mutant, _FORCED) for mutant in test_forced_text.MUTANTS),
+    (Mutant("free_rows", DraftLengths, "_count", "self.costs.verification(rows + i)", "0.0"), _CHOICES),
+    (Mutant("free_rows", DraftLengths, "_count", "self.costs.verification(rows + i)", "0.0"), _NEVER_LONGER),
+    (
+        Mutant("free_drafts", DraftLengths, "drafting_s", "self.proposals.of(proposal)", "0.0"),
+        _NEVER_LONGER_WITH_A_MODEL,
+    ),
 ]
+# A machine that is another one for longer.
+_LONGER = {test_state_machine.LongMachine.__name__}
 
 
-def test_each_property_test_of_a_session_has_a_fault_to_find() -> None:
-    assert property_tests(modules_below(session)) <= {name_of(test) for _, test in MUTANTS}
+def test_each_property_test_of_sequences_has_a_fault_to_find() -> None:
+    listed = {name_of(test) for _, test in [*MUTANTS, *CAUGHT]} | _LONGER
+    packages = (engine, ranks, session)
+    assert sorted(property_tests(itertools.chain(*map(modules_below, packages))) - listed) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mutant", "test"), MUTANTS, ids=[f"{mutant.trap}-{name_of(test)}" for mutant, test in MUTANTS]
+    ("mutant", "test"), MUTANTS, ids=[f"{mutant.trap.replace(' ', '_')}-{name_of(test)}" for mutant, test in MUTANTS]
 )
 def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mutant.applied(), pytest.raises(AssertionError):
+    with mutant.applied(), pytest.raises(OBJECTIONS):
         run(test, monkeypatch)
