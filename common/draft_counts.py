@@ -1,37 +1,50 @@
-"""Drafts of speculation by their place behind a token: how many were verified, and how many of these were right.
+"""Drafts of speculation by their position behind a token: how many were verified, and how many of these were right.
 
-Place 0 is directly behind a token of the model, place 1 behind a draft there, and so on.
+Position 0 is directly behind a token of the model, position 1 behind a draft there, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import TypeAlias
 
 # Verified ones, and accepted ones.
 Counts: TypeAlias = tuple[int, int]
 
 
-def by_place(outcomes: Mapping[tuple[int, int], int]) -> tuple[Counts, ...]:
-    """Counts of each place.
+class DraftCounter:
+    """Counts what steps have verified."""
 
-    Args:
-        outcomes: how often a step has verified so many drafts of which so many were accepted.
-    """
-    places = range(max((num_drafts for num_drafts, _ in outcomes), default=0))
-    return tuple(
-        (
-            sum(times for (num_drafts, _), times in outcomes.items() if num_drafts > place),
-            sum(times for (_, num_accepted), times in outcomes.items() if num_accepted > place),
+    __slots__ = ("_with_accepted", "_with_drafts")
+
+    def __init__(self) -> None:
+        # Verifications by how many drafts they had, and by how many were accepted.
+        self._with_drafts = [0]
+        self._with_accepted = [0]
+
+    def count(self, num_drafts: int, num_accepted: int, times: int = 1) -> None:
+        """A step has verified so many drafts of a sequence, of which so many were accepted."""
+        if num_drafts >= len(self._with_drafts):
+            more = [0] * (num_drafts + 1 - len(self._with_drafts))
+            self._with_drafts += more
+            self._with_accepted += more
+        self._with_drafts[num_drafts] += times
+        self._with_accepted[num_accepted] += times
+
+    @property
+    def by_position(self) -> tuple[Counts, ...]:
+        """Counts of each position."""
+        drafts, accepted = (
+            list(accumulate(reversed(counts[1:])))[::-1] for counts in (self._with_drafts, self._with_accepted)
         )
-        for place in places
-    )
+        return tuple(zip(drafts, accepted, strict=True))
 
 
 def add_counts(total: list[Counts], further: Iterable[Counts]) -> None:
-    """Adds counts by place to others, which may have fewer places."""
-    for place, (verified, accepted) in enumerate(further):
-        if place == len(total):
+    """Adds counts by position to others, which may have fewer positions."""
+    for position, (verified, accepted) in enumerate(further):
+        if position == len(total):
             total.append((0, 0))
-        before = total[place]
-        total[place] = before[0] + verified, before[1] + accepted
+        before = total[position]
+        total[position] = before[0] + verified, before[1] + accepted

@@ -410,7 +410,7 @@ class DecodeWork:
         steps: of the engine, those too that had nothing of the sequence.
         tokens: that they gave, of all sequences.
         preemptions: of the sequence, since it arrived.
-        drafts: of the sequence, verified and accepted, by their place behind a token.
+        drafts: of the sequence, verified and accepted, by their position behind a token.
     """
 
     steps: int

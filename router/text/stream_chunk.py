@@ -27,7 +27,7 @@ class FirstTokenInfo:
 class FinishInfo:
     """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP.
 
-    `drafts` are the verified and accepted ones by their place behind a token, where the worker has said the end.
+    `drafts` are the verified and accepted ones by their position behind a token, where the worker has said the end.
     """
 
     reason: pb.FinishReason.ValueType
@@ -76,7 +76,7 @@ def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
 
 
 def drafts_of(end: wpb.SequenceEnd) -> tuple[Counts, ...]:
-    """Drafts of a sequence that has ended, verified and accepted, by their place behind a token."""
+    """Drafts of a sequence that has ended, verified and accepted, by their position behind a token."""
     return tuple((one.verified, one.accepted) for one in end.drafts)
 
 

@@ -37,7 +37,7 @@ class KnownWorker:
     """A worker as operators see it.
 
     `running` counts the requests of this router there, `drafts` those of speculation that were verified and accepted
-    for its requests that have ended, by their place behind a token. Of a worker without a connection the address is
+    for its requests that have ended, by their position behind a token. Of a worker without a connection the address is
     known, what it was called when it last had one, and `last_error`, which says why there is none.
     """
 

@@ -15,6 +15,7 @@ import logging
 import random
 import statistics
 import time
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -43,8 +44,11 @@ TOKEN, WRONG = 7, 8
 class Given:
     """Proposes the same drafts always, of which half are right."""
 
+    def __init__(self) -> None:
+        self._drafts = [TOKEN] * RIGHT + [WRONG] * (MOST - RIGHT)
+
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        return ([TOKEN] * RIGHT + [WRONG] * (MOST - RIGHT))[:most]
+        return self._drafts if most == MOST else self._drafts[:most]
 
 
 class Unweighed(DraftLengths):
@@ -54,7 +58,7 @@ class Unweighed(DraftLengths):
         super().__init__(MOST, adapts=False)
 
     @override
-    def decided(self, seq: Sequence, drafts: list[int], num_verified: int) -> None:
+    def decided(self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], verified: Container[int]) -> None:
         pass
 
     @override

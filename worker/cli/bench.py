@@ -126,7 +126,7 @@ class EngineTarget:
             self._current.stop()
 
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts of speculation verified and accepted so far, by their place behind a token."""
+        """Drafts of speculation verified and accepted so far, by their position behind a token."""
         return list(self._engine.core.scheduler.spec_stats.by_position)
 
     def close(self) -> None:

@@ -275,7 +275,7 @@ class ScheduledBatch:
         self.is_decode = total_seqs_num_decode == len(rows)
         # True if there are no drafts besides.
         self.is_plain_decode = self.is_decode and len(rows) == total_tokens_num and num_spec_step == 0
-        if self.is_plain_decode:
+        if self.is_decode:
             self._take_decodes(rows)
         else:
             self._take_rows(rows)
@@ -333,14 +333,14 @@ class ScheduledBatch:
         return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:
-        """The newest token of each row, unless that is in flight."""
+        """The newest token of each row, unless that is in flight. Drafts stand behind known tokens only."""
         self.is_final = [True] * len(rows)
         self._last_tokens = [s.token_ids[-1] for s in rows]
         self.from_last_output = [s.num_placeholder > 0 for s in rows]
         self.targets: dict[int, list[int]] = {}
 
     def _take_rows(self, rows: list[Sequence]) -> None:
-        """Any number of tokens of each row, and its drafts."""
+        """Any number of tokens of each row, and drafts behind decodes."""
         spans = list(zip(rows, self.num_computed_tokens, self.context_lens, strict=True))
         drafts = self.scheduled_spec_decode_tokens
         self.scheduled_tokens = [s.token_ids[start:end] + drafts.get(s.id, []) for s, start, end in spans]
@@ -364,7 +364,9 @@ class ScheduledBatch:
     @cached_property
     def scheduled_tokens(self) -> list[list[int]]:
         """Tokens that each row computes, without one that is in flight."""
-        return [[] if late else [t] for t, late in zip(self._last_tokens, self.from_last_output, strict=True)]
+        drafts = self.scheduled_spec_decode_tokens
+        rows = zip(self.req_ids, self._last_tokens, self.from_last_output, strict=True)
+        return [[] if late else [token, *drafts.get(seq_id, ())] for seq_id, token, late in rows]
 
     @cached_property
     def last_block_num_tokens(self) -> list[int]:

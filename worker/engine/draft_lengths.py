@@ -10,9 +10,14 @@ Nothing of this can change a token (docs/determinism.md), so it may depend on du
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from itertools import accumulate, islice
+from operator import lt
 from types import MappingProxyType
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from worker.engine.draft_savings import DraftSavings
 from worker.engine.proposal_costs import Proposal, ProposalCosts
@@ -98,18 +103,14 @@ class DraftLengths:
         """
         if not self.adapts:
             return dict(drafts)
-        if self.compares or not (self._are_made or self._savings.allows):
+        if not drafts or self.compares or not (self._are_made or self._savings.allows):
             return {}
-        gains = [
-            (gain, seq_id)
-            for seq_id, own in drafts.items()
-            for gain in self.gains(seqs[seq_id], len(own), rates.get(seq_id))
-        ]
-        gains.sort(key=lambda pair: -pair[0])
-        chosen: dict[int, list[int]] = {}
-        for _, seq_id in gains[: self._count([gain for gain, _ in gains], len(seqs), rows)]:
-            chosen[seq_id] = drafts[seq_id][: len(chosen.get(seq_id, ())) + 1]
-        return chosen
+        gains = self._gains_of_all(drafts, seqs, rates)
+        order = np.argsort(-gains, axis=None, kind="stable")
+        count = self._count(gains.ravel()[order], len(seqs), rows)
+        # What a draft brings is no more than the one before it does, so those of a sequence are its first ones.
+        lengths = np.bincount(order[:count] // gains.shape[1], minlength=len(drafts)).tolist()
+        return {seq_id: own[:length] for (seq_id, own), length in zip(drafts.items(), lengths, strict=True) if length}
 
     def rest(self, num_seqs: int) -> int:
         """Steps of so many sequences that need no look at drafts behind one that verifies nothing: none where a look
@@ -121,7 +122,11 @@ class DraftLengths:
         """True if drafts of a sequence would be verified in a step of so many, were the others to have none."""
         if not self.adapts:
             return True
-        return self._savings.allows and self._count(self.gains(seq, self._most), num_seqs, num_seqs) > 0
+        if not self._savings.allows:
+            return False
+        most = min(self._most, self.costs.most_rows(num_seqs) - num_seqs)
+        needed = self._needed(num_seqs, num_seqs, most).tolist()
+        return any(map(lt, needed, islice(accumulate(self.gains(seq, most), initial=num_seqs), 1, None)))
 
     def took(
         self,
@@ -203,32 +208,31 @@ class DraftLengths:
         known = self._between_s
         self._between_s = seconds if known is None else known + _BETWEEN_WEIGHT * (seconds - known)
 
-    def decided(self, seq: Sequence, drafts: list[int], num_verified: int) -> None:
-        """A step verifies so many of the drafts behind the newest token of a sequence."""
-        history = self._history(seq)
-        if num_verified or not self.compares:
-            history.num_verified = num_verified
-        if num_verified:
-            history.shadow = []
-        elif not history.shadow:
-            history.shadow, history.place = drafts, 0
+    def decided(self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], verified: Container[int]) -> None:
+        """A step verifies some of the drafts behind the newest tokens of sequences, but of those alone that `verified`
+        has."""
+        for seq_id, own in drafts.items():
+            history = seqs[seq_id].draft_history or self._history(seqs[seq_id])
+            if seq_id in verified:
+                history.shadow = ()
+            elif not history.shadow:
+                history.shadow, history.position = own, 0
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts of a sequence."""
         history = self._history(seq)
-        outcome = num_drafts, num_accepted
-        history.outcomes[outcome] = history.outcomes.get(outcome, 0) + 1
+        history.counter.count(num_drafts, num_accepted)
         self._savings.accepted(num_accepted)
-        for position in range(min(num_accepted + 1, num_drafts)):
-            self._learn(history, position, is_right=position < num_accepted)
+        history.rates.learn_run(num_accepted, num_drafts, _WEIGHT)
+        self._rates.learn_run(num_accepted, num_drafts, _WEIGHT_OF_ALL)
 
     def came(self, history: DraftHistory, token_id: int) -> None:
         """A token has come where a draft was not verified."""
-        is_right = history.shadow[history.place] == token_id
-        self._learn(history, history.place, is_right=is_right)
-        history.place += 1
-        if not is_right or history.place == len(history.shadow):
-            history.shadow = []
+        is_right = history.shadow[history.position] == token_id
+        self._learn(history, history.position, is_right=is_right)
+        history.position += 1
+        if not is_right or history.position == len(history.shadow):
+            history.shadow = ()
 
     @property
     def compares(self) -> bool:
@@ -241,22 +245,42 @@ class DraftLengths:
             or (self._num_steps >= _LEAST_APART and of_proposals > _SURPRISE_OF_PROPOSALS)
         )
 
-    def _count(self, gains: list[float], num_tokens: float, rows: int) -> int:
+    def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int) -> int:
         """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly
         more than without."""
-        between_s = self._between_s or 0.0
-        shortest = self.costs.of(rows) + between_s
-        least = 1.0 if self._are_made else self.least_gain
-        best, count = least * num_tokens / shortest, 0
-        if num_tokens + sum(gains) <= least * num_tokens:
+        most = min(len(gains), self.costs.most_rows(rows) - rows)
+        if most <= 0:
             return 0
-        for i, gain in enumerate(gains[: max(0, self.costs.most_rows(rows) - rows)], 1):
-            num_tokens += gain
-            # No step is shorter for having more rows.
-            shortest = max(shortest, self.costs.verification(rows + i) + between_s)
-            if (rate := num_tokens / shortest) > best:
-                best, count = rate, i
-        return count
+        tokens = num_tokens + np.add.accumulate(gains[:most])
+        per_needed = tokens / self._needed(num_tokens, rows, most)
+        best = int(per_needed.argmax())
+        return best + 1 if per_needed[best] > 1.0 else 0
+
+    def _needed(self, num_tokens: int, rows: int, most: int) -> npt.NDArray[np.float64]:
+        """Tokens of a step with one draft, two drafts, up to `most`, for which it is worth it: those that steps of so
+        many rows without drafts, which bring so many tokens, would bring in the time, and a few more."""
+        shortest = self.costs.of(rows)
+        # No step is shorter for having more rows.
+        seconds = np.maximum(shortest, np.maximum.accumulate(self.costs.verifications(rows, most)))
+        between_s = self._between_s or 0.0
+        least = 1.0 if self._are_made else self.least_gain
+        return least * num_tokens * ((seconds + between_s) / (shortest + between_s))
+
+    def _gains_of_all(
+        self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rates: Mapping[int, DraftRates]
+    ) -> npt.NDArray[np.float64]:
+        """`gains` of each sequence in a row; 0 behind its last draft."""
+        counts = [len(own) for own in drafts.values()]
+        most = max(counts)
+        known: list[float] = []
+        for seq_id in drafts:
+            own = rates.get(seq_id) or self._rates_of(seqs[seq_id])
+            known += own.rates if len(own.rates) == most else own.first(most)
+        table = np.fromiter(known, np.float64, len(known)).reshape(-1, most)
+        gains = np.multiply.accumulate(table, axis=1)
+        if min(counts) < most:
+            gains[np.arange(most) >= np.array(counts)[:, None]] = 0.0
+        return gains
 
     def gains(self, seq: Sequence, count: int, known: DraftRates | None = None, doubt: float = 1.0) -> list[float]:
         """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing.
@@ -267,8 +291,7 @@ class DraftLengths:
             known: how often they are right; None for what has been learnt.
             doubt: part of the wrong ones that are taken for wrong.
         """
-        own = self._rates if seq.draft_history is None else seq.draft_history.rates
-        rates = own if known is None else known
+        rates = self._rates_of(seq) if known is None else known
         known_rates, gain, found = rates.rates, 1.0, []
         beyond = known_rates[-1] if known_rates else rates.unknown
         for position in range(count):
@@ -276,6 +299,9 @@ class DraftLengths:
             gain *= 1 - doubt * (1 - rate)
             found.append(gain)
         return found
+
+    def _rates_of(self, seq: Sequence) -> DraftRates:
+        return self._rates if seq.draft_history is None else seq.draft_history.rates
 
     def _history(self, seq: Sequence) -> DraftHistory:
         if seq.draft_history is None:

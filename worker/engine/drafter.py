@@ -88,26 +88,36 @@ class Drafter:
         if not self._limits.mtp_k and not self._forced:
             return
         decodes = step.decodes()
-        guessed = self._guessed(decodes)
-        forced = self._forced_runs(decodes, guessed) if self._forced else {}
-        drafts = {**guessed, **forced}
+        drafts = guessed = self._guessed(decodes)
+        if forced := self._forced_runs(decodes, guessed) if self._forced else {}:
+            both = {**guessed, **forced}
+            drafts = {seq.id: both[seq.id] for seq in decodes if seq.id in both}
         if not drafts:
             return
         rates = {seq_id: self._forced.rates(step.seqs[seq_id]) for seq_id in forced}
         chosen = self.lengths.choose(drafts, step.seqs, self._limits.max_num_batched_tokens - step.budget, rates)
-        budget, fitting = step.budget, dict[int, list[int]]()
-        for seq in decodes:
-            if own := chosen.get(seq.id, [])[: max(0, min(budget, self._room(seq)))]:
-                fitting[seq.id] = own
-                budget -= len(own)
-                self._reserve(seq, 1 + len(own))
-            if seq.id in guessed and seq.id not in forced:
-                self.lengths.decided(seq, guessed[seq.id], len(own))
+        fitting = self._fit(chosen, step)
+        own = {seq_id: found for seq_id, found in guessed.items() if seq_id not in forced} if forced else guessed
+        self.lengths.decided(own, step.seqs, fitting)
         if fitting:
             step.verify(fitting)
             step.forced = forced.keys() & fitting.keys()
         if guessed:
             self._rest = 0 if chosen else self.lengths.rest(len(decodes))
+
+    def _fit(self, drafts: Mapping[int, list[int]], step: Step) -> dict[int, list[int]]:
+        """As many of these drafts as there is budget and room for; their sequences get slots for them."""
+        budget, seqs, fitting = step.budget, step.seqs, dict[int, list[int]]()
+        for seq_id, own in drafts.items():
+            seq, count = seqs[seq_id], len(own)
+            if count > budget or len(seq.token_ids) + count > seq.num_slots:
+                count = min(count, budget, self._room(seq))
+                if count <= 0:
+                    continue
+                self._reserve(seq, 1 + count)
+            fitting[seq_id] = own if count == len(own) else own[:count]
+            budget -= count
+        return fitting
 
     def note_forced(self, batch: ScheduledBatch, runs: Mapping[int, tuple[int, list[int]]]) -> None:
         """Takes what a step has brought of texts that grammars force (`ScheduledBatchOutput.forced_token_ids`), and
@@ -195,7 +205,7 @@ class Drafter:
         if self.proposer is None or most == 0 or self._rest > 0 or not (found := self.proposer.propose(seq, most)):
             return False
         if not (pays := self.lengths.pays(seq, max(1, self._lifecycle.num_decoding))):
-            self.lengths.decided(seq, found, 0)
+            self.lengths.decided({seq.id: found}, {seq.id: seq}, ())
         return pays
 
     def _most(self, seq: Sequence) -> int:
@@ -220,7 +230,7 @@ class Drafter:
         if self._rest > 0 and self._model is None:
             self._rest -= 1
             return {}
-        guessed = {seq.id: found for seq in decodes if (found := self._drafts(seq))}
+        guessed = self._proposed(decodes)
         if decodes and not guessed:
             self._rest = self.lengths.rest(len(decodes))
         return guessed
@@ -235,14 +245,21 @@ class Drafter:
                 found[seq.id] = run
         return found
 
-    def _drafts(self, seq: Sequence) -> list[int]:
-        """Drafts that there are behind the newest token; those of the runner are for this step alone."""
-        own, seq.spec_token_ids = seq.spec_token_ids, []
-        most = min(self._most(seq), seq.length_limit - seq.num_tokens - 1)
-        if seq.num_placeholder or most <= 0:
-            return []
-        found = self.proposer.propose(seq, most) if self.proposer is not None else []
-        return found or own[:most]
+    def _proposed(self, decodes: list[Sequence]) -> dict[int, list[int]]:
+        """Drafts that there are behind the newest tokens; those of the runner are for this step alone."""
+        proposed: dict[int, list[int]] = {}
+        most, propose = self._limits.mtp_k, None if self.proposer is None else self.proposer.propose
+        for seq in decodes:
+            own = seq.spec_token_ids
+            if own:
+                seq.spec_token_ids = []
+            wanted = seq.sampling_params.num_drafts
+            count = min(most if wanted is None or wanted > most else wanted, seq.length_limit - len(seq.token_ids) - 1)
+            if count <= 0 or seq.num_placeholder:
+                continue
+            if found := (propose is not None and propose(seq, count)) or own[:count]:
+                proposed[seq.id] = found
+        return proposed
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Gives a sequence slots for so many tokens from its next one on, as far as blocks are free."""

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -55,7 +55,7 @@ class Landing:
         self._in_flight = in_flight
         self._lengths = lengths
         self.spec_stats = SpecStats()
-        self.forced_stats = SpecStats()
+        self.forced_stats = SpecStats(logs=False)
         # Sequences whose drafts are text that grammars force, in the step that is taken.
         self._forced: set[int] = set()
         self.num_nan_rows = 0
@@ -97,8 +97,9 @@ class Landing:
     ) -> list[Sequence]:
         finished: list[Sequence] = []
         self._forced = self._in_flight.popleft().forced
-        if batch.is_plain_decode:
-            self._land_decodes(seqs, batch, fwd_output, finished, now)
+        if batch.is_decode:
+            land = self._land_decodes if batch.is_plain_decode else self._land_verified
+            land(seqs, batch, fwd_output, finished, now)
             return finished
         logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
         given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
@@ -123,13 +124,14 @@ class Landing:
     @staticmethod
     def _take_drafts(batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
         """Notes what the runner has drafted; the sequences need not wait for it any more."""
-        if not batch.drafts_wanted and not batch.scheduled_spec_decode_tokens:
-            return
-        for seq in batch.columns.rows:
-            if seq.id in batch.drafts_wanted or seq.id in batch.scheduled_spec_decode_tokens:
-                seq.awaits_output = False
-            if seq.id in batch.drafts_wanted and seq.status is SequenceStatus.RUNNING:
-                seq.spec_token_ids = drafts.get(seq.id, [])
+        seqs = batch.columns.by_id
+        for seq_id in batch.scheduled_spec_decode_tokens:
+            seqs[seq_id].awaits_output = False
+        for seq_id in batch.drafts_wanted:
+            seq = seqs[seq_id]
+            seq.awaits_output = False
+            if seq.status is SequenceStatus.RUNNING:
+                seq.spec_token_ids = drafts.get(seq_id, [])
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""
@@ -174,7 +176,7 @@ class Landing:
                 self._blocks.prove(seq)
             if seq.draft_history is not None and seq.draft_history.shadow:
                 self._lengths.came(seq.draft_history, token_id)
-            if token_id in seq.stopping_ids or seq.stop_token_sequences or len(tokens) >= seq.length_limit:
+            if seq.may_end(token_id):
                 stop = self._stop_rules.check(seq)
                 if stop is not None:
                     num_others += 1
@@ -188,6 +190,56 @@ class Landing:
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
         self._lifecycle.totals.generated_tokens += len(batch.req_ids) - num_others
+
+    def _land_verified(
+        self,
+        seqs: Iterable[Sequence],
+        batch: ScheduledBatch,
+        fwd_output: ScheduledBatchOutput,
+        finished: list[Sequence],
+        now: float,
+    ) -> None:
+        """`_land` for a step of decodes of which some have drafts, likewise."""
+        outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
+        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
+        forced, verified, num_tokens = self._forced, self._lengths.verified, 0
+        outcomes: list[tuple[int, int]] = []
+        for seq, num_scheduled in zip(seqs, batch.num_scheduled_tokens, strict=True):
+            seq_id, sampled = seq.id, token_ids.get(seq.id, ())
+            is_plain = seq.status is running and sampled and seq.first_token_time is not None
+            if (
+                not is_plain
+                or sampled[-1] < 0
+                or seq.may_end_within(sampled)
+                or (seq_id in forced)
+                or (logprobs and seq_id in logprobs)
+                or (ends and seq_id in ends)
+                or (seq.draft_history is not None and seq.draft_history.shadow)
+            ):
+                own, end = logprobs.get(seq_id, b""), ends.get(seq_id)
+                drafts = batch.scheduled_spec_decode_tokens.get(seq_id)
+                self._land(seq, num_scheduled, True, sampled, drafts, finished, now, own, end)
+                continue
+            seq.num_inflight_tokens -= num_scheduled
+            seq.num_placeholder -= 1
+            taken = [*sampled]
+            seq.token_ids += taken
+            position, num_new = seq.num_computed_tokens + 1, len(taken)
+            seq.num_computed_tokens += num_new
+            if seq.num_computed_tokens >= seq.publish_at:
+                self._blocks.publish(seq)
+                self._blocks.prove(seq)
+            if num_scheduled > 1:
+                outcomes.append((num_scheduled - 1, num_new - 1))
+                verified(seq, num_scheduled - 1, num_new - 1)
+            num_tokens += num_new
+            # The first one stands at the first position whose KV is not computed.
+            output = RequestOutput(seq_id, taken, False, None, position)
+            outputs.append(output)
+            if seq.stream_callback is not None:
+                seq.stream_callback(output)
+        self.spec_stats.take(Counter(outcomes))
+        self._lifecycle.totals.generated_tokens += num_tokens
 
     def _land(
         self,
@@ -268,8 +320,7 @@ class Landing:
             taken.append(token_id)
             if history is not None and history.shadow:
                 self._lengths.came(history, token_id)
-            # No rule but these can be met.
-            if token_id in seq.stopping_ids or seq.stop_token_sequences or len(seq.token_ids) >= seq.length_limit:
+            if seq.may_end(token_id):
                 stop = self._stop_rules.check(seq)
                 if stop is not None:
                     break
@@ -292,9 +343,9 @@ class Landing:
             return 0
         accepted = len(token_ids) - 1
         if seq.id in self._forced:
-            self.forced_stats.count(len(drafts), accepted)
+            self.forced_stats.take({(len(drafts), accepted): 1})
         else:
-            self.spec_stats.update(len(drafts), accepted)
+            self.spec_stats.take({(len(drafts), accepted): 1})
             self._lengths.verified(seq, len(drafts), accepted)
         return len(drafts) - accepted
 

@@ -9,7 +9,6 @@ Invariants (worker/engine/integrity.py checks them):
 
 from __future__ import annotations
 
-from common.draft_counts import by_place
 from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
@@ -140,7 +139,7 @@ class Lifecycle:
         if is_first:
             output.start = self._begin(seq)
         steps, tokens = seq.work_before
-        drafts = () if seq.draft_history is None else by_place(seq.draft_history.outcomes)
+        drafts = () if seq.draft_history is None else seq.draft_history.counter.by_position
         done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions, drafts)
         sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
         times = sequence_times(seq, done)

@@ -302,12 +302,13 @@ class Scheduler:
         """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
         self._in_flight.append(step)
         self.lifecycle.totals.steps += 1
-        for seq_id in (*step.drafts, *batch.drafts_wanted):
-            step.seqs[seq_id].awaits_output = True
-        if step.columns is not None and not step.drafts:
+        for awaited in (step.drafts, batch.drafts_wanted):
+            for seq_id in awaited:
+                step.seqs[seq_id].awaits_output = True
+        if step.columns is not None:
             decode = SequenceType.DECODE
-            for seq in step.columns.rows:
-                seq.num_inflight_tokens += 1
+            for seq, num_tokens in zip(step.columns.rows, batch.num_scheduled_tokens, strict=True):
+                seq.num_inflight_tokens += num_tokens
                 seq.num_placeholder += 1
                 seq.type = decode
             return

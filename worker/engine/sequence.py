@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from common.draft_counts import DraftCounter
 from common.pooling import MEAN, Pooling
 from common.sampling_params import SamplingParams
 from worker.engine.pooling import PooledStates
@@ -71,7 +72,7 @@ class DraftRates:
 
     Attributes:
         rates: of the positions that are known; a further one counts as the last of these.
-        counts: how many drafts each is the mean of.
+        counts: how many drafts each is the mean of, as long as that matters.
         unknown: taken for a rate of which nothing is known.
     """
 
@@ -87,11 +88,33 @@ class DraftRates:
 
     def learn(self, position: int, is_right: bool, weight: float) -> None:
         """One more draft, which counts as the others do at first, and later `weight`."""
-        if position == len(self.rates):
-            self.rates.append(self.of(position))
-            self.counts.append(1)
-        self.counts[position] += 1
-        self.rates[position] += max(weight, 1 / self.counts[position]) * (is_right - self.rates[position])
+        rates, counts = self.rates, self.counts
+        if position == len(rates):
+            rates.append(self.of(position))
+            counts.append(1)
+        counts[position] = count = counts[position] + 1
+        share = weight if weight * count >= 1 else 1 / count
+        rates[position] += share * ((1.0 if is_right else 0.0) - rates[position])
+
+    def learn_run(self, num_right: int, num_drafts: int, weight: float) -> None:
+        """Drafts from the first position on: so many were right, and the next one wrong if there was one. As `learn`
+        of each, but for counts that matter no more."""
+        rates, counts = self.rates, self.counts
+        num_learnt = num_right + 1 if num_right < num_drafts else num_drafts
+        if num_learnt > len(rates) or counts[num_learnt - 1] * weight < 1:
+            for position in range(num_learnt):
+                self.learn(position, position < num_right, weight)
+            return
+        # Each counts `weight`: a position is known at least as well as the next one.
+        for position in range(num_right):
+            rates[position] += weight * (1.0 - rates[position])
+        if num_learnt > num_right:
+            rates[num_right] -= weight * rates[num_right]
+
+    def first(self, count: int) -> list[float]:
+        """Rates at the first positions."""
+        missing = count - len(self.rates)
+        return self.rates[:count] if missing <= 0 else [*self.rates, *[self.of(count)] * missing]
 
     def prior(self, count: int) -> DraftRates:
         """A copy that stands for at most so many drafts at each position."""
@@ -104,17 +127,15 @@ class DraftHistory:
 
     Attributes:
         rates: how often they were right.
-        num_verified: drafts of its last step.
-        outcomes: how often a step has verified so many drafts of which so many were the model's own tokens.
+        counter: drafts that were verified.
         shadow: drafts that are compared with the tokens that come, and are not verified.
-        place: of the next one in `shadow`.
+        position: of the next one in `shadow`.
     """
 
     rates: DraftRates
-    num_verified: int = 0
-    outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
-    shadow: list[int] = field(default_factory=list)
-    place: int = 0
+    counter: DraftCounter = field(default_factory=DraftCounter)
+    shadow: list[int] | tuple[int, ...] = ()
+    position: int = 0
 
 
 class Sequence:
@@ -269,7 +290,7 @@ class Sequence:
         self.sampling_params = params
         # The number of tokens, prompt included, at which it ends at the latest.
         self.length_limit = self.num_prompt_tokens + params.max_tokens
-        # Newest tokens that may end it; the stop rules then say whether they do.
+        # Newest tokens that may end it (`may_end`).
         self.stopping_ids = frozenset(params.stop_token_ids)
         # While it has fewer tokens than this, penalties, a bias or masks change its logits.
         self.steered_until = math.inf if params.steers else self.num_prompt_tokens + params.min_tokens
@@ -404,6 +425,14 @@ class Sequence:
     def is_finished(self) -> bool:
         """True if the sequence has ended."""
         return self.status is SequenceStatus.FINISHED
+
+    def may_end(self, token_id: int) -> bool:
+        """True if its newest token, which is this one, may end it; the stop rules then say whether it does."""
+        return token_id in self.stopping_ids or len(self.token_ids) >= self.length_limit
+
+    def may_end_within(self, token_ids: tuple[int, ...]) -> bool:
+        """True if one of the tokens that come next may end it."""
+        return len(self.token_ids) + len(token_ids) >= self.length_limit or not self.stopping_ids.isdisjoint(token_ids)
 
     def append_token(self, token_id: int) -> None:
         """Appends one sampled token."""

@@ -111,8 +111,10 @@ class Step:
     def verify(self, drafts: dict[int, list[int]]) -> None:
         """Lets the step verify drafts of sequences that it decodes."""
         self.drafts = drafts
+        counts = self.num_scheduled_tokens
         for i, seq_id in enumerate(self.seqs):
-            self.num_scheduled_tokens[i] += len(drafts.get(seq_id, ()))
+            if seq_id in drafts:
+                counts[i] += len(drafts[seq_id])
         self.budget -= sum(map(len, drafts.values()))
 
     def build(self) -> ScheduledBatch:

@@ -13,6 +13,9 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 # A clock may stand still.
 _SHORTEST_S: Final = 1e-9
 # A step may be interrupted; it counts for no more than so many expected ones, and for no less than so much of one.
@@ -81,6 +84,15 @@ class StepCosts:
     def verification(self, rows: int) -> float:
         """Seconds that a step of so many rows takes which verifies drafts."""
         return self.of(rows) + self.level * self._verify_s
+
+    def verifications(self, rows: int, most: int) -> npt.NDArray[np.float64]:
+        """`verification` of so many rows and one draft, two drafts, up to `most`."""
+        if not self._rows:
+            return np.full(most, self.verification(rows))
+        sizes, seconds, longest = self._rows, self._seconds, rows + most
+        if longest > sizes[-1]:
+            sizes, seconds = [*sizes, longest], [*seconds, self._beyond(longest)]
+        return self.level * (np.interp(np.arange(rows + 1, longest + 1), sizes, seconds) + self._verify_s)
 
     def of(self, rows: int) -> float:
         """Seconds that decodes of so many rows take: on a line between what was measured, and beyond it.

@@ -32,11 +32,12 @@ class StopRules:
         self.max_model_len = max_model_len
 
     def prepare(self, seq: Sequence) -> None:
-        """Notes on `seq` when `check` needs to be asked: at `length_limit` tokens, and for `stopping_ids`."""
+        """Notes on `seq` when `check` needs to be asked (`Sequence.may_end`)."""
         params = seq.sampling_params
         seq.length_limit = min(seq.num_prompt_tokens + params.max_tokens, self.max_model_len)
         ended_by = frozenset() if params.ignore_eos else self.eos_token_ids
-        seq.stopping_ids = ended_by.union(params.stop_token_ids) if params.stop_token_ids else ended_by
+        ends = [*params.stop_token_ids, *(stop[-1] for stop in seq.stop_token_sequences if stop)]
+        seq.stopping_ids = ended_by.union(ends) if ends else ended_by
 
     def check(self, seq: Sequence) -> Stop | None:
         """The rule that the newest output token of `seq` meets; call after every single token.

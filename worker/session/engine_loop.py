@@ -99,7 +99,7 @@ class EngineLoop:
 
     @property
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts of speculation verified and accepted since the engine's start, by their place behind a token."""
+        """Drafts of speculation verified and accepted since the engine's start, by their position behind a token."""
         drafts = {} if self.figures is None else self.figures.drafts
         return [counts for (method, _), counts in drafts.items() if method != names.GRAMMAR_DRAFTS]
 

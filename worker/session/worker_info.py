@@ -104,7 +104,7 @@ class WorkerFacts:
 
         Args:
             state: of the worker.
-            drafts: verified and accepted ones since the start, by their place behind a token.
+            drafts: verified and accepted ones since the start, by their position behind a token.
         """
         tokens = self.relevance_tokens
         return wpb.GetWorkerResponse(

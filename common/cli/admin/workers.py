@@ -72,8 +72,8 @@ def _drafts(worker: apb.Worker) -> tuple[str, str]:
     if not verified:
         return asked, "-"
     accepted = sum(one.accepted for one in worker.drafts)
-    by_place = " ".join(f"{one.accepted / one.verified:.0%}" for one in worker.drafts)
-    return asked, f"{accepted / verified:.0%} ({by_place})"
+    by_position = " ".join(f"{one.accepted / one.verified:.0%}" for one in worker.drafts)
+    return asked, f"{accepted / verified:.0%} ({by_position})"
 
 
 def _state(worker: apb.Worker) -> str:
@@ -139,7 +139,7 @@ def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: 
     RUNNING and QUEUED count requests of this router, DECODING and WAITING the sequences of all routers at the worker;
     TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed. Where workers speculate, DRAFTS says
     how, and how many tokens ahead; ACCEPTED which part of the drafts for requests of this router was right, of all and
-    by their place behind a token.
+    by their position behind a token.
 
     STATE is serving; silent: without a report for a while; cordoned: `fissile uncordon` brings it back; draining: about
     to end; leaving: no longer in the router's list; unconnected: the line below says why.

@@ -79,7 +79,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Drafts in one place behind a token: how many were verified, and how many of these were the model's own tokens."""
+    """Drafts at one position behind a token: how many were verified, and how many were the model's own tokens."""
 
     verified: int
     accepted: int
@@ -114,7 +114,7 @@ class Figures:
         retried: requests that were given to more than one worker.
         goodput: None without objectives.
         cpu: who used this machine meanwhile.
-        drafts: of speculation, by place: those directly behind a token, the next ones, and so on; empty without any,
+        drafts: of speculation, by position: those directly behind a token, the next ones, and so on; empty without any,
             or where nothing says so.
     """
 
@@ -172,7 +172,7 @@ def figures_of(
         repeat: which repetition.
         objectives: most seconds by the names of OBJECTIVES; what meets all of them is goodput. None: not asked for.
         cpu: who used this machine meanwhile.
-        drafts: by place.
+        drafts: by position.
     """
     good = [record for record in records if record.ok]
     duration = max((record.ended for record in records), default=0.0)
@@ -211,7 +211,7 @@ def figures_of(
 
 
 def drafts_between(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[DraftCounts]:
-    """Drafts of a run, from the counts (verified, accepted) by place before and after it; without places of none."""
+    """Drafts of a run, from the counts (verified, accepted) by position before and after it, where there are any."""
     begins = [*before, *[(0, 0)] * (len(after) - len(before))]
     counts = [DraftCounts(v - v0, a - a0) for (v, a), (v0, a0) in zip(after, begins, strict=True)]
     return [each for each in counts if each.verified]

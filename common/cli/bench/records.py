@@ -35,7 +35,7 @@ class Record:
             as with the two before.
         worker_id: which worker finished it; empty when unknown.
         attempts: workers that it was given to.
-        drafts: of speculation, verified and accepted, by their place behind a token; empty where nothing says so.
+        drafts: of speculation, verified and accepted, by their position behind a token; empty where nothing says so.
     """
 
     index: int

@@ -131,7 +131,7 @@ def _drafts_told(row: Figures) -> str:
     verified, accepted = sum(one.verified for one in row.drafts), sum(one.accepted for one in row.drafts)
     rates = " ".join(percent(one.accepted / one.verified) for one in row.drafts)
     return (
-        f"drafts: {verified} verified, {accepted} accepted ({percent(accepted / verified)}; by place {rates}), "
+        f"drafts: {verified} verified, {accepted} accepted ({percent(accepted / verified)}; by position {rates}), "
         f"{number(row.tokens_per_verification)} tokens a verification"
     )
 

@@ -52,7 +52,7 @@ class Target(Protocol):
         ...
 
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts verified and accepted so far, by their place behind a token; empty where nothing says so."""
+        """Drafts verified and accepted so far, by their position behind a token; empty where nothing says so."""
         ...
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class RouterTarget:
             self._runner.get_loop().call_soon_threadsafe(self._current.stop)
 
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts verified and accepted for requests that have ended, by their place behind a token."""
+        """Drafts verified and accepted for requests that have ended, by their position behind a token."""
         return list(self._drafts)
 
     def close(self) -> None:

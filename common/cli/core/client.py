@@ -272,7 +272,7 @@ class Answer:
         }
 
     def _drafts(self) -> dict[str, Any]:
-        """Drafts by their place behind a token, if there were any."""
+        """Drafts by their position behind a token, if there were any."""
         found = [{"verified": one.verified, "accepted": one.accepted} for one in self.finish.drafts]
         return {"drafts": found} if found else {}
 

@@ -1284,7 +1284,7 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class DraftCounts(_message.Message):
-    """Drafts in one place behind a token."""
+    """Drafts at one position behind a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,4 +1,4 @@
-"""Counts of drafts by place, against counting every draft."""
+"""Counts of drafts by position, against counting every draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.draft_counts import Counts, add_counts, by_place
+from common.draft_counts import Counts, DraftCounter, add_counts
 
 # Verifications: how many drafts, and how many of them were accepted.
 OUTCOMES = st.integers(1, 16).flatmap(lambda num: st.tuples(st.just(num), st.integers(0, num)))
@@ -18,13 +18,20 @@ def counted(outcomes: list[tuple[int, int]]) -> tuple[Counts, ...]:
     for num_drafts, num_accepted in outcomes:
         verified.update(range(num_drafts))
         accepted.update(range(num_accepted))
-    return tuple((verified[place], accepted[place]) for place in sorted(verified))
+    return tuple((verified[position], accepted[position]) for position in sorted(verified))
+
+
+def by_position(outcomes: list[tuple[int, int]]) -> tuple[Counts, ...]:
+    counter = DraftCounter()
+    for outcome, times in Counter(outcomes).items():
+        counter.count(*outcome, times)
+    return counter.by_position
 
 
 @given(st.lists(OUTCOMES, max_size=40), st.integers(0, 40))
-def test_places_count_every_draft_once(outcomes: list[tuple[int, int]], cut: int) -> None:
-    assert by_place(Counter(outcomes)) == counted(outcomes)
+def test_positions_count_every_draft_once(outcomes: list[tuple[int, int]], cut: int) -> None:
+    assert by_position(outcomes) == counted(outcomes)
     total: list[Counts] = []
     for part in (outcomes[:cut], outcomes[cut:]):
-        add_counts(total, by_place(Counter(part)))
+        add_counts(total, by_position(part))
     assert tuple(total) == counted(outcomes)

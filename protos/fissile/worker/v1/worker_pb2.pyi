@@ -1780,7 +1780,7 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class DraftCounts(_message.Message):
-    """Drafts in one place behind a token."""
+    """Drafts at one position behind a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

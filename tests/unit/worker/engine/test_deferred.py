@@ -335,7 +335,7 @@ class TestSpeculation:
         stats = SpecStats()
         with capture_logs() as logs:
             for _ in range(667):
-                stats.update(3, 2)
+                stats.take({(3, 2): 1})
         assert [line["event"] for line in logs] == [
             "[MTP Stats] Total draft tokens: 1002, Accepted: 668, Acceptance rate: 66.67%",
             "[MTP Stats] Total draft tokens: 2001, Accepted: 1334, Acceptance rate: 66.67%",

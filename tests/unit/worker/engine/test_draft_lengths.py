@@ -76,8 +76,7 @@ class Machine:
         drafts = {seq_id: [int(self._rnd.random() >= self.right) for _ in range(MOST)] for seq_id in self.seqs}
         chosen = self.lengths.choose(drafts, self.seqs, len(self.seqs))
         rows = len(self.seqs) + sum(map(len, chosen.values()))
-        for seq_id, seq in self.seqs.items():
-            self.lengths.decided(seq, drafts[seq_id], len(chosen.get(seq_id, [])))
+        self.lengths.decided(drafts, self.seqs, chosen)
         duration_s = self.cost(rows) * (1 + self._rnd.uniform(-self._noise, self._noise))
         self.lengths.took(len(self.seqs), rows, duration_s)
         for seq_id, seq in self.seqs.items():
@@ -188,11 +187,10 @@ LOSSES: list[Workload] = [
     ([0.3] * 30, 0.3, 2, 0.05, 3),
 ]
 MUTANTS = [
-    Mutant("rows are free", DraftLengths, "_count", "self.costs.verification(rows + i)", "0.0"),
-    Mutant("any gain is enough", DraftLengths, "_count", "best, count = least * num_tokens / shortest, 0",
-           "best, count = 0.0, 0"),
-    Mutant("all drafts are right", DraftLengths, "verified", "position < num_accepted", "True"),
-]  # fmt: skip
+    Mutant("rows are free", DraftLengths, "_needed", "self.costs.verifications(rows, most)", "np.zeros(most)"),
+    Mutant("any gain is enough", DraftLengths, "_count", "if per_needed[best] > 1.0", "if True"),
+    Mutant("all drafts are right", DraftLengths, "verified", "learn_run(num_accepted,", "learn_run(num_drafts,"),
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
@@ -253,6 +251,44 @@ def test_choices_are_beginnings_of_what_there_is(
     if count:
         # What was measured says that it pays.
         assert expected / lengths.costs.of(len(seqs) + count) > len(seqs) / lengths.costs.of(len(seqs))
+
+
+@settings(max_examples=200)
+@given(
+    st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=MOST), min_size=1),
+    st.dictionaries(st.integers(1, 60), st.floats(0.1, 10.0), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, MOST)), max_size=60),
+    st.floats(0.0, 0.5),
+)
+def test_no_other_number_brings_more_in_the_time(
+    drafts: dict[int, list[int]], table: dict[int, float], learned: list[tuple[int, int]], verify_s: float
+) -> None:
+    lengths = DraftLengths(MOST, adapts=True)
+    lengths.costs = StepCosts(table, verify_s)
+    seqs = {i: Sequence([1], 16, id=i) for i in range(6)}
+    for seq_id, accepted in learned:
+        lengths.verified(seqs[seq_id], MOST, accepted)
+    num_seqs = len(seqs)
+    chosen = sum(map(len, lengths.choose(drafts, seqs, num_seqs).values()))
+    gains = [gain for seq_id, own in drafts.items() for gain in lengths.gains(seqs[seq_id], len(own))]
+    tokens = [num_seqs + sum(sorted(gains)[::-1][:count]) for count in range(len(gains) + 1)]
+    costs = lengths.costs
+    seconds = [costs.of(num_seqs), *(costs.verification(num_seqs + count) for count in range(1, len(tokens)))]
+    most = min(len(gains), costs.most_rows(num_seqs) - num_seqs)
+    rates = {count: tokens[count] / max(seconds[: count + 1]) for count in range(1, most + 1)}
+    plain = lengths.least_gain * num_seqs / seconds[0]
+    assert rates.get(chosen, plain) >= max([plain, *rates.values()]) * (1 - 1e-9)
+
+
+def test_a_sequence_is_worth_waiting_for_where_its_drafts_alone_would_be_verified() -> None:
+    for seed in range(1, 50):
+        machine = Machine(0.5, COSTS["int8"], 3, seed)
+        machine.rate(seed)
+        if machine.lengths.compares:
+            continue
+        for seq in machine.seqs.values():
+            chosen = machine.lengths.choose({seq.id: [0] * MOST}, machine.seqs, 3)
+            assert machine.lengths.pays(seq, 3) is bool(chosen)
 
 
 def test_proposals_take_a_small_part_of_the_time() -> None:

@@ -81,7 +81,7 @@ def test_drafts_stand_behind_the_newest_token() -> None:
     assert batch.scheduled_spec_decode_tokens == {seq.id: [31, 32, 33]}
     assert (batch.scheduled_tokens, batch.context_lens) == ([[30, 31, 32, 33]], [14])
     assert (seq.output_tokens, seq.num_computed_tokens) == ([30, 31, 32, 9], 13)
-    assert sched.spec_stats.by_position == [(1, 1), (1, 1), (1, 0)]
+    assert sched.spec_stats.by_position == ((1, 1), (1, 1), (1, 0))
     sched.take_outputs()
     sched.abort(seq.id, now=1.0)
     (ended,) = sched.take_outputs()

@@ -77,8 +77,7 @@ class Machine:
         # What comes is 0s; a wrong draft is a 1.
         drafts, num_seqs = self._drafts, len(self.seqs)
         chosen = self.lengths.choose(drafts, self.seqs, num_seqs)
-        for seq_id, own in drafts.items():
-            self.lengths.decided(self.seqs[seq_id], own, len(chosen.get(seq_id, [])))
+        self.lengths.decided(drafts, self.seqs, chosen)
         most = dict.fromkeys(self.seqs, MOST)
         wanted = {} if self.model.rests else self.model.plan(most, self.seqs, num_seqs)
         rows = num_seqs + sum(map(len, chosen.values()))
@@ -246,7 +245,7 @@ LOSSES: list[Workload] = [
 MUTANTS = [
     Mutant("proposals are free", DraftLengths, "drafting_s", "self.proposals.of(proposal)", "0.0"),
     Mutant("any gain is enough", ModelDrafts, "_best", "(rate := tokens / seconds) > best", "(rate := 1.0) > 0.0"),
-    Mutant("all drafts are right", DraftLengths, "verified", "position < num_accepted", "True"),
+    Mutant("all drafts are right", DraftLengths, "verified", "learn_run(num_accepted,", "learn_run(num_drafts,"),
     Mutant("a trial has no end", ModelDrafts, "_tried", "self._trial -= 1", "pass"),
 ]  # fmt: skip
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from worker.engine.step_costs import StepCosts
 
@@ -22,6 +24,22 @@ def test_verification_takes_what_it_was_measured_to_take() -> None:
     assert (costs.of(4), costs.verification(4)) == (2.0, 2.5)
     costs.note(4, 2.5, verifies=True)
     assert costs.verification(4) == pytest.approx(2.5)
+
+
+@given(
+    st.dictionaries(st.integers(1, 300), st.floats(0.1, 10.0), max_size=6),
+    st.lists(st.tuples(st.integers(1, 300), st.floats(0.1, 10.0)), max_size=9),
+    st.integers(1, 400),
+    st.integers(1, 400),
+)
+def test_verifications_of_one_draft_after_the_other_are_those_of_each(
+    table: dict[int, float], steps: list[tuple[int, float]], rows: int, most: int
+) -> None:
+    costs = StepCosts(table, 0.5)
+    for size, seconds in steps:
+        costs.note(size, seconds)
+    each = [costs.verification(rows + count) for count in range(1, most + 1)]
+    assert costs.verifications(rows, most).tolist() == pytest.approx(each)
 
 
 def test_what_makes_all_steps_slower_says_nothing_about_their_sizes() -> None:

@@ -69,7 +69,7 @@ def test_drafts_of_a_row() -> None:
     drafts = drafts_between([(5, 5), (5, 5)], [(15, 13), (13, 8), (0, 0)])
     assert drafts == [DraftCounts(10, 8), DraftCounts(8, 3)]
     told = [line for line in details(row(Setting(concurrency=8), drafts=tuple(drafts))).splitlines() if "draft" in line]
-    assert told == ["drafts: 18 verified, 11 accepted (61%; by place 80% 38%), 2.10 tokens a verification"]
+    assert told == ["drafts: 18 verified, 11 accepted (61%; by position 80% 38%), 2.10 tokens a verification"]
     assert "draft" not in details(row(Setting(concurrency=8)))
     assert row(Setting(concurrency=8)).tokens_per_verification == 1
 
