@@ -389,9 +389,82 @@ class FusedDecoder(Protocol):
         """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, (1 + n) H].
 
         The first H columns are the states behind the last norm, of which rows that are not among `metadata.wanted_rows`
-        may be anything. The others are the residual streams before the n `aux_layers`. cos and sin are those of
-        `ElementwiseOps.rope`; layer i has the cache's layer i. `embedded` [T, H] are the embeddings of a model with a
-        `stream_norm`.
+        may be anything. The others are the residual streams before the n `aux_layers`; likewise of the one behind all.
+        cos and sin are those of `ElementwiseOps.rope`; layer i has the cache's layer i. `embedded` [T, H] are the
+        embeddings of a model with a `stream_norm`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A head of one layer that drafts for a target of V ids and goes on by itself, on one rank.
+
+    Attributes:
+        decoder: its layer, with a `stream_norm`; it gives the stream behind the layer too.
+        combine: states of the target, side by side, to H.
+        embedding: [V, H] in the model dtype, or packed in that.
+        cos: float32 [P, 1, R/2], of `ElementwiseOps.rope` by position.
+        sin: likewise.
+        head: H to the ids that it drafts.
+        target_ids: int64, the target's id of each of these; None where they are the same.
+        vocab_size: V.
+        limit: ids below it may be drafted.
+    """
+
+    decoder: Decoder
+    combine: PackedLinear
+    embedding: torch.Tensor | PackedLinear
+    cos: torch.Tensor
+    sin: torch.Tensor
+    head: PackedLinear
+    target_ids: torch.Tensor | None
+    vocab_size: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """A step of S sequences of the target, of each a run of rows that are right, and what D of them want drafted.
+
+    Attributes:
+        begins: int64 [S], the first row of each in the step.
+        starts: int64 [S], its position.
+        counts: int64 [S], rows of each that are right, at least one.
+        next_tokens: int64 [S], the token behind the last of these.
+        token_ids: int64 [T], of all rows.
+        states: [T, W], of which the last columns are the states that the head takes.
+        block_tables: int64 [S, longest], which cover the rows, and the drafts but for the last one of each.
+        asking: int64 [D], ascending, the places of those whose states are asked for.
+        wanted: int64 [D], drafts of each.
+        params: of S rows, without changes of logits.
+        seeds: uint64 [S].
+        choices: int64 [S].
+    """
+
+    begins: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    next_tokens: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    states: torch.Tensor
+    block_tables: npt.NDArray[np.int64]
+    asking: npt.NDArray[np.int64]
+    wanted: npt.NDArray[np.int64]
+    params: SampleParams
+    seeds: npt.NDArray[np.uint64]
+    choices: npt.NDArray[np.int64]
+
+
+class FusedDrafts(Protocol):
+    """A head's part of a step as one operation."""
+
+    def run(self, step: DraftStep, cache: KVCache) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """Computes the rows into the cache, and drafts as single operations and `SamplingOps.sample` do, to the bit.
+
+        Returns:
+            The head's states behind the last row of each sequence that asks, [D, 2H], and its drafts, int64 [D, most]:
+            NO_TOKEN behind the last one.
         """
         ...
 
@@ -780,3 +853,7 @@ class KernelBackend(Protocol):
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
         """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
         ...
+
+    def fuse_drafts(self, head: DraftHead, kv_dtype: torch.dtype) -> FusedDrafts | None:
+        """A head's part of a step as one operation, likewise."""
+        return None

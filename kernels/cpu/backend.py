@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from kernels.cpu import fused, instruction_sets, library
+from kernels.cpu import drafts, fused, instruction_sets, library
 from kernels.cpu.attention import CpuAttentionOps, CpuKVCacheOps, CpuLatentAttentionOps
 from kernels.cpu.build import sources_digest
+from kernels.cpu.drafts import NativeDrafts
 from kernels.cpu.elementwise import CpuElementwiseOps
 from kernels.cpu.experts import CpuExpertOps
 from kernels.cpu.fallback import Fallback
@@ -22,7 +23,7 @@ from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import CpuLinearOps
 from kernels.cpu.sampling import CpuSamplingOps
-from kernels.interface import Decoder, KernelBackend, PackedFormat, QuantizedFormat, Ranks
+from kernels.interface import Decoder, DraftHead, KernelBackend, PackedFormat, QuantizedFormat, Ranks
 
 
 class CpuBackend(KernelBackend):
@@ -95,3 +96,9 @@ class CpuBackend(KernelBackend):
         if kv_dtype not in KV_DTYPES or not fused.is_native(decoder):
             return None
         return NativeDecoder(self._library, decoder)
+
+    @override
+    def fuse_drafts(self, head: DraftHead, kv_dtype: torch.dtype) -> NativeDrafts | None:
+        if kv_dtype not in KV_DTYPES or not drafts.is_native(head):
+            return None
+        return NativeDrafts(self._library, head)

@@ -16,15 +16,18 @@ from kernels.interface import AttentionMetaData, Decoder, DecoderLayer
 from kernels.torch_backend.attention import PagedKVCache
 
 
-class _Weight(ctypes.Structure):
+class Weight(ctypes.Structure):
+    """A packed weight as the kernels take it."""
+
     _fields_ = (("dtype", c_int64), ("panels", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("inner", c_int64))
 
     @classmethod
-    def of(cls, packed: PanelLinear) -> _Weight:
+    def of(cls, packed: PanelLinear) -> Weight:
+        """The fields of a weight, which has to be kept."""
         return cls(
             packed.code,
             packed.panels.data_ptr(),
-            _pointer(packed.bias),
+            pointer(packed.bias),
             packed.columns,
             packed.inner,
         )
@@ -33,15 +36,15 @@ class _Weight(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", c_void_p),
-        ("qkv", _Weight),
+        ("qkv", Weight),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("sinks", c_void_p),
         ("window", c_int64),
-        ("out", _Weight),
+        ("out", Weight),
         ("post_norm", c_void_p),
-        ("gate_up", _Weight),
-        ("down", _Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
     )
 
     @classmethod
@@ -49,15 +52,15 @@ class _Layer(ctypes.Structure):
         q_norm, k_norm = layer.head_norms or (None, None)
         return cls(
             layer.input_norm.data_ptr(),
-            _Weight.of(layer.qkv),
-            _pointer(q_norm),
-            _pointer(k_norm),
-            _pointer(layer.sinks),
+            Weight.of(layer.qkv),
+            pointer(q_norm),
+            pointer(k_norm),
+            pointer(layer.sinks),
             layer.window or 0,
-            _Weight.of(layer.out),
+            Weight.of(layer.out),
             layer.post_norm.data_ptr(),
-            _Weight.of(layer.gate_up),
-            _Weight.of(layer.down),
+            Weight.of(layer.gate_up),
+            Weight.of(layer.down),
         )
 
 
@@ -149,6 +152,9 @@ class NativeDecoder:
     Args:
         library: which does the work.
         decoder: for which `is_native`; kept, since the kernels have addresses in it.
+
+    Attributes:
+        address: of the layers, as the kernels take them.
     """
 
     def __init__(self, library: CDLL, decoder: Decoder) -> None:
@@ -172,9 +178,10 @@ class NativeDecoder:
             len(decoder.layers),
             self._kept[2],
             len(decoder.aux_layers),
-            _pointer(decoder.stream_norm),
+            pointer(decoder.stream_norm),
             decoder.norms_first,
         )
+        self.address = ctypes.addressof(self._native)
 
     def run(
         self,
@@ -194,7 +201,7 @@ class NativeDecoder:
             x.shape[0],
             step.tokens,
             x.data_ptr(),
-            _pointer(embedded),
+            pointer(embedded),
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
@@ -217,7 +224,7 @@ class NativeDecoder:
     def _run(self, step: _Step, x: torch.Tensor) -> None:
         if self._joiner is not None:
             self._joiner.like, self._joiner.error = x, None
-        failed = self._library.fissile_decoder(ctypes.addressof(self._native), ctypes.addressof(step))
+        failed = self._library.fissile_decoder(self.address, ctypes.addressof(step))
         if self._joiner is not None and self._joiner.error is not None:
             raise self._joiner.error
         check(failed)
@@ -228,5 +235,6 @@ def _wanted(metadata: AttentionMetaData) -> tuple[int | None, int]:
     return (None, 0) if rows is None else (rows.ctypes.data, len(rows))
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Address of its numbers."""
     return None if tensor is None else tensor.data_ptr()

@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER),
     ),
     "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
+    "fissile_drafts": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 16, _INT)),
     "fissile_logprobs": (None, (_POINTER, _INT, _INT, _INT, _POINTER, _INT, *[_POINTER] * 5)),
     "fissile_attention": (

@@ -48,33 +48,44 @@ class SampledStep:
         lengths = np.array(self.batch.num_scheduled_tokens, np.int64)
         return np.cumsum(lengths) - lengths
 
+    @cached_property
+    def starts(self) -> Ints:
+        """int64 [S]: the position of that row."""
+        return np.array(self.batch.num_computed_tokens, np.int64)
+
+    @cached_property
+    def right_rows(self) -> list[int]:
+        """Rows of each sequence without those of drafts that were wrong."""
+        rows, drafts = list(self.batch.num_scheduled_tokens), self.batch.scheduled_spec_decode_tokens
+        if drafts:
+            for i, seq_id in enumerate(self.batch.req_ids):
+                num_drafts = len(drafts.get(seq_id, ()))
+                num_wrong = num_drafts + 1 - len(self.new_tokens(i)) if num_drafts else 0
+                rows[i] -= num_wrong
+        return rows
+
+    @cached_property
+    def next_tokens(self) -> list[int]:
+        """The token behind the last right row of each sequence; any id where nobody knows it."""
+        known = self.batch.next_token_ids
+        every = ((seq_id, self.tokens.get(seq_id)) for seq_id in self.batch.req_ids)
+        return [max(0, new[-1]) if new else known.get(seq_id, 0) for seq_id, new in every]
+
     def new_tokens(self, i: int) -> tuple[int, ...]:
         """The new tokens of a sequence, by its place in the batch."""
         return self.tokens.get(self.batch.req_ids[i], ())
 
-    def num_right_rows(self, i: int) -> int:
-        """Rows of a sequence without those of drafts that were wrong."""
-        drafts = self.batch.scheduled_spec_decode_tokens.get(self.batch.req_ids[i], ())
-        num_wrong = len(drafts) + 1 - len(self.new_tokens(i)) if drafts else 0
-        return self.batch.num_scheduled_tokens[i] - num_wrong
-
     def num_tokens(self, i: int) -> int:
         """Tokens of a sequence whose last one the step has reached, with the new ones."""
-        return self.batch.num_computed_tokens[i] + self.num_right_rows(i) + 1
-
-    def next_token(self, i: int) -> int:
-        """The token behind the last right row of a sequence; any id where nobody knows it."""
-        new = self.new_tokens(i)
-        return max(0, new[-1]) if new else self.batch.next_token_ids.get(self.batch.req_ids[i], 0)
+        return self.batch.num_computed_tokens[i] + self.right_rows[i] + 1
 
     def num_drafts(self, i: int) -> int:
         """Drafts that a sequence wants and has slots for: the last one's KV is not computed, nor is the newest token's
         without the one behind it."""
-        tokens = self.new_tokens(i) or (NO_TOKEN,)
-        if tokens[-1] == NO_TOKEN:
+        wanted = self.batch.drafts_wanted.get(self.batch.req_ids[i], 0)
+        if not wanted or (self.new_tokens(i) or (NO_TOKEN,))[-1] == NO_TOKEN:
             return 0
         num_slots = len(self.batch.tables[i]) * self.batch.block_size
-        wanted = self.batch.drafts_wanted.get(self.batch.req_ids[i], 0)
         return max(0, min(wanted, num_slots - self.num_tokens(i) + 2))
 
     def history(self, i: int, drafts: list[int]) -> TokenHistory | None:

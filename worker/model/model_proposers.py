@@ -17,6 +17,7 @@ from typing_extensions import override
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
 from worker.config.architectures import CausalModel, DraftModel, model_class
+from worker.model.draft_chains import DraftChains
 from worker.model.draft_proposer import Ints, SampledStep
 from worker.model.draft_runner import DraftRows, DraftRunner
 from worker.model.forward_context import KVCacheTensor
@@ -44,34 +45,26 @@ class StepRows:
     @classmethod
     def behind(cls, step: SampledStep) -> StepRows:
         """A row for each right one of the step, with the token behind it."""
-        counts = _right_rows(step)
+        counts = np.array(step.right_rows, np.int64)
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts), counts)
         token_ids = step.token_ids[np.minimum(places + 1, len(step.token_ids) - 1)]
-        token_ids[ends - 1] = [step.next_token(i) for i in range(len(counts))]
-        return cls(DraftRows(_starts(step), counts, step.batch.tables, token_ids), places)
+        token_ids[ends - 1] = step.next_tokens
+        return cls(DraftRows(step.starts, counts, step.batch.tables, token_ids), places)
 
     @classmethod
     def with_newest(cls, step: SampledStep, drafting: Iterable[int]) -> StepRows:
         """A row for each right one of the step, with its own token; and one with the newest token of these sequences,
         by their places in the batch."""
-        counts = _right_rows(step)
+        counts = np.array(step.right_rows, np.int64)
         more = np.zeros(len(counts), np.int64)
         more[list(drafting)] = 1
         ends = np.cumsum(counts + more)
         places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts - more), counts + more)
         places = np.minimum(places, len(step.token_ids) - 1)
         token_ids = step.token_ids[places]
-        token_ids[ends[more > 0] - 1] = [step.next_token(i) for i in np.flatnonzero(more).tolist()]
-        return cls(DraftRows(_starts(step), counts + more, step.batch.tables, token_ids), places)
-
-
-def _right_rows(step: SampledStep) -> Ints:
-    return np.array([step.num_right_rows(i) for i in range(len(step.batch.req_ids))], np.int64)
-
-
-def _starts(step: SampledStep) -> Ints:
-    return np.array(step.batch.num_computed_tokens, np.int64)
+        token_ids[ends[more > 0] - 1] = np.array(step.next_tokens, np.int64)[more > 0]
+        return cls(DraftRows(step.starts, counts + more, step.batch.tables, token_ids), places)
 
 
 class ModelProposer:
@@ -98,14 +91,18 @@ class ModelProposer:
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:
         """Computes the step's rows into its KV, and at most `SampledStep.num_drafts` drafts of each sequence."""
-        every = range(len(step.batch.req_ids))
-        wanted = {i: count for i in every if (count := self.num_drafts(step, i))}
+        wanted = self.wanted(step)
         made = self.rows(step, wanted)
         states = step.states[torch.from_numpy(made.places).to(step.states.device)]
         states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data)
         ends = made.rows.starts + made.rows.counts
         drafts = self._chain(step, wanted, ends, states[torch.from_numpy(made.rows.last[list(wanted)])])
-        return {step.batch.req_ids[i]: [each for each in own if each != NO_TOKEN] for i, own in drafts.items()}
+        return {step.batch.req_ids[i]: own for i, own in drafts.items()}
+
+    def wanted(self, step: SampledStep) -> dict[int, int]:
+        """Drafts of the sequences that get any, by their places in the batch."""
+        every = range(len(step.batch.req_ids))
+        return {i: count for i in every if (count := self.num_drafts(step, i))}
 
     def num_drafts(self, step: SampledStep, i: int) -> int:
         """Drafts of a sequence, by its place in the batch."""
@@ -124,7 +121,7 @@ class ModelProposer:
         return self._model.forward(token_ids, positions, self._model.combine(states))
 
     def _chain(self, step: SampledStep, wanted: dict[int, int], ends: Ints, last: torch.Tensor) -> dict[int, list[int]]:
-        """So many drafts of each sequence, by its place in the batch; NO_TOKEN ends them.
+        """So many drafts of each sequence, by its place in the batch; less where no token is the next one.
 
         Args:
             step: behind which they stand.
@@ -145,7 +142,7 @@ class ModelProposer:
                 tables = [step.batch.tables[i] for i in going]
                 rows = DraftRows(starts, np.ones(len(going), np.int64), tables, newest)
                 last = self._runner.run(self._model.forward, rows, last, step.kv_cache_data)
-        return drafts
+        return {i: own[:-1] if own[-1:] == [NO_TOKEN] else own for i, own in drafts.items()}
 
     def _draw(
         self, step: SampledStep, drafts: dict[int, list[int]], going: list[int], states: torch.Tensor
@@ -162,7 +159,30 @@ class ModelProposer:
 
 
 class EagleProposer(ModelProposer):
-    """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py)."""
+    """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py), in one operation where there is one.
+
+    Args:
+        model, runner, sampler, sampled_ids: as of ModelProposer.
+    """
+
+    def __init__(self, model: Eagle3Head, runner: DraftRunner, sampler: Sampler, sampled_ids: int) -> None:
+        super().__init__(model, runner, sampler, sampled_ids)
+        fused = model.fuse_drafts(sampled_ids)
+        self._chains = None if fused is None else DraftChains(model, fused)
+
+    @override
+    def propose(self, step: SampledStep) -> dict[int, list[int]]:
+        if self._chains is None:
+            return super().propose(step)
+        wanted, steered = self.wanted(step), step.batch.histories
+        found = {i: 0 if i in steered else count for i, count in wanted.items()}
+        states, drafts = self._chains.run(step, found)
+        made = dict(zip(wanted, drafts, strict=True))
+        if steered and (others := {i: count for i, count in wanted.items() if i in steered}):
+            # Penalties and masks follow from drafts, which the operation does not tell of.
+            ends = step.starts + np.array(step.right_rows, np.int64)
+            made |= self._chain(step, others, ends, states[[i in others for i in wanted]])
+        return {step.batch.req_ids[i]: own for i, own in made.items()}
 
     @classmethod
     def of(cls, head: Eagle3Head, config: ModelConfig, target: ModelRunner) -> EagleProposer:

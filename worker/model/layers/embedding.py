@@ -40,6 +40,11 @@ class Embedding:
     def _kept_rows(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
         return build.kept.keep(f"{name}.weight", lambda: _read(build, name, rows, share).to(build.kernels.device))
 
+    @property
+    def matrix(self) -> torch.Tensor | PackedLinear:
+        """This rank's rows, [V, H] or packed."""
+        return self.packed if self._weight is None else self._weight
+
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
         """int64 [T], places in this rank's rows -> [T, H]"""
         if self._weight is None:
@@ -84,7 +89,11 @@ def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
 
 
 class LMHead:
-    """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own."""
+    """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own.
+
+    Attributes:
+        packed: the weight.
+    """
 
     def __init__(self, build: Build, packed: PackedLinear) -> None:
         self._linear = build.kernels.linear
@@ -92,11 +101,11 @@ class LMHead:
         self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
         self._first = build.shard.rank * _share(build)[0]
-        self._packed = packed
+        self.packed = packed
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V], on every rank"""
-        logits = self._collectives.all_gather(self._linear.apply(hidden, self._packed))
+        logits = self._collectives.all_gather(self._linear.apply(hidden, self.packed))
         return logits[:, : self._vocab_size].float()
 
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
@@ -105,7 +114,7 @@ class LMHead:
         Ranks tell each other their best logit and its id, both of which float32 holds; no logits are gathered.
         """
         if self._whole:
-            return self._linear.argmax(hidden, self._packed, limit)
+            return self._linear.argmax(hidden, self.packed, limit)
         best = self._own_best(hidden, min(limit, self._vocab_size))
         gathered = self._collectives.all_gather(best)
         every = gathered.view(len(hidden), gathered.shape[1] // 2, 2)
@@ -116,7 +125,7 @@ class LMHead:
 
     def _own_best(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """float32 [T, 2]: the largest of this rank's logits below `limit` and its id; NaN counts as the lowest."""
-        logits = self._linear.apply(hidden, self._packed)[:, : max(0, limit - self._first)].float()
+        logits = self._linear.apply(hidden, self.packed)[:, : max(0, limit - self._first)].float()
         # So that a rank without such an id has a number, too.
         lowest = logits.new_full((len(logits), 1), -torch.inf)
         logits = torch.cat((logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), lowest), dim=1)

@@ -91,10 +91,18 @@ class RotaryEmbedding:
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines float32 [T, 1, rotary_dim / 2] of positions int64 [T]."""
         if self._num_made < self._max_position and len(positions):
-            num_needed = int(positions.max()) + 1
-            if num_needed > self._num_made:
-                self._make(num_needed)
+            self.make(int(positions.max()) + 1)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines float32 [P, 1, rotary_dim / 2] of all positions, which are there as far as `make` went."""
+        return self._cos, self._sin
+
+    def make(self, num_positions: int) -> None:
+        """Sees to it that so many positions are in the tables."""
+        if num_positions > self._num_made:
+            self._make(num_positions)
 
     def _make(self, num_positions: int) -> None:
         """Makes the pieces that are missing up to `num_positions`, which does not change their bits."""

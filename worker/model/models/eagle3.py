@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
+from kernels.interface import Decoder, DecoderLayer, DraftHead, FusedDrafts, KVSpec
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.forward_context import get_forward_context
 from worker.model.layers.build import Build
@@ -110,10 +110,11 @@ class Eagle3Head:
         self._target_ids = build.kept.keep(_TO_TARGET, lambda: _target_ids(build, own.draft_vocab_size))
         # True if draft ids are the target's.
         self._drafts_all = torch.equal(self._target_ids.cpu(), torch.arange(config.vocab_size))
-        self._fused = self._fuse(build)
+        self._kernels, self._kv_dtype = build.kernels, build.kv_dtype or build.dtype
+        self._decoder = self._as_decoder(build)
+        self._fused = build.kernels.fuse_decoder(self._decoder, self._kv_dtype)
 
-    def _fuse(self, build: Build) -> FusedDecoder | None:
-        """The layer as one operation, where there is one."""
+    def _as_decoder(self, build: Build) -> Decoder:
         config, shard, attention = build.config, build.shard, self._attention
         layer = DecoderLayer(
             input_norm=self._input_norm.weight,
@@ -126,7 +127,7 @@ class Eagle3Head:
             gate_up=self._mlp.gate_up.packed,
             down=self._mlp.down.packed,
         )
-        decoder = Decoder(
+        return Decoder(
             (layer,),
             self._norm.weight,
             config.rms_norm_eps,
@@ -137,7 +138,26 @@ class Eagle3Head:
             stream_norm=self._hidden_norm.weight,
             norms_first=self._norms_first,
         )
-        return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
+
+    def fuse_drafts(self, limit: int) -> FusedDrafts | None:
+        """All of a step as one operation, where there is one: for a head with an embedding, and ids below `limit`."""
+        assert self.embedding is not None
+        target_ids = None if self._drafts_all else self._target_ids
+        head = DraftHead(
+            self._decoder,
+            self._combine.packed,
+            self.embedding.matrix,
+            *self._rotary.tables,
+            self._head.packed,
+            target_ids,
+            self._vocab_size,
+            limit,
+        )
+        return self._kernels.fuse_drafts(head, self._kv_dtype)
+
+    def reach(self, num_positions: int) -> None:
+        """Sees to it that what `fuse_drafts` gave finds so many positions."""
+        self._rotary.make(num_positions)
 
     def share(self, embedding: Embedding) -> None:
         """Works with the target's embedding where it has none of its own.
