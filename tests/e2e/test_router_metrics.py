@@ -103,7 +103,8 @@ async def test_failures_are_counted_by_their_reasons(collector: Collector) -> No
 
 
 async def test_gauges_follow_what_happens_and_go_back_to_zero(collector: Collector) -> None:
-    worker = FakeWorker(FILES, room_seqs=2)
+    # It makes no step until the figures have been seen.
+    worker = FakeWorker(FILES, room_seqs=2, busy_ms=1)
     async with bench(worker) as b:
         calls = [b.stub.Generate(request(request_id=str(i), params={"max_tokens": 600})) for i in range(5)]
         await collector.until(5, names.ROUTER_IN_FLIGHT)
@@ -111,6 +112,7 @@ async def test_gauges_follow_what_happens_and_go_back_to_zero(collector: Collect
         await collector.until(2, names.WORKER_RUNNING, WORKER_ID="w0", REQUEST_MODEL="m")
         await until(lambda: (collector.value(names.ROUTER_OLDEST_AGE, PRIORITY="normal") or 0) > 0.1)
         await collector.until(1, names.ROUTER_LANES, LANE_STATE="open")
+        worker.busy_ms = 0
         await asyncio.gather(*map(collect, calls))
         for name in (names.ROUTER_IN_FLIGHT, names.ROUTER_QUEUED, names.WORKER_RUNNING, names.ROUTER_OLDEST_AGE):
             await collector.until(0, name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,8 +13,9 @@ from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
-from common.limits import MAX_TOKENIZE_TEXT_BYTES
+from common.limits import MAX_TOKENIZE_TEXT_BYTES, TOKENIZE_THREADS
 from router.api.tenants import TenantPolicy
+from router.text.prompts import PromptEncoder, Steps
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
 
@@ -65,13 +69,32 @@ async def test_long_texts_are_refused_and_nothing_stays() -> None:
         await b.empty()
 
 
+@contextlib.asynccontextmanager
+async def busy_text_threads(encoder: PromptEncoder) -> AsyncIterator[None]:
+    """No text is tokenized within the block."""
+    end = threading.Event()
+
+    def held() -> Steps[None]:
+        end.wait()
+        return
+        yield
+
+    jobs = [asyncio.ensure_future(encoder._run(held(), 1)) for _ in range(TOKENIZE_THREADS)]
+    try:
+        yield
+    finally:
+        end.set()
+        await asyncio.gather(*jobs)
+
+
 async def test_tokenize_and_detokenize_count_for_their_tenant() -> None:
     """R2: they were outside of all tenants' limits."""
     async with bench(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=1))
-        big = pb.TokenizeRequest(text="the cat sat " * 20_000)
-        first, second = (asyncio.ensure_future(b.stub.Tokenize(big)) for _ in range(2))
-        done = await asyncio.gather(first, second, return_exceptions=True)
+        async with busy_text_threads(b.router._encoder):
+            calls = [asyncio.ensure_future(b.stub.Tokenize(pb.TokenizeRequest(text="say"))) for _ in range(2)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        done = await asyncio.gather(*calls, return_exceptions=True)
         (refused,) = [each for each in done if isinstance(each, grpc.aio.AioRpcError)]
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(refused, error_details_pb2.ErrorInfo).reason == "TENANT_LIMIT"
