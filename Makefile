@@ -74,7 +74,7 @@ lint: $(ALL_STAMP) ## Check style, format, types, prose, sizes and imports of ev
 	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python -m scripts.contract_table --check
 
-sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources
+sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources (a quarter to half an hour)
 	@$(BIN)/python scripts/tidy.py
 	@$(BIN)/python scripts/sanitize.py
 
@@ -87,7 +87,7 @@ $(DOCS_STAMP): requirements/docs.lock scripts/setup.sh
 
 docs: $(DOCS_STAMP) ## Build the documentation as a site: build/docs/site/index.html
 	@.venv-docs/bin/python scripts/build_docs.py
-	@echo "build/docs/site/index.html is ready"
+	@echo "build/docs/site/index.html is ready; its search works over HTTP alone: python3 -m http.server --directory build/docs/site --bind 127.0.0.1 8000"
 
 wheel: ## Build the wheels: dist/fissile-*.whl, for any x86-64 processor with this or a newer glibc, and dist/fissile_client-*.whl
 	@scripts/wheel.sh dist

@@ -1,4 +1,4 @@
-"""AdminService: what operators call on a router, on a port of its own."""
+"""AdminService: the API of a router for operators, on a port of its own."""
 
 from __future__ import annotations
 
@@ -100,21 +100,21 @@ class AdminService(AdminServiceServicer):
             return apb.ListWorkersResponse(workers=map(_worker, self._pool.workers()))
 
     async def CordonWorker(self, request: apb.CordonWorkerRequest, context: Context) -> apb.CordonWorkerResponse:
-        """Passes the wish to the worker, which tells all its routers."""
+        """Passes the call on to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "CordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "evict"}))
             intake = wpb.INTAKE_EVICTING if request.evict else wpb.INTAKE_CORDONED
             return apb.CordonWorkerResponse(sequences=await self._set_intake(request.worker_id, intake))
 
     async def UncordonWorker(self, request: apb.UncordonWorkerRequest, context: Context) -> apb.UncordonWorkerResponse:
-        """Passes the wish to the worker, which tells all its routers."""
+        """Passes the call on to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "UncordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             await self._set_intake(request.worker_id, wpb.INTAKE_OPEN)
             return apb.UncordonWorkerResponse()
 
     async def DrainWorker(self, request: apb.DrainWorkerRequest, context: Context) -> apb.DrainWorkerResponse:
-        """Passes the wish to the worker, which tells all its routers."""
+        """Passes the call on to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "deadline"}))
             wanted = wpb.DrainRequest(deadline_ms=round(1000 * checked_seconds("deadline", request.deadline)))
@@ -123,7 +123,7 @@ class AdminService(AdminServiceServicer):
             return apb.DrainWorkerResponse(sequences=answer.sequences)
 
     async def WatchLoad(self, request: apb.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
-        """Sends the load until the client has had enough."""
+        """Sends the load at an interval until the client cancels, or has got as many as it asked for."""
         async with RpcScope(self._tracing, context, "WatchLoad", service=SERVICE):
             refuse_unserved(request, frozenset({"interval", "count"}))
             interval_s = _WATCH_INTERVAL_S
@@ -135,7 +135,7 @@ class AdminService(AdminServiceServicer):
                     await self._watch(context, request.count, interval_s)
 
     async def FlushCaches(self, request: apb.FlushCachesRequest, context: Context) -> apb.FlushCachesResponse:
-        """Passes the wish to one worker, or to all at once."""
+        """Passes the call on to one worker, or to all at once."""
         async with RpcScope(self._tracing, context, "FlushCaches", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             workers = [self._find(request.worker_id)] if request.worker_id else self._connected()
@@ -145,14 +145,14 @@ class AdminService(AdminServiceServicer):
     # ConfigStore.
 
     async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:
-        """Says how requests are admitted and placed."""
+        """Returns the routing in force."""
         async with RpcScope(self._tracing, context, "GetRouting", service=SERVICE):
             refuse_unserved(request)
             in_force = self._configuration
             return apb.GetRoutingResponse(routing=_proto(in_force.settings.routing), version=in_force.version)
 
     async def SetRouting(self, request: apb.SetRoutingRequest, context: Context) -> apb.SetRoutingResponse:
-        """Changes that, all or nothing."""
+        """Changes the routing, all fields or none."""
         async with RpcScope(self._tracing, context, "SetRouting", service=SERVICE):
             refuse_unserved(request, _SET_ROUTING)
             in_force = self._configuration

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """The router as its operators see it.
+    """Administration of one router and its workers.
 
-    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
-    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
-    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
-    takes work again.
+    A worker is taken out of service in up to three steps, as a node of Kubernetes is: CordonWorker (it gets no new work,
+    and what it runs goes on), CordonWorker with `evict` (what it runs moves to other workers too), DrainWorker (its process
+    then exits). UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; after a
+    restart it takes work again.
     """
 
     def __init__(self, channel):
@@ -103,95 +103,96 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """The router as its operators see it.
+    """Administration of one router and its workers.
 
-    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
-    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
-    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
-    takes work again.
+    A worker is taken out of service in up to three steps, as a node of Kubernetes is: CordonWorker (it gets no new work,
+    and what it runs goes on), CordonWorker with `evict` (what it runs moves to other workers too), DrainWorker (its process
+    then exits). UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; after a
+    restart it takes work again.
     """
 
     def ListWorkers(self, request, context):
-        """Lists the workers of this router, those that it is not connected to included.
+        """Lists this router's workers, connected or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CordonWorker(self, request, context):
-        """Lets a worker take no new work of any router, until UncordonWorker or its end. Its process and its connections stay.
+        """Stops a worker from taking new work from any router, until UncordonWorker or a restart. Its process and its
+        connections stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UncordonWorker(self, request, context):
-        """Lets a cordoned worker take work again. Not for one that drains: that ends.
+        """Lets a cordoned worker take work again. It does not stop a drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Asks a worker to drain: the same as SIGTERM to its process. It takes no new work of any router, its running requests
-        go on elsewhere or finish, and it ends with exit code 0.
+        """Asks a worker to drain, as SIGTERM to its process does: it takes no new work from any router, its running requests
+        move to other workers or finish, and it exits with code 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Sends the workers and the queues again and again, until the client cancels.
+        """Streams the state of the workers and the queues at an interval, until the client cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCaches(self, request, context):
-        """Drops the prefix caches of workers, as far as no request uses them.
+        """Drops the prefix caches of workers, except for blocks that running requests use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRouting(self, request, context):
-        """Says how requests are admitted and placed now.
+        """Returns the settings by which requests are admitted and placed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRouting(self, request, context):
-        """Changes that, all or nothing, until the router ends or its configuration is read again.
+        """Changes these settings, all that are given or none, until the router exits or reads its configuration again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
-        configuration says something else; the answer names it.
+        """Reads the router's configuration again, as SIGHUP does: all of it takes effect, or nothing. Where it differs from what
+        SetRouting has set, the configuration wins, and the response names the option.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Lists the requests in flight at this router, oldest first. Neither prompts nor answers are in it.
+        """Lists the requests in flight at this router, oldest first, without their prompts and answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR.
+        """Cancels a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Describes the router: version, start, options in force.
+        """Describes the router: its version, its start time, the options in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,12 +270,12 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """The router as its operators see it.
+    """Administration of one router and its workers.
 
-    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
-    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
-    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
-    takes work again.
+    A worker is taken out of service in up to three steps, as a node of Kubernetes is: CordonWorker (it gets no new work,
+    and what it runs goes on), CordonWorker with `evict` (what it runs moves to other workers too), DrainWorker (its process
+    then exits). UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; after a
+    restart it takes work again.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """The engine as seen by routers.
+    """One worker: an engine with a model.
     """
 
     def __init__(self, channel):
@@ -73,18 +73,18 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """The engine as seen by routers.
+    """One worker: an engine with a model.
     """
 
     def Session(self, request_iterator, context):
-        """Carries the requests of one router to this worker and their tokens back.
+        """Carries one router's requests to this worker, and their tokens back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates from token ids, one stream per request: for direct use, debugging, and a mesh without our router.
+        """Generates from token ids, one stream per request: for debugging, and for use without a router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,21 +105,21 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work from now on, finishes what runs, then exits.
+        """Stops taking new work, finishes what runs, then exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetIntake(self, request, context):
-        """Says whether the worker takes new work, without ending it. All its routers learn of it at once.
+        """Sets whether the worker takes new work. It does not exit, and tells all its routers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops the cached blocks that no sequence holds.
+        """Drops the cached KV blocks that no sequence holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """The engine as seen by routers.
+    """One worker: an engine with a model.
     """
 
     @staticmethod
