@@ -6,6 +6,7 @@ a copy of the compiled one.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,6 +22,8 @@ _MOST_KEPT: Final = 128
 _COMPILE_THREADS: Final = 2
 # Texts that grammars force whose tokens are kept: keys of objects mostly.
 _MOST_TEXTS: Final = 1024
+# Bytes of letters, digits and blanks; of other alphabets any that are no ASCII.
+_WORD: Final = re.compile(rb"[A-Za-z0-9 \x80-\xff]+")
 
 
 class GrammarError(Exception):
@@ -33,10 +36,14 @@ class Grammars:
     Args:
         vocab: of the model.
         encode: gives the tokens of a text behind other text; None where nobody asks for any.
+        words: by id, 1 for a token that is made of letters, digits and blanks alone.
     """
 
-    def __init__(self, vocab: library.Vocabulary, encode: Callable[[str], list[int]] | None = None) -> None:
+    def __init__(
+        self, vocab: library.Vocabulary, encode: Callable[[str], list[int]] | None = None, words: bytes = b""
+    ) -> None:
         self._vocab = vocab
+        self._words = words
         self._usual = lru_cache(_MOST_TEXTS)(encode or _no_tokens)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[library.Matcher]] = OrderedDict()
@@ -60,6 +67,10 @@ class Grammars:
                 self._kept.popitem(last=False)
             made = self._kept[text] = self._threads.submit(self._compile, text)
             return made
+
+    def is_word(self, token: int) -> bool:
+        """True if a token is known to be letters, digits and blanks alone, which hardly ever end a text."""
+        return token < len(self._words) and self._words[token] == 1
 
     def usual_tokens(self, text: bytes) -> list[int]:
         """Tokens into which a text is cut as a rule, up to bytes that are none."""
@@ -103,7 +114,10 @@ def model_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozens
         tokens[token_id] = name.encode()
     tokens += [b""] * (vocab_size - len(tokens))
     ends = {token_id for token_id in eos_token_ids if token_id < len(tokens)}
-    return Grammars(library.vocabulary(tokens, {*special, *ends}, ends), tokenizer.encode_inside)
+    words = bytes(_WORD.fullmatch(token) is not None for token in tokens)
+    longest = max((len(text) for token_id, text in enumerate(tokens) if token_id not in special), default=1)
+    vocab = library.vocabulary(tokens, {*special, *ends}, ends, library.text_slices(longest))
+    return Grammars(vocab, tokenizer.encode_inside, words)
 
 
 def _no_tokens(text: str) -> list[int]:

@@ -41,6 +41,10 @@ ADMISSION: Final = _limits(1)
 RUNNING: Final = _limits(10)
 
 
+# Of texts within quotes, in characters: more take memory and time when a vocabulary is made, and a look for each mask.
+_SLICED_LENGTHS: Final = (6, 10, 14, 20, 28, 40)
+
+
 class _Tokens:
     """Tokens as the library asks for them; nothing is tokenized, since no text is forced."""
 
@@ -54,17 +58,36 @@ class _Tokens:
         raise RuntimeError("no grammar forces text, so none is tokenized")
 
 
-def vocabulary(tokens: list[bytes], special: Collection[int], eos_token_ids: Collection[int]) -> Vocabulary:
+def vocabulary(
+    tokens: list[bytes],
+    special: Collection[int],
+    eos_token_ids: Collection[int],
+    slices: list[str] | None = None,
+) -> Vocabulary:
     """A vocabulary: the bytes of each token, the names of special ones; grammars may name these, no text gives them.
 
     Args:
         tokens: by id; empty for an id that there is not.
         special: ids of special tokens.
         eos_token_ids: those that may end what a grammar has accepted.
+        slices: expressions of texts that are often allowed all together or not at all, which then takes one look. The
+            masks are the same with any. None for the library's own.
     """
     ends = sorted(eos_token_ids)
     made = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0]))
-    return llguidance.LLTokenizer(made, len(tokens), ends)
+    return llguidance.LLTokenizer(made, len(tokens), ends, slices)
+
+
+def text_slices(longest: int) -> list[str]:
+    """Slices for tokens up to so many bytes: blanks, and texts within JSON's quotes, by their lengths.
+
+    Where a text may go on for at least so many characters, all tokens of a slice are allowed. The library's own slices
+    are of 10 and 30 characters and of any number. Since those of any number are never allowed as a whole where there is
+    a `maxLength`, the longest has a slice of its own.
+    """
+    blanks, text = llguidance.LLTokenizer.json_slices()[0], r'[^"\\\x00-\x1F\x7F]'
+    lengths = [*(length for length in _SLICED_LENGTHS if length < longest), longest]
+    return [blanks, *(f"{text}{{1,{length}}}" for length in lengths), f"{text}+"]
 
 
 def byte_vocabulary(special: Mapping[int, str], eos_token_ids: Collection[int]) -> Vocabulary:

@@ -38,6 +38,9 @@ _WORD_BITS: Final = 32
 # Sequences that do not run now, whose states are kept: some are as large as a hundred kilobytes.
 _MOST_IDLE: Final = 64
 COMPLETE: Final = ""
+# Searches for forced text, one after the other, that have found none: a sequence is in the middle of a free text then,
+# in which nothing is looked for behind words.
+_FREE_TEXT: Final = 4
 
 
 class _Ended(Exception):
@@ -54,13 +57,14 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class _State:
-    """A sequence's list of tokens, how many of its output the matcher has been given, that, and what that is a copy
-    of."""
+    """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, and
+    how many searches for forced text have found none since one did."""
 
     tokens: list[int]
     count: int
     matcher: Matcher
     compiled: Future[Matcher]
+    misses: int = 0
 
 
 class GrammarMasks:
@@ -91,25 +95,29 @@ class GrammarMasks:
             histories: by row of logits; those of a sequence with drafts in their order, each with one more of them.
         """
         given = {row: history for row, history in histories.items() if history.params.grammar}
+        if not given:
+            return NOT_CONFINED
         self._forget(given)
-        rows, masks, ended = list[int](), list[Bits](), dict[int, str]()
-        # By sequence, of its last row so far.
-        newest: dict[int, Bits] = {}
+        # Of one piece, which the sampler reads as it is.
+        bits = np.empty((len(given), -(-self._grammars.num_ids // _WORD_BITS)), np.uint32)
+        rows, ended, address = list[int](), dict[int, str](), bits.ctypes.data
+        # By sequence, where the mask of its last row so far is.
+        newest: dict[int, int] = {}
         for row, history in given.items():
-            before = newest.pop(history.seq_id, None)
-            if history.drafts and (before is None or not _has(before, history.drafts[-1])):
+            before, place = newest.pop(history.seq_id, None), len(rows)
+            if history.drafts and (before is None or not _has(bits[before], history.drafts[-1])):
                 # The row in front does not draw the draft, so that nobody asks what this one draws.
                 continue
             try:
-                newest[history.seq_id] = self._mask(history)
+                self._fill(history, bits[place], address + place * bits.strides[0])
             except _Ended as end:
                 ended[row] = end.why
             else:
-                masks.append(newest[history.seq_id])
+                newest[history.seq_id] = place
                 rows.append(row)
         if not rows:
             return None, ended
-        return AllowedBits(np.array(rows, np.int64), np.stack(masks)), ended
+        return AllowedBits(np.array(rows, np.int64), bits[: len(rows)]), ended
 
     def completes(self, history: TokenHistory, tokens: Sequence[int]) -> bool:
         """True if the grammar allows nothing behind tokens that were drawn under the masks of `history`.
@@ -127,48 +135,53 @@ class GrammarMasks:
 
     def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
         """The usual tokens of the text that a grammar forces behind a history and tokens that were drawn, but for one
-        that ends the sequence; none where there is a choice."""
+        that ends the sequence; none where there is a choice, or nothing is looked for."""
         state = self._states.get(history.seq_id)
+        if state is not None and state.misses >= _FREE_TEXT and tokens and self._grammars.is_word(tokens[-1]):
+            return []
         try:
-            if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
-                matcher = self._matcher(history.with_drafts(list(tokens)) if tokens else history)
-            else:
-                matcher = state.matcher
-            if matcher.is_error() or matcher.is_stopped():
-                return []
-            # Not of the state itself: it may fail at it, and masks may not depend on that.
-            ahead = matcher.deep_copy()
-            run = self._grammars.usual_tokens(ahead.compute_ff_bytes())
-            return run[:-1] if run and ahead.consume_tokens(run) and ahead.is_stopped() else run
+            run = self._search(history, tokens)
         except _Ended:
             return []
+        state = self._states[history.seq_id]
+        state.misses = 0 if run else state.misses + 1
+        return run
 
-    def _mask(self, history: TokenHistory) -> Bits:
+    def _search(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
+        state = self._states.get(history.seq_id)
+        if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
+            matcher = self._matcher(history.with_drafts(list(tokens)) if tokens else history)
+        else:
+            matcher = state.matcher
+        if matcher.is_error() or matcher.is_stopped():
+            return []
+        # Not of the state itself: it may fail at it, and masks may not depend on that.
+        ahead = matcher.deep_copy()
+        run = self._grammars.usual_tokens(ahead.compute_ff_bytes())
+        return run[:-1] if run and ahead.consume_tokens(run) and ahead.is_stopped() else run
+
+    def _fill(self, history: TokenHistory, bits: Bits, address: int) -> None:
+        """Writes the mask of a row, all words of it, which are at that address."""
         try:
-            return self._bits(history)
+            return self._write(history, bits, address)
         except _Failed:
             # Perhaps of what other sequences of the same grammar have done. By itself it either fails, or does not.
             self._start_anew(history)
         try:
-            return self._bits(history)
+            self._write(history, bits, address)
         except _Failed as error:
             self._start_anew(history)
             raise _Ended(f"the constraint cannot go on: {error}") from None
 
-    def _bits(self, history: TokenHistory) -> Bits:
+    def _write(self, history: TokenHistory, bits: Bits, address: int) -> None:
         matcher = self._matcher(history)
         _check(matcher)
-        size = self._grammars.num_ids
-        bits = np.zeros(-(-size // _WORD_BITS), np.uint32)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
         _check(matcher)
-        if history.params.ignore_eos:
-            _clear(bits, self._eos)
-            if not bits.any():
-                raise _Ended(COMPLETE)
-        if not self._others.narrow(history, bits, size):
+        if history.params.ignore_eos and _clear(bits, self._eos) and not bits.any():
+            raise _Ended(COMPLETE)
+        if not self._others.narrow(history, bits, self._grammars.num_ids):
             raise _Ended("allowed_token_ids and bad_words leave no token that the constraint allows")
-        return bits
 
     def _matcher(self, history: TokenHistory) -> Matcher:
         """A matcher that has been given the output so far, or has failed at it."""
@@ -217,7 +230,9 @@ def _has(bits: Bits, token: int) -> bool:
     return token // _WORD_BITS < len(bits) and bool(int(bits[token // _WORD_BITS]) >> token % _WORD_BITS & 1)
 
 
-def _clear(bits: Bits, ids: list[int]) -> None:
-    for token in ids:
-        if token // _WORD_BITS < len(bits):
-            bits[token // _WORD_BITS] &= np.uint32(0xFFFFFFFF ^ (1 << token % _WORD_BITS))
+def _clear(bits: Bits, ids: list[int]) -> bool:
+    """Clears the bits of some ids; True if any was set."""
+    found = [token for token in ids if _has(bits, token)]
+    for token in found:
+        bits[token // _WORD_BITS] ^= np.uint32(1 << token % _WORD_BITS)
+    return bool(found)

@@ -361,7 +361,7 @@ class Sampler:
         self._masks.forget(histories)
         size = logits.shape[1]
         if confined is None:
-            confined = NOT_CONFINED if self._grammars is None else self._grammars.confined(histories)
+            confined = self._grammars.confined(histories) if self._grammars is not None and histories else NOT_CONFINED
         allowed, ended = confined
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[own],

@@ -180,25 +180,38 @@ void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t
   }
 }
 
-// Minus infinity where the bit of an id is not set. Words without any come in long runs.
-void confine(const uint32_t* mask, float* logits, int64_t vocab) {
+// Minus infinity where the bit of an id is not set, of `size` ids from `first` on, a multiple of 32.
+FISSILE_INLINE void confine(const uint32_t* mask, float* logits, int64_t first, int64_t size) {
   constexpr int64_t BITS_OF_WORD = 32;
-  for (int64_t first = 0; first < vocab; first += BITS_OF_WORD) {
-    const uint32_t word = mask[first / BITS_OF_WORD];
+  const Floats none = splat(-__builtin_inff());
+  const Words lanes = (Words)lane_numbers();
+  for (int64_t i = first; i < first + size; i += BITS_OF_WORD) {
+    const uint32_t word = mask[i / BITS_OF_WORD];
     if (word == 0xFFFFFFFFu) continue;
-    const int64_t size = at_most(vocab - first, BITS_OF_WORD);
-    for (int64_t bit = 0; bit < size; bit++)
-      logits[first + bit] = (word >> bit) & 1u ? logits[first + bit] : -__builtin_inff();
+    const int64_t left = first + size - i;
+    if (left < BITS_OF_WORD) {
+      for (int64_t bit = 0; bit < left; bit++)
+        if (!((word >> bit) & 1u)) logits[i + bit] = -__builtin_inff();
+      continue;
+    }
+    for (int bit = 0; bit < BITS_OF_WORD; bit += WIDTH) {
+      const Words own = (splat_word(word >> bit) >> lanes) & splat_word(1);
+      store(logits + i + bit, own != splat_word(0) ? load(logits + i + bit) : none);
+    }
   }
 }
 
-// Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one.
-float scale(const float* logits, int64_t count, float temperature, float* scaled, float* largest_of) {
+// Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one. `prepare` is told
+// of each block, its first and its size, before it is read: what it writes there needs no pass of its own.
+template <class Function>
+__attribute__((always_inline)) inline float scale(const float* logits, int64_t count, float temperature, float* scaled,
+                                                  float* largest_of, Function prepare) {
   const Floats divisor = splat(temperature);
   float highest = -__builtin_inff();
   bool nan = false;
   for (int64_t first = 0; first < count; first += BLOCK) {
     const int64_t size = count - first < BLOCK ? count - first : BLOCK;
+    prepare(first, size);
     Floats best = splat(-__builtin_inff());
     Ints strange = {};
     int64_t i = 0;
@@ -581,7 +594,7 @@ void logprobs(const fissile::Logprobs& work, int64_t row) {
   if (!memory) return;
   const Room room(memory, work.vocab);
   // A copy, and the largest of each block.
-  const float highest = scale(logits, work.vocab, 1.0f, room.scaled, room.largest_of);
+  const float highest = scale(logits, work.vocab, 1.0f, room.scaled, room.largest_of, [](int64_t, int64_t) {});
   work.highest[row] = highest;
   mass = 0;
   if (!__builtin_isfinite(highest)) return;
@@ -595,18 +608,20 @@ void sample(const fissile::Sample& work, int64_t row) {
   float* logits = work.logits + row * work.row_stride;
   // Here, and not of all rows before: a row is in the cache then, where it is wanted anyway.
   if (work.penalty_of && work.penalty_of[row] >= 0) penalize(work.penalties, work.penalty_of[row], logits, work.vocab);
-  if (work.mask_of && work.mask_of[row] >= 0) confine(work.masks + work.mask_of[row] * work.words, logits, work.vocab);
+  const uint32_t* const mask =
+      work.mask_of && work.mask_of[row] >= 0 ? work.masks + work.mask_of[row] * work.words : nullptr;
   const float temperature = work.temperature[row];
   int64_t& id = work.ids[row];
-  if (temperature == 0.0f) {
-    id = first_largest(logits, work.vocab);
+  float* memory =
+      temperature == 0.0f ? nullptr : fissile::scratch(fissile::OF_TASK, Room::numbers(work.vocab));
+  if (!memory) {
+    if (mask) confine(mask, logits, 0, work.vocab);
+    id = temperature == 0.0f ? first_largest(logits, work.vocab) : fissile::NO_MEMORY;
     return;
   }
-  float* memory = fissile::scratch(fissile::OF_TASK, Room::numbers(work.vocab));
-  id = fissile::NO_MEMORY;
-  if (!memory) return;
   const Room room(memory, work.vocab);
-  const float highest = scale(logits, work.vocab, temperature, room.scaled, room.largest_of);
+  const float highest = scale(logits, work.vocab, temperature, room.scaled, room.largest_of,
+                              [&](int64_t first, int64_t size) { if (mask) confine(mask, logits, first, size); });
   if (__builtin_isfinite(highest)) id = sample_row(work, row, {room.scaled, nullptr, work.vocab, highest, room});
   // A NaN in the row, or the division by the temperature has overflowed.
   else id = first_largest(logits, work.vocab);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,65 @@ def test_no_step_is_computed_behind_a_finished_answer(runner: ModelRunner, n: in
         if any(answer["finish_reason"] == "constraint" for answer in answers):
             longest = max(len(answer["token_ids"]) for answer in answers)
             assert max(computed) == prompt + longest - 1
+
+
+def test_rows_without_a_constraint_take_no_part_in_one(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: masks that are made and applied, tokens that grammars are given, searches for forced text."""
+    masks, sampling = runner.sampler._grammars, runner.sampler._sampling
+    assert masks is not None
+    calls, confined, steps = list[tuple[str, int]](), set[int](), list[tuple[int, int]]()
+
+    def watch(name: str) -> None:
+        original = getattr(masks, name)
+
+        def watched(history: Any, *others: Any) -> Any:
+            calls.append((name, history.seq_id))
+            return original(history, *others)
+
+        monkeypatch.setattr(masks, name, watched)
+
+    for name in ("_fill", "completes", "forced"):
+        watch(name)
+    sample, confine = sampling.sample, masks.confined
+
+    def made_of(histories: Any) -> Any:
+        calls.append(("confined", -1))
+        return confine(histories)
+
+    def sampled(logits: Any, params: Any, seeds: Any, **others: Any) -> Any:
+        rows = [] if params.confined is None else params.confined.rows
+        confined.update(seeds[rows].tolist())
+        steps.append((len(seeds), len(rows)))
+        return sample(logits, params, seeds=seeds, **others)
+
+    monkeypatch.setattr(sampling, "sample", sampled)
+    monkeypatch.setattr(masks, "confined", made_of)
+    plain = [{"max_tokens": 20, "seed": 50 + i, "ignore_eos": True, "temperature": 0.8} for i in range(3)]
+    penalized = [{**plain[0], "seed": 60, "repetition_penalty": 1.3}]
+    # Seeds of constrained answers are below 50.
+    params = [{**one, "seed": i, "num_drafts": 0} for i, one in enumerate(asked())] + plain + penalized
+    engine = engine_of(runner)
+    add, constrained = engine.core.add_group, set[int]()
+
+    def added(seqs: Any) -> None:
+        group = list(seqs)
+        constrained.update(seq.id for seq in group if seq.sampling_params.grammar)
+        add(group)
+
+    monkeypatch.setattr(engine.core, "add_group", added)
+    answers = generate(engine, params)
+    assert confined == set(range(4))
+    assert {seq_id for name, seq_id in calls if name != "confined"} == constrained
+    assert any(0 < masked < rows for rows, masked in steps)
+    made, tokens = Counter(name for name, _ in calls), sum(len(answer["token_ids"]) for answer in answers[:4])
+    # One mask for each token, each token given once; without drafts nothing is searched.
+    assert made["_fill"] == sum(masked for _, masked in steps) == tokens
+    assert made["completes"] == tokens
+    assert made["forced"] == 0
+    # A batch without any constraint never comes near grammars.
+    calls.clear()
+    generate(engine_of(runner), plain)
+    assert calls == []
 
 
 def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:

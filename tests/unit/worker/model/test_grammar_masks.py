@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from common.constraints import library
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
@@ -217,6 +219,43 @@ def test_a_late_token_counts() -> None:
     expected, _ = new_masks().confined({0: history(ab, params)})
     assert expected is not None
     assert np.array_equal(bits.bits, expected.bits)
+
+
+def test_slices_of_the_vocabulary_change_no_mask() -> None:
+    """They are a short cut: the masks are those without any, along random walks and at each length of a text."""
+    tokens = TOKENIZER.token_bytes()
+    plain = Grammars(library.vocabulary([*tokens, *[b""] * (SIZE - len(tokens))], {*TOKENIZER.added_tokens}, EOS, []))
+    texts = ({"type": "string", "maxLength": length} for length in (3, 9, 30))
+    served = [params_of({"json_schema": one}) for one in texts] + [params for _, params in islice(schemas(5), 6)]
+    for number, params in enumerate(served):
+        sliced, whole = new_masks(), GrammarMasks(plain, LogitMasks(EOS), EOS)
+        output, _ = walk(random.Random(number), params, 60)
+        for count in range(len(output)):
+            assert allowed(sliced, output[:count], params) == allowed(whole, output[:count], params)
+
+
+def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some searches in vain; a quote may end the text, and then what follows is found as if always searched."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    given = {**schema, "required": ["name", "age"], "x-guidance": {"whitespace_flexible": False}}
+    params, masks, output = params_of({"json_schema": given}), new_masks(), TOKENIZER.encode_inside('{"name":"')
+    begin, found, searched, usual = len(output), dict[int, list[int]](), list[int](), grammars().usual_tokens
+
+    def counted(text: bytes) -> list[int]:
+        searched.append(len(output))
+        return usual(text)
+
+    monkeypatch.setattr(grammars(), "usual_tokens", counted)
+    text = [token for letter in "abcdefghij" for token in TOKENIZER.encode_inside(letter)]
+    for token in [*text, *TOKENIZER.encode_inside("!"), *text[:3], *TOKENIZER.encode_inside('"')]:
+        before = history(output, params)
+        output.append(token)
+        if run := masks.forced(before, [token]):
+            found[len(output)] = run
+        assert allowed(masks, output, params)
+    assert searched == [*range(begin + 1, begin + 5), begin + 11, begin + 15]
+    assert list(found) == [begin + 15]
+    assert b"".join(TEXTS[token] for token in found[begin + 15]) == b',"age":'
 
 
 def test_few_idle_states_are_kept() -> None:
