@@ -2,14 +2,16 @@
 
 Random weights of Qwen3-0.6B's shape, and a vocabulary of as many tokens as it has, trained on the sources of the
 interpreter and its packages. Engines of one model take turns: the same number of answers, all of the same length,
-without a constraint, all with a schema, all with any JSON object, and every second one with the schema. Look at the
-ratios of neighbours; CPU time is of all threads.
+without a constraint, all with a schema, all with any JSON object, every second one with either, and a single one. Look
+at the ratios of neighbours; CPU time is of all threads. Garbage is collected as a worker does it, between turns: the
+interpreter's own collections of everything take 0.1 s each, and fall on whoever allocates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sysconfig
 import tempfile
@@ -29,6 +31,7 @@ from tests.bench.decode_step import SHAPES
 from tests.checkpoints import SPECIAL_TOKENS, make_checkpoint
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
+from worker.garbage import Collector
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 
@@ -53,12 +56,16 @@ def _schema(**of_texts: Any) -> dict[str, Any]:
     return {"constraint": {"json_schema": {"type": "array", "minItems": 1000, "items": person}}}
 
 
+NONE: Final = "none"
+_ANY: Final[dict[str, Any]] = {"constraint": {"json_object": True}}
 WAYS: Final[dict[str, list[dict[str, Any]]]] = {
-    "none": [{}],
+    NONE: [{}],
     "JSON Schema": [_schema()],
     "the same, texts of at most 40 characters": [_schema(maxLength=40)],
-    "any JSON object": [{"constraint": {"json_object": True}}],
+    "any JSON object": [_ANY],
     "every second answer the schema, others none": [{}, _schema()],
+    "every second answer any JSON object, others none": [{}, _ANY],
+    "one of 32 answers any JSON object, others none": [_ANY, *[{}] * 31],
 }
 _LONGEST: Final = 128
 # Texts that tokens are learnt from.
@@ -97,6 +104,9 @@ def _sources() -> Iterator[str]:
 class Way:
     """One engine's turns, in tokens per second of the clock and of CPU time.
 
+    Attributes:
+        constrained: part of the answers.
+
     Args:
         engine: of its own.
         asked: parameters of the answers, over and over.
@@ -109,6 +119,7 @@ class Way:
         self, engine: LLMEngine, asked: Sequence[dict[str, Any]], in_flight: int, tokens: int, temperature: float
     ) -> None:
         self.engine = engine
+        self.constrained = sum("constraint" in asked[i % len(asked)] for i in range(in_flight)) / in_flight
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self._tokens = tokens
@@ -134,30 +145,43 @@ class Way:
 
 
 def measure(ways: dict[str, Way], rounds: int, what: str) -> list[dict[str, Any]]:
-    """Rows of figures: tokens per second, and the change that each way is of the first, by neighbours."""
+    """Rows of figures: tokens per second, the change that each way is of the first, by neighbours, with its standard
+    error, and the CPU time that is added to each constrained token."""
+    collector = Collector()
+    collector.start()
     for _ in range(rounds):
         for way in ways.values():
             way.turn()
+            collector.between_steps()
+    collector.stop()
     first = next(iter(ways.values()))
     rows = []
     for name, way in ways.items():
-        added = {
-            clock: statistics.median(
-                100 * (1 - own / plain) for own, plain in zip(getattr(way, clock), getattr(first, clock), strict=True)
-            )
-            for clock in ("wall", "cpu")
-        }
-        rate = statistics.median(way.wall)
+        figures: list[tuple[str, str, float]] = [("rate", "tokens/s", statistics.median(way.wall))]
+        for clock in ("wall", "cpu"):
+            pairs = list(zip(getattr(way, clock), getattr(first, clock), strict=True))
+            fewer = [100 * (1 - own / plain) for own, plain in pairs]
+            figures += [(f"fewer_{clock}", "%", statistics.median(fewer)), (f"error_{clock}", "%", _error(fewer))]
+        if way.constrained:
+            added = [(1e6 / own - 1e6 / plain) / way.constrained for own, plain in zip(way.cpu, first.cpu, strict=True)]
+            figures += [("added", "us", statistics.median(added)), ("error_added", "us", _error(added))]
         print(
-            f"{what}, constraint {name}: {rate:.1f} tokens/s, {added['wall']:+.2f} % fewer; by CPU time "
-            f"{statistics.median(way.cpu):.1f} tokens/s, {added['cpu']:+.2f} % fewer",
+            f"{what}, constraint {name}:",
+            ", ".join(f"{metric} {v:.2f} {unit}" for metric, unit, v in figures),
             flush=True,
         )
-        labels = {"in_flight": what, "constraint": name}
-        rows.append({**labels, "metric": "rate", "unit": "tokens/s", "value": round(rate, 1)})
-        for clock, value in added.items():
-            rows.append({**labels, "metric": f"fewer_{clock}", "unit": "%", "value": round(value, 2)})
+        for metric, unit, value in figures:
+            labels = {"in_flight": what, "constraint": name}
+            rows.append({**labels, "metric": metric, "unit": unit, "value": round(value, 1 if unit != "%" else 2)})
     return rows
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of the median, by quartiles, which single turns that were disturbed do not move."""
+    if len(values) < 4:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    return float(1.2533 * (high - low) / 1.349 / math.sqrt(len(values)))
 
 
 def prepare(folder: Path, shape: dict[str, Any]) -> None:
@@ -178,6 +202,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="beside none")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--prepare", action="store_true", help="only make the checkpoint")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -212,7 +237,7 @@ def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         ways = {
             name: Way(LLMEngine(config, runner=runner), asked, in_flight, options.tokens, options.temperature)
             for name, asked in WAYS.items()
-            if len(asked) <= in_flight
+            if len(asked) <= in_flight and (name == NONE or name in options.ways)
         }
         rows += measure(ways, options.rounds, str(in_flight))
     return rows
