@@ -15,6 +15,7 @@ class Running(Protocol):
 
     queued: QueuedRequest
     assembly: StreamAssembly
+    is_adopted: bool
 
 
 class OutputCharges:
@@ -39,5 +40,11 @@ class OutputCharges:
             self.settle(each)
 
     def settle(self, ended: Running) -> None:
-        """Charges all that has come of a request."""
+        """Charges all that has come of a request, but for what another router's sequence brings a second time.
+
+        An answer that is generated a second time, because its client knows its text alone, is charged like any other:
+        it takes its steps again, and a client may ask for it as often as it likes.
+        """
+        if ended.is_adopted:
+            ended.queued.output = max(ended.queued.output, ended.assembly.num_left_out)
         self._charge(ended.queued, ended.assembly.delivered)

@@ -7,7 +7,8 @@ is cancelled costs nothing and a request may change its lane. Invariants:
   * A tenant has had the prompt tokens of its requests that were served, those of a prompt with several answers once
     where they go to one worker that shares them, and OUTPUT_TOKEN_COST for each output token
     that has come (the Virtual Token Counter of Sheng et al., 2024). Output is charged as it comes: nobody knows its
-    length before, and what a tenant has had never becomes less, as a refund would make it.
+    length before, and what a tenant has had never becomes less, as a refund would make it. Tokens that a client of a
+    broken stream brings with it, or that come once more with an adopted sequence, are not charged again.
   * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request, and
     by the output of what it has running, which is charged later:
     |had_a / weight_a - had_b / weight_b| <= most_a / weight_a + most_b / weight_b + running_a + running_b.

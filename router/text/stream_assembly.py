@@ -78,8 +78,8 @@ class StreamAssembly:
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known. `pooled`
-    has the hidden states (float32) of a prompt that is embedded. `is_dropped` is true once nothing more goes to the
-    client but a status.
+    has the hidden states (float32) of a prompt that is embedded. `num_left_out` counts tokens that came although the
+    client has them. `is_dropped` is true once nothing more goes to the client but a status.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class StreamAssembly:
         self._delivered_tokens = delivered_tokens
         # True while what comes is left out.
         self._is_delivered = False
+        self.num_left_out = 0
         self._echo = echo
         self._silent_ends = {wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_EOS}
         if keeps_special_tokens:
@@ -489,6 +490,7 @@ class StreamAssembly:
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
         if self._delivered_text is not None or self._is_delivered:
+            self.num_left_out += len(token_ids)
             return
         self._unread.add_tokens(token_ids)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN
+import pytest
+
+from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN, OUTPUT_TOKEN_COST
 from router.requests.output_charges import OutputCharges
-from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.fair_queue import NORMAL, QueuedRequest, TenantShares
+from router.text.delivered_tokens import DeliveredTokens
 from router.text.stream_assembly import StreamAssembly
 
 
 class Stream:
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, *, is_adopted: bool = False, received: tuple[int, ...] = ()) -> None:
         self.queued = QueuedRequest(key, "m", 1, 0.0)
-        self.assembly = StreamAssembly(1, detokenizer=None)
+        delivered = DeliveredTokens(0, len(received), received) if received else None
+        self.assembly = StreamAssembly(1, detokenizer=None, delivered_tokens=delivered)
+        self.is_adopted = is_adopted
 
 
 def test_all_output_is_charged_a_part_in_each_turn() -> None:
@@ -37,3 +42,18 @@ def test_all_output_is_charged_a_part_in_each_turn() -> None:
     assert charged[0] == 1
     output.turn(streams, CHARGE_OUTPUT_S)
     assert len(calls) == len(streams) + 1 + CHARGED_PER_TURN
+
+
+@pytest.mark.parametrize(("is_adopted", "charged"), [(True, 2), (False, 5)])
+def test_what_an_adopted_sequence_brings_a_second_time_is_not_charged(is_adopted: bool, charged: int) -> None:
+    """Nothing of it is computed again. An answer that is generated a second time takes its steps a second time."""
+    shares, stream = TenantShares(), Stream(1, is_adopted=is_adopted, received=(7, 8, 9))
+    output = OutputCharges(shares.charge_output)
+    # Output costs something only while others wait.
+    shares.enter(QueuedRequest(2, "m", 1, 0.0, tenant="other"))
+    for tokens in ([7, 8], [9, 10], [11]):
+        stream.assembly.append(1 + stream.assembly.delivered, tokens, 0.0)
+        output.settle(stream)
+        output.settle(stream)
+    assert stream.assembly.num_left_out == 3
+    assert shares.start(NORMAL, "") == charged * OUTPUT_TOKEN_COST
