@@ -3,7 +3,9 @@
 Microseconds per running sequence and step, from `schedule` to the end of `postprocess`. Scheduling is the scheduler and
 the block manager alone: drafts are given, all are verified, and nothing is learnt of them. Choosing is what it takes
 more to decide how many are verified and to learn from them. Proposing is prompt lookup, in steps in which it finds
-nothing. The kinds of steps take turns. Thread time, so that other processes on the machine count little.
+nothing. Each kind of steps is measured alone, as scheduler_cost does it, and then step by step in turns with the
+others, so that it finds little of its own in the processor's caches, as behind a model. Thread time, so that other
+processes on the machine count little.
 """
 
 from __future__ import annotations
@@ -128,45 +130,58 @@ class Trial:
         return batch, 1e6 * (time.thread_time() - resumed + middle - start) / self._num_running
 
 
-def measure(num_running: int, num_steps: int) -> Row:
-    """Prints a line: medians over steps of each kind."""
+def measure(num_running: int, num_steps: int) -> list[Row]:
+    """Prints a line for each way: medians over steps of each kind."""
     trials = {
         "plain": Trial(num_running, None, repeats=True),
         "given": Trial(num_running, Given(), Unweighed(), repeats=True),
         "chosen": Trial(num_running, Given(), repeats=True),
         "looked up": Trial(num_running, NgramProposer(2, 4), repeats=False),
     }
+    # As in a worker, which collects garbage between steps.
     gc.collect()
     gc.freeze()
-    found: dict[str, list[float]] = {name: [] for name in trials}
+    gc.disable()
+    alone = {name: [trial.step()[1] for _ in range(num_steps)] for name, trial in trials.items()}
+    in_turns: dict[str, list[float]] = {name: [] for name in trials}
     for _ in range(num_steps):
         for name, trial in trials.items():
-            found[name].append(trial.step()[1])
+            in_turns[name].append(trial.step()[1])
+    gc.enable()
+    return [tell(num_running, "alone", alone), tell(num_running, "in turns", in_turns)]
+
+
+def tell(num_running: int, way: str, found: dict[str, list[float]]) -> Row:
+    """Prints the line of one way."""
     us = {name: statistics.median(each) for name, each in found.items()}
     row: Row = {
         "running": str(num_running),
+        "way": way,
         "plain": round(us["plain"], 2),
         "scheduling": round(us["given"], 2),
+        "a token": round(us["given"] / (1 + RIGHT), 2),
+        "with blocks": round(statistics.mean(found["given"]), 2),
         "choosing": round(us["chosen"] - us["given"], 2),
         "proposing": round(us["looked up"] - us["plain"], 2),
     }
     print(
-        f"{num_running:4} decodes: scheduling {row['plain']} us without speculation, {row['scheduling']} with {MOST} "
-        f"drafts of which {RIGHT} are right; choosing {row['choosing']}, proposing {row['proposing']}",
+        f"{num_running:4} decodes, {way}: scheduling {row['plain']} us without speculation, {row['scheduling']} with "
+        f"{MOST} drafts of which {RIGHT} are right, {row['a token']} a token, {row['with blocks']} in the mean with "
+        f"the steps that fill blocks; choosing {row['choosing']}, proposing {row['proposing']}",
         flush=True,
     )
     return row
 
 
 def main() -> None:
-    """Prints a line for each number of sequences."""
+    """Prints two lines for each number of sequences."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[16, 256], help="sequences that decode")
     parser.add_argument("--steps", type=int, default=300, help="of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
     options = parser.parse_args()
-    rows = [measure(running, options.steps) for running in options.running]
+    rows = [row for running in options.running for row in measure(running, options.steps)]
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -220,7 +220,7 @@ class DraftLengths:
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts of a sequence."""
-        history = self._history(seq)
+        history = seq.draft_history or self._history(seq)
         history.counter.count(num_drafts, num_accepted)
         self._savings.accepted(num_accepted)
         history.rates.learn_run(num_accepted, num_drafts, _WEIGHT)

@@ -163,15 +163,11 @@ class Drafter:
             if batch.feeds_draft_model:
                 self.lengths.took_in(batch.total_tokens_num)
             return
-        made = batch.drafts_wanted
-        proposal = Proposal(batch.total_tokens_num, len(made), max(made.values(), default=0))
-        self.lengths.took(
-            batch.total_seqs_num,
-            batch.total_tokens_num,
-            duration_s,
-            wall_s,
-            proposal if batch.feeds_draft_model else None,
-        )
+        proposal = None
+        if batch.feeds_draft_model:
+            made = batch.drafts_wanted
+            proposal = Proposal(batch.total_tokens_num, len(made), max(made.values(), default=0))
+        self.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s, wall_s, proposal)
 
     def _most_made(self, batch: ScheduledBatch) -> dict[int, int]:
         """Most drafts that can be made behind each sequence of a step."""
@@ -253,8 +249,10 @@ class Drafter:
             own = seq.spec_token_ids
             if own:
                 seq.spec_token_ids = []
-            wanted = seq.sampling_params.num_drafts
-            count = min(most if wanted is None or wanted > most else wanted, seq.length_limit - len(seq.token_ids) - 1)
+            left, wanted = seq.length_limit - len(seq.token_ids) - 1, seq.sampling_params.num_drafts
+            count = most if left > most else left
+            if wanted is not None:
+                count = min(count, wanted)
             if count <= 0 or seq.num_placeholder:
                 continue
             if found := (propose is not None and propose(seq, count)) or own[:count]:

@@ -155,21 +155,25 @@ class Landing:
         """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
         logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
-        num_others = 0
+        others, num_others = {**logprobs, **ends}, 0
         for seq in seqs:
-            sampled = token_ids.get(seq.id, ())
+            seq_id = seq.id
+            sampled = token_ids.get(seq_id, ())
             # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
-            is_plain = seq.status is running and len(sampled) == 1 and seq.first_token_time is not None
-            if not is_plain or sampled[0] < 0 or (logprobs and seq.id in logprobs) or (ends and seq.id in ends):
+            if (
+                seq.status is not running
+                or len(sampled) != 1
+                or (token_id := sampled[0]) < 0
+                or seq.first_token_time is None
+                or (others and seq_id in others)
+            ):
                 num_others += 1
-                own, end = logprobs.get(seq.id, b""), ends.get(seq.id)
+                own, end = logprobs.get(seq_id, b""), ends.get(seq_id)
                 self._land(seq, 1, True, sampled, None, finished, now, own, end)
                 continue
-            token_id = sampled[0]
             seq.num_inflight_tokens -= 1
             seq.num_placeholder -= 1
-            tokens = seq.token_ids
-            tokens.append(token_id)
+            seq.token_ids.append(token_id)
             seq.num_computed_tokens = position = seq.num_computed_tokens + 1
             if position >= seq.publish_at:
                 self._blocks.publish(seq)
@@ -185,7 +189,7 @@ class Landing:
                     self._lifecycle.emit_end(seq, [token_id], stop)
                     continue
             # It stands at the first position whose KV is not computed.
-            output = RequestOutput(seq.id, [token_id], False, None, position)
+            output = RequestOutput(seq_id, [token_id], False, None, position)
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
@@ -202,18 +206,18 @@ class Landing:
         """`_land` for a step of decodes of which some have drafts, likewise."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
         logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
-        forced, verified, num_tokens = self._forced, self._lengths.verified, 0
-        outcomes: list[tuple[int, int]] = []
+        others, verified = {*self._forced, *logprobs, *ends}, self._lengths.verified
+        num_tokens, outcomes = 0, list[tuple[int, int]]()
         for seq, num_scheduled in zip(seqs, batch.num_scheduled_tokens, strict=True):
-            seq_id, sampled = seq.id, token_ids.get(seq.id, ())
-            is_plain = seq.status is running and sampled and seq.first_token_time is not None
+            seq_id = seq.id
+            sampled = token_ids.get(seq_id, ())
             if (
-                not is_plain
+                seq.status is not running
+                or not sampled
                 or sampled[-1] < 0
+                or seq.first_token_time is None
+                or (others and seq_id in others)
                 or seq.may_end_within(sampled)
-                or (seq_id in forced)
-                or (logprobs and seq_id in logprobs)
-                or (ends and seq_id in ends)
                 or (seq.draft_history is not None and seq.draft_history.shadow)
             ):
                 own, end = logprobs.get(seq_id, b""), ends.get(seq_id)

@@ -302,15 +302,18 @@ class Scheduler:
         """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
         self._in_flight.append(step)
         self.lifecycle.totals.steps += 1
-        for awaited in (step.drafts, batch.drafts_wanted):
-            for seq_id in awaited:
-                step.seqs[seq_id].awaits_output = True
+        for seq_id in step.drafts:
+            step.seqs[seq_id].awaits_output = True
+        for seq_id in batch.drafts_wanted:
+            step.seqs[seq_id].awaits_output = True
         if step.columns is not None:
             decode = SequenceType.DECODE
-            for seq, num_tokens in zip(step.columns.rows, batch.num_scheduled_tokens, strict=True):
-                seq.num_inflight_tokens += num_tokens
+            for seq in step.columns.rows:
+                seq.num_inflight_tokens += 1
                 seq.num_placeholder += 1
                 seq.type = decode
+            for seq_id, drafts in step.drafts.items():
+                step.seqs[seq_id].num_inflight_tokens += len(drafts)
             return
         for seq, num_tokens, final in zip(step.seqs.values(), batch.num_scheduled_tokens, batch.is_final, strict=True):
             seq.num_inflight_tokens += num_tokens

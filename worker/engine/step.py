@@ -61,6 +61,7 @@ class Step:
         seqs: its rows so far, by id.
         columns: of all rows, when they are those of the last step.
         drafts: tokens to verify, by sequence.
+        num_spec_step: most of them behind a sequence.
         forced: the sequences whose drafts are text that grammars force.
         computing: hashes of the blocks that its prefills compute.
         fronts: the first of those blocks of each prompt.
@@ -77,6 +78,7 @@ class Step:
         self.num_prefill_seqs = 0
         self.num_prefill_tokens = 0
         self.drafts: dict[int, list[int]] = {}
+        self.num_spec_step = 0
         self.forced: set[int] = set()
         self.computing: set[int] = set()
         self.fronts: Fronts = {}
@@ -106,16 +108,18 @@ class Step:
 
     def decodes(self) -> list[Sequence]:
         """Rows of one token each so far, behind which drafts may stand; they are in front of prompts."""
+        if self.columns is not None:
+            return self.columns.rows
         return list(self.seqs.values())[: len(self.seqs) - self.num_prefill_seqs]
 
     def verify(self, drafts: dict[int, list[int]]) -> None:
         """Lets the step verify drafts of sequences that it decodes."""
         self.drafts = drafts
-        counts = self.num_scheduled_tokens
-        for i, seq_id in enumerate(self.seqs):
-            if seq_id in drafts:
-                counts[i] += len(drafts[seq_id])
-        self.budget -= sum(map(len, drafts.values()))
+        rows = zip(self.num_scheduled_tokens, self.seqs, strict=True)
+        self.num_scheduled_tokens = [num + len(drafts.get(seq_id, ())) for num, seq_id in rows]
+        counts = list(map(len, drafts.values()))
+        self.num_spec_step = max(counts)
+        self.budget -= sum(counts)
 
     def build(self) -> ScheduledBatch:
         """The batch, a snapshot of everything."""
@@ -129,7 +133,7 @@ class Step:
             total_seqs_num=len(self.seqs),
             total_seqs_num_prefill=self.num_prefill_seqs,
             total_seqs_num_decode=len(self.seqs) - self.num_prefill_seqs,
-            num_spec_step=max(map(len, self.drafts.values()), default=0),
+            num_spec_step=self.num_spec_step,
             scheduled_spec_decode_tokens=self.drafts,
             columns=self.columns,
             block_copies=self.block_copies,
