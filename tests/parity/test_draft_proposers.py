@@ -189,9 +189,8 @@ def _check(case: Case, setting: str, seen: Counter[str]) -> None:
 MUTANTS = [
     Mutant("rows of wrong drafts", SampledStep, "right_rows", "-= num_wrong", "-= 0"),
     Mutant("nothing behind a chunk", SampledStep, "next_tokens", "known.get(seq_id, 0)", "0"),
-    Mutant("noise of the first draft", ModelProposer, "_draw", "step.num_tokens(i) + len(drafts[i])",
-           "step.num_tokens(i)"),
-    Mutant("a place before", ModelProposer, "_chain", "len(drafts[i]) - 1", "len(drafts[i]) - 2"),
+    Mutant("noise of the first draft", ModelProposer, "_draw", "+ 1 + len(drafts)", "+ 1"),
+    Mutant("a place before", ModelProposer, "_chain", "chain(ends[own],", "chain(ends[own] - 1,"),
     Mutant("the newest token is another", StepRows, "with_newest", "np.array(step.next_tokens, np.int64)[more > 0]",
            "5"),
     Mutant("states of another row", StepRows, "behind", "(step.begins - (ends - counts)", "(-(ends - counts)"),

@@ -65,6 +65,16 @@ class SampledStep:
         return rows
 
     @cached_property
+    def counts(self) -> Ints:
+        """int64 [S]: the same."""
+        return np.array(self.right_rows, np.int64)
+
+    @cached_property
+    def ends(self) -> Ints:
+        """int64 [S]: the position behind the last of these rows."""
+        return self.starts + self.counts
+
+    @cached_property
     def next_tokens(self) -> list[int]:
         """The token behind the last right row of each sequence; any id where nobody knows it."""
         known = self.batch.next_token_ids
@@ -89,7 +99,7 @@ class SampledStep:
         return max(0, min(wanted, num_slots - self.num_tokens(i) + 2))
 
     def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
-        """History behind the new tokens and these drafts, where it changes logits."""
+        """History of a sequence behind the new tokens and these drafts, where it changes logits."""
         known = self.batch.histories.get(i)
         if known is None:
             return None

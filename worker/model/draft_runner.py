@@ -64,7 +64,9 @@ class DraftRunner:
         self._kernels = kernels
         self._kv_names = kv_names
         self._num_heads = num_heads
-        self._tables = BlockTables()
+        self._size = config.kv_cache_block_size
+        # Of rows of whole steps, and of those behind them.
+        self._tables, self._chain_tables = BlockTables(), BlockTables()
         self.kv_spec = kv_spec
         self.num_layers = len(kv_names)
 
@@ -74,37 +76,144 @@ class DraftRunner:
 
     @torch.inference_mode()
     def run(
-        self, forward: Forward, rows: DraftRows, states: torch.Tensor, kv_cache_data: Mapping[str, KVCacheTensor]
+        self,
+        forward: Forward,
+        rows: DraftRows,
+        states: torch.Tensor,
+        kv_cache_data: Mapping[str, KVCacheTensor],
+        wanted: Ints | None = None,
     ) -> torch.Tensor:
-        """Result of `forward`, [T, W], over the rows and states of them; their keys and values are stored."""
-        cache = kv_cache_data[self._kv_names[0]].cache
+        """Result of `forward`, [T, W], over the rows and states of them; their keys and values are stored.
+
+        Args:
+            forward: of the model.
+            rows: to compute.
+            states: [T, H].
+            kv_cache_data: of `kv_cache_data`.
+            wanted: int64, ascending, rows whose results count, of each sequence none or the last one; None for all.
+        """
         metadata, positions = self._metadata(rows)
-        metadata.plan = self._kernels.attention.plan(metadata, cache, self._num_heads)
-        multiple, total = self._kernels.row_multiple, len(positions)
-        padded = -(-total // multiple) * multiple
-        given = np.zeros((2, padded), np.int64)
+        metadata.wanted_rows = wanted
+        total = len(positions)
+        given = np.zeros((2, self._padded(total)), np.int64)
         given[0, :total], given[1, :total] = rows.token_ids, positions
         token_ids, there = to_device(given, self._kernels.device)
+        return self._forward(forward, metadata, token_ids, there, states, kv_cache_data)
+
+    def chain(self, ends: Ints, counts: Ints, tables: list[list[int]]) -> ChainRows:
+        """Rows of D sequences behind others, one after the other: their positions and slots, all at once.
+
+        Args:
+            ends: int64 [D], the position of the first row of each.
+            counts: int64 [D], rows of each, not ascending.
+            tables: which cover them.
+        """
+        return ChainRows.of(ends, counts, self._chain_tables.of_step(tables, -(-(ends + counts) // self._size)),
+                            self._size, self._kernels)  # fmt: skip
+
+    @torch.inference_mode()
+    def go_on(
+        self,
+        forward: Forward,
+        rows: ChainRows,
+        place: int,
+        token_ids: torch.Tensor,
+        states: torch.Tensor,
+        kv_cache_data: Mapping[str, KVCacheTensor],
+    ) -> torch.Tensor:
+        """Likewise of a row of each sequence that has so many: [C, W] of token ids int64 [C] and states [C, H]."""
+        padding = self._padded(len(token_ids)) - len(token_ids)
+        if padding:
+            token_ids = torch.nn.functional.pad(token_ids, (0, padding))
+        metadata, positions = rows.at(place, len(token_ids))
+        return self._forward(forward, metadata, token_ids, positions, states, kv_cache_data)
+
+    def _padded(self, rows: int) -> int:
+        multiple = self._kernels.row_multiple
+        return -(-rows // multiple) * multiple
+
+    def _forward(
+        self,
+        forward: Forward,
+        metadata: AttentionMetaData,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        kv_cache_data: Mapping[str, KVCacheTensor],
+    ) -> torch.Tensor:
+        """Tokens and positions are padded, states are not."""
+        total, padded = len(states), len(token_ids)
+        cache = kv_cache_data[self._kv_names[0]].cache
+        metadata.plan = self._kernels.attention.plan(metadata, cache, self._num_heads)
         if padded > total:
             states = torch.nn.functional.pad(states, (0, 0, 0, padded - total))
-        context = Context(there, 0, len(rows.counts), padded, is_draft=True)
+        context = Context(positions, 0, len(metadata.seq_lens), padded, is_draft=True)
         with forward_context(metadata, self._config, context, kv_cache_data):
-            return forward(token_ids, there, states)[:total]
+            return forward(token_ids, positions, states)[:total]
 
     def _metadata(self, rows: DraftRows) -> tuple[AttentionMetaData, Ints]:
         """Without its plan; and the positions of the rows."""
-        size = self._config.kv_cache_block_size
         ends, positions, sequences = np.cumsum(rows.counts), rows.starts, np.arange(len(rows.counts))
         if ends[-1] > len(ends):
             sequences = np.repeat(sequences, rows.counts)
             positions = np.arange(ends[-1]) + np.repeat(rows.starts - (ends - rows.counts), rows.counts)
         lengths = rows.starts + rows.counts
-        tables = self._tables.of_step(rows.tables, -(-lengths // size))
-        blocks, offsets = np.divmod(positions, size)
+        tables = self._tables.of_step(rows.tables, -(-lengths // self._size))
+        blocks, offsets = np.divmod(positions, self._size)
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=lengths,
             block_tables=tables,
-            slot_mapping=tables[sequences, blocks] * size + offsets,
+            slot_mapping=tables[sequences, blocks] * self._size + offsets,
         )
         return metadata, positions
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    """Rows of D sequences of which those with more rows come first: at each place one of each that has so many.
+
+    Attributes:
+        counts: of each place, sequences that have a row there.
+        lengths: int64 [K, D], tokens that each row sees, its own included.
+        slots: int64 [K, D], of the rows.
+        tables: of the sequences.
+        borders: int64 [D + 1], 0 and on.
+        positions: int64 [K, P] on the device, 0 for padding.
+    """
+
+    counts: list[int]
+    lengths: Ints
+    slots: Ints
+    tables: Ints
+    borders: Ints
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, ends: Ints, counts: Ints, tables: Ints, size: int, kernels: KernelBackend) -> ChainRows:
+        """Rows from `ends` on, so many of each sequence; blocks of `tables` have that size."""
+        places, sequences = np.arange(counts[0])[:, None], np.arange(len(ends))
+        is_there = places < counts
+        positions = np.where(is_there, ends + places, 0)
+        blocks, offsets = np.divmod(positions, size)
+        padding = -len(ends) % kernels.row_multiple
+        padded = np.pad(positions, ((0, 0), (0, padding))) if padding else positions
+        return cls(
+            np.count_nonzero(is_there, axis=1).tolist(),
+            positions + 1,
+            tables[sequences, blocks] * size + offsets,
+            tables,
+            np.arange(len(ends) + 1),
+            to_device(padded, kernels.device),
+        )
+
+    def at(self, place: int, padded: int) -> tuple[AttentionMetaData, torch.Tensor]:
+        """Metadata without a plan of the rows at a place; and their positions, of which there are so many."""
+        count = self.counts[place]
+        metadata = AttentionMetaData(
+            self.borders[: count + 1],
+            self.lengths[place, :count],
+            self.tables[:count],
+            self.slots[place, :count],
+        )
+        return metadata, self.positions[place, :padded]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from typing_extensions import override
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
 from worker.config.architectures import CausalModel, DraftModel, model_class
+from worker.engine.batch import TokenHistory
 from worker.model.draft_chains import DraftChains
 from worker.model.draft_proposer import Ints, SampledStep
 from worker.model.draft_runner import DraftRows, DraftRunner
@@ -45,7 +47,7 @@ class StepRows:
     @classmethod
     def behind(cls, step: SampledStep) -> StepRows:
         """A row for each right one of the step, with the token behind it."""
-        counts = np.array(step.right_rows, np.int64)
+        counts = step.counts
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts), counts)
         token_ids = step.token_ids[np.minimum(places + 1, len(step.token_ids) - 1)]
@@ -56,7 +58,7 @@ class StepRows:
     def with_newest(cls, step: SampledStep, drafting: Iterable[int]) -> StepRows:
         """A row for each right one of the step, with its own token; and one with the newest token of these sequences,
         by their places in the batch."""
-        counts = np.array(step.right_rows, np.int64)
+        counts = step.counts
         more = np.zeros(len(counts), np.int64)
         more[list(drafting)] = 1
         ends = np.cumsum(counts + more)
@@ -94,9 +96,10 @@ class ModelProposer:
         wanted = self.wanted(step)
         made = self.rows(step, wanted)
         states = step.states[torch.from_numpy(made.places).to(step.states.device)]
-        states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data)
+        last = made.rows.last[list(wanted)]
+        states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data, last)
         ends = made.rows.starts + made.rows.counts
-        drafts = self._chain(step, wanted, ends, states[torch.from_numpy(made.rows.last[list(wanted)])])
+        drafts = self._chain(step, wanted, ends, states[torch.from_numpy(last)])
         return {step.batch.req_ids[i]: own for i, own in drafts.items()}
 
     def wanted(self, step: SampledStep) -> dict[int, int]:
@@ -129,33 +132,48 @@ class ModelProposer:
             ends: int64 [S], position of the first row that has not been computed of each sequence of the step.
             last: states [D, H] of the last rows of those that draft.
         """
-        drafts: dict[int, list[int]] = {i: [] for i in wanted}
-        going = list(wanted)
-        while going:
-            for i, token in zip(going, self._draw(step, drafts, going, last), strict=True):
-                drafts[i].append(token)
-            stay = [at for at, i in enumerate(going) if drafts[i][-1] != NO_TOKEN and len(drafts[i]) < wanted[i]]
-            going, last = [going[at] for at in stay], last[stay]
-            if going:
-                starts = ends[going] + np.array([len(drafts[i]) - 1 for i in going], np.int64)
-                newest = np.array([drafts[i][-1] for i in going], np.int64)
-                tables = [step.batch.tables[i] for i in going]
-                rows = DraftRows(starts, np.ones(len(going), np.int64), tables, newest)
-                last = self._runner.run(self._model.forward, rows, last, step.kv_cache_data)
-        return {i: own[:-1] if own[-1:] == [NO_TOKEN] else own for i, own in drafts.items()}
+        if not wanted:
+            return {}
+        # Those with fewer drafts come last, so that the others are the first ones at each place of the chain.
+        order = np.argsort(-np.array(list(wanted.values())), kind="stable")
+        own, counts = np.array(list(wanted), np.int64)[order], np.array(list(wanted.values()), np.int64)[order]
+        if len(own) > 1:
+            last = last[torch.from_numpy(order).to(last.device)]
+        drafts = [self._draw(step, own, [], last)]
+        if counts[0] > 1:
+            rows = self._runner.chain(ends[own], counts - 1, [step.batch.tables[i] for i in own.tolist()])
+            for place, count in enumerate(rows.counts):
+                # Nobody looks at what comes behind NO_TOKEN.
+                newest = drafts[-1][:count].clamp(min=0)
+                last = self._runner.go_on(self._model.forward, rows, place, newest, last[:count], step.kv_cache_data)
+                drafts.append(self._draw(step, own[:count], drafts, last))
+        made = torch.cat(drafts).tolist()
+        begins = [0, *accumulate(len(each) for each in drafts)]
+        runs = zip(own.tolist(), counts.tolist(), strict=True)
+        return {i: _tokens(made[begin + at] for begin in begins[:count]) for at, (i, count) in enumerate(runs)}
 
-    def _draw(
-        self, step: SampledStep, drafts: dict[int, list[int]], going: list[int], states: torch.Tensor
-    ) -> list[int]:
-        """The next draft of each of these sequences."""
+    def _draw(self, step: SampledStep, own: Ints, drafts: list[torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        """int64 [C]: the next draft of the sequences in these places, the first ones of those that have such drafts."""
         if step.batch.is_greedy:
-            return self._model.greedy(states, self._sampled_ids).tolist()
+            return self._model.greedy(states, self._sampled_ids)
         logits = self._model.compute_logits(states)
         logits[:, self._sampled_ids :] = -torch.inf
-        positions = np.array([step.num_tokens(i) + len(drafts[i]) for i in going], np.int64)
-        histories = {row: known for row, i in enumerate(going) if (known := step.history(i, drafts[i])) is not None}
-        drawn = self._sampler.sample_rows(step.batch, np.array(going, np.int64), positions, logits, histories)
-        return drawn.tolist()
+        # Behind the last right row stands the newest token.
+        positions = step.ends[own] + 1 + len(drafts)
+        histories = self._histories(step, own, drafts) if step.batch.histories else {}
+        return self._sampler.sample_rows(step.batch, own, positions, logits, histories)
+
+    @staticmethod
+    def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
+        """By row, where they change logits."""
+        known = [each.tolist() for each in drafts]
+        every = ((row, step.history(i, [each[row] for each in known])) for row, i in enumerate(own.tolist()))
+        return {row: history for row, history in every if history is not None}
+
+
+def _tokens(drafts: Iterable[int]) -> list[int]:
+    """Drafts up to the first that is no token."""
+    return list(takewhile(lambda token: token != NO_TOKEN, drafts))
 
 
 class EagleProposer(ModelProposer):
@@ -180,8 +198,7 @@ class EagleProposer(ModelProposer):
         made = dict(zip(wanted, drafts, strict=True))
         if steered and (others := {i: count for i, count in wanted.items() if i in steered}):
             # Penalties and masks follow from drafts, which the operation does not tell of.
-            ends = step.starts + np.array(step.right_rows, np.int64)
-            made |= self._chain(step, others, ends, states[[i in others for i in wanted]])
+            made |= self._chain(step, others, step.ends, states[[i in others for i in wanted]])
         return {step.batch.req_ids[i]: own for i, own in made.items()}
 
     @classmethod

@@ -25,7 +25,7 @@ from kernels.interface import KernelBackend, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
 from kernels.upload import to_device
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns, TokenHistory
 from worker.grammars import Grammars
 from worker.model.grammar_masks import COMPLETE, NOT_CONFINED, Confined, GrammarMasks
 from worker.model.kv_digests import KvDigests
@@ -35,6 +35,7 @@ from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
 from worker.model.rejection_sampler import RejectionSampler
+from worker.model.sample_arrays import SampleArrays
 from worker.model.sampled_rows import SampledRows
 
 Ints = npt.NDArray[np.int64]
@@ -149,6 +150,7 @@ class Sampler:
         self._kernels = kernels
         self._fetches = fetches
         self._seen = SeenTokens()
+        self._arrays = SampleArrays(SequenceColumns([]))
         self._masks = LogitMasks(eos_token_ids)
         self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
         # Of the last step that was sampled; histories by place in the batch.
@@ -363,11 +365,12 @@ class Sampler:
         if confined is None:
             confined = self._grammars.confined(histories) if self._grammars is not None and histories else NOT_CONFINED
         allowed, ended = confined
+        arrays = self._arrays = self._arrays.of(batch.columns)
         params = SampleParams(
-            temperature=np.array(batch.temperatures, np.float32)[own],
-            top_k=np.array(batch.top_ks, np.int64)[own],
-            top_p=np.array(batch.top_ps, np.float32)[own],
-            min_p=np.array(batch.min_ps, np.float32)[own],
+            temperature=arrays.temperature[own],
+            top_k=arrays.top_k[own],
+            top_p=arrays.top_p[own],
+            min_p=arrays.min_p[own],
             masked=self._masks.masked(histories, late, self._newest, size),
             penalties=self._penalties(histories, late),
             biased=self._masks.biased(histories, size),
@@ -377,9 +380,9 @@ class Sampler:
         ids = self._sampling.sample(
             logits,
             params,
-            seeds=np.array(batch.seeds, np.uint64)[own],
+            seeds=arrays.seeds[own],
             positions=positions,
-            choices=np.array(batch.choices, np.int64)[own],
+            choices=arrays.choices[own],
         )
         return self._without_ended(ids, ended)
 

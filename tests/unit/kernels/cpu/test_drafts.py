@@ -19,10 +19,13 @@ from common.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from tests.checkpoints import make_checkpoint, make_eagle3_head
 from tests.parity.draws import changes_of_logits
+from tests.unit.mutants import Mutant
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
+from worker.model.draft_chains import DraftChains
 from worker.model.draft_proposer import SampledStep
+from worker.model.draft_runner import ChainRows
 from worker.model.model_proposers import EagleProposer, ModelProposer
 from worker.model.model_runner import ModelRunner
 
@@ -178,6 +181,20 @@ def test_by_several_threads(threads: CDLL, folder: Path) -> None:
         threads.fissile_set_threads(count)
         made = [compare(runner, random.Random(3), greedy=False) for _ in range(2)]
         assert made[0] == made[1]
+
+
+MUTANTS = [
+    Mutant("states of other sequences", ModelProposer, "_chain", "torch.from_numpy(order)", "torch.arange(len(own))"),
+    Mutant("all at one position", ChainRows, "of", "ends + places", "ends"),
+    Mutant("no changes of logits", EagleProposer, "propose", "if i in steered})", "if False})"),
+    Mutant("a row too few", DraftChains, "run", "    step.counts,", "    np.maximum(step.counts - 1, 1),"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
+def test_a_fault_shows(native: CDLL, mutant: Mutant, folder: Path) -> None:
+    with mutant.applied(), pytest.raises(AssertionError):
+        check("some ids", folder, random.Random(2), 12)
 
 
 def test_nothing_is_drafted_behind_the_last_position(native: CDLL, folder: Path) -> None:
