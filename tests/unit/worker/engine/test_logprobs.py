@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
-from common.config import SCHEDULING_POLICIES, Config
-from common.config_parts import SpeculativeConfig
+from common.config import SCHEDULING_POLICIES
 from common.sampling_params import SamplingParams
+from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.core import EngineCore
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
-from worker.simulation.runner import SimulatedRunner
 
-BLOCK = 16
 PARAMS = SamplingParams(
     max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1, prompt_logprobs_start=3, logprob_token_ids=(5,)
 )
-
-
-def engine(*, num_drafts: int = 0, **options: object) -> EngineCore:
-    config = Config(
-        max_model_len=80,
-        num_kvcache_blocks=5,
-        kv_cache_block_size=BLOCK,
-        enable_prefix_caching=True,
-        speculative_config=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
-        **options,  # type: ignore[arg-type]
-    )
-    return EngineCore(config, SimulatedRunner(50, None, block_size=BLOCK, num_blocks=5, num_drafts=num_drafts))
-
-
-def prompts() -> list[list[int]]:
-    rnd = random.Random(1)
-    shared = [rnd.randrange(50) for _ in range(14)]
-    return [[*shared, *(rnd.randrange(50) for _ in range(n))] for n in (1, 9, 20, 17, 2)]
 
 
 class Taken:
@@ -77,21 +56,21 @@ def run(core: EngineCore, groups: list[list[list[int]]]) -> list[Taken]:
 @pytest.mark.parametrize("budget", [9, 40, 512])
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 def test_rows_are_those_of_each_sequence_alone(policy: str, budget: int, deferred: bool, num_drafts: int) -> None:
-    alone = run(engine(max_num_seqs=1), [[prompt] for prompt in prompts()])
+    alone = run(engine(max_num_seqs=1), [[prompt] for prompt in prompts(14)])
     core = engine(
         scheduling_policy=policy, max_num_batched_tokens=budget, deferred_output=deferred, num_drafts=num_drafts
     )
-    together = run(core, [prompts()])
+    together = run(core, [prompts(14)])
     core.close()
     assert core.scheduler.lifecycle.num_preemptions > 0 or budget == 9
-    for one, other, prompt in zip(together, alone, prompts(), strict=True):
+    for one, other, prompt in zip(together, alone, prompts(14), strict=True):
         assert (one.tokens, one.rows, one.given) == (other.tokens, other.rows, other.given)
         assert len(one.given) == (len(prompt) - 3) * PARAMS.prompt_logprob_layout.width
 
 
 def test_what_an_earlier_attempt_has_generated_is_given() -> None:
     """A sequence that goes on has rows of all tokens from where they are asked for, the same as before."""
-    (prompt,) = prompts()[:1]
+    (prompt,) = prompts(14)[:1]
     (whole,) = run(engine(), [[prompt]])
     params = replace(PARAMS, prompt_logprobs_start=len(prompt), prompt_logprobs=PARAMS.logprobs)
     seq = Sequence(prompt + whole.tokens[:4], BLOCK, params, num_prompt_tokens=len(prompt), seed=len(prompt))
@@ -103,7 +82,7 @@ def test_what_an_earlier_attempt_has_generated_is_given() -> None:
 
 
 def test_a_prompt_that_is_computed_again_gives_its_logprobs_once() -> None:
-    prompt = prompts()[2]
+    prompt = prompts(14)[2]
     (whole,) = run(engine(), [[prompt]])
     core, taken = engine(max_num_batched_tokens=9), Taken()
     seq = Sequence(prompt, BLOCK, PARAMS, seed=len(prompt))

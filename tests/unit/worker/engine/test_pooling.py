@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config
-from common.config_parts import SpeculativeConfig
 from common.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
 from common.sampling_params import SamplingParams
+from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.outputs import RequestOutput
 from worker.engine.pooling import MEAN_SCALE, PooledStates
 from worker.engine.sequence import EndReason, Sequence
 from worker.simulation.runner import SimulatedRunner
-
-BLOCK = 16
-
-
-def engine(*, num_drafts: int = 0, **options: object) -> EngineCore:
-    config = Config(
-        max_model_len=80,
-        num_kvcache_blocks=5,
-        kv_cache_block_size=BLOCK,
-        enable_prefix_caching=True,
-        speculative_config=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
-        **options,  # type: ignore[arg-type]
-    )
-    return EngineCore(config, SimulatedRunner(50, None, block_size=BLOCK, num_blocks=5, num_drafts=num_drafts))
-
-
-def prompts() -> list[list[int]]:
-    rnd = random.Random(1)
-    shared = [rnd.randrange(50) for _ in range(17)]
-    return [[*shared, *(rnd.randrange(50) for _ in range(n))] for n in (1, 9, 20, 17, 2)]
 
 
 def embedded(prompt: list[int], pooling: Pooling) -> Sequence:
@@ -64,8 +42,8 @@ def test_vectors_are_those_of_each_prompt_alone(policy: str, budget: int, deferr
     )
     runner, vectors = core.runner, 0
     assert isinstance(runner, SimulatedRunner)
-    answered = [Sequence(prompt, BLOCK, SamplingParams(max_tokens=9), seed=7) for prompt in prompts()]
-    mixed = [seq for prompt in prompts() for seq in (embedded(prompt, MEAN), embedded(prompt, LAST))]
+    answered = [Sequence(prompt, BLOCK, SamplingParams(max_tokens=9), seed=7) for prompt in prompts(17)]
+    mixed = [seq for prompt in prompts(17) for seq in (embedded(prompt, MEAN), embedded(prompt, LAST))]
     found = run(core, [*answered[:2], *mixed, *answered[2:]])
     core.close()
     for seq in [*answered, *mixed]:
@@ -83,7 +61,7 @@ def test_vectors_are_those_of_each_prompt_alone(policy: str, budget: int, deferr
 
 
 def test_the_cache_serves_the_last_state_and_no_mean() -> None:
-    core, prompt = engine(), prompts()[2]
+    core, prompt = engine(), prompts(17)[2]
     run(core, [embedded(prompt, MEAN)])
     expected: list[tuple[Pooling, int]] = [(MEAN, 0), (LAST, 32)]
     for pooling, cached in expected:
@@ -94,7 +72,7 @@ def test_the_cache_serves_the_last_state_and_no_mean() -> None:
 
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
 def test_a_prompt_that_is_computed_again_gives_the_same_vector(pooling: Pooling) -> None:
-    core, prompt = engine(max_num_batched_tokens=9), prompts()[2]
+    core, prompt = engine(max_num_batched_tokens=9), prompts(17)[2]
     (expected,) = run(core, [seq := embedded(prompt, pooling)])[seq.id]
     core = engine(max_num_batched_tokens=7)
     core.add_group([seq := embedded(prompt, pooling)])
@@ -122,7 +100,7 @@ def test_states_that_are_no_numbers_end_the_sequence(pooling: Pooling) -> None:
 
     config = Config(max_model_len=80, num_kvcache_blocks=5, kv_cache_block_size=BLOCK, max_num_batched_tokens=9)
     core = EngineCore(config, Broken(50, None, block_size=BLOCK, num_blocks=5))
-    (output,) = run(core, [seq := embedded(prompts()[2], pooling)])[seq.id]
+    (output,) = run(core, [seq := embedded(prompts(17)[2], pooling)])[seq.id]
     assert (output.output_tokens, output.pooled, output.end_reason) == ([], b"", EndReason.NOT_A_NUMBER)
 
 
