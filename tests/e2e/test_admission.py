@@ -164,7 +164,8 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once() -> None:
         error = await error_of(ask(b, timeout=5.0))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "DEADLINE_HOPELESS"
-        assert 4900 <= detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() <= 5200
+        # What waits takes ten seconds, of which the call has less than five left.
+        assert 4900 <= detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() < 10_000
         in_time = ask(b, timeout=15.0)
         await until(lambda: leftovers(b.router)[2] == 1)
         running.cancel()
@@ -194,7 +195,7 @@ async def test_the_workers_and_their_load_as_operators_see_them() -> None:
         (seen,) = (await admin.use(lambda stub: stub.ListWorkers(apb.ListWorkersRequest()))).workers
         assert (seen.worker_id, seen.model, seen.running, seen.queued) == ("w0", "m", 1, 1)
         assert (seen.decoding_seqs, seen.outstanding_tokens, seen.prefill_rate) == (1, 1007, 100.0)
-        assert to_seconds(seen.report_age) < 2
+        assert 0 < to_seconds(seen.report_age) < 60
         assert as_table([seen]).splitlines()[1].split()[3] == "serving"
         waiting.cancel()
         running.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -341,9 +342,8 @@ async def test_a_stream_that_has_failed_does_not_look_whole() -> None:
 
 async def test_closing_a_client_ends_its_other_calls_too() -> None:
     """The task that waits for one is not cancelled: it gets CANCELLED, as a reader of a stream does."""
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with silent:
-        client = AsyncClient(f"127.0.0.1:{silent.sockets[0].getsockname()[1]}", give_up_s=0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", give_up_s=0)
         asking = asyncio.ensure_future(client.models())
         await asyncio.sleep(0.1)
         await client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -179,9 +180,8 @@ def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
 
 async def test_a_deadline_of_the_call_is_said_in_words() -> None:
     """Also where the router says nothing, and the words would be gRPC's."""
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with silent:
-        address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         async with AsyncClient(**client_arguments([address])) as client:
             with pytest.raises(CommandError) as failed:
                 await ask(client, Question("hi"), 0.05, print)
