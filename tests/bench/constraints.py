@@ -64,6 +64,8 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
     "the same, texts of at most 40 characters": [_schema(maxLength=40)],
     "any JSON object": [_ANY],
     "every second answer the schema, others none": [{}, _schema()],
+    # Drafts end these answers before the others, which then go on in smaller steps.
+    "every second answer the schema without drafts, others none": [{}, {**_schema(), "num_drafts": 0}],
     "every second answer any JSON object, others none": [{}, _ANY],
     "one of 32 answers any JSON object, others none": [_ANY, *[{}] * 31],
 }
@@ -220,9 +222,9 @@ def main() -> None:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All ways at all numbers in flight."""
-    blocks = max(options.in_flight) * -(-_LONGEST // 16)
+def make_runner(folder: Path, in_flight: int) -> tuple[Config, ModelRunner]:
+    """A config and a runner for so many answers at a time."""
+    blocks = in_flight * -(-_LONGEST // 16)
     config = Config(
         model=str(folder), dtype="bfloat16", kernels="cpu", max_model_len=_LONGEST, num_kvcache_blocks=blocks,
         # The engines share a pool: what one has cached the others overwrite.
@@ -232,6 +234,12 @@ def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     config = with_special_tokens(config, model_config)
     runner = ModelRunner(config, model_config)
     runner.allocate_kv_cache(blocks)
+    return config, runner
+
+
+def run(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All ways at all numbers in flight."""
+    config, runner = make_runner(folder, max(options.in_flight))
     rows = []
     for in_flight in options.in_flight:
         ways = {

@@ -317,8 +317,19 @@ _SPECS: Final = {
         {"in_flight": "in flight", "constraint": "constraint"},
         [
             Column("tokens/s", ("rate",), "tokens/s"),
-            Column("% fewer", ("fewer_wall",), "%"),
-            Column("% fewer by CPU time", ("fewer_cpu",), "%"),
+            Column("% fewer / standard error", ("fewer_wall", "error_wall"), "%"),
+            Column("% fewer by CPU time / standard error", ("fewer_cpu", "error_cpu"), "%"),
+            Column("CPU added to a constrained token, us / standard error", ("added", "error_added"), "us"),
+        ],
+    ),
+    "constraint-profile": Spec(
+        "constraint_profile",
+        {"in_flight": "in flight", "part": "CPU time of"},
+        [
+            _us("without a constraint", "cpu_none"),
+            _us("JSON Schema", "cpu_schema"),
+            _us("its texts of at most 40 characters", "cpu_short"),
+            _us("any JSON object", "cpu_any"),
         ],
     ),
     "json-schemas": Spec(
