@@ -312,6 +312,20 @@ _SPECS: Final = {
             Column("times", ("times",), "times"),
         ],
     ),
+    "speculation-cost": Spec(
+        "speculation_cost",
+        {"running": "running", "way": "measured"},
+        [
+            _us("without drafts", "plain"),
+            _us("with drafts", "scheduling"),
+            _us("a token of these", "a_token"),
+            _us("mean of these", "with_blocks"),
+            _us("before", "scheduling_before"),
+            _us("choosing", "choosing"),
+            _us("before", "choosing_before"),
+            _us("proposing", "proposing"),
+        ],
+    ),
     "constraints": Spec(
         "constraints",
         {"in_flight": "in flight", "constraint": "constraint"},
