@@ -326,6 +326,15 @@ _SPECS: Final = {
             _us("proposing", "proposing"),
         ],
     ),
+    "draft-cost": Spec(
+        "draft_cost",
+        {"at_once": "at once", "temperature": "temperature"},
+        [
+            _us("in one call", "one_call"),
+            _us("by single operations", "single_operations"),
+            Column("times", ("times",), "times"),
+        ],
+    ),
     "constraints": Spec(
         "constraints",
         {"in_flight": "in flight", "constraint": "constraint"},
