@@ -254,6 +254,21 @@ def test_bits_are_those_of_numpy(threads: CDLL, temperature: float, vocab: int) 
     assert same_bits(expected[1], own)
 
 
+@pytest.mark.parametrize("vocab", [63, 64, 65, 1003])
+def test_bits_with_filters_are_those_of_numpy(native: CDLL, vocab: int) -> None:
+    """Of many tokens, of few, of one, and of none in whole blocks."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (40, vocab)).astype(np.float32)
+    kept = rng.random((40, -(-vocab // 32) * 32)) < np.repeat([0.99, 0.5, 0.02, 0.0], 10)[:, None]
+    kept[np.arange(40), rng.integers(vocab, size=40)] = True
+    bits = np.packbits(kept, axis=1, bitorder="little").view(np.uint32)
+    params, *counters = arguments(mixed_rows(40, vocab))
+    confined = replace(params, confined=AllowedBits(np.arange(40), bits))
+    ids = sampling.sample(native, logits.copy(), confined, *counters)
+    assert ids.tolist() == reference.sample(logits.copy(), confined, *counters).tolist()
+    assert kept[np.arange(40), ids].all()
+
+
 def test_masks_come_first(native: CDLL) -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1, (4, 30)).astype(np.float32)
