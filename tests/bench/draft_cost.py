@@ -70,8 +70,7 @@ def main() -> None:
     for at_once in given.at_once:
         for temperature in (0.0, 1.0):
             clock = Clock(proposer)
-            runner.draft_proposer = clock  # type: ignore[assignment]
-            clock.kv_spec, clock.num_layers = proposer.kv_spec, proposer.num_layers  # type: ignore[attr-defined]
+            proposer.propose = clock.propose  # type: ignore[method-assign]
             for turn in range(given.rounds):
                 _tell(engine, at_once, temperature, turn)
             count = _DRAFTS * at_once

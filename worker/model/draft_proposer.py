@@ -32,7 +32,8 @@ class SampledStep:
         batch: the step.
         tokens: the new tokens of each sequence that has any: its right drafts, and the one behind them.
         token_ids: int64 [T], tokens of all rows.
-        states: [T, (1 + n) H], the target's hidden states of all rows, and the streams before n `aux_layers`.
+        states: [T, (1 + n) H], the target's hidden states, and the streams before n `aux_layers`. Of rows that give
+            no tokens the hidden states may be anything unless the draft model takes them.
         kv_cache_data: the draft model's KV, by the names of its layers.
     """
 
@@ -114,10 +115,13 @@ class DraftProposer(Protocol):
     Attributes:
         kv_spec: of one of its layers.
         num_layers: that have KV.
+        takes_states: True if it takes the target's hidden states of all rows; the streams before `aux_layers` it gets
+            in any case.
     """
 
     kv_spec: KVSpec
     num_layers: int
+    takes_states: bool
 
     def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
         """KV of its layers as they find it in the forward context."""

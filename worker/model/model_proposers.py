@@ -79,6 +79,8 @@ class ModelProposer:
         sampled_ids: ids below it may be drafted.
     """
 
+    takes_states = False
+
     def __init__(self, model: DraftModel, runner: DraftRunner, sampler: Sampler, sampled_ids: int) -> None:
         self._model = model
         self._runner = runner
@@ -221,6 +223,8 @@ class EagleProposer(ModelProposer):
 
 class MtpProposer(ModelProposer):
     """Proposes by the first MTP layer of the target's checkpoint (worker/model/models/grouped_moe.py)."""
+
+    takes_states = True
 
     @classmethod
     def of(cls, layer: DraftModel, target: ModelRunner) -> MtpProposer:

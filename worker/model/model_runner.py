@@ -370,7 +370,7 @@ class ModelRunner:
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
         )
-        if self.draft_proposer is not None and batch.feeds_draft_model:
+        if self.draft_proposer is not None and self.draft_proposer.takes_states and batch.feeds_draft_model:
             metadata.wanted_rows = None
         captured = (
             self._graphs is not None and batch.is_decode and self._graphs.fits(len(lengths), batch.num_spec_step + 1)

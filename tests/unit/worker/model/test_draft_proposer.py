@@ -31,6 +31,7 @@ class Knowing:
 
     def __init__(self, runner: ModelRunner, rnd: random.Random) -> None:
         self.kv_spec = runner.kv_spec
+        self.takes_states = True
         self.streams: Streams = {}
         self.num_asked = 0
         self._hidden = runner.model_config.hidden_size
