@@ -155,8 +155,8 @@ class Drafts {
                  step_.block_size);
       rows.end_sequence();
     }
-    std::vector<int64_t> asked;
-    for (int64_t a = 0; a < step_.asked; a++) asked.push_back(rows.cu_seqlens[step_.asking[a] + 1] - 1);
+    std::vector<int64_t> asked(step_.asked);
+    for (int64_t a = 0; a < step_.asked; a++) asked[a] = rows.cu_seqlens[step_.asking[a] + 1] - 1;
     const auto x = numbers(dtype_, rows.count() * hidden_), out = numbers(dtype_, rows.count() * 2 * hidden_);
     if (!combine(rows, x.get())) return false;
     if (!run(rows, x.get(), step_.block_tables, step_.table_stride, &asked, out.get())) return false;
