@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.draft_savings import DraftSavings
+from worker.engine.plain_steps import PlainSteps
 from worker.engine.proposal_costs import Proposal, ProposalCosts
 from worker.engine.sequence import DraftHistory, DraftRates, Sequence
 from worker.engine.step_costs import StepCosts
@@ -33,24 +34,26 @@ _PRIOR: Final = 12
 # How much more tokens per second drafts must promise: to begin with them, and to go on.
 _LEAST_GAIN: Final = 1.05
 _LEAST_FURTHER_GAIN: Final = 1.02
-# After so many steps with drafts one is plain: what the others are compared with is measured again. So it is as soon as
-# steps take so much more or less than expected, since that may be true of those with drafts alone.
-_PLAIN_EVERY: Final = 64
-_SURPRISE: Final = 0.1
 # Seconds that proposals for a sequence and a decision about them take at most, and the part of a step's time that they
 # may take while nothing comes of them.
 _EFFORT_S: Final = 30e-6
 _MOST_EFFORT: Final = 0.005
 # Steps without a look at drafts, at most.
 _LONGEST_REST: Final = 63
-# Such a comparison costs more where a model makes drafts: so many steps at least lie between two.
-_LEAST_APART: Final = 16
-_SURPRISE_OF_PROPOSALS: Final = 0.25
 # What the newest step counts in the mean of the time between two; which is taken for no more than so many steps.
 _BETWEEN_WEIGHT: Final = 0.1
 _LONGEST_BETWEEN: Final = 3.0
-# Part of the time that may go into prompts without drafts behind them.
-_FOR_PROMPTS: Final = 0.01
+# While a model rests one of so many plain steps is noted.
+_HEARD_EVERY: Final = 4
+# Steps count that have as many sequences as those before them, but for this part.
+_NEAR: Final = 1 / 16
+# Plain steps whose time may be lost, until it is paid back, by drafts that have begun.
+_MOST_OWED: Final = 8.0
+# No longer as soon as they have saved so many: what is owed ends drafts for a hundred times as long.
+_PAID: Final = 4.0
+# Part of the time that may go into prompts without drafts behind them, and plain steps whose time may go there at once.
+_FOR_PROMPTS: Final = 0.005
+_FIRST_FOR_PROMPTS: Final = 2.0
 _NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
@@ -75,11 +78,15 @@ class DraftLengths:
         self._between_s: float | None = None
         self._most = most
         self._savings = DraftSavings()
-        # Steps with drafts since the last plain one, and the level of costs (StepCosts) then.
-        self._num_steps = 0
-        self._plain_level = 1.0
-        self._plain_proposals = 1.0
-        # Left for prompts that a model takes in though it may never draft behind them.
+        self._plain_steps = PlainSteps()
+        # True if drafts have saved something since they have begun.
+        self._have_paid = False
+        # Sequences of the last step.
+        self._num_seqs = 0
+        # Plain steps, and their seconds, since the last one that was noted.
+        self._num_unheard = 0
+        self._unheard_s = 0.0
+        # Spent on prompts that a model has taken in though it may never draft behind them, beyond what time allows.
         self._for_prompts_s = 0.0
         # True if the last step has made the drafts that there are now, so that what they took is spent.
         self._are_made = False
@@ -145,31 +152,65 @@ class DraftLengths:
             wall_s: since the end of the step before it; None if there was none just before.
             proposal: what a model did for drafts in it; None for nothing.
         """
-        self._for_prompts_s = min(self._for_prompts_s + _FOR_PROMPTS * duration_s, duration_s)
         verifies = rows > num_seqs
         has_drafts = verifies or proposal is not None
+        # Tables and columns are made anew for other sequences.
+        counts = self._plain_steps.count and abs(num_seqs - self._num_seqs) <= _NEAR * num_seqs
+        self._num_seqs = num_seqs
+        passed_s = max(duration_s, wall_s or 0.0)
+        if counts and not has_drafts and self._rests():
+            self._unheard_s += passed_s
+            return
+        expected_s = self.drafting_s(rows, proposal)
         # That of plain steps, as soon as there is one.
-        if wall_s is not None and wall_s > duration_s and (proposal is None or self._between_s is None):
+        if wall_s is not None and wall_s > duration_s and (self._between_s is None or (counts and proposal is None)):
             self._note_between(min(wall_s - duration_s, _LONGEST_BETWEEN * duration_s))
-        if proposal is None or not self.proposals.are_known:
-            self.costs.note(rows, duration_s, verifies=verifies)
-        else:
+        if proposal is not None and self.proposals.are_known:
             step_s = self.costs.verification(rows) if verifies else self.costs.of(rows)
             self.proposals.note(proposal, (duration_s - step_s) / self.costs.level)
+        elif counts:
+            self.costs.note(rows, duration_s, verifies=verifies)
         self._are_made = proposal is not None and proposal.longest > 0
-        self._num_steps = self._num_steps + 1 if has_drafts else 0
-        if not has_drafts:
-            self._plain_level, self._plain_proposals = self.costs.level, self.proposals.level
-        self._savings.step(
-            max(duration_s, wall_s or 0.0),
-            self.plain_s(num_seqs),
-            num_seqs,
-            has_drafts=has_drafts,
-        )
+        plain_s = self.plain_s(num_seqs)
+        self._for_prompts_s = max(0.0, self._for_prompts_s - _FOR_PROMPTS * (passed_s + self._unheard_s))
+        # Drafts are also why plain steps behind them take longer.
+        told = expected_s if has_drafts or not self._plain_steps.are_settled else None
+        self._savings.step(passed_s, plain_s, num_seqs, told, unheard_s=self._unheard_s)
+        self._unheard_s = 0.0
+        if has_drafts:
+            self._savings.of_model |= proposal is not None
+            self._plain_steps.drafted(by_model=proposal is not None)
+        else:
+            self._plain_steps.passed(self.costs.level, self.proposals.level)
 
-    def took_in(self, rows: int) -> None:
-        """A model has taken in so many rows of a step with prompts."""
-        self._for_prompts_s -= self.costs.level * self.proposals.of(Proposal(rows))
+    def _rests(self) -> bool:
+        """True if a plain step tells nothing that matters: of those of a model that drafts nothing some are enough."""
+        if not self.proposals.are_known or self.drafts:
+            return False
+        self._num_unheard = (self._num_unheard + 1) % _HEARD_EVERY
+        return self._num_unheard > 0
+
+    def took_prompts(self, proposal: Proposal | None, num_seqs: int = 0, rows: int = 0) -> None:
+        """A step with prompts is over.
+
+        Args:
+            proposal: what a model did in it; None for nothing.
+            num_seqs: that it decoded besides.
+            rows: of these, with the drafts that it verified.
+        """
+        self._plain_steps.prompted()
+        self._are_made = proposal is not None and proposal.longest > 0
+        if rows > num_seqs:
+            self._savings.spend(self.costs.verification(rows) - self.costs.of(num_seqs))
+        if proposal is None:
+            return
+        if proposal.longest:
+            self._plain_steps.drafted(by_model=True)
+        seconds = self.costs.level * self.proposals.of(proposal)
+        if self.drafts:
+            self._savings.spend(seconds)
+        else:
+            self._for_prompts_s += seconds
 
     def plain_s(self, num_seqs: int) -> float:
         """Seconds from a plain step of so many sequences to the next one."""
@@ -182,27 +223,39 @@ class DraftLengths:
 
     @property
     def may_take_in(self) -> bool:
-        """True if no more was spent on prompts than may be."""
-        return self._for_prompts_s >= 0.0
+        """True if a model may take in prompts behind which it may never draft."""
+        return self._for_prompts_s <= _FIRST_FOR_PROMPTS * self.plain_s(1)
 
     @property
     def drafts(self) -> bool:
-        """True if the last step had drafts, or made any."""
-        return self._num_steps > 0
+        """True if the last step had drafts, or made any; or would have but for a comparison."""
+        return self._plain_steps.drafts
 
     @property
     def least_gain(self) -> float:
         """Factor by which drafts must promise more tokens per second now."""
-        return _LEAST_FURTHER_GAIN if self._num_steps else _LEAST_GAIN
+        return _LEAST_FURTHER_GAIN if self.drafts else _LEAST_GAIN
 
     @property
     def owes_nothing(self) -> bool:
         """True if no more was lost than may be."""
         return self._savings.allows
 
-    def may_propose(self, proposal: Proposal) -> bool:
-        """True if no more was lost than may be, and what drafts take that the next step may bring back."""
-        return self._savings.allows_beyond(self.costs.level * self.proposals.of(proposal) if self._num_steps else 0.0)
+    def affords_more(self, num_drafting: int) -> bool:
+        """True if a further draft of so many sequences may be for nothing."""
+        longer, shorter = (self.proposals.of(Proposal(num_drafting, num_drafting, number)) for number in (2, 1))
+        return self._savings.allows_beyond(-self.costs.level * (longer - shorter))
+
+    def may_propose(self, proposal: Proposal, num_seqs: int) -> bool:
+        """True if no more was lost than may be; once there are drafts, and what these may lose until they have shown
+        what they bring."""
+        plain_s = self.plain_s(num_seqs)
+        if not self.drafts:
+            self._have_paid = False
+            return self._savings.allows
+        self._have_paid |= self._savings.allows_beyond(-_PAID * plain_s)
+        seconds = self.costs.level * self.proposals.of(proposal)
+        return self._savings.allows_beyond(seconds if self._have_paid else max(seconds, _MOST_OWED * plain_s))
 
     def _note_between(self, seconds: float) -> None:
         known = self._between_s
@@ -237,13 +290,7 @@ class DraftLengths:
     @property
     def compares(self) -> bool:
         """True if the next step is a plain one, to compare those with drafts with."""
-        surprise = abs(self.costs.level / self._plain_level - 1)
-        of_proposals = abs(self.proposals.level / self._plain_proposals - 1)
-        return (
-            self._num_steps >= _PLAIN_EVERY
-            or (self._num_steps > 0 and surprise > _SURPRISE)
-            or (self._num_steps >= _LEAST_APART and of_proposals > _SURPRISE_OF_PROPOSALS)
-        )
+        return self._plain_steps.is_due(self.costs.level, self.proposals.level)
 
     def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int) -> int:
         """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly
@@ -291,14 +338,7 @@ class DraftLengths:
             known: how often they are right; None for what has been learnt.
             doubt: part of the wrong ones that are taken for wrong.
         """
-        rates = self._rates_of(seq) if known is None else known
-        known_rates, gain, found = rates.rates, 1.0, []
-        beyond = known_rates[-1] if known_rates else rates.unknown
-        for position in range(count):
-            rate = known_rates[position] if position < len(known_rates) else beyond
-            gain *= 1 - doubt * (1 - rate)
-            found.append(gain)
-        return found
+        return (self._rates_of(seq) if known is None else known).gains(count, doubt)
 
     def _rates_of(self, seq: Sequence) -> DraftRates:
         return self._rates if seq.draft_history is None else seq.draft_history.rates

@@ -3,7 +3,8 @@
 What steps with drafts take is compared with what plain ones would have taken for the same tokens. Losses may add up to
 a small part of all time; beyond that there are no drafts until it has grown again. So a decision that is wrong, for
 whatever reason, costs no more. Past gains pay for a few steps and no more, since what paid at one load does not at
-another.
+another; for more where a model drafts, so that a passage that is hard to draft does not end what pays on the whole:
+there it takes long until drafts are tried again.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ from typing import Final
 
 # Part of the time that may be lost, as if it had been saved.
 _ALLOWED: Final = 0.01
-# Plain steps whose time is kept of what was saved, at most; and as so many, or so many of those with drafts before it,
-# one step with drafts counts at most.
+# Plain steps whose time is kept of what was saved, at most: by drafts that cost nothing to make, and by a model's.
 _MOST_KEPT: Final = 2.0
+_MOST_KEPT_OF_MODEL: Final = 12.0
+# One step with drafts counts at most as so many times what was expected, since it may have been interrupted.
 _LONGEST: Final = 3.0
 
 
 class DraftSavings:
-    """Seconds saved, in balance."""
+    """Seconds saved, in balance.
+
+    Attributes:
+        of_model: True if a model makes drafts.
+    """
 
     def __init__(self) -> None:
+        self.of_model = False
         self._balance_s = 0.0
         self._token_s = 0.0
-        # Of the last step with drafts.
-        self._last_s = 0.0
 
     @property
     def allows(self) -> bool:
@@ -36,21 +41,28 @@ class DraftSavings:
         """True if no more was lost than may be, and so many seconds that the next steps may bring back."""
         return self._balance_s >= -seconds
 
-    def step(self, duration_s: float, plain_s: float, num_seqs: int, *, has_drafts: bool) -> None:
+    def step(
+        self, duration_s: float, plain_s: float, num_seqs: int, expected_s: float | None, *, unheard_s: float = 0.0
+    ) -> None:
         """A step has taken so long; `accepted` follows if it had drafts.
 
         Args:
             duration_s: that it took.
             plain_s: that it would have taken without any.
             num_seqs: that it brought at least a token each.
-            has_drafts: whether it verified any, or made any.
+            expected_s: that it was expected to take, of one that verified drafts or made any; None for a plain one.
+            unheard_s: seconds of plain steps before it that have not been told.
         """
-        self._balance_s += _ALLOWED * duration_s
-        if has_drafts:
-            self._balance_s += plain_s - min(duration_s, _LONGEST * max(plain_s, self._last_s))
-            self._last_s = duration_s
-        self._balance_s = min(self._balance_s, _MOST_KEPT * plain_s)
+        self._balance_s += _ALLOWED * (duration_s + unheard_s)
+        if expected_s is not None:
+            self._balance_s += plain_s - min(duration_s, _LONGEST * max(plain_s, expected_s))
+        most_kept = _MOST_KEPT_OF_MODEL if self.of_model else _MOST_KEPT
+        self._balance_s = min(self._balance_s, most_kept * plain_s)
         self._token_s = plain_s / num_seqs
+
+    def spend(self, seconds: float) -> None:
+        """Drafts have taken so long in a step that is not told otherwise."""
+        self._balance_s -= seconds
 
     def accepted(self, num_tokens: int) -> None:
         """So many drafts of a sequence were right in the newest step."""

@@ -8,9 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
-from operator import mul
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from common.config_parts import NGRAM, SpeculativeConfig
@@ -137,9 +135,10 @@ class Drafter:
         if self._model is None:
             return
         wanted: dict[int, int] = {}
-        if not self._model.rests:
+        has_prompts = batch.total_seqs_num_prefill > 0
+        if not self._model.rests(has_prompts=has_prompts):
             wanted = self._model.plan(self._most_made(batch), self._lifecycle.live, batch.total_seqs_num)
-        batch.feeds_draft_model = bool(wanted) or (batch.total_seqs_num_prefill > 0 and self._model.takes_prompts)
+        batch.feeds_draft_model = bool(wanted) or (has_prompts and self._model.takes_prompts)
         self._note_missed(batch)
         if not batch.feeds_draft_model:
             return
@@ -159,14 +158,13 @@ class Drafter:
             duration_s: that this took.
             wall_s: since the end of the step before it; None if there was none just before.
         """
-        if batch.total_seqs_num_prefill:
-            if batch.feeds_draft_model:
-                self.lengths.took_in(batch.total_tokens_num)
-            return
         proposal = None
         if batch.feeds_draft_model:
             made = batch.drafts_wanted
             proposal = Proposal(batch.total_tokens_num, len(made), max(made.values(), default=0))
+        if batch.total_seqs_num_prefill:
+            self.lengths.took_prompts(proposal, batch.total_seqs_num_decode, batch.total_tokens_num_decode)
+            return
         self.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s, wall_s, proposal)
 
     def _most_made(self, batch: ScheduledBatch) -> dict[int, int]:
@@ -215,9 +213,7 @@ class Drafter:
 
     def _waits_for_forced(self, seq: Sequence) -> bool:
         """True if tokens behind the one in flight bring more than the step that passes until it is there."""
-        rates = self._forced.rates(seq)
-        gains: Iterator[float] = accumulate(map(rates.of, range(len(self._forced.of(seq)))), mul)
-        return sum(gains) > _WORTH_WAITING
+        return sum(self._forced.rates(seq).gains(len(self._forced.of(seq)))) > _WORTH_WAITING
 
     def _guessed(self, decodes: list[Sequence]) -> dict[int, list[int]]:
         """Drafts that are proposed for the sequences that a step decodes, unless it does not pay now."""
@@ -226,8 +222,9 @@ class Drafter:
         if self._rest > 0 and self._model is None:
             self._rest -= 1
             return {}
-        guessed = self._proposed(decodes)
-        if decodes and not guessed:
+        has_any = self.proposer is not None or any(seq.spec_token_ids for seq in decodes)
+        guessed = self._proposed(decodes) if has_any else {}
+        if self.proposer is not None and decodes and not guessed:
             self._rest = self.lengths.rest(len(decodes))
         return guessed
 

@@ -21,8 +21,8 @@ from worker.engine.sequence import Sequence
 
 # Part of a sequence's tokens that the model need not have taken in.
 _MOST_MISSED: Final = 1 / 2
-# Plain steps between two looks at what drafts would bring.
-_LOOK_EVERY: Final = 8
+# Plain steps between two looks at what drafts would bring, if no prompt comes.
+_LOOK_EVERY: Final = 32
 # After so many steps one makes a draft more than pays: how often that is right may be unknown, or have changed.
 _MORE_EVERY: Final = 16
 # Steps of a trial, and plain ones between two: at first, and at most.
@@ -58,10 +58,12 @@ class ModelDrafts:
         can be none behind them."""
         return self._pays or self._lengths.may_take_in or not self._lengths.adapts
 
-    @property
-    def rests(self) -> bool:
-        """True if the next step makes no drafts, whatever its sequences; asked once for each step."""
-        self._unwatched = max(0, self._unwatched - 1)
+    def rests(self, *, has_prompts: bool) -> bool:
+        """True if the next step makes no drafts, whatever its sequences; asked once for each step.
+
+        What the model does not take in of a prompt it never does, so drafts behind it are decided now.
+        """
+        self._unwatched = 0 if has_prompts else max(0, self._unwatched - 1)
         self._until_trial -= self._unwatched > 0
         return self._unwatched > 0
 
@@ -77,7 +79,10 @@ class ModelDrafts:
         if not lengths.adapts:
             return dict(most)
         fit = {seq_id: count for seq_id, count in most.items() if has_taken_in(seqs[seq_id])}
-        if not fit or lengths.compares:
+        if lengths.compares:
+            return {}
+        if not fit:
+            self._unwatched = _LOOK_EVERY
             return {}
         count = self._number(fit, seqs, num_seqs)
         self._pays = count > 0
@@ -86,13 +91,13 @@ class ModelDrafts:
 
     def _number(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
         """Most drafts of a sequence; 0 for a plain step."""
-        if not self._lengths.may_propose(Proposal(num_seqs, len(most), max(most.values()))):
+        if not self._lengths.may_propose(Proposal(num_seqs, len(most), max(most.values())), num_seqs):
             self._end_trial()
             return 0
         if count := self._best(most, seqs, num_seqs, doubt=1.0):
             self._trial, self._rest = 0, _SHORTEST_REST
             self._num_steps += 1
-            return count + (self._num_steps % _MORE_EVERY == 0)
+            return count + (self._num_steps % _MORE_EVERY == 0 and self._lengths.affords_more(len(most)))
         return self._tried(most, seqs, num_seqs)
 
     def _tried(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
@@ -102,7 +107,8 @@ class ModelDrafts:
             if self._until_trial > 0 or not self._lengths.owes_nothing:
                 return 0
             self._trial = _TRIAL
-        count = self._best(most, seqs, num_seqs, doubt=0.5)
+        if (count := self._best(most, seqs, num_seqs, doubt=0.5)) == 0:
+            self._lengths.proposals.forget()
         self._trial -= 1
         if count == 0 or self._trial == 0:
             self._end_trial()

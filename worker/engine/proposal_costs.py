@@ -60,6 +60,11 @@ class ProposalCosts:
             ratio = min(max(duration_s / expected, 1 / _LONGEST), _LONGEST)
             self.level *= 1 + _WEIGHT * (ratio - 1)
 
+    def forget(self) -> None:
+        """Takes half of what was learnt for over, where proposals took longer than the table says: nobody finds out
+        that they no longer do while there are none."""
+        self.level = min(self.level, (1.0 + self.level) / 2)
+
 
 def _at(known: list[tuple[int, float]], size: int) -> float:
     """On a line between what was measured, and beyond it in proportion; 0 where nothing was."""

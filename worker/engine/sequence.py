@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any, Final
 
 import numpy as np
@@ -85,6 +86,15 @@ class DraftRates:
         if position < len(self.rates):
             return self.rates[position]
         return self.rates[-1] if self.rates else self.unknown
+
+    def gains(self, count: int, doubt: float = 1.0) -> list[float]:
+        """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing.
+
+        Args:
+            count: how many.
+            doubt: part of the wrong ones that are taken for wrong.
+        """
+        return list(itertools.accumulate((1 - doubt * (1 - rate) for rate in self.first(count)), mul))
 
     def learn(self, position: int, is_right: bool, weight: float) -> None:
         """One more draft, which counts as the others do at first, and later `weight`."""

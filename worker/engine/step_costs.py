@@ -23,6 +23,9 @@ _LONGEST: Final = 2.0
 # Parts of what was unexpected of a step that the level and the table take over.
 _LEVEL_WEIGHT: Final = 0.25
 _WEIGHT: Final = 0.4
+# Part of what the table has learnt that is forgotten each time that it learns: contexts are short where many sequences
+# have begun together, and long where few are left, which is no matter of sizes, and would add up.
+_FORGOTTEN: Final = 0.02
 # Sizes nearer to each other than this part of theirs are not told apart.
 _NEAR: Final = 1 / 16
 
@@ -45,6 +48,8 @@ class StepCosts:
         self._seconds = [max(_SHORTEST_S, seconds) for _, seconds in known]
         for i in range(len(known) - 2, -1, -1):
             self._seconds[i] = min(self._seconds[i : i + 2])
+        # What they were when they came into the table.
+        self._first = list(self._seconds)
         self._verify_s = verify_s
         self.level = 1.0
         # Rows of the last step, 0 before the first, and the level that it alone would have told.
@@ -75,6 +80,7 @@ class StepCosts:
             place = bisect_left(self._rows, rows)
             self._rows.insert(place, rows)
             self._seconds.insert(place, ((1 + surprise) * expected if place else duration_s) / self.level)
+            self._first.insert(place, self._seconds[place])
         else:
             if last_rows and abs(rows - last_rows) > _NEAR * rows:
                 self._correct(rows, 1 + _WEIGHT * _common(surprise, _bounded(ratio * self.level / last_level)))
@@ -121,6 +127,9 @@ class StepCosts:
 
     def _correct(self, rows: int, factor: float) -> None:
         """Multiplies what is known of the sizes on both sides, more of the nearer one."""
+        for i, (first, seconds) in enumerate(zip(self._first, self._seconds, strict=True)):
+            if first != seconds:
+                self._seconds[i] = seconds * (first / seconds) ** _FORGOTTEN
         place = bisect_left(self._rows, rows)
         if place in (0, len(self._rows)) or self._rows[place] == rows:
             self._seconds[min(place, len(self._rows) - 1)] *= factor

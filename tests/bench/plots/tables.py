@@ -335,6 +335,16 @@ _SPECS: Final = {
             Column("times", ("times",), "times"),
         ],
     ),
+    "demo-drafts": Spec(
+        "demo_drafts",
+        {"where": "where", "temperature": "temperature", "at_once": "at once"},
+        [
+            Column("plain, tokens/s", ("plain",), "tokens/s"),
+            Column("with drafts, tokens/s", ("drafting",), "tokens/s"),
+            Column("times", ("times",), "times"),
+            Column("rounds from / to", ("least", "most"), "times"),
+        ],
+    ),
     "constraints": Spec(
         "constraints",
         {"in_flight": "in flight", "constraint": "constraint"},

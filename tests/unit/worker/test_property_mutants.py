@@ -23,6 +23,7 @@ from tests.unit.worker.engine import (
     test_lockstep,
     test_model_drafts,
     test_state_machine,
+    test_step_costs,
 )
 from tests.unit.worker.ranks import test_batch_delta, test_frames
 from tests.unit.worker.session import test_cache_events, test_intake, test_outbox, test_session
@@ -34,6 +35,7 @@ from worker.engine.lifecycle import Lifecycle
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.prompt_filler import PromptFiller
+from worker.engine.step_costs import StepCosts
 from worker.model.forward_context import DPMetadata
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader
@@ -60,6 +62,9 @@ _BATCHES = test_batch_delta.test_batches_arrive_as_they_were
 _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
 _CHOICES = test_draft_lengths.test_choices_are_beginnings_of_what_there_is
 _NEVER_LONGER = test_draft_lengths.test_it_never_takes_longer_than_plain_decoding
+_BEST_NUMBER = test_draft_lengths.test_no_other_number_brings_more_in_the_time
+_OF_EACH = test_step_costs.test_verifications_of_one_draft_after_the_other_are_those_of_each
+_ROW_COSTS = "self.costs.verifications(rows, most)"
 _NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_it_never_takes_longer_than_plain_decoding
 
 _SIZE, _LEFT = "min(max_chunk_size, size - chunk * max_chunk_size)", "size - chunk * max_chunk_size"
@@ -86,7 +91,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("never_gone", KvLog, "append", "self._present.discard(~change)", "pass"), test_cache_events.LogMachine),
     (Mutant("no_snapshot", KvCursor, "restart", "True, None", "False, None"), test_cache_events.LogMachine),
     (Mutant("silent_cache", PrefixCache, "take_granule_changes", "return", "return [] and"), _HOLDS),
-    (Mutant("all_may_be_lost", DraftSavings, "step", "_ALLOWED * duration_s", "duration_s"), _LOST),
+    (Mutant("all_may_be_lost", DraftSavings, "step", "_ALLOWED * (duration_s", "(duration_s"), _LOST),
     (Mutant("oldest_place", NgramProposer, "_latest", "> length:\n", ">= length:\n"), _LOOKUP),
     (Mutant("oldest_of_many", NgramProposer, "_latest", "int(others[-1])", "int(others[0])"), _ALIKE),
     (Mutant("flat", ContextCost, "most_tokens", "1 + self.weight * start", "1"), _AFFORDED),
@@ -137,10 +142,12 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("not_replaced", BatchDecoder, "decode", "*table[:stays], *follows", "*table, *follows"), _BATCHES),
     (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),
     *((mutant, _FORCED) for mutant in test_forced_text.MUTANTS),
-    (Mutant("free_rows", DraftLengths, "_count", "self.costs.verification(rows + i)", "0.0"), _CHOICES),
-    (Mutant("free_rows", DraftLengths, "_count", "self.costs.verification(rows + i)", "0.0"), _NEVER_LONGER),
+    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _CHOICES),
+    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _NEVER_LONGER),
+    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _BEST_NUMBER),
+    (Mutant("a_row_less", StepCosts, "verifications", "rows + 1, longest + 1", "rows, longest"), _OF_EACH),
     (
-        Mutant("free_drafts", DraftLengths, "drafting_s", "self.proposals.of(proposal)", "0.0"),
+        Mutant("dear_plain_steps", DraftLengths, "plain_s", "self.costs.of(num_seqs)", "3 * self.costs.of(num_seqs)"),
         _NEVER_LONGER_WITH_A_MODEL,
     ),
 ]

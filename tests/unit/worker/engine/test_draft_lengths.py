@@ -1,29 +1,27 @@
 """How many drafts are verified: never at a loss, close to the best fixed number, and again when they get better.
 
-Sequences are simulated whose drafts are right with a probability that only the test knows, on a machine whose steps
-take what only the test knows; time is added up.
+Simulated (draft_machine.py).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from tests.unit.mutants import Mutant, assert_noticed
+from tests.unit.worker.engine.draft_machine import SIZES, Cost, DraftMachine, curve
 from worker.engine.draft_lengths import DraftLengths
 from worker.engine.draft_savings import DraftSavings
 from worker.engine.sequence import Sequence
 from worker.engine.step_costs import StepCosts
 
 MOST = 8
-# Seconds of a step by its rows: flat as where weights are read once; with a kink as int8 has one; as dear as rows.
-Cost: TypeAlias = Callable[[int], float]
+# Flat as where weights are read once; with a kink as int8 has one; as dear as rows.
 COSTS: dict[str, Cost] = {
     "flat": lambda rows: 1.0,
     "bfloat16": lambda rows: 1.0 + 0.01 * min(rows, 12) + 0.05 * max(0, rows - 12),
@@ -32,15 +30,11 @@ COSTS: dict[str, Cost] = {
 }
 
 
-class Machine:
-    """Sequences that decode at once, with drafts.
+class Machine(DraftMachine):
+    """Sequences behind which there are always drafts.
 
     Args:
-        right: the probability that a draft is right behind right ones.
-        cost: seconds of a step by its rows.
-        num_seqs: that decode.
-        seed: of the draws.
-        noise: durations vary by this part.
+        right, cost, num_seqs, seed, noise: as of DraftMachine.
         measured: sizes whose durations are known at the start; none knows nothing.
     """
 
@@ -52,70 +46,26 @@ class Machine:
         seed: int,
         *,
         noise: float = 0.0,
-        measured: Iterable[int] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128),
+        measured: Iterable[int] = SIZES,
     ) -> None:
-        self.lengths = DraftLengths(MOST, adapts=True)
-        self.lengths.costs = StepCosts({rows: cost(rows) for rows in measured})
-        self.right = right
-        self.cost = cost
-        self.seconds = 0.0
-        self.tokens = 0
-        self.verified = 0
-        self._noise = noise
-        self._rnd = random.Random(seed)
-        self._ids = count()
-        self.seqs: dict[int, Sequence] = {}
-        self.take(num_seqs)
+        lengths = DraftLengths(MOST, adapts=True)
+        lengths.costs = StepCosts({rows: cost(rows) for rows in measured})
+        super().__init__(lengths, right, cost, num_seqs, seed, noise)
 
-    def take(self, num_seqs: int) -> None:
-        """Other sequences, so many, instead of those that there are."""
-        self.seqs = {seq.id: seq for seq in (Sequence([1], 16, id=next(self._ids)) for _ in range(num_seqs))}
-
+    @override
     def step(self) -> None:
-        # What comes is 0s; a wrong draft is a 1.
-        drafts = {seq_id: [int(self._rnd.random() >= self.right) for _ in range(MOST)] for seq_id in self.seqs}
-        chosen = self.lengths.choose(drafts, self.seqs, len(self.seqs))
+        chosen = self.chosen({seq_id: self.guess(MOST) for seq_id in self.seqs})
         rows = len(self.seqs) + sum(map(len, chosen.values()))
-        self.lengths.decided(drafts, self.seqs, chosen)
-        duration_s = self.cost(rows) * (1 + self._rnd.uniform(-self._noise, self._noise))
+        duration_s = self.varied(self.cost(rows))
         self.lengths.took(len(self.seqs), rows, duration_s)
-        for seq_id, seq in self.seqs.items():
-            own = chosen.get(seq_id, [])
-            accepted = own.index(1) if 1 in own else len(own)
-            if own:
-                self.lengths.verified(seq, len(own), accepted)
-            elif seq.draft_history is not None and seq.draft_history.shadow:
-                self.lengths.came(seq.draft_history, 0)
-            self.tokens += 1 + accepted
-            self.verified += len(own)
+        self.land(chosen)
         self.seconds += duration_s
-
-    def rate(self, steps: int) -> float:
-        """Tokens per second of so many steps."""
-        tokens, seconds = self.tokens, self.seconds
-        for _ in range(steps):
-            self.step()
-        return (self.tokens - tokens) / (self.seconds - seconds)
-
-    def excess(self, steps: int) -> float:
-        """What so many steps take, in what plain ones take for the same tokens."""
-        return len(self.seqs) / self.cost(len(self.seqs)) / self.rate(steps)
 
 
 def fixed(right: float, cost: Cost, num_seqs: int, count: int) -> float:
     """Tokens per second with always so many drafts, on average."""
     each = sum(right**i for i in range(count + 1))
     return num_seqs * each / cost(num_seqs * (1 + count))
-
-
-def curve(seconds: list[float]) -> Cost:
-    """Cost of steps that get longer by so much with each row; by the last of these beyond them."""
-
-    def cost(rows: int) -> float:
-        more = rows - 1 - len(seconds)
-        return 1.0 + sum(seconds[: rows - 1]) + max(0, more) * seconds[-1]
-
-    return cost
 
 
 @pytest.mark.each_value

@@ -10,14 +10,14 @@ from worker.engine.draft_savings import DraftSavings
 
 def test_gains_allow_and_losses_do_not() -> None:
     savings = DraftSavings()
-    savings.step(2.0, 1.0, 1, has_drafts=True)
+    savings.step(2.0, 1.0, 1, 1.0)
     savings.accepted(0)
     assert not savings.allows
     for _ in range(99):
-        savings.step(1.0, 1.0, 1, has_drafts=False)
+        savings.step(1.0, 1.0, 1, None)
     assert savings.allows
     for _ in range(50):
-        savings.step(1.5, 1.0, 2, has_drafts=True)
+        savings.step(1.5, 1.0, 2, 1.0)
         savings.accepted(2)
     assert savings.allows
 
@@ -30,7 +30,7 @@ def test_no_more_is_lost_than_a_small_part(steps: list[tuple[float, int]]) -> No
     for duration_s, accepted in steps:
         has_drafts = savings.allows
         taken = duration_s if has_drafts else 1.0
-        savings.step(taken, 1.0, 2, has_drafts=has_drafts)
+        savings.step(taken, 1.0, 2, 1.0 if has_drafts else None)
         seconds, plain = seconds + taken, plain + 1.0
         if has_drafts:
             savings.accepted(accepted)

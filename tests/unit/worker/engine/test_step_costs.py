@@ -58,6 +58,16 @@ def test_steps_of_other_sizes_in_turns_correct_the_table() -> None:
     assert costs.of(8) / costs.of(1) == pytest.approx(2.0, rel=0.1)
 
 
+def test_what_comes_with_a_size_by_chance_does_not_add_up() -> None:
+    """Groups of eight begin with short contexts and end with long ones: sizes that they never have keep their place."""
+    costs = StepCosts({rows: 1.0 + 0.1 * rows for rows in (1, 2, 4, 8, 16, 32)})
+    for _ in range(200):
+        for rows in (8, 4, 2, 1):
+            for _ in range(10):
+                costs.note(rows, (1.0 + 0.1 * rows) * (1.3 - 0.03 * rows))
+    assert costs.of(32) / costs.of(8) == pytest.approx(4.2 / 1.8, rel=0.25)
+
+
 def test_one_slow_step_counts_little() -> None:
     costs = StepCosts({1: 1.0})
     costs.note(1, 500.0)
