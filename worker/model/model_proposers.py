@@ -167,9 +167,9 @@ class ModelProposer:
 
     @staticmethod
     def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
-        """By row, where they change logits."""
+        """By row, where they change logits, with the drafts up to the first that is no token: it is no id."""
         known = [each.tolist() for each in drafts]
-        every = ((row, step.history(i, [each[row] for each in known])) for row, i in enumerate(own.tolist()))
+        every = ((row, step.history(i, _tokens(each[row] for each in known))) for row, i in enumerate(own.tolist()))
         return {row: history for row, history in every if history is not None}
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
+import torch
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.config_parts import MTP, NGRAM
 from common.sampling_params import SamplingParams
 from kernels.interface import KVCache
+from kernels.no_token import NO_TOKEN
 from tests.checkpoints import make_checkpoint
 from tests.parity.drafts import Streams, streams_of
 from worker.config.model_config import ModelConfig
@@ -19,6 +24,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.llm_engine import LLMEngine
 from worker.model.draft_proposer import SampledStep
 from worker.model.forward_context import KVCacheTensor
+from worker.model.model_proposers import ModelProposer
 from worker.model.model_runner import ModelRunner
 
 MODEL_LEN = 96
@@ -137,3 +143,11 @@ def test_right_drafts_save_steps(folder: Path) -> None:
     assert drafting.generate([[7, 8, 9]], params)[0]["token_ids"] == answer["token_ids"]
     # The prompt, and five tokens a step.
     assert runner.num_forwards == 1 + 40 // 5
+
+
+def test_no_history_has_what_is_no_token() -> None:
+    """Counts of penalties are by id: one of -1 was written outside of them, and the process fell."""
+    step = cast("SampledStep", SimpleNamespace(history=lambda _i, drafts: drafts))
+    drafts = [torch.tensor([7, NO_TOKEN]), torch.tensor([8, 0])]
+    found: dict[int, object] = {**ModelProposer._histories(step, np.array([3, 5]), drafts)}
+    assert found == {0: [7, 8], 1: []}
