@@ -19,6 +19,7 @@ from common.config_parts import NGRAM
 from common.errors import InvalidFieldError
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
+from tests.covering import slow_but
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
@@ -274,7 +275,7 @@ PERSON = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", slow_but({0.8}, [0.0, 0.8]))
 def test_text_that_a_grammar_forces_takes_fewer_steps_and_changes_nothing(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:

@@ -199,6 +199,7 @@ def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
     never_loses(workload)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("right", [0.6, 0.8, 0.95])
 @pytest.mark.parametrize("costs", [(0.1, 0.1, 0.0), (0.4, 0.3, 0.0), (0.4, 0.3, 2.0)])
 @pytest.mark.parametrize("num_seqs", [1, 8])
