@@ -94,16 +94,23 @@ def as_it_was(site: Site) -> Iterator[None]:
 def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs(site: Site) -> None:
     stub = site.service.stub
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(outcome, stub, i, 300) for i in range(4)]
+        running = [pool.submit(generate, stub, request(i, 300)) for i in range(4)]
         site.until(lambda: [w.running for w in site.listed().values()] == [2, 2])
         assert "worker-0 is cordoned; 2 sequences" in site.run(cordon, "worker-0")
         site.until(lambda: site.states() == {"worker-0": "cordoned", "worker-1": "serving"})
         assert stub.GetModel(pb.GetModelRequest()).model.ready_workers == 1
         finishes = [generate(stub, request(i)).finish for i in range(20, 26)]
         assert {finish.worker_id for finish in finishes if finish is not None} == {"worker-1"}
+        answers = [future.result() for future in running]
+        assert all(len(answer.token_ids) == 300 for answer in answers)
         # It was not moved: what ran there ends there.
-        assert site.listed()["worker-0"].running == 2
-        assert [f.result() for f in running] == [(grpc.StatusCode.OK, 300)] * 4
+        ended = [answer.finish for answer in answers if answer.finish is not None]
+        assert sorted((finish.worker_id, finish.attempts) for finish in ended) == [
+            ("worker-0", 1),
+            ("worker-0", 1),
+            ("worker-1", 1),
+            ("worker-1", 1),
+        ]
     assert "worker-0 takes work" in site.run(uncordon, "worker-0")
     site.until(lambda: site.states()["worker-0"] == "serving")
     finishes = [generate(stub, request(i)).finish for i in range(30, 34)]

@@ -178,7 +178,8 @@ async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_ove
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(4)]
     async with bench(*workers) as b:
         for worker in workers:
-            worker.step_s = 0.3
+            # It makes no step.
+            worker.busy_ms = 1
         call = b.stub.Generate(request(params={"max_tokens": 40}))
         alive = list(workers)
         for _ in range(2):
@@ -190,11 +191,12 @@ async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_ove
         (alone,) = [worker for worker in alive if worker.running]
         for worker in alive:
             worker.answer = letters
+            worker.busy_ms = int(worker is alone)
         others = [b.stub.Generate(request(params={"max_tokens": 2})) for _ in range(8)]
         for other in others:
             assert (await collect(other))[-1].finish.worker_id != alone.worker_id
         assert len(alone.submitted) == 1
-        alone.step_s = 0.001
+        alone.busy_ms = 0
         finish = (await collect(call))[-1].finish
         assert (finish.usage.completion_tokens, finish.attempts, finish.exact) == (40, 3, True)
         await asyncio.gather(*(collect(b.stub.Generate(request(params={"max_tokens": 2}))) for _ in range(8)))

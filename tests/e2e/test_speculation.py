@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -139,7 +140,7 @@ def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
     finishes = [answer.finish for answer in answers if answer.finish is not None]
     # Those of `num_drafts` 0 and 1.
     assert [len(finishes[i].drafts) for i in (0, 5)] == [0, 1]
-    listed = {worker.worker_id: worker for worker in workers_of(admin_address)}
+    listed = all_workers_of(admin_address, len(service.workers))
     for process in service.workers:
         worker = described(process.address)
         assert (worker.speculation.method, worker.speculation.num_speculative_tokens) == ("ngram", 5)
@@ -178,6 +179,15 @@ def receipts_of(answers: list[Answer]) -> list[pb.Receipt]:
 def workers_of(address: str) -> Sequence[apb.Worker]:
     with grpc.insecure_channel(address) as channel:
         return AdminServiceStub(channel).ListWorkers(apb.ListWorkersRequest(), timeout=60).workers
+
+
+def all_workers_of(address: str, count: int) -> dict[str, apb.Worker]:
+    """By id; waits until so many are connected, since one that has long been silent on a busy machine is not."""
+    end = time.monotonic() + 60
+    while len(found := {worker.worker_id: worker for worker in workers_of(address) if worker.worker_id}) < count:
+        assert time.monotonic() < end, f"{list(found)}"
+        time.sleep(0.1)
+    return found
 
 
 def benchmark(address: str) -> dict[str, Any]:
