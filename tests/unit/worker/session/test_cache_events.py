@@ -107,6 +107,8 @@ class LogMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def come_back(self, which: int) -> None:
         self.readers[which].cursor.close()
+        # It is told those that are kept once more.
+        self.readers[which].digests.clear()
         self.readers[which].open(self.log)
 
     @rule(which=st.integers(0, 1))
