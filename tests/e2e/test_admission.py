@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -161,11 +162,13 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once() -> None:
         worker.prefill_rate, worker.waiting_tokens = 100.0, 1000
         running = await blocked(b)
         await until(lambda: next(iter(b.router.dispatcher.lanes)).load.report.waiting_tokens == 1000)
+        begun = time.monotonic()
         error = await error_of(ask(b, timeout=5.0))
+        spent_ms = 1000 * (time.monotonic() - begun)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "DEADLINE_HOPELESS"
-        # What waits takes ten seconds, of which the call has less than five left.
-        assert 4900 <= detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() < 10_000
+        # What waits takes ten seconds, of which the call has five left, but for those that have passed.
+        assert 4900 <= detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() <= 5200 + spent_ms
         in_time = ask(b, timeout=15.0)
         await until(lambda: leftovers(b.router)[2] == 1)
         running.cancel()
@@ -184,6 +187,7 @@ async def test_unknown_priority_and_overlong_tenant(fields: dict[str, Any], prob
 
 
 async def test_the_workers_and_their_load_as_operators_see_them() -> None:
+    begun = time.monotonic()
     worker = OneByOne(FILES)
     async with bench(worker, admin_port=0) as b:
         worker.prefill_rate, worker.waiting_tokens = 100.0, 1000
@@ -195,8 +199,7 @@ async def test_the_workers_and_their_load_as_operators_see_them() -> None:
         (seen,) = (await admin.use(lambda stub: stub.ListWorkers(apb.ListWorkersRequest()))).workers
         assert (seen.worker_id, seen.model, seen.running, seen.queued) == ("w0", "m", 1, 1)
         assert (seen.decoding_seqs, seen.outstanding_tokens, seen.prefill_rate) == (1, 1007, 100.0)
-        assert seen.HasField("report_age")
-        assert to_seconds(seen.report_age) < 60
+        assert 0 <= to_seconds(seen.report_age) <= time.monotonic() - begun
         assert as_table([seen]).splitlines()[1].split()[3] == "serving"
         waiting.cancel()
         running.cancel()

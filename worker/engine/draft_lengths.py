@@ -44,12 +44,12 @@ _LONGEST_REST: Final = 63
 _BETWEEN_WEIGHT: Final = 0.1
 _LONGEST_BETWEEN: Final = 3.0
 # While a model rests one of so many plain steps is noted.
-_HEARD_EVERY: Final = 4
+_NOTED_EVERY: Final = 4
 # Steps count that have as many sequences as those before them, but for this part.
 _NEAR: Final = 1 / 16
 # Plain steps whose time may be lost, until it is paid back, by drafts that have begun.
 _MOST_OWED: Final = 8.0
-# No longer as soon as they have saved so many: what is owed ends drafts for a hundred times as long.
+# Once they have saved the time of so many they may owe nothing: a debt ends drafts for a hundred times as long.
 _PAID: Final = 4.0
 # Part of the time that may go into prompts without drafts behind them, and plain steps whose time may go there at once.
 _FOR_PROMPTS: Final = 0.005
@@ -84,8 +84,8 @@ class DraftLengths:
         # Sequences of the last step.
         self._num_seqs = 0
         # Plain steps, and their seconds, since the last one that was noted.
-        self._num_unheard = 0
-        self._unheard_s = 0.0
+        self._num_unnoted = 0
+        self._unnoted_s = 0.0
         # Spent on prompts that a model has taken in though it may never draft behind them, beyond what time allows.
         self._for_prompts_s = 0.0
         # True if the last step has made the drafts that there are now, so that what they took is spent.
@@ -159,7 +159,7 @@ class DraftLengths:
         self._num_seqs = num_seqs
         passed_s = max(duration_s, wall_s or 0.0)
         if counts and not has_drafts and self._rests():
-            self._unheard_s += passed_s
+            self._unnoted_s += passed_s
             return
         expected_s = self.drafting_s(rows, proposal)
         # That of plain steps, as soon as there is one.
@@ -172,11 +172,11 @@ class DraftLengths:
             self.costs.note(rows, duration_s, verifies=verifies)
         self._are_made = proposal is not None and proposal.longest > 0
         plain_s = self.plain_s(num_seqs)
-        self._for_prompts_s = max(0.0, self._for_prompts_s - _FOR_PROMPTS * (passed_s + self._unheard_s))
+        self._for_prompts_s = max(0.0, self._for_prompts_s - _FOR_PROMPTS * (passed_s + self._unnoted_s))
         # Drafts are also why plain steps behind them take longer.
         told = expected_s if has_drafts or not self._plain_steps.are_settled else None
-        self._savings.step(passed_s, plain_s, num_seqs, told, unheard_s=self._unheard_s)
-        self._unheard_s = 0.0
+        self._savings.step(passed_s, plain_s, num_seqs, told, unnoted_s=self._unnoted_s)
+        self._unnoted_s = 0.0
         if has_drafts:
             self._savings.of_model |= proposal is not None
             self._plain_steps.drafted(by_model=proposal is not None)
@@ -184,11 +184,11 @@ class DraftLengths:
             self._plain_steps.passed(self.costs.level, self.proposals.level)
 
     def _rests(self) -> bool:
-        """True if a plain step tells nothing that matters: of those of a model that drafts nothing some are enough."""
+        """True if a plain step need not be noted: while a model drafts nothing, some of them are enough."""
         if not self.proposals.are_known or self.drafts:
             return False
-        self._num_unheard = (self._num_unheard + 1) % _HEARD_EVERY
-        return self._num_unheard > 0
+        self._num_unnoted = (self._num_unnoted + 1) % _NOTED_EVERY
+        return self._num_unnoted > 0
 
     def took_prompts(self, proposal: Proposal | None, num_seqs: int = 0, rows: int = 0) -> None:
         """A step with prompts is over.
@@ -247,8 +247,8 @@ class DraftLengths:
         return self._savings.allows_beyond(-self.costs.level * (longer - shorter))
 
     def may_propose(self, proposal: Proposal, num_seqs: int) -> bool:
-        """True if no more was lost than may be; once there are drafts, and what these may lose until they have shown
-        what they bring."""
+        """True if no more was lost than may be. Drafts that have begun may lose more until they have shown what they
+        bring."""
         plain_s = self.plain_s(num_seqs)
         if not self.drafts:
             self._have_paid = False
@@ -262,8 +262,7 @@ class DraftLengths:
         self._between_s = seconds if known is None else known + _BETWEEN_WEIGHT * (seconds - known)
 
     def decided(self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], verified: Container[int]) -> None:
-        """A step verifies some of the drafts behind the newest tokens of sequences, but of those alone that `verified`
-        has."""
+        """A step has decided about drafts: of sequences that `verified` has it verifies some, of the others none."""
         for seq_id, own in drafts.items():
             history = seqs[seq_id].draft_history or self._history(seqs[seq_id])
             if seq_id in verified:
@@ -304,8 +303,8 @@ class DraftLengths:
         return best + 1 if per_needed[best] > 1.0 else 0
 
     def _needed(self, num_tokens: int, rows: int, most: int) -> npt.NDArray[np.float64]:
-        """Tokens of a step with one draft, two drafts, up to `most`, for which it is worth it: those that steps of so
-        many rows without drafts, which bring so many tokens, would bring in the time, and a few more."""
+        """Tokens that a step must bring to be worth its time, with one draft, two drafts, up to `most`: those that
+        plain steps of so many rows and tokens bring in that time, times the least gain."""
         shortest = self.costs.of(rows)
         # No step is shorter for having more rows.
         seconds = np.maximum(shortest, np.maximum.accumulate(self.costs.verifications(rows, most)))

@@ -42,7 +42,7 @@ class DraftSavings:
         return self._balance_s >= -seconds
 
     def step(
-        self, duration_s: float, plain_s: float, num_seqs: int, expected_s: float | None, *, unheard_s: float = 0.0
+        self, duration_s: float, plain_s: float, num_seqs: int, expected_s: float | None, *, unnoted_s: float = 0.0
     ) -> None:
         """A step has taken so long; `accepted` follows if it had drafts.
 
@@ -51,9 +51,9 @@ class DraftSavings:
             plain_s: that it would have taken without any.
             num_seqs: that it brought at least a token each.
             expected_s: that it was expected to take, of one that verified drafts or made any; None for a plain one.
-            unheard_s: seconds of plain steps before it that have not been told.
+            unnoted_s: seconds of plain steps before it that were not noted.
         """
-        self._balance_s += _ALLOWED * (duration_s + unheard_s)
+        self._balance_s += _ALLOWED * (duration_s + unnoted_s)
         if expected_s is not None:
             self._balance_s += plain_s - min(duration_s, _LONGEST * max(plain_s, expected_s))
         most_kept = _MOST_KEPT_OF_MODEL if self.of_model else _MOST_KEPT

@@ -36,7 +36,6 @@ class ModelDrafts:
 
     Args:
         lengths: what drafts cost and bring.
-
     """
 
     def __init__(self, lengths: DraftLengths) -> None:

@@ -67,7 +67,7 @@ class SampledStep:
 
     @cached_property
     def counts(self) -> Ints:
-        """int64 [S]: the same."""
+        """int64 [S]: `right_rows`."""
         return np.array(self.right_rows, np.int64)
 
     @cached_property

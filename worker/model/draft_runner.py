@@ -108,8 +108,8 @@ class DraftRunner:
             counts: int64 [D], rows of each, not ascending.
             tables: which cover them.
         """
-        return ChainRows.of(ends, counts, self._chain_tables.of_step(tables, -(-(ends + counts) // self._size)),
-                            self._size, self._kernels)  # fmt: skip
+        covering = self._chain_tables.of_step(tables, -(-(ends + counts) // self._size))
+        return ChainRows.of(ends, counts, covering, self._size, self._kernels)
 
     @torch.inference_mode()
     def go_on(

@@ -6,6 +6,7 @@ What comes is 0s, and a wrong draft is a 1. Drafts are right with a probability 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TypeAlias
@@ -28,7 +29,7 @@ def curve(seconds: list[float]) -> Cost:
     return cost
 
 
-class DraftMachine:
+class DraftMachine(ABC):
     """Sequences that decode at once.
 
     Args:
@@ -53,9 +54,9 @@ class DraftMachine:
         """Other sequences, so many, instead of those that there are."""
         self.seqs = {seq.id: seq for seq in (Sequence([1], 16, id=next(self._ids)) for _ in range(num_seqs))}
 
+    @abstractmethod
     def step(self) -> None:
         """One step of all sequences."""
-        raise NotImplementedError
 
     def guess(self, most: int) -> list[int]:
         """So many drafts of a sequence."""
@@ -72,7 +73,7 @@ class DraftMachine:
         return chosen
 
     def land(self, chosen: Mapping[int, list[int]]) -> None:
-        """What a step has brought that has verified these."""
+        """Takes what a step has brought that has verified these."""
         for seq_id, seq in self.seqs.items():
             own = chosen.get(seq_id, [])
             accepted = own.index(1) if 1 in own else len(own)
@@ -96,5 +97,5 @@ class DraftMachine:
         return len(self.seqs) / self.cost(len(self.seqs))
 
     def excess(self, steps: int) -> float:
-        """What so many steps take, in what plain ones take for the same tokens."""
+        """Time of so many steps, in that of plain ones for the same tokens."""
         return self.plain / self.rate(steps)
