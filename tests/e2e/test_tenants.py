@@ -24,7 +24,8 @@ from tests.fake_dns import wait_until
 
 # Of the 8 blocks of 16 tokens, 512 bytes each, a long prompt and its answer take all; a short prompt fills 2.
 LONG, SHORT, HITS = 100, 33, 32
-OPTIONS = ["--simulate", "fixed:10ms", "--kv-cache-memory", "64KiB", "--max-model-len", "128"]
+# The long answer takes more than a second, within which four others come to wait for it.
+OPTIONS = ["--simulate", "fixed:50ms", "--kv-cache-memory", "64KiB", "--max-model-len", "128"]
 
 
 @pytest.fixture(scope="module")
