@@ -202,6 +202,7 @@ _FIELDS: Final = (
     "is_dummy_run",
     "num_spec_step",
     "scheduled_spec_decode_tokens",
+    "drafts_in_flight",
     "drafts_wanted",
     "feeds_draft_model",
     "next_token_ids",
@@ -212,36 +213,40 @@ _FIELDS: Final = (
 
 
 class ScheduledBatch:
-    """One step's work: a snapshot of all that the model runner needs, so later changes of a sequence do not reach it
-    .
+    """One step's work: a snapshot of all that the model runner needs, which later changes of a sequence do not reach.
 
-     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
-     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
-     sequence's last token, so that its logits row is sampled; the rows of other chunks are not.
+    Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
+    `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
+    sequence's last token, so that its logits row is sampled; the rows of other chunks are not.
 
-     `targets` has, for sequences that want logprobs of given tokens, the tokens whose logits the step computes: those
-     that follow the sequence's last rows, but for its final one, in order.
+    `targets` has, for sequences that want logprobs of given tokens, the tokens whose logits the step computes: those
+    that follow the sequence's last rows, but for its final one, in order.
 
-     `digested_blocks` has names of KV blocks, by id, that the runner digests before it writes anything.
+    `digested_blocks` has names of KV blocks, by id, that the runner digests before it writes anything.
 
-     Draft tokens to be verified follow the last token, in `scheduled_tokens` too: `scheduled_spec_decode_tokens`, at
-     most `num_spec_step` of a sequence. `drafts_wanted` says, by sequence, how many a runner that drafts proposes for
-     the next step; the block table has slots for them. `feeds_draft_model` says that a draft model takes in the
-     step's rows, and `next_token_ids` has for it the tokens behind the rows of chunks. Deferred output: a row with
-     `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
-     takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
+    Draft tokens to be verified follow the last token, in `scheduled_tokens` too: `scheduled_spec_decode_tokens`, at
+    most `num_spec_step` of a sequence. `drafts_wanted` says, by sequence, how many a runner that drafts proposes for
+    the next step; the block table has slots for them. `feeds_draft_model` says that a draft model takes in the
+    step's rows, and `next_token_ids` has for it the tokens behind the rows of chunks.
 
-     Before it computes, and behind those digests, it makes `block_copies`, one after the other.
+    Deferred output: a row with `from_last_output[i]` was scheduled before its newest token was there;
+    `scheduled_tokens[i]` is empty, and the runner takes the token from its last output (`input_tokens`). Its drafts are
+    the first ones that the same step has made, any id for those that it has not; NO_TOKEN stands for each in
+    `scheduled_spec_decode_tokens`. `num_computed_tokens` regards steps in flight as done, and all drafts that they
+    verify as right. `drafts_in_flight` says, by sequence, how many these are, where there are any: if some are wrong
+    (`num_wrong`) the row stands as many tokens further in front. Such sequences have no history.
 
-     Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
-     change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
-     replaced when it changes otherwise, so that the part the step needs is a snapshot too.
+    Before it computes, and behind those digests, it makes `block_copies`, one after the other.
 
-     Args:
-         seqs: by id, in batch order.
-         num_scheduled_tokens: of each; the batch keeps the list.
-         columns: of these sequences, if they are known.
-         The others: see the class.
+    Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
+    change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
+    replaced when it changes otherwise, so that the part the step needs is a snapshot too.
+
+    Args:
+        seqs: by id, in batch order.
+        num_scheduled_tokens: of each; the batch keeps the list.
+        columns: of these sequences, if they are known.
+        The others: see the class.
     """
 
     def __init__(
@@ -265,6 +270,7 @@ class ScheduledBatch:
         self.req_ids = self._columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+        self.drafts_in_flight: dict[int, int] = {}
         self.drafts_wanted: dict[int, int] = {}
         self.feeds_draft_model = False
         self.next_token_ids: dict[int, int] = {}
@@ -452,7 +458,8 @@ class ScheduledBatch:
         """All rows' tokens, one after the other; any id stands for one that the runner's last step samples."""
         if self.is_plain_decode:
             return self._last_tokens
-        return list(chain.from_iterable(tokens or [0] for tokens in self.scheduled_tokens))
+        rows = zip(self.scheduled_tokens, self.num_scheduled_tokens, strict=True)
+        return list(chain.from_iterable(tokens or [0] * count for tokens, count in rows))
 
     @property
     def late_rows(self) -> list[int]:
@@ -463,8 +470,20 @@ class ScheduledBatch:
         """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""
         if not any(self.from_last_output):
             return self.scheduled_tokens
-        rows = zip(self.req_ids, self.scheduled_tokens, self.from_last_output, strict=True)
-        return [[last_output.token_ids[seq_id][-1]] if late else tokens for seq_id, tokens, late in rows]
+        rows = enumerate(zip(self.scheduled_tokens, self.from_last_output, strict=True))
+        return [self._late_tokens(i, last_output) if late else tokens for i, (tokens, late) in rows]
+
+    def _late_tokens(self, i: int, last_output: ScheduledBatchOutput) -> list[int]:
+        """The token that the runner's last step has sampled of a row, and the drafts behind it that it has made."""
+        seq_id, count = self.req_ids[i], self.num_scheduled_tokens[i] - 1
+        drafts = (last_output.draft_token_ids or {}).get(seq_id, [])[:count]
+        return [last_output.token_ids[seq_id][-1], *drafts, *[0] * (count - len(drafts))]
+
+    def num_wrong(self, i: int, last_output: ScheduledBatchOutput) -> int:
+        """Number of the drafts in flight of a row that were wrong: so much further in front it really stands."""
+        seq_id = self.req_ids[i]
+        count = self.drafts_in_flight.get(seq_id, 0)
+        return count + 1 - len(last_output.token_ids[seq_id]) if count else 0
 
     def token_histories(self, last_output: ScheduledBatchOutput) -> dict[int, TokenHistory]:
         """`histories` with the tokens that the runner's last step has sampled where they were missing."""
