@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -83,6 +83,9 @@ class AttentionMetaData:
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
         wanted_rows: int64 [W], ascending, rows whose hidden states are asked for, of each sequence none or its last
             ones; None for all rows.
+        behind: int64 [S] on the back end's device: so many tokens in front of its place by the arrays each sequence
+            really stands, because drafts whose verification the host has not heard of were wrong. `seq_lens` and slots
+            then are what they would be if all were right, and plans move them. None where all stand where they should.
         plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
     """
 
@@ -91,12 +94,32 @@ class AttentionMetaData:
     block_tables: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
     wanted_rows: npt.NDArray[np.int64] | None = None
+    behind: torch.Tensor | None = None
     plan: AttentionPlan = None
 
     @property
     def num_tokens(self) -> int:
         """Rows that are tokens, without padding."""
         return int(self.cu_seqlens_q[-1])
+
+    @property
+    def sequences(self) -> npt.NDArray[np.int64]:
+        """int64 [tokens]: the sequence of each row."""
+        return np.repeat(np.arange(len(self.seq_lens)), np.diff(self.cu_seqlens_q))
+
+    def positions(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [tokens]: the position of each row by the arrays, given `sequences`."""
+        return np.arange(self.num_tokens) + (self.seq_lens - self.cu_seqlens_q[1:])[sequences]
+
+    def moved(self, block_size: int) -> AttentionMetaData:
+        """The same step with arrays that are right, for back ends on the host: itself if nothing is `behind`."""
+        if self.behind is None:
+            return self
+        step = replace(self, seq_lens=self.seq_lens - self.behind.numpy(), behind=None)
+        sequences = step.sequences
+        blocks, offsets = np.divmod(step.positions(sequences), block_size)
+        step.slot_mapping = step.block_tables[sequences, blocks] * block_size + offsets
+        return step
 
 
 @dataclass(frozen=True)
@@ -481,8 +504,8 @@ class StepGraphs(Protocol):
         `max_seq_len` tokens long."""
         ...
 
-    def write(self, plan: AttentionPlan, metadata: AttentionMetaData) -> None:
-        """Writes a step's numbers into such a plan; rows that are not the step's are padding."""
+    def write(self, plan: AttentionPlan, metadata: AttentionMetaData, cache: KVCache) -> None:
+        """Writes a step's numbers into such a plan of that cache; rows that are not the step's are padding."""
         ...
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -758,12 +781,14 @@ class SamplingOps(Protocol):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
+        behind: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/determinism.md.
 
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
-        before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then biases,
-        then masks are written into `logits`.
+        before the sampled one, less `behind[i]` (int64 [S], on the device) where the host does not know it;
+        `choices[i]` is the index of the answer. Penalties (kernels/penalties.py), then biases, then masks are written
+        into `logits`.
         """
         ...
 

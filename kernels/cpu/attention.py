@@ -99,7 +99,7 @@ class CpuAttentionOps(AttentionOps):
 
     @override
     def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> CpuPlan:
-        return CpuPlan(metadata, cache, num_heads)
+        return CpuPlan(metadata.moved(cache.block_size), cache, num_heads)
 
     @override
     def write(

@@ -17,7 +17,7 @@ from kernels.interface import AllowedBits, LogitStats, SampleParams
 from kernels.penalties import Penalties, penalize
 from kernels.philox import Words
 from kernels.sampling import Floats, Ids
-from kernels.torch_backend.sampling import TorchSamplingOps
+from kernels.torch_backend.sampling import TorchSamplingOps, moved
 
 # Result for a row that the library has no memory for.
 _LEFT = -2
@@ -41,7 +41,9 @@ class CpuSamplingOps(TorchSamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
+        behind: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        positions = moved(positions, behind)
         return torch.from_numpy(sample(self._library, logits.numpy(), params, seeds, positions, choices))
 
     @override

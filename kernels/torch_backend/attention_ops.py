@@ -43,6 +43,7 @@ class TorchAttentionOps(AttentionOps):
 
     @override
     def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
+        metadata = metadata.moved(cache.block_size)
         return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
 
     @override

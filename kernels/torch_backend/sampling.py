@@ -32,7 +32,9 @@ class TorchSamplingOps(SamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
+        behind: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        positions = moved(positions, behind)
         return torch.from_numpy(sampling.sample(logits.numpy(), params, seeds, positions, choices))
 
     @override
@@ -41,6 +43,11 @@ class TorchSamplingOps(SamplingOps):
     ) -> Callable[[], LogitStats]:
         stats = logprobs.logit_stats(logits.numpy(), np.maximum(tokens.numpy(), 0), top, given)
         return lambda: stats
+
+
+def moved(positions: npt.NDArray[np.int64], behind: torch.Tensor | None) -> npt.NDArray[np.int64]:
+    """The positions that `SamplingOps.sample` means."""
+    return positions if behind is None else positions - behind.numpy()
 
 
 def argmax(logits: torch.Tensor, limit: int) -> torch.Tensor:

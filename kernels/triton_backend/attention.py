@@ -387,7 +387,7 @@ class TritonAttentionOps(AttentionOps):
 
     @override
     def plan(self, metadata: AttentionMetaData, cache: DeviceKVCache, num_heads: int) -> StepPlan:
-        return plan(metadata, self._device)
+        return plan(metadata, self._device, cache.block_size)
 
     @override
     def write(

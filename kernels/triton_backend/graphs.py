@@ -9,8 +9,7 @@ import torch
 
 from kernels.interface import AttentionMetaData
 from kernels.triton_backend.kv_cache import DeviceKVCache
-from kernels.triton_backend.plan import Shape, StepPlan, staged
-from kernels.upload import to_device
+from kernels.triton_backend.plan import Shape, StepPlan, on_device
 
 # Runs before the capture: Triton compiles, and libraries allocate what they keep.
 _WARM_RUNS = 2
@@ -42,14 +41,14 @@ class TritonGraphs:
         plan.slot_mapping.fill_(-1)
         return plan
 
-    def write(self, plan: StepPlan, metadata: AttentionMetaData) -> None:
+    def write(self, plan: StepPlan, metadata: AttentionMetaData, cache: DeviceKVCache) -> None:
         """See StepGraphs. Of the block tables only what the step has: entries past a sequence's end are not read.
 
         Raises:
             ValueError: the step does not fit.
         """
         shape = replace(plan.shape, blocks=min(plan.shape.blocks, metadata.block_tables.shape[1]))
-        given = StepPlan.over(to_device(staged(metadata, shape), self._device), shape)
+        given = on_device(metadata, shape, self._device, cache.block_size)
         head = len(given.memory) - given.block_tables.numel()
         plan.memory[:head].copy_(given.memory[:head])
         plan.block_tables[:, : shape.blocks].copy_(given.block_tables)

@@ -104,7 +104,29 @@ def staged(metadata: AttentionMetaData, shape: Shape) -> Staged:
     return memory
 
 
-def plan(metadata: AttentionMetaData, device: torch.device) -> StepPlan:
-    """The plan of one step; the copy to the device is asynchronous."""
-    shape = Shape.of(metadata)
-    return StepPlan.over(to_device(staged(metadata, shape), device), shape)
+def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, block_size: int) -> StepPlan:
+    """A plan of that shape with a step's numbers; the copy to the device is asynchronous.
+
+    Raises:
+        ValueError: the step does not fit.
+    """
+    made = StepPlan.over(to_device(staged(metadata, shape), device), shape)
+    if metadata.behind is not None:
+        _move(made, metadata, metadata.behind, block_size)
+    return made
+
+
+def _move(plan: StepPlan, metadata: AttentionMetaData, behind: torch.Tensor, block_size: int) -> None:
+    """Moves each sequence's rows so many tokens to the front: its keys end there, and other slots are written."""
+    sequences = metadata.sequences
+    given = to_device(np.stack((sequences, metadata.positions(sequences))), behind.device)
+    positions = given[1] - behind.index_select(0, given[0])
+    blocks = plan.block_tables[given[0], positions // block_size]
+    # Rows of padding keep their -1.
+    plan.slot_mapping[: len(sequences)].copy_(blocks * block_size + positions % block_size)
+    plan.seq_lens[: len(behind)].sub_(behind)
+
+
+def plan(metadata: AttentionMetaData, device: torch.device, block_size: int) -> StepPlan:
+    """The plan of one step over blocks of that size."""
+    return on_device(metadata, Shape.of(metadata), device, block_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,11 @@ class SampleTensors:
     any_top_k: bool
     any_top_p: bool
     masked: DeviceMaskedIds | None
+
+    def moved(self, behind: torch.Tensor) -> SampleTensors:
+        """The same with tokens that are so many places further in front, int64 [S]."""
+        positions = self.rows.positions - behind.to(torch.int32)
+        return replace(self, rows=replace(self.rows, positions=positions))
 
 
 def prepare(

@@ -464,13 +464,15 @@ class TritonSamplingOps(SamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
+        behind: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if params.penalties is not None:
             penalize(logits, params.penalties)
         write_biases(logits, params.biased)
         mask_others(logits, params.allowed)
         confine(logits, params.confined)
-        return sample(logits, prepare(params, seeds, positions, choices, self._device))
+        tensors = prepare(params, seeds, positions, choices, self._device)
+        return sample(logits, tensors if behind is None else tensors.moved(behind))
 
 
 def confine(logits: torch.Tensor, confined: AllowedBits | None) -> None:

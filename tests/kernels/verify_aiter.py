@@ -71,7 +71,7 @@ class Plans:
         self._device = device
 
     def plan(self, metadata: AttentionMetaData, cache: object, num_heads: int) -> StepPlan:
-        return step_plan.plan(metadata, self._device)
+        return step_plan.plan(metadata, self._device, BLOCK_SIZE)
 
 
 class Nothing:
@@ -372,7 +372,7 @@ class Verifier:
             block_tables=tables,
             slot_mapping=_slots(counts, lengths, tables),
         )
-        return metadata, step_plan.plan(metadata, self.device)
+        return metadata, step_plan.plan(metadata, self.device, BLOCK_SIZE)
 
 
 def _slots(

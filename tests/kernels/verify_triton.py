@@ -144,7 +144,7 @@ class BitVerifier:
             expected = torch.cat((decodes[0], *decodes[-count:]))
             if not torch.equal(self.backend.attention.apply(rows[: count + 1], cache, 0, step, 0.09), expected):
                 return False
-            self.backend.graphs.write(captured, step)
+            self.backend.graphs.write(captured, step, cache)
             step.plan = captured
             if not torch.equal(self.backend.attention.apply(rows, cache, 0, step, 0.09)[: count + 1], expected):
                 return False
@@ -160,7 +160,7 @@ class BitVerifier:
             block_tables=np.tile(blocks, (len(spans), 1)),
             slot_mapping=np.concatenate([np.arange(start, end) for start, end in spans]),
         )
-        metadata.plan = plan.plan(metadata, self.backend.device)
+        metadata.plan = plan.plan(metadata, self.backend.device, BLOCK_SIZE)
         return metadata
 
     def selected(self) -> bool:
@@ -174,7 +174,7 @@ class BitVerifier:
         ends = (tokens, topk, topk + 1, 1)
         step = self._step(*((end - 1, end) for end in ends))
         step.plan = self.backend.graphs.plan(cache, 1, len(q), 1, 16 * tokens)
-        self.backend.graphs.write(step.plan, step)
+        self.backend.graphs.write(step.plan, step, cache)
         found = self.backend.latent_attention.select_tokens(q, weights.float(), cache, 0, step)
         assert found is not None
         scores = ((q.double() @ keys.double().t()).relu() * weights.double()[:, :, None]).sum(1)

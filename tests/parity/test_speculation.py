@@ -143,7 +143,7 @@ def test_digests_of_logits_are_those_of_plain_decoding(every: int) -> None:
 
 
 MUTANTS = [
-    Mutant("a token behind a wrong draft", RejectionSampler, "accept", "first : first + count + 1]",
+    Mutant("a token behind a wrong draft", RejectionSampler, "accepted", "first : first + count + 1]",
            "first : first + count + 2]"),
     Mutant("no draft is compared", RejectionSampler, "accept", "!= metadata.draft_token_ids", "< 0"),
     Mutant("noise of the last row", SampledRows, "of", "np.int64)[sequences] - behind", "np.int64)[sequences]"),

@@ -349,7 +349,9 @@ class ScheduledBatch:
         """Any number of tokens of each row, and drafts behind decodes."""
         spans = list(zip(rows, self.num_computed_tokens, self.context_lens, strict=True))
         drafts = self.scheduled_spec_decode_tokens
-        self.scheduled_tokens = [s.token_ids[start:end] + drafts.get(s.id, []) for s, start, end in spans]
+        self.scheduled_tokens = [
+            s.token_ids[start:end] + drafts.get(s.id, []) if start < len(s.token_ids) else [] for s, start, end in spans
+        ]
         self.from_last_output = [start >= len(s.token_ids) for s, start, _ in spans]
         self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, _, end in spans]
         asked = {i: self._targets(*spans[i]) for i in self._columns.logprob_params}

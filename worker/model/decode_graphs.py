@@ -100,6 +100,7 @@ class DecodeGraphs:
         progress: Callable[[int, int], None],
     ) -> None:
         self._graphs = graphs
+        self._cache = cache
         # By most rows of a sequence, numbers of sequences.
         self._counts = _by_most_rows(sizes)
         self._steps: dict[StepSize, CapturedStep] = {}
@@ -126,7 +127,7 @@ class DecodeGraphs:
         size = self._size(len(lengths), int(lengths.max()))
         assert size is not None
         step = self._steps[size]
-        self._graphs.write(step.plan, metadata)
+        self._graphs.write(step.plan, metadata, self._cache)
         step.token_ids[:count].copy_(token_ids, non_blocking=True)
         step.positions[:count].copy_(positions, non_blocking=True)
         return step.replay()[:count]

@@ -35,6 +35,8 @@ class SampledStep:
         states: [T, (1 + n) H], the target's hidden states, and the streams before n `aux_layers`. Of rows that give
             no tokens the hidden states may be anything unless the draft model takes them.
         kv_cache_data: the draft model's KV, by the names of its layers.
+        behind: int64 [S], by how much each sequence stands further in front than the batch says: its drafts that were
+            in flight when it was scheduled, and wrong; None where there were none.
     """
 
     batch: ScheduledBatch
@@ -42,6 +44,7 @@ class SampledStep:
     token_ids: Ints
     states: torch.Tensor
     kv_cache_data: Mapping[str, KVCacheTensor]
+    behind: Ints | None = None
 
     @cached_property
     def begins(self) -> Ints:
@@ -52,7 +55,8 @@ class SampledStep:
     @cached_property
     def starts(self) -> Ints:
         """int64 [S]: the position of that row."""
-        return np.array(self.batch.num_computed_tokens, np.int64)
+        starts = np.array(self.batch.num_computed_tokens, np.int64)
+        return starts if self.behind is None else starts - self.behind
 
     @cached_property
     def right_rows(self) -> list[int]:
@@ -88,7 +92,7 @@ class SampledStep:
 
     def num_tokens(self, i: int) -> int:
         """Tokens of a sequence whose last one the step has reached, with the new ones."""
-        return self.batch.num_computed_tokens[i] + self.right_rows[i] + 1
+        return int(self.ends[i]) + 1
 
     def num_drafts(self, i: int) -> int:
         """Drafts that a sequence wants and has slots for: the last one's KV is not computed, nor is the newest token's

@@ -322,7 +322,7 @@ class ModelRunner:
                 logits = self._logits(final)
                 digests = self.sampler.digests(batch, rows, logits)
                 ids, logprobs = self.sampler.draw(batch, rows, logits)
-        last = self.sampler.keep(rows, ids, digests, logprobs, given, kv_digests, pooled)
+        last = self.sampler.keep(rows, ids, step.token_ids, digests, logprobs, given, kv_digests, pooled)
         if self.draft_proposer is not None and batch.feeds_draft_model:
             self._draft(self.draft_proposer, batch, step, last, hidden)
         self.sampler.end_complete(batch)
@@ -341,7 +341,9 @@ class ModelRunner:
         """Lets a draft model propose behind the tokens, for which the launch waits: each sequence that drafts does."""
         total = step.metadata.num_tokens
         token_ids = step.token_ids[:total].cpu().numpy()
-        drawn = SampledStep(batch, last.output.token_ids, token_ids, hidden[:total], self._pool.draft_data)
+        there = step.metadata.behind
+        behind = None if there is None else there.cpu().numpy()
+        drawn = SampledStep(batch, last.output.token_ids, token_ids, hidden[:total], self._pool.draft_data, behind)
         last.output.draft_token_ids = proposer.propose(drawn)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -369,6 +371,7 @@ class ModelRunner:
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
+            behind=self.sampler.num_wrong(batch) if batch.drafts_in_flight else None,
         )
         if self.draft_proposer is not None and self.draft_proposer.takes_states and batch.feeds_draft_model:
             metadata.wanted_rows = None
@@ -384,6 +387,8 @@ class ModelRunner:
         inputs = to_device(np.concatenate((given.ravel(), final_rows, target_rows)), self.kernels.device)
         token_ids = self.sampler.with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
+        if metadata.behind is not None:
+            sampled = sampled.moved(metadata.behind, rows, context.positions[:total])
         wanted, count = inputs[2 * padded :], len(final_rows)
         return ModelInput(token_ids, context, metadata, sampled, wanted[:count], wanted[count:], captured)
 

@@ -7,12 +7,14 @@ history that has them: if they are right, it is the row of a plain decode.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, TokenHistory
 from worker.model.rejection_sampler import SpecDecodeMetadata
 
@@ -26,9 +28,11 @@ class SampledRows:
     Attributes:
         seq_ids: of the F sequences.
         sequences: int64 [R], the place of each row's sequence in the batch.
-        positions: int64 [R], absolute positions of the tokens that are drawn.
+        positions: int64 [R], absolute positions of the tokens that are drawn, if all drafts in flight are right.
         step_rows: int64 [R], ascending, rows of the step.
         metadata: which of them verify drafts.
+        behind: int64 [R] on the back end's device: how many of them are wrong, so that the tokens stand so much further
+            in front; None where none are in flight.
     """
 
     seq_ids: list[int]
@@ -36,6 +40,7 @@ class SampledRows:
     positions: Ints
     step_rows: Ints
     metadata: SpecDecodeMetadata
+    behind: torch.Tensor | None = None
 
     @classmethod
     def of(cls, batch: ScheduledBatch) -> SampledRows:
@@ -53,6 +58,24 @@ class SampledRows:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def moved(self, behind: torch.Tensor, sequences: Ints, positions: torch.Tensor) -> SampledRows:
+        """The same with `behind`, which is taken off the positions of all rows of the step too.
+
+        Args:
+            behind: int64 [S], of the sequences.
+            sequences: int64 [T], of the step's rows.
+            positions: int64 [T], changed.
+        """
+        places = to_device(np.concatenate((sequences, self.sequences)), behind.device)
+        of_rows = behind.index_select(0, places)
+        positions -= of_rows[: len(sequences)]
+        return replace(self, behind=of_rows[len(sequences) :])
+
+    @property
+    def draft_rows(self) -> Ints:
+        """int64 [D]: rows of the step that compute drafts."""
+        return self.step_rows[self.metadata.target_logits_indices] + 1
 
     @cached_property
     def rows_of(self) -> dict[int, range]:

@@ -1,7 +1,7 @@
 """Samples a step's tokens, and keeps them for the next step.
 
-A step may be launched before the tokens of the one before it have come to the host: it takes them on the device. Not
-those of a sequence whose drafts are verified: how many are right is found out on the host, and its next step waits.
+A step may be launched before the tokens of the one before it have come to the host: it takes them on the device. There
+it also learns how many drafts of that step were right, and so where its own rows stand.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
-from worker.model.rejection_sampler import RejectionSampler
+from worker.model.rejection_sampler import RejectionSampler, SpecDecodeMetadata, Verified
 from worker.model.sample_arrays import SampleArrays
 from worker.model.sampled_rows import SampledRows
 
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by row.
 Digests: TypeAlias = Callable[[], dict[int, int]]
+# Begins to bring int64 numbers to the host; the result waits for them.
+Fetch: TypeAlias = Callable[[torch.Tensor], Callable[[], list[int]]]
 _NONE_LATE: Final[Mapping[int, int]] = MappingProxyType({})
 
 
@@ -49,21 +51,26 @@ class SampledTokens:
 
     Args:
         rows: that were sampled.
-        ids: int64 [R], on the device.
-        fetched: waits for them on the host.
+        ids: int64 [R], of the rows, on the device.
+        token_ids: int64 [T], on the device, of all rows of the step.
+        fetch: begins to bring int64 numbers to the host, and gives what waits for them.
         digests: waits for those of logits; None where nobody asks for any.
         logprobs: waits for the rows of their logprobs; None where nobody wants any.
         given: waits for those of given tokens, each of some sequences.
         kv_digests: waits for those of KV blocks; None where there are none.
         pooled: waits for hidden states of those that are embedded; None where none is.
         constraint_ends: by row, as of ScheduledBatchOutput.
+
+    Attributes:
+        place: by sequence of the F that were sampled, its place among them.
     """
 
     def __init__(
         self,
         rows: SampledRows,
         ids: torch.Tensor,
-        fetched: Callable[[], list[int]],
+        token_ids: torch.Tensor,
+        fetch: Fetch,
         digests: Digests | None = None,
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
@@ -72,11 +79,14 @@ class SampledTokens:
         constraint_ends: dict[int, str] | None = None,
     ) -> None:
         self.ids = ids
+        self._token_ids = token_ids
         self._constraint_ends = constraint_ends
         self._digests = digests
-        self.place = dict(zip(rows.seq_ids, rows.metadata.bonus_logits_indices.tolist(), strict=True))
+        self.place = dict(zip(rows.seq_ids, range(len(rows.seq_ids)), strict=True))
         self._rows = rows
-        self._fetched = fetched
+        self._drafts: torch.Tensor | None = None
+        # The host cannot compare drafts that it does not know.
+        self._fetched = fetch(ids if rows.metadata.are_known else torch.cat((ids, self.num_wrong)))
         self._logprobs = logprobs
         self._given = given
         self._kv_digests = kv_digests
@@ -86,7 +96,7 @@ class SampledTokens:
     def output(self) -> ScheduledBatchOutput:
         """Waits; may be asked for by two threads at once."""
         rows = self._rows
-        tokens = RejectionSampler().accept(rows.metadata, self._fetched())
+        tokens = self._accepted_tokens(rows.metadata, self._fetched())
         output = ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
         if self._digests is not None:
             output.logit_digests = self._digests_of(output, self._digests())
@@ -108,6 +118,46 @@ class SampledTokens:
                 seq_id: self._constraint_ends[row] for seq_id, row in last.items() if row in self._constraint_ends
             }
         return output
+
+    @staticmethod
+    def _accepted_tokens(metadata: SpecDecodeMetadata, fetched: list[int]) -> list[tuple[int, ...]]:
+        if metadata.are_known:
+            return RejectionSampler().accept(metadata, fetched)
+        count = len(fetched) - len(metadata.num_draft_tokens)
+        return RejectionSampler().accepted(metadata, fetched[:count], np.array(fetched[count:], np.int64))
+
+    @cached_property
+    def _verified(self) -> Verified:
+        rows = to_device(self._rows.draft_rows, self.ids.device)
+        return RejectionSampler().verify(self._rows.metadata, self.ids, self._token_ids.index_select(0, rows))
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """int64 [F], on the device: the newest token of each sequence, behind its right drafts."""
+        return self._verified.newest if len(self._rows.metadata.draft_token_ids) else self.ids
+
+    @property
+    def num_wrong(self) -> torch.Tensor:
+        """int64 [F], on the device: how many of each sequence's drafts were wrong."""
+        return self._verified.num_wrong
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """int64 [F, k], on the device: drafts made behind the newest tokens; any id where there are none.
+
+        Whoever makes them there says so by setting it. Those that were made on the host are taken from the output.
+        """
+        if self._drafts is None:
+            made = self.output.draft_token_ids or {}
+            drafts = np.zeros((len(self.place), max(map(len, made.values()), default=0)), np.int64)
+            for seq_id, own in made.items():
+                drafts[self.place[seq_id], : len(own)] = own
+            self._drafts = to_device(drafts, self.ids.device)
+        return self._drafts
+
+    @drafts.setter
+    def drafts(self, drafts: torch.Tensor) -> None:
+        self._drafts = drafts
 
     def _accepted(self, output: ScheduledBatchOutput) -> Iterator[tuple[int, range]]:
         """Rows whose tokens count, of each sequence."""
@@ -163,7 +213,7 @@ class Sampler:
         self._confined: dict[int, TokenHistory] = {}
         self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
-        self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids())
+        self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids(), self.no_ids())
 
     def no_ids(self, count: int = 0) -> torch.Tensor:
         """int64 [count]: tokens of final rows that are not sampled."""
@@ -173,16 +223,17 @@ class Sampler:
         self,
         rows: SampledRows,
         ids: torch.Tensor,
+        token_ids: torch.Tensor,
         digests: Digests | None = None,
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
         kv_digests: KvDigests | None = None,
         pooled: Pooled | None = None,
     ) -> SampledTokens:
-        """Notes what a step has sampled, for the next one, and what is to be put out with it."""
-        fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
+        """Notes what a step of these tokens has sampled, for the next one, and what is to be put out with it."""
+        fetch: Fetch = self._sampling.fetch if self._fetches else _fetch_when_asked
         ends, self._constraint_ends = self._constraint_ends, {}
-        self.last = SampledTokens(rows, ids, fetched, digests, logprobs, given, kv_digests, pooled, ends)
+        self.last = SampledTokens(rows, ids, token_ids, fetch, digests, logprobs, given, kv_digests, pooled, ends)
         return self.last
 
     def begin(self, batch: ScheduledBatch, rows: SampledRows) -> None:
@@ -269,7 +320,9 @@ class Sampler:
         return begun
 
     def with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
-        """`token_ids` with those that the last step has sampled, which never leave the device for it.
+        """`token_ids` with those that the last step has sampled, and drafts that it has made behind them.
+
+        They never leave the device for it.
 
         Args:
             batch: whose tokens they are.
@@ -281,8 +334,37 @@ class Sampler:
             places = np.array([self.last.place[batch.req_ids[i]] for i in late], np.int64)
             rows, places_there = to_device(np.stack((starts[late], places)), self._kernels.device)
             # NO_TOKEN has no embedding: its sequence ends, and what this step computes of it is for nobody.
-            token_ids.index_copy_(0, rows, self.last.ids.index_select(0, places_there).clamp(min=0))
+            token_ids.index_copy_(0, rows, self.last.newest.index_select(0, places_there).clamp(min=0))
+            if batch.scheduled_spec_decode_tokens:
+                wanted = np.array(batch.num_scheduled_tokens, np.int64)[late] - 1
+                self._write_late_drafts(token_ids, starts[late] + 1, places, wanted)
         return token_ids
+
+    def _write_late_drafts(self, token_ids: torch.Tensor, first_rows: Ints, places: Ints, wanted: Ints) -> None:
+        """Writes the drafts of the last step into `token_ids`, as far as it has made so many.
+
+        Args:
+            token_ids: int64 [T].
+            first_rows: int64 [L], of sequences' drafts.
+            places: int64 [L], of these sequences in the last step.
+            wanted: int64 [L], drafts of each.
+        """
+        if not wanted.any():
+            return
+        drafts = self.last.drafts
+        counts = np.minimum(wanted, drafts.shape[1])
+        own = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(len(own)) - (np.cumsum(counts) - counts)[own]
+        cells = np.stack((first_rows[own] + offsets, places[own] * drafts.shape[1] + offsets))
+        rows, cells_there = to_device(cells, self._kernels.device)
+        token_ids.index_copy_(0, rows, drafts.flatten().index_select(0, cells_there).clamp(min=0))
+
+    def num_wrong(self, batch: ScheduledBatch) -> torch.Tensor:
+        """int64 [S], on the device: how many of each sequence's drafts in flight were wrong."""
+        in_flight = batch.drafts_in_flight
+        places = [self.last.place[seq_id] if seq_id in in_flight else -1 for seq_id in batch.req_ids]
+        there = to_device(np.array(places, np.int64), self._kernels.device)
+        return torch.where(there < 0, 0, self.last.num_wrong.index_select(0, there.clamp(min=0)))
 
     def _histories(self, batch: ScheduledBatch, rows: SampledRows) -> tuple[dict[int, TokenHistory], dict[int, int]]:
         """Histories of the rows that have any, and where the last step has the newest token of some of them.
@@ -311,7 +393,7 @@ class Sampler:
     def _newest(self, places: list[int]) -> torch.Tensor:
         """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
         there = to_device(np.array(places, np.int64), self._kernels.device)
-        return torch.where(there < 0, NO_TOKEN, self.last.ids.index_select(0, there.clamp(min=0)))
+        return torch.where(there < 0, NO_TOKEN, self.last.newest.index_select(0, there.clamp(min=0)))
 
     def draw(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
         """`sample`, and the rows of logprobs that are wanted of the tokens, on the rank that answers."""
@@ -334,10 +416,13 @@ class Sampler:
         if not len(rows):
             return self.no_ids()
         if self._begun is None or self._begun[0] is not batch:
-            histories, late = self._histories(batch, rows)
-            return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, late)
-        (_, histories, masks), self._begun = self._begun, None
-        return self.sample_rows(batch, rows.sequences, rows.positions, logits, histories, confined=masks.result())
+            (histories, late), confined = self._histories(batch, rows), None
+        else:
+            (_, histories, masks), self._begun = self._begun, None
+            late, confined = {}, masks.result()
+        return self.sample_rows(
+            batch, rows.sequences, rows.positions, logits, histories, late, confined, behind=rows.behind
+        )
 
     def sample_rows(
         self,
@@ -348,6 +433,7 @@ class Sampler:
         histories: dict[int, TokenHistory],
         late: Mapping[int, int] = _NONE_LATE,
         confined: Confined | None = None,
+        behind: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """int64 [R]: the tokens of any rows.
 
@@ -359,6 +445,7 @@ class Sampler:
             histories: by row, where they change logits.
             late: of those rows that have one more token, where the last step has it.
             confined: masks of grammars, where they are made already.
+            behind: int64 [R] on the device, which has to be taken off the positions; None for nothing.
         """
         self._masks.forget(histories)
         size = logits.shape[1]
@@ -383,6 +470,7 @@ class Sampler:
             seeds=arrays.seeds[own],
             positions=positions,
             choices=arrays.choices[own],
+            behind=behind,
         )
         return self._without_ended(ids, ended)
 
@@ -392,3 +480,7 @@ class Sampler:
         if ended:
             ids.index_fill_(0, to_device(np.array(list(ended), np.int64), self._kernels.device), NO_TOKEN)
         return ids
+
+
+def _fetch_when_asked(numbers: torch.Tensor) -> Callable[[], list[int]]:
+    return numbers.tolist

@@ -153,7 +153,7 @@ def step(backend: AiterBackend, rows: list[Rows], spec: KVSpec, dtype: torch.dty
     earlier = draw(*found.data.shape).to(dtype)
     found.data.copy_(earlier)
     expected.data[:, :, :-1] = earlier.transpose(3, 4)
-    mine.plan = step_plan.plan(mine, CPU)
+    mine.plan = step_plan.plan(mine, CPU, SIZE)
     if padded is not None:
         mine.plan = StepPlan.over(torch.from_numpy(step_plan.staged(mine, padded)), padded)
     reference.plan = REFERENCE.attention.plan(reference, expected, 4)
@@ -200,7 +200,7 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
     graphs = backend.graphs
     assert graphs is not None
     captured = graphs.plan(run.found, 4, num_seqs=5, most_rows=1, max_seq_len=128)
-    graphs.write(captured, run.mine)
+    graphs.write(captured, run.mine, run.found)
     run.mine.plan = captured
     q, k, v = draw(5, 4, 32), draw(5, 2, 32), draw(5, 2, 32, seed=1)
     backend.attention.write(run.found, 1, k, v, run.mine)

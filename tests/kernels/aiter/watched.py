@@ -50,7 +50,7 @@ class PlannedAttention(TorchAttentionOps):
     """Plans as the Triton back end does, and attends to nothing."""
 
     def plan(self, metadata: AttentionMetaData, cache: Any, num_heads: int) -> Any:
-        return step_plan.plan(metadata, CPU)
+        return step_plan.plan(metadata, CPU, cache.block_size)
 
     def write(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
         slots = metadata.plan.slot_mapping.long()

@@ -54,7 +54,7 @@ class Pool:
         """The step of rows [start, end) of sequences, as (sequence, start, end)."""
         step = metadata([Rows(a, b, self.blocks[s]) for s, a, b in parts], self.cache.block_size)
         if shape is None:
-            return plan(step, CPU)
+            return plan(step, CPU, self.cache.block_size)
         return StepPlan.over(torch.from_numpy(staged(step, shape)), shape)
 
     def rows(self, parts: list[tuple[int, int, int]], padding: int = 0) -> torch.Tensor:

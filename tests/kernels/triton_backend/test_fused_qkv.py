@@ -27,7 +27,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 def step_plan() -> StepPlan:
     """Six rows of two sequences; one is written nowhere."""
-    found = plan(metadata([Rows(3, 7, [4, 1]), Rows(0, 2, [6])], 4), CPU)
+    found = plan(metadata([Rows(3, 7, [4, 1]), Rows(0, 2, [6])], 4), CPU, 4)
     found.slot_mapping[1] = -1
     return found
 

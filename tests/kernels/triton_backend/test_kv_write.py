@@ -23,7 +23,7 @@ STEP = metadata([Rows(3, 7, [4, 1]), Rows(0, 2, [6])], 4)
 
 
 def step_plan(slot_of_row_1: int = -1) -> StepPlan:
-    found = plan(STEP, CPU)
+    found = plan(STEP, CPU, 4)
     found.slot_mapping[1] = slot_of_row_1
     return found
 
@@ -86,7 +86,7 @@ def test_padding_is_not_stored() -> None:
     padded = StepPlan.over(torch.from_numpy(staged(STEP, shape)), shape)
     k = torch.randn(9, 1, 4, generator=torch.Generator().manual_seed(1))
     caches = []
-    for rows, found in ((6, plan(STEP, CPU)), (9, padded), (6, padded)):
+    for rows, found in ((6, plan(STEP, CPU, 4)), (9, padded), (6, padded)):
         cache = DeviceKVCache.allocate(KVSpec(1, 4), 1, 8, 4, torch.float32, CPU)
         write_kv(cache, 0, k[:rows], k[:rows], found)
         caches.append(cache.data)

@@ -289,7 +289,7 @@ def test_the_highest_orders_are_found_bit_by_bit(block: int) -> None:
     orders = torch.stack([torch.randint(low, high, (100,), generator=random) for low, high in spans]).to(torch.int32)
     step = metadata([Rows(39 + 12 * i, 40 + 12 * i, [i]) for i in range(len(spans))], 128)
     found = torch.full((len(spans), 41), 7, dtype=torch.int32)
-    made = plan(step, CPU)
+    made = plan(step, CPU, 128)
     fixed = (made.cu_seqlens_q, made.seq_lens, found, 0, len(spans), 100, 41)
     launch(selection._select_kernel, (len(spans),), orders, *fixed, BLOCK=block)
     for row, (order, chosen) in enumerate(zip(orders.tolist(), found.tolist(), strict=True)):
@@ -322,7 +322,7 @@ def test_scores_without_an_order() -> None:
 
 def test_empty_steps() -> None:
     sequences = Sequences(KVSpec(1, 12, 8, INDEX))
-    empty = plan(metadata([Rows(5, 5, sequences.blocks[1])], 16), CPU)
+    empty = plan(metadata([Rows(5, 5, sequences.blocks[1])], 16), CPU, 16)
     assert latent.latent_attention(torch.empty(0, 6, 12), sequences.cache, 1, empty, 0.2, None, INVARIANT).shape == (
         0,
         6,

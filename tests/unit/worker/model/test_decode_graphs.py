@@ -28,7 +28,7 @@ class Graphs:
         self.planned.append(num_seqs * most_rows)
         return [(num_seqs, most_rows)]
 
-    def write(self, plan: list[Any], metadata: AttentionMetaData) -> None:
+    def write(self, plan: list[Any], metadata: AttentionMetaData, cache: object) -> None:
         plan.append(metadata.seq_lens.tolist())
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

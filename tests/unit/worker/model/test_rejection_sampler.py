@@ -2,30 +2,105 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, product
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.sampling_params import SamplingParams
+from kernels.no_token import NO_TOKEN
+from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.model.rejection_sampler import RejectionSampler, SpecDecodeMetadata
 from worker.model.sampled_rows import SampledRows
+from worker.model.sampler import SampledTokens
 
 DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5)
+
+
+def accepted(drafts: list[list[int]], drawn: list[list[int]]) -> list[list[int]]:
+    """Tokens of each sequence by definition: all up to the first that its draft is not."""
+    found = []
+    for own, tokens in zip(drafts, drawn, strict=True):
+        right = 0
+        while right < len(own) and own[right] == tokens[right]:
+            right += 1
+        found.append(tokens[: right + 1])
+    return found
 
 
 @given(DRAFTS, st.data())
 def test_drafts_count_up_to_the_first_wrong_one(drafts: list[list[int]], data: st.DataObject) -> None:
     drawn = [data.draw(st.lists(st.integers(0, 2), min_size=len(own) + 1, max_size=len(own) + 1)) for own in drafts]
-    accepted = RejectionSampler().accept(SpecDecodeMetadata.of(drafts), [*chain.from_iterable(drawn)])
-    assert len(accepted) == len(drafts)
-    for own, tokens, found in zip(drafts, drawn, accepted, strict=True):
-        right = 0
-        while right < len(own) and own[right] == tokens[right]:
-            right += 1
-        assert list(found) == tokens[: right + 1]
+    found = RejectionSampler().accept(SpecDecodeMetadata.of(drafts), [*chain.from_iterable(drawn)])
+    assert list(map(list, found)) == accepted(drafts, drawn)
+
+
+def check_on_the_device(drafts: list[list[int]], drawn: list[list[int]], known: list[bool]) -> None:
+    """The host knows the drafts of some sequences, which makes no difference."""
+    expected = accepted(drafts, drawn)
+    ids = torch.tensor([*chain.from_iterable(drawn)], dtype=torch.int64)
+    fed = torch.tensor([*chain.from_iterable(drafts)], dtype=torch.int64)
+    given = [own if is_known else [NO_TOKEN] * len(own) for own, is_known in zip(drafts, known, strict=True)]
+    metadata = SpecDecodeMetadata.of(given)
+    found = RejectionSampler().verify(metadata, ids, fed)
+    assert found.newest.tolist() == [tokens[-1] for tokens in expected]
+    num_wrong = [len(own) + 1 - len(tokens) for own, tokens in zip(drafts, expected, strict=True)]
+    assert found.num_wrong.tolist() == num_wrong
+    tokens = RejectionSampler().accepted(metadata, ids.tolist(), found.num_wrong.numpy())
+    assert list(map(list, tokens)) == expected
+    assert metadata.are_known == (NO_TOKEN not in chain.from_iterable(given))
+    # The step: a row that has no part in it, then those of each sequence, its newest token in front of its drafts.
+    count = len(drafts)
+    rows = SampledRows(list(range(count)), np.arange(0), np.arange(0), 1 + np.arange(len(ids)), metadata)
+    step = torch.tensor([7, *chain.from_iterable([9, *own] for own in drafts)])
+    sampled = SampledTokens(rows, ids, step, lambda numbers: numbers.tolist)
+    assert list(map(list, sampled.output.token_ids.values())) == expected
+    assert sampled.newest.tolist() == [tokens[-1] for tokens in expected]
+    assert sampled.num_wrong.tolist() == num_wrong
+
+
+@given(DRAFTS, st.data())
+def test_on_the_device_as_many_count(drafts: list[list[int]], data: st.DataObject) -> None:
+    """Nothing may be drawn too, and is no draft."""
+    tokens = st.integers(NO_TOKEN, 2)
+    drawn = [data.draw(st.lists(tokens, min_size=len(own) + 1, max_size=len(own) + 1)) for own in drafts]
+    check_on_the_device(drafts, drawn, data.draw(st.lists(st.booleans(), min_size=len(drafts), max_size=len(drafts))))
+
+
+def every_case_of_two() -> None:
+    """Two sequences, all drafts and all draws of two ids and none."""
+    for counts in product(range(3), repeat=2):
+        for ids in product(range(2), repeat=sum(counts)):
+            drafts = [list(ids[: counts[0]]), list(ids[counts[0] :])]
+            for tokens in product((NO_TOKEN, 0, 1), repeat=sum(counts)):
+                drawn = [[*tokens[: counts[0]], 1], [*tokens[counts[0] :], 0]]
+                check_on_the_device(drafts, drawn, [False, True])
+
+
+MUTANTS = [
+    Mutant("others' drafts count", RejectionSampler, "verify", "torch.minimum(runs, num_drafts)", "runs"),
+    Mutant("right behind wrong", RejectionSampler, "verify", ".cumprod(1)", ""),
+    Mutant("the last row's token", RejectionSampler, "verify", "first + num_right", "first + num_drafts"),
+    Mutant("nothing is wrong", RejectionSampler, "verify", "num_drafts - num_right", "num_drafts * 0"),
+    Mutant("a wrong draft is taken", RejectionSampler, "accepted", "counts - num_wrong", "counts"),
+    Mutant("unknown drafts are compared", SampledTokens, "_accepted_tokens", "if metadata.are_known", "if True"),
+    Mutant("the row in front", SampledRows, "draft_rows", " + 1", ""),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
+def test_a_fault_shows(mutant: Mutant) -> None:
+    with mutant.applied(), pytest.raises((*OBJECTIONS, IndexError)):
+        every_case_of_two()
+
+
+def test_every_case_of_two_sequences() -> None:
+    every_case_of_two()
 
 
 def test_rows_are_those_behind_every_draft() -> None:
