@@ -67,6 +67,7 @@ def test_kernel_by_kernel_beside_prompts(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 def test_rows_that_stay_show(folder: Path) -> None:
     mutant = Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(behind)].sub_(behind)", "pass")
     with mutant.applied(), pytest.raises(OBJECTIONS):
