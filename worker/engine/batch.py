@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -480,6 +481,29 @@ class ScheduledBatch:
         seq_id, count = self.req_ids[i], self.num_scheduled_tokens[i] - 1
         drafts = (last_output.draft_token_ids or {}).get(seq_id, [])[:count]
         return [last_output.token_ids[seq_id][-1], *drafts, *[0] * (count - len(drafts))]
+
+    def settled(self, last_output: ScheduledBatchOutput) -> ScheduledBatch:
+        """The batch as it is when the runner's last step has ended: rows behind drafts in flight, and those with late
+        drafts, are at their places and have their tokens. The same batch if there are none."""
+        drafts = self.scheduled_spec_decode_tokens
+        late = [i for i in self.late_rows if self.req_ids[i] in drafts or self.req_ids[i] in self.drafts_in_flight]
+        if not late:
+            return self
+        batch, tokens = copy(self), self.input_tokens(last_output)
+        for name in ("context_lens", "last_block_num_tokens", "block_tables"):
+            vars(batch).pop(name, None)
+        batch.drafts_in_flight = {}
+        batch.from_last_output, batch.num_computed_tokens = [*self.from_last_output], [*self.num_computed_tokens]
+        batch.scheduled_spec_decode_tokens = dict(drafts)
+        for i in late:
+            batch.from_last_output[i] = False
+            batch.num_computed_tokens[i] -= self.num_wrong(i, last_output)
+            if self.req_ids[i] in drafts:
+                batch.scheduled_spec_decode_tokens[self.req_ids[i]] = tokens[i][1:]
+        rows = zip(tokens, batch.from_last_output, strict=True)
+        batch.scheduled_tokens = [[] if is_late else own for own, is_late in rows]
+        batch._last_tokens = [own[0] for own in tokens]
+        return batch
 
     def num_wrong(self, i: int, last_output: ScheduledBatchOutput) -> int:
         """Number of the drafts in flight of a row that were wrong: so much further in front it really stands."""

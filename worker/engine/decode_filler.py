@@ -4,8 +4,9 @@ Invariants:
 - the blocks of a decode are reserved before it enters the batch. Victims are the newest of the lowest class, so the
   oldest running sequence of the highest class is never preempted;
 - decodes that a step has no place for go first in the next one;
-- speculation: how many drafts are accepted decides where the next step begins, so a sequence with drafts in flight
-  waits for its output; so does one that will have drafts behind a token in flight.
+- speculation: how many drafts are accepted decides where the next step begins. A sequence with drafts in flight goes on
+  as if all were right where the runner finds out (worker/engine/drafter.py), and waits for its output elsewhere; so
+  does one that will have drafts of this side behind a token in flight.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class DecodeFiller:
         """True if a decode can be scheduled before the output in flight is there."""
         if not seq.num_placeholder:
             return True
-        if seq.awaits_output or len(seq.token_ids) + seq.num_placeholder >= seq.length_limit:
+        most = len(seq.token_ids) + seq.num_placeholder + seq.num_inflight_drafts
+        if seq.awaits_output or most >= seq.length_limit:
             return False
         return not self._drafter.expects(seq)
 

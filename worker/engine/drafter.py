@@ -3,6 +3,9 @@
 Invariants:
 - drafts take what decodes and prompts leave of the budget, and of the blocks: nobody waits for them, or is preempted;
 - a sequence drafts when all of its tokens are known, and no further than it can still put out;
+- with deferred output a runner that drafts knows the newest tokens and drafts first. So the next step may take both
+  from it, for sequences whose logits follow from no more than these (`_is_late`): as many drafts as the step in flight
+  makes, at the positions where they stand if all that it verifies are right;
 - which drafts there are changes how many tokens a step brings, never which.
 """
 
@@ -12,6 +15,7 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from common.config_parts import NGRAM, SpeculativeConfig
+from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch
 from worker.engine.draft_lengths import DraftLengths
 from worker.engine.finished_answers import FinishedAnswers
@@ -57,6 +61,7 @@ class Drafter:
         proposer: proposes on this side, in front of what the runner proposes; None for nobody.
         lengths: how many drafts pay.
         in_runner: True if the runner proposes.
+        is_deferred: True if steps are scheduled before the tokens of the one before are there.
 
     Attributes:
         proposer: as above.
@@ -71,11 +76,15 @@ class Drafter:
         lengths: DraftLengths,
         *,
         in_runner: bool,
+        is_deferred: bool = False,
     ) -> None:
         self._limits = limits
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._model = ModelDrafts(lengths) if in_runner else None
+        self._is_deferred = is_deferred
+        # Drafts that the newest step makes, by sequence.
+        self._coming: Mapping[int, int] = {}
         self._rest = 0
         self._forced = ForcedText()
         self.proposer = proposer
@@ -95,7 +104,10 @@ class Drafter:
         rates = {seq_id: self._forced.rates(step.seqs[seq_id]) for seq_id in forced}
         chosen = self.lengths.choose(drafts, step.seqs, self._limits.max_num_batched_tokens - step.budget, rates)
         fitting = self._fit(chosen, step)
-        own = {seq_id: found for seq_id, found in guessed.items() if seq_id not in forced} if forced else guessed
+        own = guessed
+        if forced or self._is_deferred:
+            known = ((seq_id, found) for seq_id, found in guessed.items() if found[0] != NO_TOKEN)
+            own = {seq_id: found for seq_id, found in known if seq_id not in forced}
         self.lengths.decided(own, step.seqs, fitting)
         if fitting:
             step.verify(fitting)
@@ -108,7 +120,7 @@ class Drafter:
         budget, seqs, fitting = step.budget, step.seqs, dict[int, list[int]]()
         for seq_id, own in drafts.items():
             seq, count = seqs[seq_id], len(own)
-            if count > budget or len(seq.token_ids) + count > seq.num_slots:
+            if count > budget or seq.num_computed_tokens + seq.num_inflight_tokens + 1 + count > seq.num_slots:
                 count = min(count, budget, self._room(seq))
                 if count <= 0:
                     continue
@@ -134,6 +146,8 @@ class Drafter:
         tokens behind chunks, which a draft model takes in; nothing if it does not work in this step."""
         if self._model is None:
             return
+        if self._is_deferred:
+            batch.drafts_in_flight = {seq.id: count for seq in batch.columns.rows if (count := seq.num_inflight_drafts)}
         wanted: dict[int, int] = {}
         has_prompts = batch.total_seqs_num_prefill > 0
         if not self._model.rests(has_prompts=has_prompts):
@@ -149,6 +163,19 @@ class Drafter:
                 needed = batch.num_scheduled_tokens[i] + most - 1
                 self._reserve(seq, min(needed, seq.length_limit - 1 - seq.next_position))
         batch.drafts_wanted = wanted
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """A step is in flight: what of its sequences the next one must wait for, if that is scheduled before."""
+        drafts, made = batch.scheduled_spec_decode_tokens, batch.drafts_wanted
+        self._coming = made
+        if not (drafts or made):
+            return
+        seqs = batch.columns.by_id
+        for seq_id, own in drafts.items():
+            seqs[seq_id].num_inflight_drafts += len(own)
+        for seq_id in drafts.keys() | made.keys():
+            seq = seqs[seq_id]
+            seq.awaits_output = not self._is_late(seq)
 
     def took(self, batch: ScheduledBatch, duration_s: float, wall_s: float | None) -> None:
         """Learns what a step took.
@@ -209,7 +236,14 @@ class Drafter:
 
     def _room(self, seq: Sequence) -> int:
         """Drafts that a sequence has blocks for, or would get."""
-        return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.num_tokens
+        return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.next_position - 1
+
+    def _is_late(self, seq: Sequence) -> bool:
+        """True if a sequence with drafts in flight can go on before it is known how many are right: what changes its
+        logits otherwise, or names them, is made from tokens and positions on the host."""
+        if self._model is None or not self._is_deferred or seq.logits_every:
+            return False
+        return len(seq.token_ids) + seq.num_placeholder >= seq.steered_until
 
     def _waits_for_forced(self, seq: Sequence) -> bool:
         """True if tokens behind the one in flight bring more than the step that passes until it is there."""
@@ -222,7 +256,7 @@ class Drafter:
         if self._rest > 0 and self._model is None:
             self._rest -= 1
             return {}
-        has_any = self.proposer is not None or any(seq.spec_token_ids for seq in decodes)
+        has_any = self.proposer is not None or bool(self._coming) or any(seq.spec_token_ids for seq in decodes)
         guessed = self._proposed(decodes) if has_any else {}
         if self.proposer is not None and decodes and not guessed:
             self._rest = self.lengths.rest(len(decodes))
@@ -247,10 +281,15 @@ class Drafter:
             if own:
                 seq.spec_token_ids = []
             left, wanted = seq.length_limit - len(seq.token_ids) - 1, seq.sampling_params.num_drafts
+            if seq.num_placeholder:
+                left -= seq.num_placeholder + seq.num_inflight_drafts
+                if (count := min(left, self._coming.get(seq.id, 0))) > 0:
+                    proposed[seq.id] = [NO_TOKEN] * count
+                continue
             count = most if left > most else left
             if wanted is not None:
                 count = min(count, wanted)
-            if count <= 0 or seq.num_placeholder:
+            if count <= 0:
                 continue
             if found := (propose is not None and propose(seq, count)) or own[:count]:
                 proposed[seq.id] = found

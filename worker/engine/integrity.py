@@ -66,6 +66,9 @@ def _check_running(seq: Sequence, *, is_prefilling: bool, is_computing: bool) ->
     _require(0 <= seq.num_cached_tokens <= seq.num_computed_tokens < seq.num_tokens, f"lengths of {seq.id}")
     _require(len(seq.block_table) * seq.block_size >= seq.next_position, f"blocks of {seq.id}")
     _require(is_computing or seq.num_inflight_tokens == 0, f"sequence {seq.id} is in no step in flight")
+    # Each draft stands behind a token that the same step computes.
+    most = max(0, seq.num_inflight_tokens - seq.num_placeholder)
+    _require(0 <= seq.num_inflight_drafts <= most, f"drafts in flight of {seq.id}")
     if is_prefilling:
         _require(seq.num_placeholder == 0 and seq.next_position < seq.num_tokens, f"prefill of {seq.id}")
     else:

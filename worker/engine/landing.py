@@ -130,7 +130,8 @@ class Landing:
         for seq_id in batch.drafts_wanted:
             seq = seqs[seq_id]
             seq.awaits_output = False
-            if seq.status is SequenceStatus.RUNNING:
+            # A step that was launched meanwhile has taken them on the device.
+            if seq.status is SequenceStatus.RUNNING and not seq.num_placeholder:
                 seq.spec_token_ids = drafts.get(seq_id, [])
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
@@ -138,6 +139,7 @@ class Landing:
         self._in_flight.popleft()
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
             seq.num_inflight_tokens -= num_scheduled
+            seq.num_inflight_drafts -= len(batch.scheduled_spec_decode_tokens.get(seq.id, ()))
             seq.num_placeholder -= final
             _forget_copy(seq)
             if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
@@ -225,6 +227,7 @@ class Landing:
                 self._land(seq, num_scheduled, True, sampled, drafts, finished, now, own, end)
                 continue
             seq.num_inflight_tokens -= num_scheduled
+            seq.num_inflight_drafts -= num_scheduled - 1
             seq.num_placeholder -= 1
             taken = [*sampled]
             seq.token_ids += taken
@@ -264,6 +267,7 @@ class Landing:
         if seq.is_finished:
             return
         seq.num_inflight_tokens -= num_scheduled
+        seq.num_inflight_drafts -= len(verified or ())
         seq.num_placeholder -= final
         had_none = seq.first_token_time is None
         taken, stop = self._append(seq, token_ids, now, constraint_end)

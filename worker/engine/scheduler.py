@@ -93,7 +93,9 @@ class Scheduler:
         proposer = make_proposer(spec, self._answers)
         lengths = DraftLengths(limits.mtp_k, adapts=spec is None or spec.adaptive)
         in_runner = self.use_spec and proposer is None
-        self.drafter = Drafter(limits, self.lifecycle, proposer, lengths, in_runner=in_runner)
+        self.drafter = Drafter(
+            limits, self.lifecycle, proposer, lengths, in_runner=in_runner, is_deferred=config.deferred_output
+        )
         self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
         self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
         self.spec_stats, self.forced_stats = self.landing.spec_stats, self.landing.forced_stats
@@ -302,10 +304,7 @@ class Scheduler:
         """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
         self._in_flight.append(step)
         self.lifecycle.totals.steps += 1
-        for seq_id in step.drafts:
-            step.seqs[seq_id].awaits_output = True
-        for seq_id in batch.drafts_wanted:
-            step.seqs[seq_id].awaits_output = True
+        self.drafter.launched(batch)
         if step.columns is not None:
             decode = SequenceType.DECODE
             for seq in step.columns.rows:

@@ -156,8 +156,9 @@ class Sequence:
     < num_tokens` while unfinished, and `len(block_table) * block_size >= num_computed_tokens`.
 
     `token_ids` holds real tokens only. What steps in flight do is counted, never written down as a fake
-    token: they compute `num_inflight_tokens` tokens and will bring output `num_placeholder` times. `num_tokens`,
-    `num_blocks` and `last_block_num_tokens` are derived, so they cannot disagree with the tokens.
+    token: they compute `num_inflight_tokens` tokens, `num_inflight_drafts` of which are drafts that may be wrong, and
+    will bring output `num_placeholder` times. `num_tokens`, `num_blocks` and `last_block_num_tokens` are derived, so
+    they cannot disagree with the tokens.
 
     The scheduler looks at every running sequence in every step, so what it asks then is kept, not derived: `num_slots`
     by the block manager with the block table, `publish_at` with what is published, `length_limit`, `stopping_ids` and
@@ -215,6 +216,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_given_tokens",
+        "num_inflight_drafts",
         "num_inflight_tokens",
         "num_missed",
         "num_placeholder",
@@ -317,6 +319,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
+        self.num_inflight_drafts = 0
         self.num_placeholder = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
@@ -330,7 +333,7 @@ class Sequence:
         self.spec_token_ids: list[int] = []
         self.num_missed = 0
         self.draft_history: DraftHistory | None = None
-        # True while a step in flight verifies its drafts, or brings it some.
+        # True while it cannot go on before the output in flight is there, with which drafts come or are verified.
         self.awaits_output = False
         self.first_scheduled_time: float | None = None
         # When it was last seen to wait for a prefix that another sequence computes.
@@ -353,7 +356,7 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """The first position that no step computes or has computed."""
+        """The first position that no step computes or has computed, if all drafts in flight are right."""
         return self.num_computed_tokens + self.num_inflight_tokens
 
     @property

@@ -119,6 +119,7 @@ class SimulatedRunner:
         if self.check_contexts:
             self._check_sharing(batch)
         self._copy_blocks(batch)
+        batch = batch.settled(self._last_output)
         inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}

@@ -20,6 +20,7 @@ from itertools import chain
 
 from common.config import MIXED, Config
 from common.limits import MAX_HOLD_S
+from kernels.no_token import NO_TOKEN
 from tests.unit.worker.engine.oracle_execution import Execution
 from tests.unit.worker.engine.oracle_records import COLUMNS, Cache, Flight, Life, Row, rank
 from tests.unit.worker.engine.truth import TokenModel, Truth
@@ -170,7 +171,7 @@ class Oracle:
             self._add_row(flight, i, self.lives[seq_id])
         # Blocks for drafts are taken when every row has its own, those for drafts to come when every draft has.
         for row in flight.rows:
-            self._grow(row.life, row.table, row.end)
+            self._grow(row.life, row.table, row.end + row.num_wrong)
         for row in flight.rows:
             self._grow(row.life, row.table, math.inf)
         self._check_order(flight, newcomers)
@@ -205,7 +206,8 @@ class Oracle:
         """Without the last victim's blocks somebody, or itself, would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
-        own_need = max(0, -(-(last.start + 1) // self.size) - len(last.table))
+        end = last.start + self._num_wrong(last) + 1
+        own_need = max(0, -(-end // self.size) - len(last.table))
         free = self.scheduler.block_manager.num_free_blocks
         assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
 
@@ -221,12 +223,18 @@ class Oracle:
             for life in self.lives.values()
             if life.computed is not None
             and not life.prefilling
-            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life)))
+            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life, self._num_wrong(life))))
         ]
 
-    def _ends_foreseeably(self, life: Life) -> bool:
+    def _ends_foreseeably(self, life: Life, num_wrong: int = 0) -> bool:
+        """Whether its last token is known or in flight, for all that can be told if so many drafts are wrong."""
         most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
-        return life.known >= min(most, self.max_model_len)
+        return life.known + num_wrong >= min(most, self.max_model_len)
+
+    def _num_wrong(self, life: Life) -> int:
+        """Wrong ones of the drafts that the steps in flight verify."""
+        rows = [row for flight in self.flights for row in flight.rows if row.life is life]
+        return sum(len(row.drafts) + 1 - len(row.sampled) for row in rows if row.final)
 
     def _check_columns(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> None:
         ids = list(batch.req_ids)
@@ -244,26 +252,44 @@ class Oracle:
         start, count, end = batch.num_computed_tokens[i], batch.num_scheduled_tokens[i], batch.context_lens[i]
         table, shown = list(seq.block_table), -(-end // self.size)
         assert list(batch.block_tables[i]) == table[:shown], f"sequence {seq.id}: other blocks in the batch"
+        assert batch.last_block_num_tokens[i] == (end - 1) % self.size + 1
+        num_wrong = self._check_in_flight(batch, i, life)
         if life.computed is None:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
         else:
             self._grow(life, table, start + 1)
+        start, end = start - num_wrong, end - num_wrong
         assert start == life.computed, f"sequence {seq.id}: its row begins at {start}, not {life.computed}"
         assert 1 <= count == end - start, f"sequence {seq.id}: {count} tokens from {start} to {end}"
         drafts = list(batch.scheduled_spec_decode_tokens.get(seq.id, []))
+        if drafts and batch.from_last_output[i]:
+            assert drafts == [NO_TOKEN] * len(drafts), f"sequence {seq.id}: drafts {drafts} behind a late token"
+            drafts = self.execution.late_drafts(seq.id, len(drafts))
         was = start, life.known, life.drafts, life.prefilling
-        life.awaited = bool(drafts) or seq.id in batch.drafts_wanted
-        row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table)
+        life.awaited = bool(drafts or seq.id in batch.drafts_wanted) and not self._goes_on_blindly(life)
+        row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table, num_wrong)
         self._check_row(row)
         self.execution.check_tokens(flight, i, row)
         assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
-        assert batch.last_block_num_tokens[i] == (end - 1) % self.size + 1
         assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
         if life.prefilling:
             flight.computing.update(self._blocks_in(life, start, end))
             flight.computing.update(self._tail_in(life, end))
         flight.rows.append(row)
+
+    def _goes_on_blindly(self, life: Life) -> bool:
+        """Whether its next row can be scheduled before it is known which drafts are right."""
+        params = life.seq.sampling_params
+        is_steered = params.penalized or life.known - life.seq.num_prompt_tokens < params.min_tokens
+        return self.config.deferred_output and not is_steered
+
+    def _check_in_flight(self, batch: ScheduledBatch, i: int, life: Life) -> int:
+        """The batch says how many drafts of a sequence are in flight, and takes all for right. How many are not."""
+        rows = [row for flight in self.flights for row in flight.rows if row.life is life]
+        shown, num_drafts = batch.drafts_in_flight.get(life.seq.id, 0), sum(len(row.drafts) for row in rows)
+        assert shown == num_drafts, f"sequence {life.seq.id}: {shown} drafts in flight, not {num_drafts}"
+        return self._num_wrong(life)
 
     def _check_row(self, row: Row) -> None:
         """It computes known tokens and drafts, and has as many blocks as it may need, no more."""
@@ -271,18 +297,21 @@ class Oracle:
         assert known <= life.known, f"sequence {life.seq.id}: computes {known} of {life.known} tokens"
         assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
         num_slots = len(row.table) * self.size
-        assert num_slots >= row.end, f"sequence {life.seq.id}: {num_slots} slots for {row.end} tokens"
-        # This step's drafts, and those that the runner proposes behind them.
-        most = max(life.known, row.start + 1 + self.k) + self.k
+        end = row.end + row.num_wrong
+        assert num_slots >= end, f"sequence {life.seq.id}: {num_slots} slots for {end} tokens"
+        # This step's drafts, and those that the runner proposes behind them; and the wrong ones of an earlier step,
+        # which stood further on.
+        most = max(life.known, row.start + 1 + self.k) + self.k * (2 if self.config.deferred_output else 1)
         assert num_slots < most + self.size, f"sequence {life.seq.id}: {num_slots} slots for {most} tokens"
         if row.drafts:
             self._check_drafts(life, row.drafts, row.start)
 
     def _check_drafts(self, life: Life, drafts: list[int], start: int) -> None:
+        made = life.drafts if not life.num_inflight else self.execution.late_drafts(life.seq.id, len(drafts))
         most = min(life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens, self.max_model_len)
         assert start == life.known - 1, f"sequence {life.seq.id}: drafts in its prompt"
         assert not life.prefilling, f"sequence {life.seq.id}: drafts in a visit's first row"
-        assert drafts == life.drafts[: len(drafts)], f"sequence {life.seq.id}: drafts {drafts}, not {life.drafts}"
+        assert drafts == made[: len(drafts)], f"sequence {life.seq.id}: drafts {drafts}, not {made}"
         assert life.known + len(drafts) < most, f"sequence {life.seq.id}: drafts behind its end"
 
     def _admit(self, flight: Flight, life: Life, cached: int, table: list[int]) -> None:
@@ -491,7 +520,7 @@ class Oracle:
         tables = (life.table for life in self.lives.values() if life.computed is not None)
         holders = Counter(chain.from_iterable(tables))
         for row in flight.rows:
-            written = row.life.table[row.start // self.size : (row.end - 1) // self.size + 1]
+            written = row.life.table[row.start // self.size : (row.end + row.num_wrong - 1) // self.size + 1]
             assert all(holders[block] == 1 for block in written), f"sequence {row.life.seq.id} writes a shared block"
 
     # Landing.

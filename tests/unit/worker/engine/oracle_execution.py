@@ -32,8 +32,13 @@ class Execution:
         given = list(batch.scheduled_tokens[i])
         if batch.from_last_output[i]:
             assert not given, f"sequence {row.life.seq.id}: a token is late and there"
-            given = [self.last_output.token_ids[row.life.seq.id][-1]]
+            given = [self.last_output.token_ids[row.life.seq.id][-1], *row.drafts]
         assert given == expected, f"sequence {row.life.seq.id}: computes {given}, not {expected}"
+
+    def late_drafts(self, seq_id: int, count: int) -> list[int]:
+        """Drafts that the last step has made behind the token that it has sampled; a runner takes any for the rest."""
+        made = (self.last_output.draft_token_ids or {}).get(seq_id, [])
+        return (made + [0] * count)[:count]
 
     def step(self, flight: Flight) -> None:
         """All reads see the steps before this one only: KV that the step itself writes is no cache hit."""

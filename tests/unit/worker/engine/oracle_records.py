@@ -40,7 +40,7 @@ class Life:
         published: full blocks of this visit that can be found.
         prefilling: whether its last known token has not been scheduled in this visit.
         drafts: what the model has proposed for its next row.
-        awaited: whether its row in flight verifies drafts, or brings some.
+        awaited: whether its row in flight verifies drafts, or brings some, and it cannot go on before.
         num_inflight: rows in flight.
         first_scheduled, first_token: when these were, None before.
     """
@@ -72,7 +72,10 @@ class Life:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's part of a step, and what it was before the step."""
+    """One sequence's part of a step, and what it was before the step.
+
+    It is where the sequence stands; the batch takes it to be `num_wrong` tokens further on, because of drafts in flight.
+    """
 
     life: Life
     start: int
@@ -82,6 +85,7 @@ class Row:
     was: tuple[int, int, list[int], bool]
     prefill: bool
     table: list[int]
+    num_wrong: int = 0
     sampled: list[int] = field(default_factory=list)
     after: int = 0
 

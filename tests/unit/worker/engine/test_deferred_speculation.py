@@ -1,19 +1,20 @@
 """Deferred output together with speculation.
 
-How many drafts are accepted decides where a sequence's next step begins, so its steps do not overlap; those of
-different sequences do. The notes ask for no more: overlap within one sequence would have the runner move positions,
-block tables and penalties behind the scheduler's back.
+How many drafts are accepted decides where a sequence's next step begins. A runner that drafts finds that out before the
+scheduler does, so the steps of a sequence overlap, but for one whose logits depend on its tokens in other ways.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from itertools import repeat
 
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
+from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
@@ -33,12 +34,14 @@ class TwoInFlight:
             max_num_batched_tokens=24,
             enable_prefix_caching=True,
             scheduling_policy=policy,
+            deferred_output=True,
             speculative_config=SpeculativeConfig(num_speculative_tokens=k),
         )
         self.runner = SimulatedRunner(VOCAB, EOS, num_blocks=num_blocks, eos_every=60, num_drafts=k)
         self.sched = Scheduler(config)
         self.flights: deque[tuple[ScheduledBatch, list[Sequence], ScheduledBatchOutput]] = deque()
         self.seen: Counter[str] = Counter()
+        self.steered: set[int] = set()
 
     def step(self) -> None:
         scheduled = self.sched.schedule(0.0)
@@ -53,24 +56,37 @@ class TwoInFlight:
 
     def _look(self, batch: ScheduledBatch) -> None:
         drafts = batch.scheduled_spec_decode_tokens
-        for before, _, _ in self.flights:
-            awaited = {*before.scheduled_spec_decode_tokens, *before.drafts_wanted}
-            assert not awaited & set(batch.req_ids), "a sequence goes on before its output is there"
-            self.seen["steps behind another"] += 1
-            self.seen["drafts behind others' drafts"] += bool(drafts and before.scheduled_spec_decode_tokens)
-        # Only those without drafts go on behind a token in flight.
         late = {seq_id for seq_id, is_late in zip(batch.req_ids, batch.from_last_output, strict=True) if is_late}
-        assert not late & {*drafts}
+        steered = {batch.req_ids[i] for i in batch.histories}
+        verified, made = self._in_flight()
+        assert batch.drafts_in_flight == {seq_id: verified[seq_id] for seq_id in batch.req_ids if seq_id in verified}
+        assert not steered & (verified | made).keys(), "its logits follow from tokens that nobody knows yet"
+        for seq_id in late & drafts.keys():
+            assert drafts[seq_id] == [NO_TOKEN] * len(drafts[seq_id])
+            assert len(drafts[seq_id]) <= made[seq_id]
+        self.seen["late drafts"] += len(late & drafts.keys())
+        self.seen["drafts behind drafts in flight"] += len(drafts.keys() & verified.keys())
+        self.seen["steered ones that wait"] += len(self.steered & (verified | made).keys())
+
+    def _in_flight(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Drafts that the step in flight verifies, and those that it makes, by sequence."""
+        assert len(self.flights) <= 1
+        verified, made = dict[int, int](), dict[int, int]()
+        for before, _, _ in self.flights:
+            verified |= {seq_id: len(own) for seq_id, own in before.scheduled_spec_decode_tokens.items()}
+            made |= before.drafts_wanted
+        return verified, made
 
 
 def workload(seed: int) -> list[Sequence]:
     rnd = random.Random(seed)
     beginnings = [[], [5] * 16, [5] * 32]
     prompts = [rnd.choice(beginnings) + [rnd.randrange(1, VOCAB) for _ in range(rnd.randint(1, 25))] for _ in range(7)]
-    return [
-        Sequence(prompt, SIZE, SamplingParams(max_tokens=rnd.randint(1, 40)), seed=rnd.randrange(99))
-        for prompt in prompts
+    params = [
+        SamplingParams(max_tokens=count, repetition_penalty=rnd.choice([1.0] * 5 + [1.3]), min_tokens=min(3, count))
+        for count in [rnd.randint(1, 40) for _ in prompts]
     ]
+    return [Sequence(*made, seed=rnd.randrange(99)) for made in zip(prompts, repeat(SIZE), params)]
 
 
 @pytest.mark.each_value
@@ -82,6 +98,7 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
     for seed in range(60):
         engine, rnd = TwoInFlight(k, policy, num_blocks=6 if seed % 2 else 30), random.Random(seed)
         seqs = workload(seed)
+        engine.steered = {seq.id for seq in seqs if seq.sampling_params.penalized}
         coming = deque(seqs)
         while coming or engine.sched.has_unfinished() or engine.flights:
             if coming and rnd.random() < 0.3:
@@ -97,6 +114,6 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
         seen += engine.seen
         accepted += engine.sched.spec_stats.total_accepted_tokens
         preempted += engine.sched.lifecycle.num_preemptions
-    assert seen["drafts behind others' drafts"] > 50
+    assert min(seen[event] for event in ("late drafts", "drafts behind drafts in flight", "steered ones that wait")) > 50
     assert accepted > 0
     assert preempted > 0
