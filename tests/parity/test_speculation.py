@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant("no draft is compared", RejectionSampler, "accept", "!= metadata.draft_token_ids", "< 0"),
     Mutant("noise of the last row", SampledRows, "of", "np.int64)[sequences] - behind", "np.int64)[sequences]"),
     Mutant("penalties without drafts", SampledRows, "histories", "if count else history", "if False else history"),
-    Mutant("drafts behind a token in flight", Drafter, "_proposed", "count <= 0 or seq.num_placeholder", "count <= 0"),
+    Mutant("drafts behind a token in flight", Drafter, "_proposed", "if seq.num_placeholder:", "if False:"),
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from worker.engine import landing, stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
+from worker.engine.drafter import Drafter
 from worker.engine.executor import ThreadExecutor
 from worker.engine.integrity import IntegrityError
 from worker.engine.landing import Landing
@@ -226,6 +227,13 @@ FAULTS = [
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
     Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "seq.awaits_output or ", ""),
+    Mutant("drafts-in-flight-unsaid", Drafter, "ask", "if self._is_deferred:", "if False:"),
+    Mutant("steered-ones-go-on", Drafter, "_is_late", ">= seq.steered_until", ">= 0"),
+    Mutant("late-drafts-behind-the-end", Drafter, "_proposed", "seq.num_placeholder + seq.num_inflight_drafts", "1"),
+    Mutant("late-drafts-without-slots", Drafter, "_fit", "+ 1 + count > seq.num_slots", "+ count > seq.num_slots"),
+    Mutant("late-drafts-twice", Landing, "_take_drafts", " and not seq.num_placeholder", ""),
+    Mutant("drafts-in-flight-kept", Landing, "_land_verified", "num_inflight_drafts -= num_scheduled - 1", "type"),
+    Mutant("end-within-drafts-not-foreseen", DecodeFiller, "_goes_on", " + seq.num_inflight_drafts", ""),
     Mutant("end-not-foreseen", DecodeFiller, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
     Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(seq, verified, token_ids)", ""),
     Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),

@@ -69,6 +69,7 @@ def _check_running(seq: Sequence, *, is_prefilling: bool, is_computing: bool) ->
     # Each draft stands behind a token that the same step computes.
     most = max(0, seq.num_inflight_tokens - seq.num_placeholder)
     _require(0 <= seq.num_inflight_drafts <= most, f"drafts in flight of {seq.id}")
+    _require(not (seq.num_placeholder and seq.spec_token_ids), f"{seq.id} has drafts behind a token in flight")
     if is_prefilling:
         _require(seq.num_placeholder == 0 and seq.next_position < seq.num_tokens, f"prefill of {seq.id}")
     else:

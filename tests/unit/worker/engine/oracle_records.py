@@ -74,7 +74,7 @@ class Life:
 class Row:
     """One sequence's part of a step, and what it was before the step.
 
-    It is where the sequence stands; the batch takes it to be `num_wrong` tokens further on, because of drafts in flight.
+    It is where the sequence stands. The batch takes it to be `num_wrong` tokens further on, for drafts in flight.
     """
 
     life: Life

@@ -114,6 +114,7 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
         seen += engine.seen
         accepted += engine.sched.spec_stats.total_accepted_tokens
         preempted += engine.sched.lifecycle.num_preemptions
-    assert min(seen[event] for event in ("late drafts", "drafts behind drafts in flight", "steered ones that wait")) > 50
+    events = ("late drafts", "drafts behind drafts in flight", "steered ones that wait")
+    assert min(map(seen.__getitem__, events)) > 50
     assert accepted > 0
     assert preempted > 0
