@@ -22,7 +22,7 @@ from common.config import MIXED, Config
 from common.limits import MAX_HOLD_S
 from kernels.no_token import NO_TOKEN
 from tests.unit.worker.engine.oracle_execution import Execution
-from tests.unit.worker.engine.oracle_records import COLUMNS, Cache, Flight, Life, Row, rank
+from tests.unit.worker.engine.oracle_records import COLUMNS, Cache, Flight, Life, Row, num_wrong, rank, rows_in_flight
 from tests.unit.worker.engine.truth import TokenModel, Truth
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput
@@ -206,7 +206,7 @@ class Oracle:
         """Without the last victim's blocks somebody, or itself, would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
-        end = last.start + self._num_wrong(last) + 1
+        end = last.start + num_wrong(self.flights, last) + 1
         own_need = max(0, -(-end // self.size) - len(last.table))
         free = self.scheduler.block_manager.num_free_blocks
         assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
@@ -223,18 +223,16 @@ class Oracle:
             for life in self.lives.values()
             if life.computed is not None
             and not life.prefilling
-            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life, self._num_wrong(life))))
+            and (
+                not life.num_inflight
+                or not (life.awaited or self._ends_foreseeably(life, num_wrong(self.flights, life)))
+            )
         ]
 
-    def _ends_foreseeably(self, life: Life, num_wrong: int = 0) -> bool:
+    def _ends_foreseeably(self, life: Life, wrong: int = 0) -> bool:
         """Whether its last token is known or in flight, for all that can be told if so many drafts are wrong."""
         most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
-        return life.known + num_wrong >= min(most, self.max_model_len)
-
-    def _num_wrong(self, life: Life) -> int:
-        """Wrong ones of the drafts that the steps in flight verify."""
-        rows = [row for flight in self.flights for row in flight.rows if row.life is life]
-        return sum(len(row.drafts) + 1 - len(row.sampled) for row in rows if row.final)
+        return life.known + wrong >= min(most, self.max_model_len)
 
     def _check_columns(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> None:
         ids = list(batch.req_ids)
@@ -253,13 +251,17 @@ class Oracle:
         table, shown = list(seq.block_table), -(-end // self.size)
         assert list(batch.block_tables[i]) == table[:shown], f"sequence {seq.id}: other blocks in the batch"
         assert batch.last_block_num_tokens[i] == (end - 1) % self.size + 1
-        num_wrong = self._check_in_flight(batch, i, life)
+        in_flight = sum(len(row.drafts) for row in rows_in_flight(self.flights, life))
+        assert batch.drafts_in_flight.get(seq.id, 0) == in_flight, (
+            f"sequence {seq.id}: not {in_flight} drafts in flight"
+        )
+        wrong = num_wrong(self.flights, life)
         if life.computed is None:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
         else:
             self._grow(life, table, start + 1)
-        start, end = start - num_wrong, end - num_wrong
+        start, end = start - wrong, end - wrong
         assert start == life.computed, f"sequence {seq.id}: its row begins at {start}, not {life.computed}"
         assert 1 <= count == end - start, f"sequence {seq.id}: {count} tokens from {start} to {end}"
         drafts = list(batch.scheduled_spec_decode_tokens.get(seq.id, []))
@@ -267,8 +269,10 @@ class Oracle:
             assert drafts == [NO_TOKEN] * len(drafts), f"sequence {seq.id}: drafts {drafts} behind a late token"
             drafts = self.execution.late_drafts(seq.id, len(drafts))
         was = start, life.known, life.drafts, life.prefilling
-        life.awaited = bool(drafts or seq.id in batch.drafts_wanted) and not self._goes_on_blindly(life)
-        row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table, num_wrong)
+        life.awaited = bool(drafts or seq.id in batch.drafts_wanted) and (
+            life.is_steered or not self.config.deferred_output
+        )
+        row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table, wrong)
         self._check_row(row)
         self.execution.check_tokens(flight, i, row)
         assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
@@ -277,19 +281,6 @@ class Oracle:
             flight.computing.update(self._blocks_in(life, start, end))
             flight.computing.update(self._tail_in(life, end))
         flight.rows.append(row)
-
-    def _goes_on_blindly(self, life: Life) -> bool:
-        """Whether its next row can be scheduled before it is known which drafts are right."""
-        params = life.seq.sampling_params
-        is_steered = params.penalized or life.known - life.seq.num_prompt_tokens < params.min_tokens
-        return self.config.deferred_output and not is_steered
-
-    def _check_in_flight(self, batch: ScheduledBatch, i: int, life: Life) -> int:
-        """The batch says how many drafts of a sequence are in flight, and takes all for right. How many are not."""
-        rows = [row for flight in self.flights for row in flight.rows if row.life is life]
-        shown, num_drafts = batch.drafts_in_flight.get(life.seq.id, 0), sum(len(row.drafts) for row in rows)
-        assert shown == num_drafts, f"sequence {life.seq.id}: {shown} drafts in flight, not {num_drafts}"
-        return self._num_wrong(life)
 
     def _check_row(self, row: Row) -> None:
         """It computes known tokens and drafts, and has as many blocks as it may need, no more."""

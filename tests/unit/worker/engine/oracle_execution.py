@@ -79,9 +79,7 @@ class Execution:
     def _check_history(self, row: Row, history: TokenHistory | None) -> None:
         """Penalties and min_tokens see the output so far, late tokens included."""
         seq, known = row.life.seq, row.life.known
-        params = seq.sampling_params
-        steered = params.penalized or known - seq.num_prompt_tokens < params.min_tokens
-        assert (history is not None) is (row.final and steered), f"sequence {seq.id}: history of a row"
+        assert (history is not None) is (row.final and row.life.is_steered), f"sequence {seq.id}: history of a row"
         if history is not None:
             assert list(history.output_ids) == row.life.truth.tokens[seq.num_prompt_tokens : known]
 

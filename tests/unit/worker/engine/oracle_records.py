@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.unit.worker.engine.truth import Truth
@@ -64,6 +65,12 @@ class Life:
     ended: bool = False
 
     @property
+    def is_steered(self) -> bool:
+        """True if the next token follows from more than the logits: penalties, and a length to be reached."""
+        params = self.seq.sampling_params
+        return params.penalized or self.known - self.seq.num_prompt_tokens < params.min_tokens
+
+    @property
     def start(self) -> int:
         """`computed` of a running sequence."""
         assert self.computed is not None, f"sequence {self.seq.id} does not run"
@@ -107,6 +114,17 @@ class Flight:
         """Pairs of a token that a prompt computes and one that it attends to."""
         rows = [(row.start, row.end - row.start) for row in self.rows if row.prefill]
         return sum(count * start + count * (count + 1) // 2 for start, count in rows)
+
+
+def rows_in_flight(flights: Iterable[Flight], life: Life) -> list[Row]:
+    """Rows of a sequence in these steps."""
+    return [row for flight in flights for row in flight.rows if row.life is life]
+
+
+def num_wrong(flights: Iterable[Flight], life: Life) -> int:
+    """Wrong ones of the drafts of a sequence that these steps verify."""
+    rows = rows_in_flight(flights, life)
+    return sum(len(row.drafts) + 1 - len(row.sampled) for row in rows if row.final)
 
 
 class Cache:
