@@ -22,7 +22,17 @@ from common.config import MIXED, Config
 from common.limits import MAX_HOLD_S
 from kernels.no_token import NO_TOKEN
 from tests.unit.worker.engine.oracle_execution import Execution
-from tests.unit.worker.engine.oracle_records import COLUMNS, Cache, Flight, Life, Row, num_wrong, rank, rows_in_flight
+from tests.unit.worker.engine.oracle_records import (
+    COLUMNS,
+    Cache,
+    Flight,
+    Life,
+    Row,
+    check_totals,
+    num_wrong,
+    rank,
+    rows_in_flight,
+)
 from tests.unit.worker.engine.truth import TokenModel, Truth
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput
@@ -175,7 +185,9 @@ class Oracle:
         for row in flight.rows:
             self._grow(row.life, row.table, math.inf)
         self._check_order(flight, newcomers)
-        self._check_totals(batch, flight.rows)
+        check_totals(batch, flight.rows, self.config.max_num_batched_tokens)
+        running = sum(life.computed is not None for life in self.lives.values())
+        assert running <= self.config.max_num_seqs, f"{running} sequences run"
         self._check_phase(flight, decoding, bool(victims))
         self._check_cost(flight.rows)
         if self.config.scheduling_policy == MIXED:
@@ -206,7 +218,7 @@ class Oracle:
         """Without the last victim's blocks somebody, or itself, would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
-        end = last.start + num_wrong(self.flights, last) + 1
+        end = last.start + self._wrong(last) + 1
         own_need = max(0, -(-end // self.size) - len(last.table))
         free = self.scheduler.block_manager.num_free_blocks
         assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
@@ -223,16 +235,16 @@ class Oracle:
             for life in self.lives.values()
             if life.computed is not None
             and not life.prefilling
-            and (
-                not life.num_inflight
-                or not (life.awaited or self._ends_foreseeably(life, num_wrong(self.flights, life)))
-            )
+            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life, self._wrong(life))))
         ]
 
     def _ends_foreseeably(self, life: Life, wrong: int = 0) -> bool:
         """Whether its last token is known or in flight, for all that can be told if so many drafts are wrong."""
         most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
         return life.known + wrong >= min(most, self.max_model_len)
+
+    def _wrong(self, life: Life) -> int:
+        return num_wrong(self.flights, life)
 
     def _check_columns(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> None:
         ids = list(batch.req_ids)
@@ -255,7 +267,7 @@ class Oracle:
         assert batch.drafts_in_flight.get(seq.id, 0) == in_flight, (
             f"sequence {seq.id}: not {in_flight} drafts in flight"
         )
-        wrong = num_wrong(self.flights, life)
+        wrong = self._wrong(life)
         if life.computed is None:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
@@ -411,18 +423,6 @@ class Oracle:
             blocks.append(life.truth.state_before(life.known - 1))
         flights = [*self.flights, flight] if flight else self.flights
         return any(state in other.computing for other in flights for state in blocks)
-
-    def _check_totals(self, batch: ScheduledBatch, rows: list[Row]) -> None:
-        counts = [row.end - row.start for row in rows]
-        prefills = [count for count, row in zip(counts, rows, strict=True) if row.prefill]
-        assert sum(counts) <= self.config.max_num_batched_tokens, f"{sum(counts)} tokens"
-        assert batch.total_tokens_num == sum(counts)
-        assert batch.total_tokens_num_prefill == sum(prefills)
-        assert batch.total_tokens_num_decode == sum(counts) - sum(prefills)
-        assert batch.total_seqs_num == len(rows)
-        assert (batch.total_seqs_num_prefill, batch.total_seqs_num_decode) == (len(prefills), len(rows) - len(prefills))
-        running = sum(life.computed is not None for life in self.lives.values())
-        assert running <= self.config.max_num_seqs, f"{running} sequences run"
 
     def _check_phase(self, flight: Flight, decoding: list[Life], preempted: bool) -> None:
         """Who must be in the step, given its policy."""

@@ -127,6 +127,18 @@ def num_wrong(flights: Iterable[Flight], life: Life) -> int:
     return sum(len(row.drafts) + 1 - len(row.sampled) for row in rows if row.final)
 
 
+def check_totals(batch: ScheduledBatch, rows: list[Row], most_tokens: int) -> None:
+    """Sums of a batch are those of its rows, and no more tokens than a step may have."""
+    counts = [row.end - row.start for row in rows]
+    prefills = [count for count, row in zip(counts, rows, strict=True) if row.prefill]
+    assert sum(counts) <= most_tokens, f"{sum(counts)} tokens"
+    assert batch.total_tokens_num == sum(counts)
+    assert batch.total_tokens_num_prefill == sum(prefills)
+    assert batch.total_tokens_num_decode == sum(counts) - sum(prefills)
+    assert batch.total_seqs_num == len(rows)
+    assert (batch.total_seqs_num_prefill, batch.total_seqs_num_decode) == (len(prefills), len(rows) - len(prefills))
+
+
 class Cache:
     """Which block holds which published prefix, by what was seen; only a block that is taken anew loses its entry."""
 
