@@ -28,10 +28,12 @@ from tests.unit.worker.engine.oracle_records import (
     Flight,
     Life,
     Row,
+    blocks_in,
     check_totals,
     num_wrong,
     rank,
     rows_in_flight,
+    tail_in,
 )
 from tests.unit.worker.engine.truth import TokenModel, Truth
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -290,8 +292,8 @@ class Oracle:
         assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
         assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
         if life.prefilling:
-            flight.computing.update(self._blocks_in(life, start, end))
-            flight.computing.update(self._tail_in(life, end))
+            flight.computing.update(blocks_in(life, start, end, self.size))
+            flight.computing.update(tail_in(self.cache, life, end, self.size))
         flight.rows.append(row)
 
     def _check_row(self, row: Row) -> None:
@@ -383,21 +385,6 @@ class Oracle:
             oldest = min(self._released[other] for other in free)
             assert self._released[block] == oldest, f"block {block} is evicted before older ones"
 
-    def _blocks_in(self, life: Life, start: int, end: int) -> Iterable[int]:
-        """Hashes of the full blocks that a row computes, wholly or in part."""
-        last = min(-(-end // self.size), life.known // self.size)
-        return [life.truth.states[(j + 1) * self.size - 1] for j in range(start // self.size, last)]
-
-    def _tail_in(self, life: Life, end: int) -> Iterable[int]:
-        """The tail that a row up to `end` computes, wholly or in part, so that it can be found for the first time."""
-        last = life.known - 1
-        if self.cache is None or not life.seq.shares_prompt or life.first_token is not None:
-            return ()
-        if end <= last - last % self.size or not last % self.size:
-            return ()
-        state = life.truth.state_before(last)
-        return () if self.cache.tail(state) is not None else (state,)
-
     # Decisions.
 
     def _check_order(self, flight: Flight, newcomers: list[Life]) -> None:
@@ -418,7 +405,7 @@ class Oracle:
         """Whether a step in flight or in the making may compute a block of a sequence that waits."""
         if self.cache is None:
             return self.caching
-        blocks = [*self._blocks_in(life, 0, life.known)]
+        blocks = [*blocks_in(life, 0, life.known, self.size)]
         if life.seq.shares_prompt:
             blocks.append(life.truth.state_before(life.known - 1))
         flights = [*self.flights, flight] if flight else self.flights

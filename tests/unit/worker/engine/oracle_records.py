@@ -196,3 +196,20 @@ class Cache:
 def rank(life: Life) -> tuple[int, int]:
     """Order of the running set: classes, highest first, and within one as they were admitted."""
     return -life.seq.priority, life.serial
+
+
+def blocks_in(life: Life, start: int, end: int, size: int) -> list[int]:
+    """Hashes of the full blocks of so many slots that a row computes, wholly or in part."""
+    last = min(-(-end // size), life.known // size)
+    return [life.truth.states[(j + 1) * size - 1] for j in range(start // size, last)]
+
+
+def tail_in(cache: Cache | None, life: Life, end: int, size: int) -> list[int]:
+    """The tail that a row up to `end` computes, wholly or in part, so that it can be found for the first time."""
+    last = life.known - 1
+    if cache is None or not life.seq.shares_prompt or life.first_token is not None:
+        return []
+    if end <= last - last % size or not last % size:
+        return []
+    state = life.truth.state_before(last)
+    return [] if cache.tail(state) is not None else [state]
