@@ -478,18 +478,13 @@ class Oracle:
             return
         hits = self.cache.hits(head, self.size) if self.cache is not None else 0
         tables = [life.table for life in self.lives.values() if life.computed is not None]
-        in_use = self._num_in_use(head, hits, set(chain.from_iterable(tables)))
+        in_use = self.cache.num_in_use(head, hits, self.size, chain.from_iterable(tables)) if self.cache else 0
         free = self.scheduler.block_manager.num_free_blocks
         has_blocks = free >= -(-head.known // self.size) - in_use + len(tables)
         start = hits * self.size if self._tail(head, hits) is None else head.known - 1
         has_budget = head.known - start <= budget and self._can_afford(start, flight)
         is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted"
-
-    def _num_in_use(self, life: Life, hits: int, held: set[int]) -> int:
-        if self.cache is None:
-            return 0
-        return sum(self.cache.block(life.truth.states[(j + 1) * self.size - 1]) in held for j in range(hits))
 
     # Execution.
 

@@ -157,6 +157,11 @@ class Cache:
             found += 1
         return found
 
+    def num_in_use(self, life: Life, hits: int, size: int, held: Iterable[int]) -> int:
+        """Those of the first blocks of a sequence that others hold."""
+        blocks = set(held)
+        return sum(self._block_of.get(life.truth.states[(j + 1) * size - 1]) in blocks for j in range(hits))
+
     def tail(self, state: int) -> int | None:
         """The block that a prefix which ends inside a block ends in."""
         return self._block_of_tail.get(state)
