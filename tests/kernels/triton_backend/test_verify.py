@@ -52,7 +52,7 @@ def test_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_depend_on_their_number_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TritonBackend()
     monkeypatch.setattr(backend.linear, "apply", lambda x, packed: x + len(x))
-    checks = BitVerifier(backend, inner=32, outer=48).all("rows")
+    checks = BitVerifier(backend, inner=32, outer=48, rows=20).all("rows of")
     assert not any(check.passed for check in checks)
 
 

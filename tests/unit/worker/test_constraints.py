@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -99,26 +100,34 @@ def test_finished_answers_satisfy_their_constraints(engine: LLMEngine) -> None:
         assert choice["text"] in ("yes", "no", "maybe")
 
 
-def test_an_answer_is_the_same_among_others_in_chunks_and_after_preemption(runner: ModelRunner) -> None:
-    params = [*asked(), *asked(temperature=0.0), *asked(seed=9, n=2)]
-    alone = [answer for i in range(len(params)) for answer in engine_of(runner).generate(
-        [PROMPT], params[i], request_ids=[f"r{i}"])]  # fmt: skip
-    for options in (
-        {},
-        {"max_num_batched_tokens": 16},
-        {"num_kvcache_blocks": 8, "max_model_len": 128},
-        {"scheduling_policy": "mixed"},
-    ):
-        engine = engine_of(runner, **options)
-        # Long ones, so that there are too few blocks for all, however long grammars take to compile.
-        longest = 110 if "num_kvcache_blocks" in options else 30
-        plain = [{"max_tokens": longest, "seed": i, "ignore_eos": True} for i in range(4)]
-        found = generate(engine, [*params, *plain])[: len(alone)]
-        assert [(a["token_ids"], a["finish_reason"]) for a in found] == [
-            (a["token_ids"], a["finish_reason"]) for a in alone
-        ]
-        if "num_kvcache_blocks" in options:
-            assert engine.core.scheduler.lifecycle.num_preemptions > 0
+SETTINGS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunked": {"max_num_batched_tokens": 16},
+    "preempted": {"num_kvcache_blocks": 8, "max_model_len": 128},
+    "mixed": {"scheduling_policy": "mixed"},
+}
+MIXTURE = [*asked(), *asked(temperature=0.0), *asked(seed=9, n=2)]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> list[dict[str, Any]]:
+    """Answers of each request of the mixture alone."""
+    answers = (engine_of(runner).generate([PROMPT], one, request_ids=[f"r{i}"]) for i, one in enumerate(MIXTURE))
+    return list(itertools.chain.from_iterable(answers))
+
+
+@pytest.mark.parametrize("setting", slow_but({"chunked", "preempted"}, list(SETTINGS)))
+def test_an_answer_is_the_same_among_others(runner: ModelRunner, alone: list[dict[str, Any]], setting: str) -> None:
+    engine = engine_of(runner, **SETTINGS[setting])
+    # Long ones, so that there are too few blocks for all, however long grammars take to compile.
+    longest = 110 if setting == "preempted" else 30
+    plain = [{"max_tokens": longest, "seed": i, "ignore_eos": True} for i in range(4)]
+    found = generate(engine, [*MIXTURE, *plain])[: len(alone)]
+    assert [(a["token_ids"], a["finish_reason"]) for a in found] == [
+        (a["token_ids"], a["finish_reason"]) for a in alone
+    ]
+    if setting == "preempted":
+        assert engine.core.scheduler.lifecycle.num_preemptions > 0
 
 
 def test_neighbours_of_a_constrained_answer_are_left_alone(runner: ModelRunner) -> None:
