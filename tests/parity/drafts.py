@@ -6,7 +6,12 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from worker.engine.sequence import Sequence
+from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
+from worker.model.rejection_sampler import RejectionSampler
 
 # By seed and choice of a sequence: the tokens that it will have.
 Streams = Mapping[tuple[int, int], list[int]]
@@ -36,3 +41,22 @@ class RandomProposer:
         behind = self._streams.get((seq.seed, seq.choice), [])[seq.num_completion_tokens :]
         right = behind[: self._rnd.choice([count, count, self._rnd.randint(0, count)])]
         return right + [self._rnd.randrange(5, self._num_ids) for _ in range(count - len(right))]
+
+
+def sampled(step: LaunchedStep) -> SampledStep:
+    """A step whose tokens are on the device, as it is when they have come to the host."""
+    metadata, wrong = step.sampled.metadata, step.num_wrong
+    num_wrong = np.zeros(len(step.sampled.seq_ids), np.int64) if wrong is None else wrong.numpy()
+    accepted = RejectionSampler().accepted(metadata, step.drawn.tolist(), num_wrong)
+    behind = None if step.metadata.behind is None else step.metadata.behind.numpy()
+    tokens = dict(zip(step.sampled.seq_ids, accepted, strict=True))
+    return SampledStep(step.batch, tokens, step.token_ids.numpy(), step.states, step.kv_cache_data, behind)
+
+
+def launched(step: LaunchedStep, drafts: Mapping[int, list[int]]) -> LaunchedDrafts:
+    """Drafts of its sequences, as they are on the device."""
+    token_ids = torch.zeros(len(step.sampled.seq_ids), max(map(len, drafts.values()), default=0), dtype=torch.int64)
+    for place, seq_id in enumerate(step.sampled.seq_ids):
+        own = drafts.get(seq_id, [])
+        token_ids[place, : len(own)] = torch.tensor(own, dtype=torch.int64)
+    return LaunchedDrafts(token_ids, {seq_id: len(own) for seq_id, own in drafts.items()})

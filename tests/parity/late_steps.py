@@ -18,9 +18,10 @@ import torch
 from common.sampling_params import SamplingParams
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
+from tests.parity.drafts import launched, sampled
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
-from worker.model.draft_proposer import SampledStep
+from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.forward_context import KVCacheTensor
 from worker.model.model_runner import ModelRunner
 
@@ -272,3 +273,7 @@ class Telling:
             assert rows[: end - start] == tokens[start:end]
             assert rows[len(rows) - len(answer.fed) :] == answer.fed
         return {seq_id: self._answers[seq_id].made for seq_id in step.batch.req_ids if self._answers[seq_id].made}
+
+    def launch(self, step: LaunchedStep) -> LaunchedDrafts:
+        """Likewise of a step that nobody waits for."""
+        return launched(step, self.propose(sampled(step)))

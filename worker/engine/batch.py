@@ -204,7 +204,8 @@ _FIELDS: Final = (
     "num_spec_step",
     "scheduled_spec_decode_tokens",
     "drafts_in_flight",
-    "drafts_wanted",
+    "_drafts_wanted",
+    "_num_slots",
     "feeds_draft_model",
     "next_token_ids",
     "digested_blocks",
@@ -272,7 +273,8 @@ class ScheduledBatch:
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.drafts_in_flight: dict[int, int] = {}
-        self.drafts_wanted: dict[int, int] = {}
+        self._drafts_wanted: dict[int, int] = {}
+        self._num_slots: dict[int, int] = {}
         self.feeds_draft_model = False
         self.next_token_ids: dict[int, int] = {}
         self.digested_blocks: dict[int, bytes] = {}
@@ -318,6 +320,22 @@ class ScheduledBatch:
     def tables(self) -> list[list[int]]:
         """The sequences' own block tables, which may be longer than what the step needs, and may still grow."""
         return self._tables
+
+    @property
+    def drafts_wanted(self) -> dict[int, int]:
+        """See the class."""
+        return self._drafts_wanted
+
+    @drafts_wanted.setter
+    def drafts_wanted(self, wanted: dict[int, int]) -> None:
+        self._drafts_wanted = wanted
+        rows = zip(self.req_ids, self._tables, strict=True)
+        # A table may grow before the step is launched, by blocks that another sequence of the step still has.
+        self._num_slots = {seq_id: len(table) * self._block_size for seq_id, table in rows if seq_id in wanted}
+
+    def num_slots(self, i: int) -> int:
+        """Tokens that the block table of row i has room for, if the runner drafts behind it."""
+        return self._num_slots[self.req_ids[i]]
 
     def fields(self) -> dict[str, Any]:
         """All of the snapshot but columns, tables and histories, as lists and numbers."""

@@ -28,13 +28,15 @@ class DraftRows:
         starts: int64 [S], the first position of each.
         counts: int64 [S], rows of each, at least one.
         tables: the sequences' block tables, which cover the rows.
-        token_ids: int64 [T], of all rows.
+        token_ids: int64 [T], of all rows, on the host or on the device.
+        behind: int64 [S], on the device, by how much each stands further in front; None where none does.
     """
 
     starts: Ints
     counts: Ints
     tables: list[list[int]]
-    token_ids: Ints
+    token_ids: Ints | torch.Tensor
+    behind: torch.Tensor | None = None
 
     @property
     def last(self) -> Ints:
@@ -90,26 +92,39 @@ class DraftRunner:
             rows: to compute.
             states: [T, H].
             kv_cache_data: of `kv_cache_data`.
-            wanted: int64, ascending, rows whose results count, of each sequence none or the last one; None for all.
+            wanted: int64, ascending, rows whose results count, of each sequence none or its last ones; None for all.
         """
-        metadata, positions = self._metadata(rows)
+        metadata, positions, sequences = self._metadata(rows)
         metadata.wanted_rows = wanted
-        total = len(positions)
-        given = np.zeros((2, self._padded(total)), np.int64)
-        given[0, :total], given[1, :total] = rows.token_ids, positions
-        token_ids, there = to_device(given, self._kernels.device)
+        token_ids, there = self._inputs(rows, positions, sequences)
         return self._forward(forward, metadata, token_ids, there, states, kv_cache_data)
 
-    def chain(self, ends: Ints, counts: Ints, tables: list[list[int]]) -> ChainRows:
+    def _inputs(self, rows: DraftRows, positions: Ints, sequences: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions on the device, padded; the rows are of these sequences."""
+        total, device = len(positions), self._kernels.device
+        given = np.zeros((2, self._padded(total)), np.int64)
+        given[1, :total] = positions
+        if isinstance(rows.token_ids, np.ndarray):
+            given[0, :total] = rows.token_ids
+            token_ids, there = to_device(given, device)
+            return token_ids, there
+        given[0, :total] = sequences
+        of_rows, there = to_device(given, device)
+        if rows.behind is not None:
+            there[:total] -= rows.behind.index_select(0, of_rows[:total])
+        return torch.nn.functional.pad(rows.token_ids, (0, len(there) - total)), there
+
+    def chain(self, ends: Ints, counts: Ints, tables: list[list[int]], behind: torch.Tensor | None = None) -> ChainRows:
         """Rows of D sequences behind others, one after the other: their positions and slots, all at once.
 
         Args:
             ends: int64 [D], the position of the first row of each.
             counts: int64 [D], rows of each, not ascending.
             tables: which cover them.
+            behind: as of DraftRows.
         """
         covering = self._chain_tables.of_step(tables, -(-(ends + counts) // self._size))
-        return ChainRows.of(ends, counts, covering, self._size, self._kernels)
+        return ChainRows.of(ends, counts, covering, self._size, self._kernels, behind)
 
     @torch.inference_mode()
     def go_on(
@@ -151,8 +166,8 @@ class DraftRunner:
         with forward_context(metadata, self._config, context, kv_cache_data):
             return forward(token_ids, positions, states)[:total]
 
-    def _metadata(self, rows: DraftRows) -> tuple[AttentionMetaData, Ints]:
-        """Without its plan; and the positions of the rows."""
+    def _metadata(self, rows: DraftRows) -> tuple[AttentionMetaData, Ints, Ints]:
+        """Without its plan; and the positions and the sequences of the rows."""
         ends, positions, sequences = np.cumsum(rows.counts), rows.starts, np.arange(len(rows.counts))
         if ends[-1] > len(ends):
             sequences = np.repeat(sequences, rows.counts)
@@ -165,8 +180,9 @@ class DraftRunner:
             seq_lens=lengths,
             block_tables=tables,
             slot_mapping=tables[sequences, blocks] * self._size + offsets,
+            behind=rows.behind,
         )
-        return metadata, positions
+        return metadata, positions, sequences
 
 
 @dataclass(frozen=True)
@@ -180,6 +196,7 @@ class ChainRows:
         tables: of the sequences.
         borders: int64 [D + 1], 0 and on.
         positions: int64 [K, P] on the device, 0 for padding.
+        behind: as of DraftRows; `positions` are right.
     """
 
     counts: list[int]
@@ -188,9 +205,12 @@ class ChainRows:
     tables: Ints
     borders: Ints
     positions: torch.Tensor
+    behind: torch.Tensor | None
 
     @classmethod
-    def of(cls, ends: Ints, counts: Ints, tables: Ints, size: int, kernels: KernelBackend) -> ChainRows:
+    def of(
+        cls, ends: Ints, counts: Ints, tables: Ints, size: int, kernels: KernelBackend, behind: torch.Tensor | None
+    ) -> ChainRows:
         """Rows from `ends` on, so many of each sequence; blocks of `tables` have that size."""
         places, sequences = np.arange(counts[0])[:, None], np.arange(len(ends))
         is_there = places < counts
@@ -198,13 +218,19 @@ class ChainRows:
         blocks, offsets = np.divmod(positions, size)
         padding = -len(ends) % kernels.row_multiple
         padded = np.pad(positions, ((0, 0), (0, padding))) if padding else positions
+        there = to_device(padded, kernels.device)
+        if behind is not None:
+            # Where a sequence has no row there is a 0.
+            moved = (there[:, : len(ends)] - behind).clamp(min=0)
+            there = torch.cat((moved, there[:, len(ends) :]), dim=1)
         return cls(
             np.count_nonzero(is_there, axis=1).tolist(),
             positions + 1,
             tables[sequences, blocks] * size + offsets,
             tables,
             np.arange(len(ends) + 1),
-            to_device(padded, kernels.device),
+            there,
+            behind,
         )
 
     def at(self, place: int, padded: int) -> tuple[AttentionMetaData, torch.Tensor]:
@@ -215,5 +241,6 @@ class ChainRows:
             self.lengths[place, :count],
             self.tables[:count],
             self.slots[place, :count],
+            behind=None if self.behind is None else self.behind[:count],
         )
         return metadata, self.positions[place, :padded]

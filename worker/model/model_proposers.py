@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from typing_extensions import override
 
 from kernels.interface import KVCache
-from kernels.no_token import NO_TOKEN
+from kernels.upload import to_device
 from worker.config.architectures import CausalModel, DraftModel, model_class
 from worker.engine.batch import TokenHistory
 from worker.model.draft_chains import DraftChains
-from worker.model.draft_proposer import Ints, SampledStep
+from worker.model.draft_proposer import DraftedStep, Ints, LaunchedDrafts, LaunchedStep, SampledStep, before_no_token
 from worker.model.draft_runner import DraftRows, DraftRunner
 from worker.model.forward_context import KVCacheTensor
 from worker.model.sampler import Sampler
@@ -69,6 +69,52 @@ class StepRows:
         return cls(DraftRows(step.starts, counts + more, step.batch.tables, token_ids), places)
 
 
+@dataclass(frozen=True)
+class LaunchedRows:
+    """Likewise for a step whose tokens are on the device: also rows of drafts that are wrong.
+
+    These come behind all right ones of their sequence, so that no right row sees them; whatever stands at their places
+    later is written anew before it is read.
+
+    Attributes:
+        rows: of all sequences of the step.
+        places: int64 [T], rows of the step whose states they have; None for all in their order.
+    """
+
+    rows: DraftRows
+    places: Ints | None
+
+    @classmethod
+    def behind(cls, step: LaunchedStep) -> LaunchedRows:
+        """A row for each of the step, with the token behind it: what it has drawn, or the next one."""
+        total, drawn = len(step.token_ids), step.sampled.step_rows
+        sources = np.arange(1, total + 1)
+        sources[drawn] = total + np.arange(len(drawn))
+        open_ends = step.open_ends
+        sources[open_ends] = total + len(drawn) + np.arange(len(open_ends))
+        return cls(cls._rows(step, step.counts, sources), None)
+
+    @classmethod
+    def with_newest(cls, step: LaunchedStep, drafting: Iterable[int]) -> LaunchedRows:
+        """A row for each of the step, with its own token; and one more of these sequences, by places in the batch. Of
+        them a row has what the one in front has drawn: its own token, or the newest one, if that one is right."""
+        total, counts = len(step.token_ids), step.counts
+        more = np.zeros(len(counts), np.int64)
+        more[list(drafting)] = 1
+        shifts = np.cumsum(more) - more
+        sources = np.arange(total + int(more.sum())) - np.repeat(shifts, counts + more)
+        own = step.sampled.sequences
+        behind = (step.sampled.step_rows + shifts[own] + 1)[more[own] > 0]
+        places = np.minimum(sources, total - 1)
+        sources[behind] = total + np.flatnonzero(more[own])
+        return cls(cls._rows(step, counts + more, sources), places)
+
+    @staticmethod
+    def _rows(step: LaunchedStep, counts: Ints, sources: Ints) -> DraftRows:
+        starts = step.ends - step.counts
+        return DraftRows(starts, counts, step.batch.tables, step.take(sources), step.metadata.behind)
+
+
 class ModelProposer:
     """A draft model that goes on by itself: the states and the draft of one row are what the next one takes in.
 
@@ -104,12 +150,42 @@ class ModelProposer:
         drafts = self._chain(step, wanted, ends, states[torch.from_numpy(last)])
         return {step.batch.req_ids[i]: own for i, own in drafts.items()}
 
-    def wanted(self, step: SampledStep) -> dict[int, int]:
+    def launch(self, step: LaunchedStep) -> LaunchedDrafts:
+        """Likewise, without a look at a token, of a step in which no sequence that drafts has a history."""
+        wanted = self.wanted(step)
+        made = self.launched_rows(step, wanted)
+        device = step.states.device
+        states = step.states if made.places is None else step.states.index_select(0, to_device(made.places, device))
+        asked = _asked_rows(step, made.rows.last, wanted)
+        states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data, asked)
+        if not wanted:
+            return LaunchedDrafts(step.drawn.new_empty((len(step.sampled.seq_ids), 0)), {})
+        _, own, counts = _most_first(wanted)
+        ends, behind = made.rows.starts + made.rows.counts, step.behind(own)
+        last = to_device(made.rows.last[own], device)
+        if (wrong := step.num_wrong) is not None:
+            last = last - wrong.index_select(0, to_device(step.final_places[own], device))
+        drafts = self._links(step, own, counts, ends[own], states.index_select(0, last), behind)
+        return self._launched(step, own, counts, drafts)
+
+    @staticmethod
+    def _launched(step: LaunchedStep, own: Ints, counts: Ints, drafts: list[torch.Tensor]) -> LaunchedDrafts:
+        """Drafts of sequences by their places in the batch, those with more first, one after the other."""
+        made, borders = torch.cat(drafts), np.cumsum([0, *map(len, drafts[:-1])])
+        # Any of them stands where there is none.
+        sources = np.zeros((len(step.sampled.seq_ids), len(drafts)), np.int64)
+        is_there = np.arange(len(drafts)) < counts[:, None]
+        sources[step.final_places[own]] = np.where(is_there, np.arange(len(own))[:, None] + borders, 0)
+        token_ids = made.index_select(0, to_device(sources.ravel(), made.device)).view(sources.shape)
+        every = zip(own.tolist(), counts.tolist(), strict=True)
+        return LaunchedDrafts(token_ids, {step.batch.req_ids[i]: count for i, count in every})
+
+    def wanted(self, step: DraftedStep) -> dict[int, int]:
         """Drafts of the sequences that get any, by their places in the batch."""
         every = range(len(step.batch.req_ids))
         return {i: count for i in every if (count := self.num_drafts(step, i))}
 
-    def num_drafts(self, step: SampledStep, i: int) -> int:
+    def num_drafts(self, step: DraftedStep, i: int) -> int:
         """Drafts of a sequence, by its place in the batch."""
         return step.num_drafts(i)
 
@@ -121,6 +197,10 @@ class ModelProposer:
             wanted: places in the batch of the sequences that draft.
         """
         return StepRows.behind(step)
+
+    def launched_rows(self, step: LaunchedStep, wanted: Iterable[int]) -> LaunchedRows:
+        """Likewise of a step whose tokens are on the device."""
+        return LaunchedRows.behind(step)
 
     def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, positions, self._model.combine(states))
@@ -136,25 +216,52 @@ class ModelProposer:
         """
         if not wanted:
             return {}
-        # Those with fewer drafts come last, so that the others are the first ones at each place of the chain.
-        order = np.argsort(-np.array(list(wanted.values())), kind="stable")
-        own, counts = np.array(list(wanted), np.int64)[order], np.array(list(wanted.values()), np.int64)[order]
+        order, own, counts = _most_first(wanted)
         if len(own) > 1:
             last = last[torch.from_numpy(order).to(last.device)]
-        drafts = [self._draw(step, own, [], last)]
+        drafts = self._links(step, own, counts, ends[own], last)
+        made = torch.cat(drafts).tolist()
+        begins = [0, *accumulate(len(each) for each in drafts)]
+        runs = zip(own.tolist(), counts.tolist(), strict=True)
+        return {i: before_no_token(made[begin + at] for begin in begins[:count]) for at, (i, count) in enumerate(runs)}
+
+    def _links(
+        self,
+        step: DraftedStep,
+        own: Ints,
+        counts: Ints,
+        ends: Ints,
+        last: torch.Tensor,
+        behind: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Drafts at each place, int64 [C], of the sequences that have so many: the first ones.
+
+        Args:
+            step: behind which they stand.
+            own: int64 [D], sequences by their places in the batch.
+            counts: int64 [D], drafts of each, not ascending.
+            ends: int64 [D], position of the first row of each that has not been computed.
+            last: states [D, H] of the rows in front of these.
+            behind: int64 [D], on the device, by how much each sequence stands further in front; None where none does.
+        """
+        drafts = [self._draw(step, own, [], last, behind)]
         if counts[0] > 1:
-            rows = self._runner.chain(ends[own], counts - 1, [step.batch.tables[i] for i in own.tolist()])
+            rows = self._runner.chain(ends, counts - 1, [step.batch.tables[i] for i in own.tolist()], behind)
             for place, count in enumerate(rows.counts):
                 # Nobody looks at what comes behind NO_TOKEN.
                 newest = drafts[-1][:count].clamp(min=0)
                 last = self._runner.go_on(self._model.forward, rows, place, newest, last[:count], step.kv_cache_data)
-                drafts.append(self._draw(step, own[:count], drafts, last))
-        made = torch.cat(drafts).tolist()
-        begins = [0, *accumulate(len(each) for each in drafts)]
-        runs = zip(own.tolist(), counts.tolist(), strict=True)
-        return {i: _tokens(made[begin + at] for begin in begins[:count]) for at, (i, count) in enumerate(runs)}
+                drafts.append(self._draw(step, own[:count], drafts, last, behind))
+        return drafts
 
-    def _draw(self, step: SampledStep, own: Ints, drafts: list[torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    def _draw(
+        self,
+        step: DraftedStep,
+        own: Ints,
+        drafts: list[torch.Tensor],
+        states: torch.Tensor,
+        behind: torch.Tensor | None,
+    ) -> torch.Tensor:
         """int64 [C]: the next draft of the sequences in these places, the first ones of those that have such drafts."""
         if step.batch.is_greedy:
             return self._model.greedy(states, self._sampled_ids)
@@ -162,20 +269,45 @@ class ModelProposer:
         logits[:, self._sampled_ids :] = -torch.inf
         # Behind the last right row stands the newest token.
         positions = step.ends[own] + 1 + len(drafts)
-        histories = self._histories(step, own, drafts) if step.batch.histories else {}
-        return self._sampler.sample_rows(step.batch, own, positions, logits, histories)
+        histories = self._histories(step, own, drafts) if self._steers(step, own) else {}
+        behind = None if behind is None else behind[: len(own)]
+        return self._sampler.sample_rows(step.batch, own, positions, logits, histories, behind=behind)
 
     @staticmethod
-    def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
+    def _steers(step: DraftedStep, own: Ints) -> bool:
+        """True if one of the sequences in these places has a history."""
+        histories = step.batch.histories
+        return bool(histories) and not histories.keys().isdisjoint(own.tolist())
+
+    @staticmethod
+    def _histories(step: DraftedStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
         """By row, where they change logits, with the drafts up to the first that is no token: it is no id."""
         known = [each.tolist() for each in drafts]
-        every = ((row, step.history(i, _tokens(each[row] for each in known))) for row, i in enumerate(own.tolist()))
+        every = (
+            (row, step.history(i, before_no_token(each[row] for each in known))) for row, i in enumerate(own.tolist())
+        )
         return {row: history for row, history in every if history is not None}
 
 
-def _tokens(drafts: Iterable[int]) -> list[int]:
-    """Drafts up to the first that is no token."""
-    return list(takewhile(lambda token: token != NO_TOKEN, drafts))
+def _most_first(wanted: dict[int, int]) -> tuple[Ints, Ints, Ints]:
+    """Places of the sequences that draft, and how many drafts of each: those with fewer come last, so that the others
+    are the first ones at each place of the chain. In front of both, which of `wanted` each is."""
+    own, counts = np.array(list(wanted), np.int64), np.array(list(wanted.values()), np.int64)
+    order = np.argsort(-counts, kind="stable")
+    return order, own[order], counts[order]
+
+
+def _asked_rows(step: LaunchedStep, last: Ints, drafting: Iterable[int]) -> Ints:
+    """Rows of a draft model that may be the last right one of a sequence.
+
+    Args:
+        step: behind which it drafts.
+        last: int64 [S], the last row of each sequence of the step.
+        drafting: places of the sequences in the batch.
+    """
+    runs = step.sampled.rows_of
+    spans = [np.arange(last[i] + 1 - len(runs[i]), last[i] + 1) for i in drafting]
+    return np.concatenate(spans) if spans else last[:0]
 
 
 class EagleProposer(ModelProposer):
@@ -285,15 +417,18 @@ class SmallModelProposer(ModelProposer):
         return cls(small, rows, _sampler(target), target.sampled_ids)
 
     @override
-    def num_drafts(self, step: SampledStep, i: int) -> int:
+    def num_drafts(self, step: DraftedStep, i: int) -> int:
         # The newest token's KV is computed too.
-        num_slots = len(step.batch.tables[i]) * step.batch.block_size
         wanted = step.num_drafts(i)
-        return max(0, min(wanted, num_slots - step.num_tokens(i) + 1)) if wanted else 0
+        return max(0, min(wanted, step.batch.num_slots(i) - step.num_tokens(i) + 1)) if wanted else 0
 
     @override
     def rows(self, step: SampledStep, wanted: Iterable[int]) -> StepRows:
         return StepRows.with_newest(step, wanted)
+
+    @override
+    def launched_rows(self, step: LaunchedStep, wanted: Iterable[int]) -> LaunchedRows:
+        return LaunchedRows.with_newest(step, wanted)
 
 
 def _sampler(target: ModelRunner) -> Sampler:

@@ -30,7 +30,7 @@ from worker.grammars import Grammars, model_grammars
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
 from worker.model.draft_loading import DraftSource
-from worker.model.draft_proposer import DraftProposer, SampledStep
+from worker.model.draft_proposer import DraftProposer, LaunchedStep, SampledStep
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format
 from worker.model.forward_context import (
     Context,
@@ -338,12 +338,20 @@ class ModelRunner:
         last: SampledTokens,
         hidden: torch.Tensor,
     ) -> None:
-        """Lets a draft model propose behind the tokens, for which the launch waits: each sequence that drafts does."""
+        """Lets a draft model propose behind the tokens: where they stay on the device, without them, unless they change
+        what it draws; else the launch waits for them."""
         total = step.metadata.num_tokens
-        token_ids = step.token_ids[:total].cpu().numpy()
+        token_ids, states, kv_cache_data = step.token_ids[:total], hidden[:total], self._pool.draft_data
+        if self.sampler.waits_for_tokens and not _steers_drafts(batch):
+            num_wrong = last.num_wrong if batch.scheduled_spec_decode_tokens else None
+            launched = LaunchedStep(
+                batch, step.sampled, step.metadata, token_ids, last.ids, num_wrong, states, kv_cache_data
+            )
+            self.sampler.keep_drafts(proposer.launch(launched))
+            return
         there = step.metadata.behind
         behind = None if there is None else there.cpu().numpy()
-        drawn = SampledStep(batch, last.output.token_ids, token_ids, hidden[:total], self._pool.draft_data, behind)
+        drawn = SampledStep(batch, last.output.token_ids, token_ids.cpu().numpy(), states, kv_cache_data, behind)
         last.output.draft_token_ids = proposer.propose(drawn)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -473,6 +481,11 @@ def _with_forced(output: ScheduledBatchOutput, forced: dict[int, tuple[int, list
     if forced:
         output.forced_token_ids = forced
     return output
+
+
+def _steers_drafts(batch: ScheduledBatch) -> bool:
+    """True if penalties or masks change the drafts of a sequence."""
+    return any(batch.req_ids[i] in batch.drafts_wanted for i in batch.histories)
 
 
 def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:

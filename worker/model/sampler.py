@@ -27,6 +27,7 @@ from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns, TokenHistory
 from worker.grammars import Grammars
+from worker.model.draft_proposer import LaunchedDrafts
 from worker.model.grammar_masks import COMPLETE, NOT_CONFINED, Confined, GrammarMasks
 from worker.model.kv_digests import KvDigests
 from worker.model.layers.classifier import Classifier
@@ -85,6 +86,8 @@ class SampledTokens:
         self.place = dict(zip(rows.seq_ids, range(len(rows.seq_ids)), strict=True))
         self._rows = rows
         self._drafts: torch.Tensor | None = None
+        # Waits for drafts that were made on the device, of the sequences that have these tokens.
+        self._launched: Callable[[dict[int, tuple[int, ...]]], dict[int, list[int]]] | None = None
         # The host cannot compare drafts that it does not know.
         self._fetched = fetch(ids if rows.metadata.are_known else torch.cat((ids, self.num_wrong)))
         self._logprobs = logprobs
@@ -98,6 +101,8 @@ class SampledTokens:
         rows = self._rows
         tokens = self._accepted_tokens(rows.metadata, self._fetched())
         output = ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
+        if self._launched is not None:
+            output.draft_token_ids = self._launched(output.token_ids)
         if self._digests is not None:
             output.logit_digests = self._digests_of(output, self._digests())
         if self._kv_digests is not None:
@@ -159,6 +164,13 @@ class SampledTokens:
     def drafts(self, drafts: torch.Tensor) -> None:
         self._drafts = drafts
 
+    def take_drafts(self, drafts: LaunchedDrafts, fetch: Fetch) -> None:
+        """Takes the drafts that were made behind these tokens on the device."""
+        seq_ids = self._rows.seq_ids
+        fetched = fetch(drafts.token_ids.flatten()) if drafts.counts else list
+        self.drafts = drafts.token_ids
+        self._launched = lambda tokens: drafts.behind(seq_ids, tokens, fetched())
+
     def _accepted(self, output: ScheduledBatchOutput) -> Iterator[tuple[int, range]]:
         """Rows whose tokens count, of each sequence."""
         for (seq_id, tokens), run in zip(output.token_ids.items(), self._rows.rows_of.values(), strict=True):
@@ -215,6 +227,10 @@ class Sampler:
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep(SampledRows.of(ScheduledBatch({}, [], 0)), self.no_ids(), self.no_ids())
 
+    @property
+    def _fetch(self) -> Fetch:
+        return self._sampling.fetch if self._fetches else _fetch_when_asked
+
     def no_ids(self, count: int = 0) -> torch.Tensor:
         """int64 [count]: tokens of final rows that are not sampled."""
         return torch.zeros(count, dtype=torch.int64, device=self._kernels.device)
@@ -231,10 +247,13 @@ class Sampler:
         pooled: Pooled | None = None,
     ) -> SampledTokens:
         """Notes what a step of these tokens has sampled, for the next one, and what is to be put out with it."""
-        fetch: Fetch = self._sampling.fetch if self._fetches else _fetch_when_asked
         ends, self._constraint_ends = self._constraint_ends, {}
-        self.last = SampledTokens(rows, ids, token_ids, fetch, digests, logprobs, given, kv_digests, pooled, ends)
+        self.last = SampledTokens(rows, ids, token_ids, self._fetch, digests, logprobs, given, kv_digests, pooled, ends)
         return self.last
+
+    def keep_drafts(self, drafts: LaunchedDrafts) -> None:
+        """Notes what was drafted behind the tokens of the last step, for the next one, and to be put out with them."""
+        self.last.take_drafts(drafts, self._fetch)
 
     def begin(self, batch: ScheduledBatch, rows: SampledRows) -> None:
         """Begins, before a step computes anything, what takes time on other threads: grammars, and masks of the rows.

@@ -5,6 +5,7 @@ a model gives the tokens of plain decoding, captured or not.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,8 @@ from tests.covering import SAMPLED, slow_but
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.kernels.triton_backend.test_attention import BF16, FP8, FP16, FP32, PLAIN, pool
 from tests.kernels.triton_backend.test_latent import INDEX, Sequences, short_splits
-from tests.parity.drafts import RandomProposer
+from tests.parity.drafts import RandomProposer, streams_of
+from tests.parity.test_launched_drafts import Watched
 from worker.config.model_config import ModelConfig, ModelError
 from worker.llm_engine import LLMEngine
 from worker.model import verify_check
@@ -110,7 +112,7 @@ MODEL_LEN, NUM_TOKENS, K = 64, 8, 3
 PROMPTS: Final = [[7, 8, 9], list(range(20, 45)), [99] * 5]
 
 
-def engine(folder: Path, kernels: str, spec: SpeculativeConfig | None) -> LLMEngine:
+def engine(folder: Path, kernels: str, spec: SpeculativeConfig | None, *, deferred: bool = False) -> LLMEngine:
     config = Config(
         model=str(folder),
         dtype="float32",
@@ -119,6 +121,7 @@ def engine(folder: Path, kernels: str, spec: SpeculativeConfig | None) -> LLMEng
         num_kvcache_blocks=12,
         max_num_batched_tokens=24,
         speculative_config=spec,
+        deferred_output=deferred,
         compilation_config=CompilationConfig(cudagraph_capture_sizes=(1, 3) if kernels == "triton" else ()),
     )
     runner = ModelRunner(config, ModelConfig.from_folder(folder))
@@ -127,9 +130,9 @@ def engine(folder: Path, kernels: str, spec: SpeculativeConfig | None) -> LLMEng
     return LLMEngine(config, runner=runner)
 
 
-def answers(running: LLMEngine) -> list[dict[str, Any]]:
+def answers(running: LLMEngine, **changes: Any) -> list[dict[str, Any]]:
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2},
+        {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2, **changes},
         {"temperature": 0.0},
         {"temperature": 0.0},
     ]
@@ -171,3 +174,28 @@ def test_captured_steps_with_drafts_give_the_tokens_of_pytorch(
     assert any(max(rows) > 1 for rows in captured)
     assert method == EAGLE3 or any(len(set(rows)) > 1 for rows in captured)
     assert len(captured) >= drafting.core.num_steps - 4
+
+
+@pytest.mark.slow
+def test_drafts_behind_drafts_in_flight_are_those_of_pytorch(tmp_path: Path) -> None:
+    """A head goes on from rows that only the device knows, at positions that only it knows."""
+    folder = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
+    layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    head = str(make_eagle3_head(tmp_path / "head", folder, num_attention_heads=2, head_dim=16, **layers))
+    spec = SpeculativeConfig(K, EAGLE3, head, adaptive=False)
+    expected = answers(engine(folder, "torch", None), repetition_penalty=1.0)
+    made: list[dict[tuple[int, int], list[int]]] = []
+    for kernels in ("torch", "triton"):
+        drafting, seen = engine(folder, kernels, spec, deferred=True), Counter[str]()
+        runner: Any = drafting.core.runner
+        runner.sampler.waits_for_tokens = True
+        watched = Watched(runner, streams_of(expected), random.Random(1), seen)
+        found = answers(drafting, repetition_penalty=1.0)
+        assert [one["token_ids"] for one in found] == [one["token_ids"] for one in expected]
+        assert min(seen["drafts in flight"], seen["late drafts"]) > 0 == seen["waits"]
+        made.append({(each.seq.seed, each.count): each.drafts for each in watched.found})
+    both = made[0].keys() & made[1].keys()
+    assert len(both) > 5
+    for key in both:
+        count = min(len(own[key]) for own in made)
+        assert made[0][key][:count] == made[1][key][:count]

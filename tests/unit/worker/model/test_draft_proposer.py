@@ -18,11 +18,12 @@ from common.sampling_params import SamplingParams
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
 from tests.checkpoints import make_checkpoint
-from tests.parity.drafts import Streams, streams_of
+from tests.parity.drafts import Streams, launched, sampled, streams_of
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
-from worker.model.draft_proposer import SampledStep
+from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.forward_context import KVCacheTensor
 from worker.model.model_proposers import ModelProposer
 from worker.model.model_runner import ModelRunner
@@ -68,6 +69,9 @@ class Knowing:
             right = behind[: self._rnd.randint(0, most)]
             drafts[seq_id] = right + [self._rnd.randrange(5, 300) for _ in range(most - len(right))]
         return drafts
+
+    def launch(self, step: LaunchedStep) -> LaunchedDrafts:
+        return launched(step, self.propose(sampled(step)))
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +155,16 @@ def test_no_history_has_what_is_no_token() -> None:
     drafts = [torch.tensor([7, NO_TOKEN]), torch.tensor([8, 0])]
     found: dict[int, object] = {**ModelProposer._histories(step, np.array([3, 5]), drafts)}
     assert found == {0: [7, 8], 1: []}
+
+
+def test_drafts_have_the_slots_that_there_were_when_they_were_asked_for() -> None:
+    """Later blocks may be another sequence's as yet: the next step may be scheduled before this one is launched."""
+    seq = Sequence(list(range(5, 12)), 4, SamplingParams())
+    seq.block_table = [3, 1]
+    batch = ScheduledBatch({seq.id: seq}, [7], 7)
+    batch.drafts_wanted = {seq.id: 4}
+    step = SampledStep(batch, {seq.id: (9,)}, np.array(seq.token_ids), torch.zeros(7, 1), {})
+    # The eighth token, the newest one, has the last slot; that of the second draft has none.
+    assert step.num_drafts(0) == 2
+    seq.block_table.append(2)
+    assert step.num_drafts(0) == 2
