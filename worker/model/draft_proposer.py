@@ -219,18 +219,25 @@ class LaunchedStep:
         every = torch.cat((self.token_ids, self.drawn.clamp(min=0), given[len(sources) :]))
         return every.index_select(0, given[: len(sources)])
 
-    def behind(self, own: Ints) -> torch.Tensor | None:
-        """int64 [D], on the device: by how many tokens these sequences, by their places in the batch, are shorter than
-        the host says; None where all that it says is so."""
+    def stand(self, own: Ints, rows: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Finds where sequences stand, by their places in the batch.
+
+        Args:
+            own: int64 [D], these places.
+            rows: int64 [D], the last row of each.
+
+        Returns:
+            On the device, int64 [D]: the last right row of each; and by how many tokens it is shorter than the host
+            says, None where all that it says is so.
+        """
+        given = np.stack((rows, self.final_places[own], own))
+        last, places, sequences = to_device(given, self.token_ids.device)
         wrong, late = self.num_wrong, self.metadata.behind
-        if wrong is None and late is None:
-            return None
-        places, sequences = to_device(np.stack((self.final_places[own], own)), self.token_ids.device)
-        if wrong is not None:
-            wrong = wrong.index_select(0, places)
-        if late is None or wrong is None:
-            return wrong if late is None else late.index_select(0, sequences)
-        return wrong + late.index_select(0, sequences)
+        behind = None if late is None else late.index_select(0, sequences)
+        if wrong is None:
+            return last, behind
+        wrong = wrong.index_select(0, places)
+        return last - wrong, wrong if behind is None else wrong + behind
 
 
 def _with_slots(batch: ScheduledBatch, i: int, num_tokens: int) -> int:

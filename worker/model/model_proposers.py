@@ -154,17 +154,16 @@ class ModelProposer:
         """Likewise, without a look at a token, of a step in which no sequence that drafts has a history."""
         wanted = self.wanted(step)
         made = self.launched_rows(step, wanted)
-        device = step.states.device
-        states = step.states if made.places is None else step.states.index_select(0, to_device(made.places, device))
+        states = step.states
+        if made.places is not None:
+            states = states.index_select(0, to_device(made.places, states.device))
         asked = _asked_rows(step, made.rows.last, wanted)
         states = self._runner.run(self._enter, made.rows, states, step.kv_cache_data, asked)
         if not wanted:
             return LaunchedDrafts(step.drawn.new_empty((len(step.sampled.seq_ids), 0)), {})
         _, own, counts = _most_first(wanted)
-        ends, behind = made.rows.starts + made.rows.counts, step.behind(own)
-        last = to_device(made.rows.last[own], device)
-        if (wrong := step.num_wrong) is not None:
-            last = last - wrong.index_select(0, to_device(step.final_places[own], device))
+        ends = made.rows.starts + made.rows.counts
+        last, behind = step.stand(own, made.rows.last[own])
         drafts = self._links(step, own, counts, ends[own], states.index_select(0, last), behind)
         return self._launched(step, own, counts, drafts)
 
