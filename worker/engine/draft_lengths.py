@@ -31,6 +31,8 @@ _WEIGHT_OF_ALL: Final = 0.01
 # Verifications that what is known of all sequences stands for in a new one. Of many sequences those that had luck come
 # first, so luck must count little.
 _PRIOR: Final = 12
+# Verifications that say nothing yet of how often drafts are right.
+_FEW_VERIFIED: Final = 8
 # How much more tokens per second drafts must promise: to begin with them, and to go on.
 _LEAST_GAIN: Final = 1.05
 _LEAST_FURTHER_GAIN: Final = 1.02
@@ -90,6 +92,8 @@ class DraftLengths:
         self._for_prompts_s = 0.0
         # True if the last step has made the drafts that there are now, so that what they took is spent.
         self._are_made = False
+        # The last step in which a model made drafts: its rows, and these.
+        self._last_made: tuple[int, Proposal] | None = None
         # Over all sequences: what a new one begins with.
         self._rates = DraftRates()
 
@@ -166,8 +170,11 @@ class DraftLengths:
         if wall_s is not None and wall_s > duration_s and (self._between_s is None or (counts and proposal is None)):
             self._note_between(min(wall_s - duration_s, _LONGEST_BETWEEN * duration_s))
         if proposal is not None and self.proposals.are_known:
+            self._last_made = rows, proposal
             step_s = self.costs.verification(rows) if verifies else self.costs.of(rows)
-            self.proposals.note(proposal, (duration_s - step_s) / self.costs.level)
+            # No more than a plain step longer, as in the account.
+            longest_s = self.costs.level * self.proposals.of(proposal) + self.costs.of(num_seqs)
+            self.proposals.note(proposal, min(duration_s - step_s, longest_s) / self.costs.level)
         elif counts:
             self.costs.note(rows, duration_s, verifies=verifies)
         self._are_made = proposal is not None and proposal.longest > 0
@@ -181,7 +188,7 @@ class DraftLengths:
             self._savings.of_model |= proposal is not None
             self._plain_steps.drafted(by_model=proposal is not None)
         else:
-            self._plain_steps.passed(self.costs.level, self.proposals.level)
+            self._plain_steps.passed(self.costs.level, self._drafting_level)
 
     def _rests(self) -> bool:
         """True if a plain step need not be noted: while a model drafts nothing, some of them are enough."""
@@ -220,6 +227,21 @@ class DraftLengths:
         """Seconds from a step of so many rows, which verifies drafts and makes others, to the next one."""
         made_s = 0.0 if proposal is None else self.costs.level * self.proposals.of(proposal)
         return self.costs.verification(rows) + made_s + (self._between_s or 0.0)
+
+    @property
+    def _drafting_level(self) -> float:
+        """Level of steps for which a model drafts, beside that of plain ones: what the last one would take now, in what
+        the tables say, so that drafts count as much as they are of it."""
+        if self._last_made is None:
+            return 1.0
+        rows, proposal = self._last_made
+        rest_s, made_s = self.costs.verification(rows) / self.costs.level, self.proposals.of(proposal)
+        return (rest_s + made_s) / (rest_s + made_s / self.proposals.level)
+
+    @property
+    def knows_rates(self) -> bool:
+        """True if so many drafts were verified that a few wrong ones were no bad luck."""
+        return bool(self._rates.counts) and self._rates.counts[0] >= _FEW_VERIFIED
 
     @property
     def may_take_in(self) -> bool:
@@ -289,7 +311,7 @@ class DraftLengths:
     @property
     def compares(self) -> bool:
         """True if the next step is a plain one, to compare those with drafts with."""
-        return self._plain_steps.is_due(self.costs.level, self.proposals.level)
+        return self._plain_steps.is_due(self.costs.level, self._drafting_level)
 
     def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int) -> int:
         """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly

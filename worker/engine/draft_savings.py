@@ -15,9 +15,10 @@ from typing import Final
 _ALLOWED: Final = 0.01
 # Plain steps whose time is kept of what was saved, at most: by drafts that cost nothing to make, and by a model's.
 _MOST_KEPT: Final = 2.0
-_MOST_KEPT_OF_MODEL: Final = 12.0
-# One step with drafts counts at most as so many times what was expected, since it may have been interrupted.
-_LONGEST: Final = 3.0
+_MOST_KEPT_OF_MODEL: Final = 24.0
+# A step may have been interrupted. One with drafts counts for at most so many plain ones more than was expected, as a
+# plain one does (step_costs.py): it is interrupted as much more often as it is longer.
+_MOST_LONGER: Final = 1.0
 
 
 class DraftSavings:
@@ -55,7 +56,7 @@ class DraftSavings:
         """
         self._balance_s += _ALLOWED * (duration_s + unnoted_s)
         if expected_s is not None:
-            self._balance_s += plain_s - min(duration_s, _LONGEST * max(plain_s, expected_s))
+            self._balance_s += plain_s - min(duration_s, max(plain_s, expected_s) + _MOST_LONGER * plain_s)
         most_kept = _MOST_KEPT_OF_MODEL if self.of_model else _MOST_KEPT
         self._balance_s = min(self._balance_s, most_kept * plain_s)
         self._token_s = plain_s / num_seqs

@@ -25,6 +25,9 @@ _MOST_MISSED: Final = 1 / 2
 _LOOK_EVERY: Final = 32
 # After so many steps one makes a draft more than pays: how often that is right may be unknown, or have changed.
 _MORE_EVERY: Final = 16
+# Part of the wrong drafts that a trial takes for wrong; and where none was verified yet.
+_DOUBT: Final = 0.5
+_FIRST_DOUBT: Final = 0.1
 # Steps of a trial, and plain ones between two: at first, and at most.
 _TRIAL: Final = 8
 _SHORTEST_REST: Final = 64
@@ -100,13 +103,15 @@ class ModelDrafts:
         return self._tried(most, seqs, num_seqs)
 
     def _tried(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
-        """Drafts of a trial's step, as many as would bring most if they were wrong half as often; 0 without a trial."""
+        """Drafts of a trial's step, as many as would bring most if they were wrong half as often, or hardly ever where
+        nobody knows yet; 0 without a trial."""
         if self._trial == 0:
             self._until_trial -= 1
             if self._until_trial > 0 or not self._lengths.owes_nothing:
                 return 0
             self._trial = _TRIAL
-        if (count := self._best(most, seqs, num_seqs, doubt=0.5)) == 0:
+        doubt = _DOUBT if self._lengths.knows_rates else _FIRST_DOUBT
+        if (count := self._best(most, seqs, num_seqs, doubt)) == 0:
             self._lengths.proposals.forget()
         self._trial -= 1
         if count == 0 or self._trial == 0:

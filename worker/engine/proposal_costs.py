@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-# The newest proposals count so much in the level; and are taken for no more than so many expected ones.
+# The newest proposals count so much in the level, and may differ from what was expected by no more than so many times
+# that: to both sides, since what is taken off for their step varies as they do.
 _WEIGHT: Final = 0.1
-_LONGEST: Final = 4.0
+_MOST_UNEXPECTED: Final = 3.0
+# What is left of them at least, of what the table says: from nothing they could not grow again.
+_LEAST: Final = 1 / 16
 
 
 class Proposal(NamedTuple):
@@ -57,8 +60,9 @@ class ProposalCosts:
     def note(self, proposal: Proposal, duration_s: float) -> None:
         """A proposal has taken so long."""
         if (expected := self.of(proposal)) > 0.0:
-            ratio = min(max(duration_s / expected, 1 / _LONGEST), _LONGEST)
-            self.level *= 1 + _WEIGHT * (ratio - 1)
+            unexpected = duration_s / expected - 1
+            factor = 1 + _WEIGHT * min(max(unexpected, -_MOST_UNEXPECTED), _MOST_UNEXPECTED)
+            self.level = max(_LEAST, factor * self.level)
 
     def forget(self) -> None:
         """Takes half of what was learnt for over, where proposals took longer than the table says: nobody finds out

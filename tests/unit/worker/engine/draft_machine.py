@@ -39,14 +39,23 @@ class DraftMachine(ABC):
         num_seqs: that decode.
         seed: of the draws.
         noise: durations vary by this part.
+        interrupted: what else the machine does: how often in a second on average, and for how many seconds.
     """
 
     def __init__(
-        self, lengths: DraftLengths, right: float, cost: Cost, num_seqs: int, seed: int, noise: float = 0.0
+        self,
+        lengths: DraftLengths,
+        right: float,
+        cost: Cost,
+        num_seqs: int,
+        seed: int,
+        noise: float = 0.0,
+        interrupted: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.lengths, self.right, self.cost = lengths, right, cost
         self.seconds, self.tokens, self.verified = 0.0, 0, 0
         self._noise, self._rnd, self._ids = noise, random.Random(seed), count()
+        self._interrupted = interrupted
         self.seqs: dict[int, Sequence] = {}
         self.take(num_seqs)
 
@@ -63,8 +72,13 @@ class DraftMachine(ABC):
         return [int(self._rnd.random() >= self.right) for _ in range(most)]
 
     def varied(self, seconds: float) -> float:
-        """A duration that is so long on average."""
-        return seconds * (1 + self._rnd.uniform(-self._noise, self._noise))
+        """A duration that is so long on average, but for interruptions."""
+        often, longest = self._interrupted
+        left = seconds if often else 0.0
+        varied = seconds * (1 + self._rnd.uniform(-self._noise, self._noise))
+        while left > 0 and (left := left - self._rnd.expovariate(often)) > 0:
+            varied += longest
+        return varied
 
     def chosen(self, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The drafts that a step verifies of these."""

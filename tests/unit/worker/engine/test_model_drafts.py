@@ -6,6 +6,7 @@ Simulated (draft_machine.py); time is added up from the begin of each step to th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import TypeAlias
 
 import pytest
@@ -34,7 +35,7 @@ class Machine(DraftMachine):
     """Sequences with drafts of a model.
 
     Args:
-        right, cost, num_seqs, seed, noise: as of DraftMachine.
+        right, cost, num_seqs, seed, noise, interrupted: as of DraftMachine.
         first: seconds of the first draft of all sequences, and of taking up to 32 rows in; in proportion beyond.
         further: seconds of each further one.
         between: seconds between two steps.
@@ -54,6 +55,7 @@ class Machine(DraftMachine):
         seed: int,
         *,
         noise: float = 0.0,
+        interrupted: tuple[float, float] = (0.0, 0.0),
         believed: float = 1.0,
         cold: float = 0.0,
         answer: int = 0,
@@ -67,9 +69,9 @@ class Machine(DraftMachine):
         self.made = 0
         self._cold, self._answer = cold, answer
         self._num_plain, self._num_steps = COLD, 0
-        self._prompts_s = 0.0
+        self._prompts_s, self._saved = 0.0, 0.0
         self._drafts: dict[int, list[int]] = {}
-        super().__init__(lengths, right, cost, num_seqs, seed, noise)
+        super().__init__(lengths, right, cost, num_seqs, seed, noise, interrupted)
 
     @override
     def take(self, num_seqs: int) -> None:
@@ -136,13 +138,16 @@ class Machine(DraftMachine):
 
     def lost(self, steps: int) -> float:
         """Seconds that so many steps take longer than plain ones for the same tokens, beyond 2 % of the time, two
-        steps with all drafts and 20 plain ones: what is paid back later, and what was saved before."""
+        steps with all drafts and 20 plain ones: what is paid back later. What was saved before pays for 12 more."""
         seconds, tokens, prompts_s = self.seconds, self.tokens, self._prompts_s
         self.rate(steps)
         plain_s = (self.tokens - tokens) / self.plain + self._prompts_s - prompts_s
         rows = len(self.seqs) * (1 + MOST)
         dearest = self.cost(rows) + self.proposal_s(rows, MOST) + self.between
-        return self.seconds - seconds - 1.02 * plain_s - 2 * dearest - 20 * len(self.seqs) / self.plain
+        lost = self.seconds - seconds - 1.02 * plain_s - 2 * dearest - 20 * len(self.seqs) / self.plain
+        paid = min(self._saved, 12 * len(self.seqs) / self.plain)
+        self._saved = max(0.0, self._saved - (self.seconds - seconds - plain_s))
+        return lost - paid
 
     @property
     @override
@@ -207,6 +212,74 @@ def test_it_comes_close_to_the_best_number(right: float, costs: tuple[float, flo
     machine = Machine(right, curve([0.02]), *costs, num_seqs, 1)
     machine.rate(200)
     assert machine.rate(3000) >= 0.88 * best(machine)
+
+
+def gains_on_a_busy_machine(case: tuple[float, float, float, float, float], seed: int) -> None:
+    """Half of its time goes to others, for several steps at a time: plain steps and longer ones are delayed alike."""
+    right, first, further, often, longest = case
+    costs = curve([0.02]), first, further, 0.0
+    machine = Machine(right, *costs, 1, seed, interrupted=(often, longest), cold=0.5, answer=200)
+    machine.rate(300)
+    assert machine.rate(3000) * (1 + often * longest) >= 0.85 * best(machine)
+
+
+BUSY = [(0.95, 0.8, 0.6, 0.1, 10.0), (0.8, 0.4, 0.3, 0.1, 10.0), (0.6, 0.1, 0.1, 0.3, 3.0)]
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_a_busy_machine_gains_as_much(case: tuple[float, float, float, float, float]) -> None:
+    for seed in range(3):
+        gains_on_a_busy_machine(case, seed)
+
+
+BUSY_MUTANTS = [
+    Mutant("the longer, the more to blame", DraftSavings, "step", "+ _MOST_LONGER * plain_s", "* 3.0"),
+    Mutant("all of it is the model's", DraftLengths, "took", "min(duration_s - step_s, longest_s)",
+           "(duration_s - step_s)"),
+    Mutant("small proposals, large surprises", DraftLengths, "_drafting_level",
+           "return (rest_s + made_s) / (rest_s + made_s / self.proposals.level)", "return self.proposals.level"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", BUSY_MUTANTS, ids=lambda mutant: mutant.trap)
+def test_a_fault_on_a_busy_machine_shows(mutant: Mutant) -> None:
+    def gains(seed: int) -> None:
+        for case in BUSY:
+            gains_on_a_busy_machine(case, seed)
+
+    assert_noticed(mutant, gains, range(3))
+
+
+def test_levels_that_always_differ_are_no_news() -> None:
+    """Else there would be comparisons all the time on a busy machine."""
+
+    def comparisons(seed: int) -> int:
+        steps, rnd, plain, level = PlainSteps(), Random(seed), 0, 1.0
+        for _ in range(4000):
+            if steps.is_due(level, 1.0):
+                level = rnd.uniform(0.7, 1.3)
+                steps.passed(level, 1.0)
+                plain += 1
+            else:
+                steps.drafted(by_model=True)
+        return plain
+
+    def are_few(seed: int) -> None:
+        assert comparisons(seed) < 400
+
+    for seed in range(3):
+        are_few(seed)
+    threshold = "max(_SURPRISE, _MOST_USUAL * self._usual)"
+    assert_noticed(
+        Mutant("every difference is news", PlainSteps, "_compare", threshold, "_SURPRISE"), are_few, range(3)
+    )
+
+
+def test_an_expensive_model_that_is_nearly_always_right_is_tried() -> None:
+    """Nobody knows before the first trial how often it is right."""
+    machine = Machine(0.9, curve([0.02]), 0.8, 0.5, 0.0, 1, 1)
+    machine.rate(200)
+    assert machine.rate(1000) >= 0.95 * best(machine) > 1.1 * machine.plain
 
 
 def test_time_between_steps_is_what_drafts_save() -> None:
@@ -312,7 +385,7 @@ def test_plain_steps_behind_drafts_say_too_little_of_plain_ones() -> None:
     """They take longer, so that drafts pay for who compares with them, and for its account: not in truth."""
 
     def loses_nothing(seed: int) -> None:
-        assert Machine(0.4, curve([0.02]), 0.4, 0.4, 0.0, 1, seed, cold=1.0, answer=200).lost(900) <= 0
+        assert Machine(0.45, curve([0.02]), 0.3, 0.4, 0.0, 1, seed, cold=1.0, answer=200).lost(2000) <= 0
 
     mutant = Mutant("no settling", PlainSteps, "drafted", "self._settling = _SETTLING", "pass")
     assert_noticed(mutant, loses_nothing, range(3))
