@@ -228,7 +228,7 @@ FAULTS = [
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
     Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "seq.awaits_output or ", ""),
     Mutant("drafts-in-flight-unsaid", Drafter, "ask", "if self._is_deferred:", "if False:"),
-    Mutant("steered-ones-go-on", Drafter, "_is_late", ">= seq.steered_until", ">= 0"),
+    Mutant("steered-ones-go-on", Drafter, "_goes_on", ">= seq.steered_until", ">= 0"),
     Mutant("late-drafts-behind-the-end", Drafter, "_proposed", "seq.num_placeholder + seq.num_inflight_drafts", "1"),
     Mutant("late-drafts-without-slots", Drafter, "_fit", "+ 1 + count > seq.num_slots", "+ count > seq.num_slots"),
     Mutant("late-drafts-twice", Landing, "_take_drafts", " and not seq.num_placeholder", ""),

@@ -4,7 +4,7 @@ Invariants:
 - drafts take what decodes and prompts leave of the budget, and of the blocks: nobody waits for them, or is preempted;
 - a sequence drafts when all of its tokens are known, and no further than it can still put out;
 - with deferred output a runner that drafts knows the newest tokens and drafts first. So the next step may take both
-  from it, for sequences whose logits follow from no more than these (`_is_late`): as many drafts as the step in flight
+  from it, for sequences whose logits follow from no more than these (`_goes_on`): as many drafts as the step in flight
   makes, at the positions where they stand if all that it verifies are right;
 - which drafts there are changes how many tokens a step brings, never which.
 """
@@ -172,10 +172,14 @@ class Drafter:
             return
         seqs = batch.columns.by_id
         for seq_id, own in drafts.items():
-            seqs[seq_id].num_inflight_drafts += len(own)
-        for seq_id in drafts.keys() | made.keys():
             seq = seqs[seq_id]
-            seq.awaits_output = not self._is_late(seq)
+            seq.num_inflight_drafts += len(own)
+            seq.awaits_output = True
+        for seq_id in made:
+            seqs[seq_id].awaits_output = True
+        if self._model is not None and self._is_deferred:
+            for seq_id in drafts.keys() | made.keys():
+                seqs[seq_id].awaits_output = not self._goes_on(seqs[seq_id])
 
     def took(self, batch: ScheduledBatch, duration_s: float, wall_s: float | None) -> None:
         """Learns what a step took.
@@ -238,12 +242,11 @@ class Drafter:
         """Drafts that a sequence has blocks for, or would get."""
         return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.next_position - 1
 
-    def _is_late(self, seq: Sequence) -> bool:
-        """True if a sequence with drafts in flight can go on before it is known how many are right: what changes its
-        logits otherwise, or names them, is made from tokens and positions on the host."""
-        if self._model is None or not self._is_deferred or seq.logits_every:
-            return False
-        return len(seq.token_ids) + seq.num_placeholder >= seq.steered_until
+    @staticmethod
+    def _goes_on(seq: Sequence) -> bool:
+        """True if a sequence with a runner's drafts in flight can go on before it is known how many are right: what
+        changes its logits otherwise, or names them, is made from tokens and positions on the host."""
+        return not seq.logits_every and len(seq.token_ids) + seq.num_placeholder >= seq.steered_until
 
     def _waits_for_forced(self, seq: Sequence) -> bool:
         """True if tokens behind the one in flight bring more than the step that passes until it is there."""
