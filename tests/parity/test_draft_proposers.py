@@ -300,6 +300,24 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("method", slow_but({DRAFT_MODEL}, [MTP, DRAFT_MODEL]))
+def test_drafts_end_where_the_model_does(tmp_path: Path, method: str, is_deferred: bool) -> None:
+    """Its longest sequence ends within a block: there are slots behind it, and no angles for their positions."""
+    if method == MTP:
+        folder, spec = make_mtp_checkpoint(tmp_path / "model", "glm4_moe"), SpeculativeConfig(7, MTP, adaptive=False)
+    else:
+        folder = make_checkpoint(tmp_path / "model")
+        spec = SpeculativeConfig(7, DRAFT_MODEL, str(folder), adaptive=False)
+    config = Config(model=str(folder), dtype="float32", num_kvcache_blocks=60, speculative_config=spec)
+    for length in range(97, 103):
+        engine = LLMEngine(replace(config, max_model_len=length, deferred_output=is_deferred))
+        prompts = [[5 + i] * (length - 24 - i) for i in range(4)]
+        answers = engine.generate(prompts, [{"temperature": 0.0, "max_tokens": 99, "ignore_eos": True}] * 4)
+        assert [len(answer["token_ids"]) for answer in answers] == [24 + i for i in range(4)]
+        engine.close()
+
+
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_draft_model_of_another_tokenizer(tmp_path: Path, missing: bool) -> None:
     folder = make_checkpoint(tmp_path / "model")

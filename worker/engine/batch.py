@@ -329,12 +329,14 @@ class ScheduledBatch:
     @drafts_wanted.setter
     def drafts_wanted(self, wanted: dict[int, int]) -> None:
         self._drafts_wanted = wanted
-        rows = zip(self.req_ids, self._tables, strict=True)
-        # A table may grow before the step is launched, by blocks that another sequence of the step still has.
-        self._num_slots = {seq_id: len(table) * self._block_size for seq_id, table in rows if seq_id in wanted}
+        rows = zip(self._columns.rows, self._tables, strict=True)
+        # A table may grow before the step is launched, by blocks that another sequence of the step still has; and it
+        # may have slots behind the longest sequence that the model has positions for.
+        slots = ((s, min(len(table) * self._block_size, s.length_limit)) for s, table in rows)
+        self._num_slots = {s.id: count for s, count in slots if s.id in wanted}
 
     def num_slots(self, i: int) -> int:
-        """Tokens that the block table of row i has room for, if the runner drafts behind it."""
+        """Tokens that the block table of row i has room for, and that may come, if the runner drafts behind it."""
         return self._num_slots[self.req_ids[i]]
 
     def fields(self) -> dict[str, Any]:
@@ -358,7 +360,7 @@ class ScheduledBatch:
         return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:
-        """The newest token of each row, unless that is in flight. Drafts stand behind known tokens only."""
+        """The newest token of each row, unless that is in flight, and drafts behind it."""
         self.is_final = [True] * len(rows)
         self._last_tokens = [s.token_ids[-1] for s in rows]
         self.from_last_output = [s.num_placeholder > 0 for s in rows]
@@ -390,7 +392,7 @@ class ScheduledBatch:
 
     @cached_property
     def scheduled_tokens(self) -> list[list[int]]:
-        """Tokens that each row computes, without one that is in flight."""
+        """Tokens that each row computes; none of a row whose newest token is in flight."""
         drafts = self.scheduled_spec_decode_tokens
         rows = zip(self.req_ids, self._last_tokens, self.from_last_output, strict=True)
         return [[] if late else [token, *drafts.get(seq_id, ())] for seq_id, token, late in rows]
@@ -484,7 +486,7 @@ class ScheduledBatch:
 
     @property
     def late_rows(self) -> list[int]:
-        """Indices of the rows whose one token the runner's last step samples."""
+        """Indices of the rows whose newest token the runner's last step samples."""
         return [i for i, late in enumerate(self.from_last_output) if late]
 
     def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:

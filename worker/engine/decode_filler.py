@@ -45,6 +45,9 @@ class DecodeFiller:
         ready = [seq for seq in self._lifecycle.decodes() if self._goes_on(seq)]
         decoding, self._left_out = self._in_turn(ready, most)
         for seq in decoding:
+            if seq.num_inflight_drafts and not self._blocks.can_append(seq):
+                # Only if all of them are right does it need a further block.
+                continue
             # Victims are taken from the end, so none of them is in the step already.
             if seq.status is SequenceStatus.RUNNING and self._make_room(seq, step):
                 self._blocks.may_append(seq)

@@ -70,6 +70,8 @@ class DraftLengths:
         adapts: as above.
         costs: of steps.
         proposals: what a model takes that makes drafts.
+        are_made: True if the newest step makes the drafts that there are for the next one, so that what they take is
+            spent.
     """
 
     def __init__(self, most: int, *, adapts: bool) -> None:
@@ -90,10 +92,10 @@ class DraftLengths:
         self._unnoted_s = 0.0
         # Spent on prompts that a model has taken in though it may never draft behind them, beyond what time allows.
         self._for_prompts_s = 0.0
-        # True if the last step has made the drafts that there are now, so that what they took is spent.
-        self._are_made = False
-        # The last step in which a model made drafts: its rows, and these.
+        self.are_made = False
+        # The last step in which a model made drafts: its rows, and these; and at the last plain step that counted.
         self._last_made: tuple[int, Proposal] | None = None
+        self._compared_made: tuple[int, Proposal] | None = None
         # Over all sequences: what a new one begins with.
         self._rates = DraftRates()
 
@@ -114,7 +116,7 @@ class DraftLengths:
         """
         if not self.adapts:
             return dict(drafts)
-        if not drafts or self.compares or not (self._are_made or self._savings.allows):
+        if not drafts or self.compares or not (self.are_made or self._savings.allows):
             return {}
         gains = self._gains_of_all(drafts, seqs, rates)
         order = np.argsort(-gains, axis=None, kind="stable")
@@ -177,7 +179,7 @@ class DraftLengths:
             self.proposals.note(proposal, min(duration_s - step_s, longest_s) / self.costs.level)
         elif counts:
             self.costs.note(rows, duration_s, verifies=verifies)
-        self._are_made = proposal is not None and proposal.longest > 0
+        self.are_made = proposal is not None and proposal.longest > 0
         plain_s = self.plain_s(num_seqs)
         self._for_prompts_s = max(0.0, self._for_prompts_s - _FOR_PROMPTS * (passed_s + self._unnoted_s))
         # Drafts are also why plain steps behind them take longer.
@@ -188,6 +190,7 @@ class DraftLengths:
             self._savings.of_model |= proposal is not None
             self._plain_steps.drafted(by_model=proposal is not None)
         else:
+            self._compared_made = self._last_made
             self._plain_steps.passed(self.costs.level, self._drafting_level)
 
     def _rests(self) -> bool:
@@ -206,7 +209,7 @@ class DraftLengths:
             rows: of these, with the drafts that it verified.
         """
         self._plain_steps.prompted()
-        self._are_made = proposal is not None and proposal.longest > 0
+        self.are_made = proposal is not None and proposal.longest > 0
         if rows > num_seqs:
             self._savings.spend(self.costs.verification(rows) - self.costs.of(num_seqs))
         if proposal is None:
@@ -230,11 +233,11 @@ class DraftLengths:
 
     @property
     def _drafting_level(self) -> float:
-        """Level of steps for which a model drafts, beside that of plain ones: what the last one would take now, in what
-        the tables say, so that drafts count as much as they are of it."""
-        if self._last_made is None:
+        """By how much longer a step for which a model drafts is now than the tables say, beside a plain one: always the
+        same step until the next comparison."""
+        if self._compared_made is None:
             return 1.0
-        rows, proposal = self._last_made
+        rows, proposal = self._compared_made
         rest_s, made_s = self.costs.verification(rows) / self.costs.level, self.proposals.of(proposal)
         return (rest_s + made_s) / (rest_s + made_s / self.proposals.level)
 
@@ -331,7 +334,7 @@ class DraftLengths:
         # No step is shorter for having more rows.
         seconds = np.maximum(shortest, np.maximum.accumulate(self.costs.verifications(rows, most)))
         between_s = self._between_s or 0.0
-        least = 1.0 if self._are_made else self.least_gain
+        least = 1.0 if self.are_made else self.least_gain
         return least * num_tokens * ((seconds + between_s) / (shortest + between_s))
 
     def _gains_of_all(

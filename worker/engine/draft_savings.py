@@ -1,10 +1,10 @@
 """Account of the time that drafts save and cost. Pure, no clock.
 
 What steps with drafts take is compared with what plain ones would have taken for the same tokens. Losses may add up to
-a small part of all time; beyond that there are no drafts until it has grown again. So a decision that is wrong, for
-whatever reason, costs no more. Past gains pay for a few steps and no more, since what paid at one load does not at
-another; for more where a model drafts, so that a passage that is hard to draft does not end what pays on the whole:
-there it takes long until drafts are tried again.
+a small part of all time; beyond that there are no drafts until it has grown again. So a decision that is wrong costs
+hardly more, but for what looks like an interruption (`_MOST_LONGER`). Past gains pay for a few steps and no more, since
+what paid at one load does not at another; for more where a model drafts, so that a passage that is hard to draft does
+not end what pays on the whole: there it takes long until drafts are tried again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Final
 _ALLOWED: Final = 0.01
 # Plain steps whose time is kept of what was saved, at most: by drafts that cost nothing to make, and by a model's.
 _MOST_KEPT: Final = 2.0
-_MOST_KEPT_OF_MODEL: Final = 24.0
-# A step may have been interrupted. One with drafts counts for at most so many plain ones more than was expected, as a
-# plain one does (step_costs.py): it is interrupted as much more often as it is longer.
+_MOST_KEPT_OF_MODEL: Final = 18.0
+# A step may have been interrupted. It counts for at most so many times what was expected; one for which a model drafts
+# for at most so many plain ones more than that, as a plain one does (step_costs.py), since it takes several times as
+# long and is interrupted as much more often.
+_LONGEST: Final = 3.0
 _MOST_LONGER: Final = 1.0
 
 
@@ -56,7 +58,9 @@ class DraftSavings:
         """
         self._balance_s += _ALLOWED * (duration_s + unnoted_s)
         if expected_s is not None:
-            self._balance_s += plain_s - min(duration_s, max(plain_s, expected_s) + _MOST_LONGER * plain_s)
+            expected_s = max(plain_s, expected_s)
+            longest_s = expected_s + _MOST_LONGER * plain_s if self.of_model else _LONGEST * expected_s
+            self._balance_s += plain_s - min(duration_s, longest_s)
         most_kept = _MOST_KEPT_OF_MODEL if self.of_model else _MOST_KEPT
         self._balance_s = min(self._balance_s, most_kept * plain_s)
         self._token_s = plain_s / num_seqs

@@ -2,16 +2,18 @@
 
 Invariants:
 - drafts take what decodes and prompts leave of the budget, and of the blocks: nobody waits for them, or is preempted;
-- a sequence drafts when all of its tokens are known, and no further than it can still put out;
+- behind a sequence there are drafts of this side when all of its tokens are known; and no more drafts than it can
+  still put out;
 - with deferred output a runner that drafts knows the newest tokens and drafts first. So the next step may take both
-  from it, for sequences whose logits follow from no more than these (`_goes_on`): as many drafts as the step in flight
-  makes, at the positions where they stand if all that it verifies are right;
+  from it, for sequences whose logits follow from no more than these (`_needs_no_output`): as many drafts as the step in
+  flight makes, at the positions where they stand if all that it verifies are right;
 - which drafts there are changes how many tokens a step brings, never which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Final, Protocol
 
 from common.config_parts import NGRAM, SpeculativeConfig
@@ -165,21 +167,16 @@ class Drafter:
         batch.drafts_wanted = wanted
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """A step is in flight: what of its sequences the next one must wait for, if that is scheduled before."""
-        drafts, made = batch.scheduled_spec_decode_tokens, batch.drafts_wanted
-        self._coming = made
-        if not (drafts or made):
-            return
+        """Notes a step that is launched, before its output is counted as in flight, and which of its sequences cannot
+        go on before that is there."""
+        drafts, self._coming = batch.scheduled_spec_decode_tokens, batch.drafts_wanted
         seqs = batch.columns.by_id
         for seq_id, own in drafts.items():
+            seqs[seq_id].num_inflight_drafts += len(own)
+        may_go_on = self._model is not None and self._is_deferred
+        for seq_id in chain(drafts, self._coming):
             seq = seqs[seq_id]
-            seq.num_inflight_drafts += len(own)
-            seq.awaits_output = True
-        for seq_id in made:
-            seqs[seq_id].awaits_output = True
-        if self._model is not None and self._is_deferred:
-            for seq_id in drafts.keys() | made.keys():
-                seqs[seq_id].awaits_output = not self._goes_on(seqs[seq_id])
+            seq.awaits_output = not (may_go_on and self._needs_no_output(seq))
 
     def took(self, batch: ScheduledBatch, duration_s: float, wall_s: float | None) -> None:
         """Learns what a step took.
@@ -195,8 +192,11 @@ class Drafter:
             proposal = Proposal(batch.total_tokens_num, len(made), max(made.values(), default=0))
         if batch.total_seqs_num_prefill:
             self.lengths.took_prompts(proposal, batch.total_seqs_num_decode, batch.total_tokens_num_decode)
-            return
-        self.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s, wall_s, proposal)
+        else:
+            self.lengths.took(batch.total_seqs_num, batch.total_tokens_num, duration_s, wall_s, proposal)
+        if self._is_deferred:
+            # Those that there are for the next step are made by the one behind this.
+            self.lengths.are_made = bool(self._coming)
 
     def _most_made(self, batch: ScheduledBatch) -> dict[int, int]:
         """Most drafts that can be made behind each sequence of a step."""
@@ -243,7 +243,7 @@ class Drafter:
         return seq.num_slots + self._blocks.num_free_blocks * self._blocks.block_size - seq.next_position - 1
 
     @staticmethod
-    def _goes_on(seq: Sequence) -> bool:
+    def _needs_no_output(seq: Sequence) -> bool:
         """True if a sequence with a runner's drafts in flight can go on before it is known how many are right: what
         changes its logits otherwise, or names them, is made from tokens and positions on the host."""
         return not seq.logits_every and len(seq.token_ids) + seq.num_placeholder >= seq.steered_until

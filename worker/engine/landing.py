@@ -121,8 +121,7 @@ class Landing:
             )
         return finished
 
-    @staticmethod
-    def _take_drafts(batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
+    def _take_drafts(self, batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
         """Notes what the runner has drafted; the sequences need not wait for it any more."""
         seqs = batch.columns.by_id
         for seq_id in batch.scheduled_spec_decode_tokens:
@@ -130,9 +129,13 @@ class Landing:
         for seq_id in batch.drafts_wanted:
             seq = seqs[seq_id]
             seq.awaits_output = False
-            # A step that was launched meanwhile has taken them on the device.
-            if seq.status is SequenceStatus.RUNNING and not seq.num_placeholder:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            if not seq.num_placeholder:
                 seq.spec_token_ids = drafts.get(seq_id, [])
+            elif not seq.num_inflight_drafts and (own := drafts.get(seq_id)):
+                # The step that was launched meanwhile has left them; else it has taken them on the device.
+                self._lengths.decided({seq_id: own}, seqs, ())
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""

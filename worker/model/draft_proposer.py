@@ -64,10 +64,6 @@ class DraftedStep(Protocol):
         without the one behind it."""
         ...
 
-    def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
-        """History of a sequence behind the new tokens and these drafts, where it changes logits."""
-        ...
-
 
 @dataclass(frozen=True)
 class SampledStep:
@@ -143,7 +139,7 @@ class SampledStep:
         return _with_slots(self.batch, i, self.num_tokens(i))
 
     def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
-        """See DraftedStep."""
+        """History of a sequence behind the new tokens and these drafts, where it changes logits."""
         known = self.batch.histories.get(i)
         if known is None:
             return None
@@ -205,10 +201,6 @@ class LaunchedStep:
     def num_drafts(self, i: int) -> int:
         """See DraftedStep; some, too, where there is no newest token."""
         return _with_slots(self.batch, i, self.num_tokens(i)) if self.batch.is_final[i] else 0
-
-    def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
-        """See DraftedStep: no sequence that drafts has one."""
-        return None
 
     def take(self, sources: Ints) -> torch.Tensor:
         """int64, on the device: tokens by their places among those of all rows, those that are drawn, and those behind

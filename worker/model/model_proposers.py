@@ -268,18 +268,15 @@ class ModelProposer:
         logits[:, self._sampled_ids :] = -torch.inf
         # Behind the last right row stands the newest token.
         positions = step.ends[own] + 1 + len(drafts)
-        histories = self._histories(step, own, drafts) if self._steers(step, own) else {}
+        histories: dict[int, TokenHistory] = {}
+        # Where tokens stay on the device no sequence that drafts has any.
+        if isinstance(step, SampledStep) and step.batch.histories:
+            histories = self._histories(step, own, drafts)
         behind = None if behind is None else behind[: len(own)]
         return self._sampler.sample_rows(step.batch, own, positions, logits, histories, behind=behind)
 
     @staticmethod
-    def _steers(step: DraftedStep, own: Ints) -> bool:
-        """True if one of the sequences in these places has a history."""
-        histories = step.batch.histories
-        return bool(histories) and not histories.keys().isdisjoint(own.tolist())
-
-    @staticmethod
-    def _histories(step: DraftedStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
+    def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
         """By row, where they change logits, with the drafts up to the first that is no token: it is no id."""
         known = [each.tolist() for each in drafts]
         every = (

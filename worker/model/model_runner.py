@@ -338,8 +338,8 @@ class ModelRunner:
         last: SampledTokens,
         hidden: torch.Tensor,
     ) -> None:
-        """Lets a draft model propose behind the tokens: where they stay on the device, without them, unless they change
-        what it draws; else the launch waits for them."""
+        """Lets a draft model propose behind the tokens: where they stay on the device, without them, unless what it
+        draws behind one sequence follows from them in other ways; else the launch waits for all of them."""
         total = step.metadata.num_tokens
         token_ids, states, kv_cache_data = step.token_ids[:total], hidden[:total], self._pool.draft_data
         if self.sampler.waits_for_tokens and not _steers_drafts(batch):

@@ -220,8 +220,7 @@ class Oracle:
         """Without the last victim's blocks somebody, or itself, would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
-        end = last.start + self._wrong(last) + 1
-        own_need = max(0, -(-end // self.size) - len(last.table))
+        own_need = max(0, -(-(last.start + 1) // self.size) - len(last.table))
         free = self.scheduler.block_manager.num_free_blocks
         assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
 
@@ -237,13 +236,19 @@ class Oracle:
             for life in self.lives.values()
             if life.computed is not None
             and not life.prefilling
-            and (not life.num_inflight or not (life.awaited or self._ends_foreseeably(life, self._wrong(life))))
+            and (not life.num_inflight or not (life.awaited or self._waits(life)))
         ]
 
     def _ends_foreseeably(self, life: Life, wrong: int = 0) -> bool:
         """Whether its last token is known or in flight, for all that can be told if so many drafts are wrong."""
         most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
         return life.known + wrong >= min(most, self.max_model_len)
+
+    def _waits(self, life: Life) -> bool:
+        """Whether a sequence that needs no output may wait for it all the same: it may end, or need a block, and that
+        only if all of its drafts in flight are right."""
+        wrong, drafts = self._wrong(life), any(row.drafts for row in rows_in_flight(self.flights, life))
+        return self._ends_foreseeably(life, wrong) or (drafts and life.start + wrong >= len(life.table) * self.size)
 
     def _wrong(self, life: Life) -> int:
         return num_wrong(self.flights, life)

@@ -6,6 +6,7 @@ scheduler does, so the steps of a sequence overlap, but for one whose logits dep
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from itertools import repeat
@@ -16,8 +17,10 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.decode_filler import DecodeFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
+from worker.engine.step import Step
 from worker.simulation.runner import SimulatedRunner
 
 VOCAB, EOS, SIZE = 40, 0, 16
@@ -50,9 +53,12 @@ class TwoInFlight:
             self._look(batch)
             self.flights.append((batch, list(seqs.values()), self.runner.forward(batch)))
         if self.flights and (scheduled is None or len(self.flights) > 1):
-            batch, landed, output = self.flights.popleft()
-            self.sched.postprocess(landed, output, batch=batch, now=0.0)
+            self.land()
         self.sched.check_integrity()
+
+    def land(self) -> None:
+        batch, landed, output = self.flights.popleft()
+        self.sched.postprocess(landed, output, batch=batch, now=0.0)
 
     def _look(self, batch: ScheduledBatch) -> None:
         drafts = batch.scheduled_spec_decode_tokens
@@ -118,3 +124,28 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
     assert min(map(seen.__getitem__, events)) > 50
     assert accepted > 0
     assert preempted > 0
+
+
+def test_nobody_is_preempted_for_drafts_that_may_be_wrong() -> None:
+    """A sequence waits for its output where it needs a further block only if all of its drafts in flight are right."""
+
+    def step_beside(num_inflight_drafts: int) -> tuple[Scheduler, list[Sequence], Step]:
+        engine = TwoInFlight(4, SCHEDULING_POLICIES[0], num_blocks=6)
+        late, other = (Sequence([5 + i] * 11, SIZE, SamplingParams(max_tokens=60)) for i in range(2))
+        engine.sched.add_group([other, late])
+        engine.step()
+        engine.land()
+        manager = engine.sched.block_manager
+        manager.may_append(other, 16 * (manager.num_free_blocks + 1) - other.next_position)
+        # As if a step were in flight that computes up to the end of its last slot.
+        late.num_inflight_tokens, late.num_placeholder = late.num_slots - late.num_computed_tokens, 1
+        late.num_inflight_drafts = num_inflight_drafts
+        step = Step(64, math.inf)
+        DecodeFiller(engine.sched.lifecycle, deque([step]), engine.sched.drafter).fill(step)
+        return engine.sched, [other, late], step
+
+    sched, (other, _), step = step_beside(2)
+    assert list(step.seqs) == [other.id]
+    assert sched.lifecycle.num_preemptions == 0
+    sched, _, _ = step_beside(0)
+    assert sched.lifecycle.num_preemptions == 1

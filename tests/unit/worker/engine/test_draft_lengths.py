@@ -91,13 +91,14 @@ Workload: TypeAlias = tuple[list[float], float, int, float, int]
 
 
 def never_loses(workload: Workload) -> None:
-    """Whatever steps cost and however often drafts are right: from the first step on, and when it all changes."""
+    """Whatever steps cost and however often drafts are right: from the first step on, and when it all changes. But for
+    2 % of the time and eight plain steps: what is paid back later."""
     seconds, right, num_seqs, noise, seed = workload
-    machine = Machine(right, curve(seconds), num_seqs, seed, noise=noise)
-    assert machine.excess(250) <= 1.03
+    machine, num_steps = Machine(right, curve(seconds), num_seqs, seed, noise=noise), 250
+    assert machine.excess(num_steps) <= 1.02 + 8 / num_steps
     machine.take(33 - num_seqs)
     machine.right = 0.5 * right
-    assert machine.excess(250) <= 1.03
+    assert machine.excess(num_steps) <= 1.02 + 8 / num_steps
 
 
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))

@@ -40,9 +40,10 @@ def test_no_more_is_lost_than_a_small_part(steps: list[tuple[float, int]]) -> No
 
 
 def test_what_interrupts_a_step_counts_no_more_than_in_a_plain_one() -> None:
-    """However long a step with drafts is: it is no more to blame for what else the machine does."""
+    """However long a step is for which a model drafts: it is no more to blame for what else the machine does."""
     for expected_s in (1.0, 3.0):
         interrupted, longer = DraftSavings(), DraftSavings()
+        interrupted.of_model = longer.of_model = True
         interrupted.step(expected_s + 9.0, 1.0, 1, expected_s)
         longer.step(expected_s + 1.0, 1.0, 1, expected_s)
         # But for the part of the time that may be lost.

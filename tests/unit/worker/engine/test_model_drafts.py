@@ -233,7 +233,7 @@ def test_a_busy_machine_gains_as_much(case: tuple[float, float, float, float, fl
 
 
 BUSY_MUTANTS = [
-    Mutant("the longer, the more to blame", DraftSavings, "step", "+ _MOST_LONGER * plain_s", "* 3.0"),
+    Mutant("the longer, the more to blame", DraftSavings, "step", "if self.of_model else", "if False else"),
     Mutant("all of it is the model's", DraftLengths, "took", "min(duration_s - step_s, longest_s)",
            "(duration_s - step_s)"),
     Mutant("small proposals, large surprises", DraftLengths, "_drafting_level",

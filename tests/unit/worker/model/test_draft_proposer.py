@@ -99,7 +99,7 @@ def test_streams_with_drafts_of_the_runner(folder: Path, policy: str) -> None:
     runner.allocate_kv_cache(given.num_kvcache_blocks)
     spec = SpeculativeConfig(4, MTP, adaptive=False)
     drafting = LLMEngine(Config(**{**vars(given), "speculative_config": spec}), runner=runner)
-    for _ in range(4):
+    for _ in range(6):
         prompts = [[rnd.randrange(5, 300) for _ in range(rnd.randint(1, 40))] for _ in range(6)]
         params = [
             SamplingParams(temperature=rnd.choice([0, 1]), max_tokens=rnd.randint(1, 40), num_drafts=n)
