@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
+import numpy as np
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
@@ -225,7 +225,8 @@ def test_a_gap_is_an_error() -> None:
 
 def rows_of(tokens: list[int]) -> bytes:
     """Two words for each token, which tell what it is."""
-    return b"".join(struct.pack("<II", token, token ^ 1) for token in tokens)
+    ids = np.array(tokens, "<u4")
+    return np.stack((ids, ids ^ 1), axis=1).tobytes()
 
 
 @settings(max_examples=40)
