@@ -83,9 +83,9 @@ class AttentionMetaData:
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
         wanted_rows: int64 [W], ascending, rows whose hidden states are asked for, of each sequence none or its last
             ones; None for all rows.
-        behind: int64 [S] on the back end's device: so many tokens in front of its place by the arrays each sequence
-            really stands, because drafts whose verification the host has not heard of were wrong. `seq_lens` and slots
-            then are what they would be if all were right, and plans move them. None where all stand where they should.
+        behind: int64 [S] on the back end's device: by how many tokens each sequence is really shorter than the arrays
+            say, because of drafts that were wrong, of which the host does not know yet. `seq_lens` and slots are those
+            of the case that all were right, and plans correct them. None where the arrays are right.
         plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
     """
 

@@ -117,7 +117,7 @@ def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, b
 
 
 def _move(plan: StepPlan, metadata: AttentionMetaData, behind: torch.Tensor, block_size: int) -> None:
-    """Moves each sequence's rows so many tokens to the front: its keys end there, and other slots are written."""
+    """Moves each sequence's rows to positions that are so many lower: its keys end there, in other slots."""
     sequences = metadata.sequences
     given = to_device(np.stack((sequences, metadata.positions(sequences))), behind.device)
     positions = given[1] - behind.index_select(0, given[0])

@@ -70,7 +70,7 @@ class SampleTensors:
     masked: DeviceMaskedIds | None
 
     def moved(self, behind: torch.Tensor) -> SampleTensors:
-        """The same with tokens that are so many places further in front, int64 [S]."""
+        """The same with positions that are so many lower, int64 [S]."""
         positions = self.rows.positions - behind.to(torch.int32)
         return replace(self, rows=replace(self.rows, positions=positions))
 

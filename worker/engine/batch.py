@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -235,8 +234,8 @@ class ScheduledBatch:
     `scheduled_tokens[i]` is empty, and the runner takes the token from its last output (`input_tokens`). Its drafts are
     the first ones that the same step has made, any id for those that it has not; NO_TOKEN stands for each in
     `scheduled_spec_decode_tokens`. `num_computed_tokens` regards steps in flight as done, and all drafts that they
-    verify as right. `drafts_in_flight` says, by sequence, how many these are, where there are any: if some are wrong
-    (`num_wrong`) the row stands as many tokens further in front. Such sequences have no history.
+    verify as right. `drafts_in_flight` says, by sequence, how many these are, where there are any: the row stands as
+    many tokens earlier as of them are wrong. Such sequences have no history.
 
     Before it computes, and behind those digests, it makes `block_copies`, one after the other.
 
@@ -332,8 +331,8 @@ class ScheduledBatch:
         rows = zip(self._columns.rows, self._tables, strict=True)
         # A table may grow before the step is launched, by blocks that another sequence of the step still has; and it
         # may have slots behind the longest sequence that the model has positions for.
-        slots = ((s, min(len(table) * self._block_size, s.length_limit)) for s, table in rows)
-        self._num_slots = {s.id: count for s, count in slots if s.id in wanted}
+        size = self._block_size
+        self._num_slots = {s.id: min(len(table) * size, s.length_limit) for s, table in rows if s.id in wanted}
 
     def num_slots(self, i: int) -> int:
         """Tokens that the block table of row i has room for, and that may come, if the runner drafts behind it."""
@@ -501,35 +500,6 @@ class ScheduledBatch:
         seq_id, count = self.req_ids[i], self.num_scheduled_tokens[i] - 1
         drafts = (last_output.draft_token_ids or {}).get(seq_id, [])[:count]
         return [last_output.token_ids[seq_id][-1], *drafts, *[0] * (count - len(drafts))]
-
-    def settled(self, last_output: ScheduledBatchOutput) -> ScheduledBatch:
-        """The batch as it is when the runner's last step has ended: rows behind drafts in flight, and those with late
-        drafts, are at their places and have their tokens. The same batch if there are none."""
-        drafts = self.scheduled_spec_decode_tokens
-        late = [i for i in self.late_rows if self.req_ids[i] in drafts or self.req_ids[i] in self.drafts_in_flight]
-        if not late:
-            return self
-        batch, tokens = copy(self), self.input_tokens(last_output)
-        for name in ("context_lens", "last_block_num_tokens", "block_tables"):
-            vars(batch).pop(name, None)
-        batch.drafts_in_flight = {}
-        batch.from_last_output, batch.num_computed_tokens = [*self.from_last_output], [*self.num_computed_tokens]
-        batch.scheduled_spec_decode_tokens = dict(drafts)
-        for i in late:
-            batch.from_last_output[i] = False
-            batch.num_computed_tokens[i] -= self.num_wrong(i, last_output)
-            if self.req_ids[i] in drafts:
-                batch.scheduled_spec_decode_tokens[self.req_ids[i]] = tokens[i][1:]
-        rows = zip(tokens, batch.from_last_output, strict=True)
-        batch.scheduled_tokens = [[] if is_late else own for own, is_late in rows]
-        batch._last_tokens = [own[0] for own in tokens]
-        return batch
-
-    def num_wrong(self, i: int, last_output: ScheduledBatchOutput) -> int:
-        """Number of the drafts in flight of a row that were wrong: so much further in front it really stands."""
-        seq_id = self.req_ids[i]
-        count = self.drafts_in_flight.get(seq_id, 0)
-        return count + 1 - len(last_output.token_ids[seq_id]) if count else 0
 
     def token_histories(self, last_output: ScheduledBatchOutput) -> dict[int, TokenHistory]:
         """`histories` with the tokens that the runner's last step has sampled where they were missing."""

@@ -31,7 +31,7 @@ _WEIGHT_OF_ALL: Final = 0.01
 # Verifications that what is known of all sequences stands for in a new one. Of many sequences those that had luck come
 # first, so luck must count little.
 _PRIOR: Final = 12
-# Verifications that say nothing yet of how often drafts are right.
+# Fewer verifications say nothing of how often drafts are right.
 _FEW_VERIFIED: Final = 8
 # How much more tokens per second drafts must promise: to begin with them, and to go on.
 _LEAST_GAIN: Final = 1.05
@@ -243,7 +243,7 @@ class DraftLengths:
 
     @property
     def knows_rates(self) -> bool:
-        """True if so many drafts were verified that a few wrong ones were no bad luck."""
+        """True if enough drafts were verified to tell how often they are right."""
         return bool(self._rates.counts) and self._rates.counts[0] >= _FEW_VERIFIED
 
     @property

@@ -23,7 +23,7 @@ _LONGEST: Final = 512
 _SURPRISE: Final = 0.1
 _SURPRISE_OF_DRAFTING: Final = 0.2
 _LEAST_APART: Final = 16
-# A level is another one that differs by more than so many times what levels usually differ, in which the newest
+# A level is a new one if it differs by more than so many times the usual difference: a mean, in which the newest
 # comparison counts so much.
 _MOST_USUAL: Final = 2.0
 _USUAL_WEIGHT: Final = 0.2

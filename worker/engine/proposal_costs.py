@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-# The newest proposals count so much in the level, and may differ from what was expected by no more than so many times
-# that: to both sides, since what is taken off for their step varies as they do.
+# The newest proposals count so much in the level. They count as longer or shorter than expected by no more than so many
+# times that: in both directions alike, since the time of their step, which is subtracted, varies as much.
 _WEIGHT: Final = 0.1
 _MOST_UNEXPECTED: Final = 3.0
 # What is left of them at least, of what the table says: from nothing they could not grow again.

@@ -73,8 +73,8 @@ class SampledStep:
         batch, states, kv_cache_data: as of DraftedStep.
         tokens: the new tokens of each sequence that has any: its right drafts, and the one behind them.
         token_ids: int64 [T], tokens of all rows.
-        behind: int64 [S], by how much each sequence stands further in front than the batch says: its drafts that were
-            in flight when it was scheduled, and wrong; None where there were none.
+        behind: int64 [S], by how many tokens each sequence is shorter than the batch says: its drafts that were in
+            flight when it was scheduled, and wrong; None where there were none.
     """
 
     batch: ScheduledBatch

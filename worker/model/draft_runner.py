@@ -29,7 +29,7 @@ class DraftRows:
         counts: int64 [S], rows of each, at least one.
         tables: the sequences' block tables, which cover the rows.
         token_ids: int64 [T], of all rows, on the host or on the device.
-        behind: int64 [S], on the device, by how much each stands further in front; None where none does.
+        behind: int64 [S], on the device, by how much lower the positions of each really are; None where none are.
     """
 
     starts: Ints

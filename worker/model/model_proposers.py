@@ -241,7 +241,7 @@ class ModelProposer:
             counts: int64 [D], drafts of each, not ascending.
             ends: int64 [D], position of the first row of each that has not been computed.
             last: states [D, H] of the rows in front of these.
-            behind: int64 [D], on the device, by how much each sequence stands further in front; None where none does.
+            behind: int64 [D], on the device, by how much lower the positions of each really are; None where none are.
         """
         drafts = [self._draw(step, own, [], last, behind)]
         if counts[0] > 1:

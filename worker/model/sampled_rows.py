@@ -31,8 +31,8 @@ class SampledRows:
         positions: int64 [R], absolute positions of the tokens that are drawn, if all drafts in flight are right.
         step_rows: int64 [R], ascending, rows of the step.
         metadata: which of them verify drafts.
-        behind: int64 [R] on the back end's device: how many of them are wrong, so that the tokens stand so much further
-            in front; None where none are in flight.
+        behind: int64 [R] on the back end's device: how many of these are wrong, so that the positions are so many
+            lower; None where none are in flight.
     """
 
     seq_ids: list[int]

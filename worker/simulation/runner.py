@@ -20,6 +20,7 @@ from common.pooling import LABELS, MEAN, Pooling
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.pooling import MEAN_SCALE, PooledStates
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork
+from worker.simulation.late_drafts import settled
 
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3
@@ -119,7 +120,7 @@ class SimulatedRunner:
         if self.check_contexts:
             self._check_sharing(batch)
         self._copy_blocks(batch)
-        batch = batch.settled(self._last_output)
+        batch = settled(batch, self._last_output)
         inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
