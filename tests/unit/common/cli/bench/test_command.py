@@ -82,10 +82,12 @@ def every_other_fails(script: Script, request: Any, context: grpc.ServicerContex
     yield from answer(request, request.sampling_params.max_tokens)
 
 
+def gone(script: Script, request: Any, context: grpc.ServicerContext) -> Any:
+    context.abort(grpc.StatusCode.UNAVAILABLE, "no worker")
+
+
 def gone_after_three(script: Script, request: Any, context: grpc.ServicerContext) -> Any:
-    if len(script.requests) > 3:
-        context.abort(grpc.StatusCode.UNAVAILABLE, "no worker")
-    yield from answer(request, request.sampling_params.max_tokens)
+    return well(script, request, context) if len(script.requests) <= 3 else gone(script, request, context)
 
 
 class Script(PartialRouter):
@@ -244,14 +246,17 @@ def test_failures_are_told_and_do_not_count(
     assert result.stdout.startswith("LOAD")
 
 
-def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(serve: Bench) -> None:
-    serve.script.respond = gone_after_three
-    result = serve.run("--concurrency", "4", "--duration", "60s", "--output-len", "2", "--warmup", "0")
+@pytest.mark.parametrize(("concurrency", "respond"), [(1, gone_after_three), (4, gone)])
+def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(
+    serve: Bench, concurrency: int, respond: Respond
+) -> None:
+    """A hundred in turn, and those in flight with the hundredth; an answer that came late would begin a new hundred."""
+    serve.script.respond = respond
+    result = serve.run("--concurrency", str(concurrency), "--duration", "600s", "--output-len", "2", "--warmup", "0")
     assert isinstance(result.exception, CommandError)
     told = re.fullmatch(r"(\d+) of \d+ requests failed: \1 UNAVAILABLE: no worker", str(result.exception))
     assert told is not None
-    # A hundred in turn; some may have failed before the last one that did not, and in flight with the hundredth.
-    assert 100 <= int(told[1]) < 110
+    assert 100 <= int(told[1]) < 100 + concurrency
 
 
 def test_a_data_set_is_asked_as_it_stands(serve: Bench, tmp_path: Path) -> None:
