@@ -14,23 +14,26 @@ from common.cli.core.client import DEFAULT_ADDRESS
 
 # The shortest timeout that is one: 0 would end everything at once.
 SHORTEST_S: Final = 0.001
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|)")
+# Numerator and denominator: 35 / 1000 is the nearest number to 0.035, and 35 * 0.001 is not.
+_UNITS: Final = {"ms": (1, 1000), "s": (1, 1), "": (1, 1), "m": (60, 1), "h": (3600, 1)}
 
 
 def seconds(text: str) -> float:
-    """Seconds, from `250ms`, `0.25s` or `0.25`.
+    """Seconds, from `250ms`, `0.25s`, `0.25`, `5m` or `1h`.
 
     Raises:
         ValueError: it is not a duration.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a duration; use for example 250ms or 0.25s")
-    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+        raise ValueError(f"{text!r} is not a duration; use for example 250ms, 0.25s or 5m")
+    times, over = _UNITS[match[2]]
+    return float(match[1]) * times / over
 
 
 class Duration(click.ParamType[float]):
-    """Seconds, from `250ms`, `0.25s` or `0.25`: the one form of all durations of all commands.
+    """Seconds, from `250ms`, `0.25s`, `0.25`, `5m` or `1h`: the one form of all durations of all commands.
 
     Args:
         least: seconds, the shortest that is valid.

@@ -360,7 +360,7 @@ def test_no_router_is_said_with_what_to_do() -> None:
         (["--input-len", "9:3"], "is not a range of lengths; use LOW:HIGH"),
         (["--slo", "ttft=200ms,speed=1s"], "'speed=1s' is not an objective; use ttft, tpot, itl, latency"),
         (["--slo", "ttft=fast"], "'fast' is not a duration"),
-        (["--duration", "1h"], "'1h' is not a duration"),
+        (["--duration", "1d"], "'1d' is not a duration"),
         (["--requests", "0"], "'--requests'"),
     ],
 )

@@ -32,6 +32,14 @@ def test_all_durations_of_all_commands_have_one_form() -> None:
         assert each.type.convert("40s", each, None) == each.type.convert("40", each, None) == 40.0
 
 
+def test_every_unit_of_durations() -> None:
+    texts = ("35ms", "1.5s", ".25", "2", "5m", "0.5h")
+    assert [Duration().convert(text, None, None) for text in texts] == [0.035, 1.5, 0.25, 2.0, 300.0, 1800.0]
+    for text in ("1d", "5 m", "-1s", "s", "1e3"):
+        with pytest.raises(click.BadParameter, match=f"'{text}' is not a duration; use for example 250ms"):
+            Duration().convert(text, None, None)
+
+
 def grammar(option: click.Option) -> tuple[object, ...]:
     """What its variable may say."""
     kind = option.type
