@@ -83,9 +83,10 @@ class AttentionMetaData:
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
         wanted_rows: int64 [W], ascending, rows whose hidden states are asked for, of each sequence none or its last
             ones; None for all rows.
-        behind: int64 [S] on the back end's device: by how many tokens each sequence is really shorter than the arrays
-            say, because of drafts that were wrong, of which the host does not know yet. `seq_lens` and slots are those
-            of the case that all were right, and plans correct them. None where the arrays are right.
+        num_rejected: int64 [S] on the back end's device: how many of each sequence's drafts that were in flight were
+            wrong, which the host does not know yet; by so many tokens it is really shorter than the arrays say.
+            `seq_lens` and slots are those of the case that none was, and plans correct them. None where the arrays are
+            right.
         plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
     """
 
@@ -94,7 +95,7 @@ class AttentionMetaData:
     block_tables: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
     wanted_rows: npt.NDArray[np.int64] | None = None
-    behind: torch.Tensor | None = None
+    num_rejected: torch.Tensor | None = None
     plan: AttentionPlan = None
 
     @property
@@ -112,10 +113,10 @@ class AttentionMetaData:
         return np.arange(self.num_tokens) + (self.seq_lens - self.cu_seqlens_q[1:])[sequences]
 
     def moved(self, block_size: int) -> AttentionMetaData:
-        """The same step with arrays that are right, for back ends on the host: itself if nothing is `behind`."""
-        if self.behind is None:
+        """The same step with arrays that are right, for back ends on the host: itself if they are."""
+        if self.num_rejected is None:
             return self
-        step = replace(self, seq_lens=self.seq_lens - self.behind.numpy(), behind=None)
+        step = replace(self, seq_lens=self.seq_lens - self.num_rejected.numpy(), num_rejected=None)
         sequences = step.sequences
         blocks, offsets = np.divmod(step.positions(sequences), block_size)
         step.slot_mapping = step.block_tables[sequences, blocks] * block_size + offsets
@@ -781,12 +782,12 @@ class SamplingOps(Protocol):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/determinism.md.
 
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
-        before the sampled one, less `behind[i]` (int64 [S], on the device) where the host does not know it;
+        before the sampled one, less `num_rejected[i]` (int64 [S], on the device) where the host does not know it;
         `choices[i]` is the index of the answer. Penalties (kernels/penalties.py), then biases, then masks are written
         into `logits`.
         """

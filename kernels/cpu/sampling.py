@@ -41,9 +41,9 @@ class CpuSamplingOps(TorchSamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        positions = moved(positions, behind)
+        positions = moved(positions, num_rejected)
         return torch.from_numpy(sample(self._library, logits.numpy(), params, seeds, positions, choices))
 
     @override

@@ -32,9 +32,9 @@ class TorchSamplingOps(SamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        positions = moved(positions, behind)
+        positions = moved(positions, num_rejected)
         return torch.from_numpy(sampling.sample(logits.numpy(), params, seeds, positions, choices))
 
     @override
@@ -45,9 +45,9 @@ class TorchSamplingOps(SamplingOps):
         return lambda: stats
 
 
-def moved(positions: npt.NDArray[np.int64], behind: torch.Tensor | None) -> npt.NDArray[np.int64]:
+def moved(positions: npt.NDArray[np.int64], num_rejected: torch.Tensor | None) -> npt.NDArray[np.int64]:
     """The positions that `SamplingOps.sample` means."""
-    return positions if behind is None else positions - behind.numpy()
+    return positions if num_rejected is None else positions - num_rejected.numpy()
 
 
 def argmax(logits: torch.Tensor, limit: int) -> torch.Tensor:

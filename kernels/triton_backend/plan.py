@@ -111,20 +111,20 @@ def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, b
         ValueError: the step does not fit.
     """
     made = StepPlan.over(to_device(staged(metadata, shape), device), shape)
-    if metadata.behind is not None:
-        _move(made, metadata, metadata.behind, block_size)
+    if metadata.num_rejected is not None:
+        _move(made, metadata, metadata.num_rejected, block_size)
     return made
 
 
-def _move(plan: StepPlan, metadata: AttentionMetaData, behind: torch.Tensor, block_size: int) -> None:
+def _move(plan: StepPlan, metadata: AttentionMetaData, num_rejected: torch.Tensor, block_size: int) -> None:
     """Moves each sequence's rows to positions that are so many lower: its keys end there, in other slots."""
     sequences = metadata.sequences
-    given = to_device(np.stack((sequences, metadata.positions(sequences))), behind.device)
-    positions = given[1] - behind.index_select(0, given[0])
+    given = to_device(np.stack((sequences, metadata.positions(sequences))), num_rejected.device)
+    positions = given[1] - num_rejected.index_select(0, given[0])
     blocks = plan.block_tables[given[0], positions // block_size]
     # Rows of padding keep their -1.
     plan.slot_mapping[: len(sequences)].copy_(blocks * block_size + positions % block_size)
-    plan.seq_lens[: len(behind)].sub_(behind)
+    plan.seq_lens[: len(num_rejected)].sub_(num_rejected)
 
 
 def plan(metadata: AttentionMetaData, device: torch.device, block_size: int) -> StepPlan:

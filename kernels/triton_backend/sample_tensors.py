@@ -69,9 +69,9 @@ class SampleTensors:
     any_top_p: bool
     masked: DeviceMaskedIds | None
 
-    def moved(self, behind: torch.Tensor) -> SampleTensors:
+    def moved(self, num_rejected: torch.Tensor) -> SampleTensors:
         """The same with positions that are so many lower, int64 [S]."""
-        positions = self.rows.positions - behind.to(torch.int32)
+        positions = self.rows.positions - num_rejected.to(torch.int32)
         return replace(self, rows=replace(self.rows, positions=positions))
 
 

@@ -464,7 +464,7 @@ class TritonSamplingOps(SamplingOps):
         seeds: npt.NDArray[np.uint64],
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if params.penalties is not None:
             penalize(logits, params.penalties)
@@ -472,7 +472,7 @@ class TritonSamplingOps(SamplingOps):
         mask_others(logits, params.allowed)
         confine(logits, params.confined)
         tensors = prepare(params, seeds, positions, choices, self._device)
-        return sample(logits, tensors if behind is None else tensors.moved(behind))
+        return sample(logits, tensors if num_rejected is None else tensors.moved(num_rejected))
 
 
 def confine(logits: torch.Tensor, confined: AllowedBits | None) -> None:

@@ -45,12 +45,13 @@ class RandomProposer:
 
 def sampled(step: LaunchedStep) -> SampledStep:
     """A step whose tokens are on the device, as it is when they have come to the host."""
-    metadata, wrong = step.sampled.metadata, step.num_wrong
-    num_wrong = np.zeros(len(step.sampled.seq_ids), np.int64) if wrong is None else wrong.numpy()
-    accepted = RejectionSampler().accepted(metadata, step.drawn.tolist(), num_wrong)
-    behind = None if step.metadata.behind is None else step.metadata.behind.numpy()
+    metadata, wrong = step.sampled.metadata, step.num_rejected
+    num_rejected = np.zeros(len(step.sampled.seq_ids), np.int64) if wrong is None else wrong.numpy()
+    accepted = RejectionSampler().accepted(metadata, step.drawn.tolist(), num_rejected)
+    late = step.metadata.num_rejected
+    told = None if late is None else late.numpy()
     tokens = dict(zip(step.sampled.seq_ids, accepted, strict=True))
-    return SampledStep(step.batch, tokens, step.token_ids.numpy(), step.states, step.kv_cache_data, behind)
+    return SampledStep(step.batch, tokens, step.token_ids.numpy(), step.states, step.kv_cache_data, told)
 
 
 def launched(step: LaunchedStep, drafts: Mapping[int, list[int]]) -> LaunchedDrafts:

@@ -40,7 +40,7 @@ class Answer:
         count: tokens of it that have been generated, in flight or not.
         in_flight: drafts that the step in flight verifies of it; None if it has no part in that.
         fed: the drafts of its last step.
-        num_wrong: of these.
+        num_rejected: of these.
         made: drafts behind that step.
     """
 
@@ -50,7 +50,7 @@ class Answer:
     count: int = 0
     in_flight: int | None = None
     fed: list[int] = field(default_factory=list)
-    num_wrong: int = 0
+    num_rejected: int = 0
     made: list[int] = field(default_factory=list)
 
     @property
@@ -70,7 +70,7 @@ class Answer:
         num_right = 0
         while num_right < len(fed) and fed[num_right] == self.stream[self.count + num_right]:
             num_right += 1
-        self.num_wrong = len(fed) - num_right
+        self.num_rejected = len(fed) - num_right
         begin, self.count = self.count, self.count + num_right + 1
         return self.stream[begin : self.count]
 
@@ -224,8 +224,8 @@ class Ahead:
         self.seen["late drafts"] += len(told)
         self.seen["late without drafts"] += not told
         self.seen["missing drafts"] += len(told) > len(answer.made)
-        self.seen["behind"] += answer.num_wrong > 0
-        self.seen["right in flight"] += answer.num_wrong < answer.in_flight
+        self.seen["rejected in flight"] += answer.num_rejected > 0
+        self.seen["right in flight"] += answer.num_rejected < answer.in_flight
 
     def _land(self) -> None:
         if self._wait is None:

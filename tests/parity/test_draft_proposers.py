@@ -187,7 +187,7 @@ def _check(case: Case, setting: str, seen: Counter[str]) -> None:
 
 
 MUTANTS = [
-    Mutant("rows of wrong drafts", SampledStep, "right_rows", "-= num_wrong", "-= 0"),
+    Mutant("rows of wrong drafts", SampledStep, "right_rows", "-= num_rejected", "-= 0"),
     Mutant("nothing behind a chunk", SampledStep, "next_tokens", "known.get(seq_id, 0)", "0"),
     Mutant("noise of the first draft", ModelProposer, "_draw", "+ 1 + len(drafts)", "+ 1"),
     Mutant("a place before", ModelProposer, "_chain", "ends[own], last", "ends[own] - 1, last"),

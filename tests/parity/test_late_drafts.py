@@ -82,7 +82,14 @@ def check(runner: ModelRunner, kind: str, seeds: Iterable[int], *, on_host: bool
 )
 def test_tokens_are_those_of_plain_decodes(folder: Path, kernels: str, kind: str, on_host: bool, stays: bool) -> None:
     seen = check(runner_of(folder, kernels), kind, range(3), on_host=on_host, stays=stays)
-    for name in ("known drafts", "late drafts", "late without drafts", "missing drafts", "behind", "right in flight"):
+    for name in (
+        "known drafts",
+        "late drafts",
+        "late without drafts",
+        "missing drafts",
+        "rejected in flight",
+        "right in flight",
+    ):
         assert seen[name] > 10, name
 
 
@@ -107,8 +114,8 @@ def batch_of(seqs: list[Sequence], counts: list[int], drafts: dict[int, list[int
 
 
 MUTANTS = [
-    Mutant("nothing is wrong", Sampler, "num_wrong", "self.last.num_wrong.", "0 * self.last.num_wrong."),
-    Mutant("noise of another position", SampledRows, "moved", "replace(self, behind=", "replace(self, behind=0 * "),
+    Mutant("nothing is wrong", Sampler, "num_rejected", "self.last.num_rejected.", "0 * self.last.num_rejected."),
+    Mutant("noise of another position", SampledRows, "moved", "num_rejected=of_rows", "num_rejected=0 * of_rows"),
     Mutant("angles of another position", SampledRows, "moved", "positions -= ", "positions - "),
     Mutant("slots of other positions", ModelRunner, "prepare_model", "if batch.drafts_in_flight", "if False"),
     Mutant("the first row's token", SampledTokens, "newest", "self._verified.newest", "self.ids"),
@@ -128,7 +135,7 @@ def test_a_fault_shows(mutant: Mutant, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_draft_model_that_is_told_of_other_places_shows(folder: Path) -> None:
-    mutant = Mutant("starts by the batch", SampledStep, "starts", "if self.behind is None", "if True")
+    mutant = Mutant("starts by the batch", SampledStep, "starts", "if self.num_rejected is None", "if True")
     runner = runner_of(folder)
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check(runner, "greedy", range(3), on_host=True, stays=True)

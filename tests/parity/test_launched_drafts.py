@@ -81,8 +81,8 @@ class Watched:
         for place, seq_id in enumerate(step.sampled.seq_ids):
             if count := made.counts.get(seq_id, 0):
                 i, own = batch.req_ids.index(seq_id), token_ids[place, :count]
-                _, behind = step.stand(np.array([i]), np.zeros(1, np.int64))
-                num_tokens = step.num_tokens(i) - (0 if behind is None else int(behind))
+                _, num_rejected = step.stand(np.array([i]), np.zeros(1, np.int64))
+                num_tokens = step.num_tokens(i) - (0 if num_rejected is None else int(num_rejected))
                 own.copy_(torch.tensor(self._taken(batch, i, num_tokens, own.tolist())))
         return replace(made, token_ids=token_ids)
 
@@ -182,10 +182,10 @@ MUTANTS = [
     Mutant("nothing behind a chunk", LaunchedStep, "take", "known.get(seq_id, 0)", "0"),
     Mutant("the newest token stands elsewhere", LaunchedRows, "with_newest", "shifts[own] + 1)", "shifts[own])"),
     Mutant("rows of wrong drafts", LaunchedStep, "stand", "last - wrong", "last"),
-    Mutant("drafts in flight", LaunchedStep, "stand", "wrong + behind", "wrong + 0 * behind"),
-    Mutant("positions", DraftRunner, "_inputs", "-= rows.behind", "-= 0 * rows.behind"),
-    Mutant("positions behind wrong drafts", ChainRows, "of", "- behind)", ")"),
-    Mutant("noise behind wrong drafts", ModelProposer, "_draw", "behind[: len(own)]", "0 * behind[: len(own)]"),
+    Mutant("drafts in flight", LaunchedStep, "stand", "wrong + late", "wrong + 0 * late"),
+    Mutant("positions", DraftRunner, "_inputs", "-= rows.num_rejected", "-= 0 * rows.num_rejected"),
+    Mutant("positions behind wrong drafts", ChainRows, "of", "- num_rejected)", ")"),
+    Mutant("noise behind wrong drafts", ModelProposer, "_draw", "else num_rejected[", "else 0 * num_rejected["),
     Mutant("drafts of others", ModelProposer, "_launched", "+ borders", "+ 0 * borders"),
 ]  # fmt: skip
 

@@ -73,8 +73,8 @@ class SampledStep:
         batch, states, kv_cache_data: as of DraftedStep.
         tokens: the new tokens of each sequence that has any: its right drafts, and the one behind them.
         token_ids: int64 [T], tokens of all rows.
-        behind: int64 [S], by how many tokens each sequence is shorter than the batch says: its drafts that were in
-            flight when it was scheduled, and wrong; None where there were none.
+        num_rejected: int64 [S], drafts of each sequence that were in flight when it was scheduled, and wrong: by so
+            many tokens it is shorter than the batch says. None where there were none.
     """
 
     batch: ScheduledBatch
@@ -82,7 +82,7 @@ class SampledStep:
     token_ids: Ints
     states: torch.Tensor
     kv_cache_data: Mapping[str, KVCacheTensor]
-    behind: Ints | None = None
+    num_rejected: Ints | None = None
 
     @cached_property
     def begins(self) -> Ints:
@@ -94,7 +94,7 @@ class SampledStep:
     def starts(self) -> Ints:
         """int64 [S]: the position of that row."""
         starts = np.array(self.batch.num_computed_tokens, np.int64)
-        return starts if self.behind is None else starts - self.behind
+        return starts if self.num_rejected is None else starts - self.num_rejected
 
     @cached_property
     def right_rows(self) -> list[int]:
@@ -103,8 +103,8 @@ class SampledStep:
         if drafts:
             for i, seq_id in enumerate(self.batch.req_ids):
                 num_drafts = len(drafts.get(seq_id, ()))
-                num_wrong = num_drafts + 1 - len(self.new_tokens(i)) if num_drafts else 0
-                rows[i] -= num_wrong
+                num_rejected = num_drafts + 1 - len(self.new_tokens(i)) if num_drafts else 0
+                rows[i] -= num_rejected
         return rows
 
     @cached_property
@@ -161,7 +161,7 @@ class LaunchedStep:
         metadata: of its attention.
         token_ids: int64 [T], tokens of all rows, on the device.
         drawn: int64 [R], likewise, of those that are sampled.
-        num_wrong: int64 [F], likewise, drafts of each sequence that were wrong; None where there were none.
+        num_rejected: int64 [F], likewise, drafts of each sequence that were wrong; None where there were none.
     """
 
     batch: ScheduledBatch
@@ -169,7 +169,7 @@ class LaunchedStep:
     metadata: AttentionMetaData
     token_ids: torch.Tensor
     drawn: torch.Tensor
-    num_wrong: torch.Tensor | None
+    num_rejected: torch.Tensor | None
     states: torch.Tensor
     kv_cache_data: Mapping[str, KVCacheTensor]
 
@@ -224,12 +224,12 @@ class LaunchedStep:
         """
         given = np.stack((rows, self.final_places[own], own))
         last, places, sequences = to_device(given, self.token_ids.device)
-        wrong, late = self.num_wrong, self.metadata.behind
-        behind = None if late is None else late.index_select(0, sequences)
-        if wrong is None:
-            return last, behind
-        wrong = wrong.index_select(0, places)
-        return last - wrong, wrong if behind is None else wrong + behind
+        late = self.metadata.num_rejected
+        late = None if late is None else late.index_select(0, sequences)
+        if self.num_rejected is None:
+            return last, late
+        wrong = self.num_rejected.index_select(0, places)
+        return last - wrong, wrong if late is None else wrong + late
 
 
 def _with_slots(batch: ScheduledBatch, i: int, num_tokens: int) -> int:

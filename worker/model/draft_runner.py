@@ -29,14 +29,14 @@ class DraftRows:
         counts: int64 [S], rows of each, at least one.
         tables: the sequences' block tables, which cover the rows.
         token_ids: int64 [T], of all rows, on the host or on the device.
-        behind: int64 [S], on the device, by how much lower the positions of each really are; None where none are.
+        num_rejected: int64 [S], on the device, by how much lower the positions of each really are; None where none are.
     """
 
     starts: Ints
     counts: Ints
     tables: list[list[int]]
     token_ids: Ints | torch.Tensor
-    behind: torch.Tensor | None = None
+    num_rejected: torch.Tensor | None = None
 
     @property
     def last(self) -> Ints:
@@ -110,21 +110,23 @@ class DraftRunner:
             return token_ids, there
         given[0, :total] = sequences
         of_rows, there = to_device(given, device)
-        if rows.behind is not None:
-            there[:total] -= rows.behind.index_select(0, of_rows[:total])
+        if rows.num_rejected is not None:
+            there[:total] -= rows.num_rejected.index_select(0, of_rows[:total])
         return torch.nn.functional.pad(rows.token_ids, (0, len(there) - total)), there
 
-    def chain(self, ends: Ints, counts: Ints, tables: list[list[int]], behind: torch.Tensor | None = None) -> ChainRows:
+    def chain(
+        self, ends: Ints, counts: Ints, tables: list[list[int]], num_rejected: torch.Tensor | None = None
+    ) -> ChainRows:
         """Rows of D sequences behind others, one after the other: their positions and slots, all at once.
 
         Args:
             ends: int64 [D], the position of the first row of each.
             counts: int64 [D], rows of each, not ascending.
             tables: which cover them.
-            behind: as of DraftRows.
+            num_rejected: as of DraftRows.
         """
         covering = self._chain_tables.of_step(tables, -(-(ends + counts) // self._size))
-        return ChainRows.of(ends, counts, covering, self._size, self._kernels, behind)
+        return ChainRows.of(ends, counts, covering, self._size, self._kernels, num_rejected)
 
     @torch.inference_mode()
     def go_on(
@@ -180,7 +182,7 @@ class DraftRunner:
             seq_lens=lengths,
             block_tables=tables,
             slot_mapping=tables[sequences, blocks] * self._size + offsets,
-            behind=rows.behind,
+            num_rejected=rows.num_rejected,
         )
         return metadata, positions, sequences
 
@@ -196,7 +198,7 @@ class ChainRows:
         tables: of the sequences.
         borders: int64 [D + 1], 0 and on.
         positions: int64 [K, P] on the device, 0 for padding.
-        behind: as of DraftRows; `positions` are right.
+        num_rejected: as of DraftRows; `positions` are right.
     """
 
     counts: list[int]
@@ -205,11 +207,17 @@ class ChainRows:
     tables: Ints
     borders: Ints
     positions: torch.Tensor
-    behind: torch.Tensor | None
+    num_rejected: torch.Tensor | None
 
     @classmethod
     def of(
-        cls, ends: Ints, counts: Ints, tables: Ints, size: int, kernels: KernelBackend, behind: torch.Tensor | None
+        cls,
+        ends: Ints,
+        counts: Ints,
+        tables: Ints,
+        size: int,
+        kernels: KernelBackend,
+        num_rejected: torch.Tensor | None,
     ) -> ChainRows:
         """Rows from `ends` on, so many of each sequence; blocks of `tables` have that size."""
         places, sequences = np.arange(counts[0])[:, None], np.arange(len(ends))
@@ -219,9 +227,9 @@ class ChainRows:
         padding = -len(ends) % kernels.row_multiple
         padded = np.pad(positions, ((0, 0), (0, padding))) if padding else positions
         there = to_device(padded, kernels.device)
-        if behind is not None:
+        if num_rejected is not None:
             # Where a sequence has no row there is a 0.
-            moved = (there[:, : len(ends)] - behind).clamp(min=0)
+            moved = (there[:, : len(ends)] - num_rejected).clamp(min=0)
             there = torch.cat((moved, there[:, len(ends) :]), dim=1)
         return cls(
             np.count_nonzero(is_there, axis=1).tolist(),
@@ -230,7 +238,7 @@ class ChainRows:
             tables,
             np.arange(len(ends) + 1),
             there,
-            behind,
+            num_rejected,
         )
 
     def at(self, place: int, padded: int) -> tuple[AttentionMetaData, torch.Tensor]:
@@ -241,6 +249,6 @@ class ChainRows:
             self.lengths[place, :count],
             self.tables[:count],
             self.slots[place, :count],
-            behind=None if self.behind is None else self.behind[:count],
+            num_rejected=None if self.num_rejected is None else self.num_rejected[:count],
         )
         return metadata, self.positions[place, :padded]

@@ -112,7 +112,7 @@ class LaunchedRows:
     @staticmethod
     def _rows(step: LaunchedStep, counts: Ints, sources: Ints) -> DraftRows:
         starts = step.ends - step.counts
-        return DraftRows(starts, counts, step.batch.tables, step.take(sources), step.metadata.behind)
+        return DraftRows(starts, counts, step.batch.tables, step.take(sources), step.metadata.num_rejected)
 
 
 class ModelProposer:
@@ -163,8 +163,8 @@ class ModelProposer:
             return LaunchedDrafts(step.drawn.new_empty((len(step.sampled.seq_ids), 0)), {})
         _, own, counts = _most_first(wanted)
         ends = made.rows.starts + made.rows.counts
-        last, behind = step.stand(own, made.rows.last[own])
-        drafts = self._links(step, own, counts, ends[own], states.index_select(0, last), behind)
+        last, num_rejected = step.stand(own, made.rows.last[own])
+        drafts = self._links(step, own, counts, ends[own], states.index_select(0, last), num_rejected)
         return self._launched(step, own, counts, drafts)
 
     @staticmethod
@@ -231,7 +231,7 @@ class ModelProposer:
         counts: Ints,
         ends: Ints,
         last: torch.Tensor,
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Drafts at each place, int64 [C], of the sequences that have so many: the first ones.
 
@@ -241,16 +241,17 @@ class ModelProposer:
             counts: int64 [D], drafts of each, not ascending.
             ends: int64 [D], position of the first row of each that has not been computed.
             last: states [D, H] of the rows in front of these.
-            behind: int64 [D], on the device, by how much lower the positions of each really are; None where none are.
+            num_rejected: int64 [D], on the device, by how much lower the positions of each really are; None where none
+                are.
         """
-        drafts = [self._draw(step, own, [], last, behind)]
+        drafts = [self._draw(step, own, [], last, num_rejected)]
         if counts[0] > 1:
-            rows = self._runner.chain(ends, counts - 1, [step.batch.tables[i] for i in own.tolist()], behind)
+            rows = self._runner.chain(ends, counts - 1, [step.batch.tables[i] for i in own.tolist()], num_rejected)
             for place, count in enumerate(rows.counts):
                 # Nobody looks at what comes behind NO_TOKEN.
                 newest = drafts[-1][:count].clamp(min=0)
                 last = self._runner.go_on(self._model.forward, rows, place, newest, last[:count], step.kv_cache_data)
-                drafts.append(self._draw(step, own[:count], drafts, last, behind))
+                drafts.append(self._draw(step, own[:count], drafts, last, num_rejected))
         return drafts
 
     def _draw(
@@ -259,7 +260,7 @@ class ModelProposer:
         own: Ints,
         drafts: list[torch.Tensor],
         states: torch.Tensor,
-        behind: torch.Tensor | None,
+        num_rejected: torch.Tensor | None,
     ) -> torch.Tensor:
         """int64 [C]: the next draft of the sequences in these places, the first ones of those that have such drafts."""
         if step.batch.is_greedy:
@@ -272,8 +273,8 @@ class ModelProposer:
         # Where tokens stay on the device no sequence that drafts has any.
         if isinstance(step, SampledStep) and step.batch.histories:
             histories = self._histories(step, own, drafts)
-        behind = None if behind is None else behind[: len(own)]
-        return self._sampler.sample_rows(step.batch, own, positions, logits, histories, behind=behind)
+        num_rejected = None if num_rejected is None else num_rejected[: len(own)]
+        return self._sampler.sample_rows(step.batch, own, positions, logits, histories, num_rejected=num_rejected)
 
     @staticmethod
     def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:

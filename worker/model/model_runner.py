@@ -343,15 +343,15 @@ class ModelRunner:
         total = step.metadata.num_tokens
         token_ids, states, kv_cache_data = step.token_ids[:total], hidden[:total], self._pool.draft_data
         if self.sampler.waits_for_tokens and not _steers_drafts(batch):
-            num_wrong = last.num_wrong if batch.scheduled_spec_decode_tokens else None
+            wrong = last.num_rejected if batch.scheduled_spec_decode_tokens else None
             launched = LaunchedStep(
-                batch, step.sampled, step.metadata, token_ids, last.ids, num_wrong, states, kv_cache_data
+                batch, step.sampled, step.metadata, token_ids, last.ids, wrong, states, kv_cache_data
             )
             self.sampler.keep_drafts(proposer.launch(launched))
             return
-        there = step.metadata.behind
-        behind = None if there is None else there.cpu().numpy()
-        drawn = SampledStep(batch, last.output.token_ids, token_ids.cpu().numpy(), states, kv_cache_data, behind)
+        late = step.metadata.num_rejected
+        told = None if late is None else late.cpu().numpy()
+        drawn = SampledStep(batch, last.output.token_ids, token_ids.cpu().numpy(), states, kv_cache_data, told)
         last.output.draft_token_ids = proposer.propose(drawn)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -379,7 +379,7 @@ class ModelRunner:
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
-            behind=self.sampler.num_wrong(batch) if batch.drafts_in_flight else None,
+            num_rejected=self.sampler.num_rejected(batch) if batch.drafts_in_flight else None,
         )
         if self.draft_proposer is not None and self.draft_proposer.takes_states and batch.feeds_draft_model:
             metadata.wanted_rows = None
@@ -395,8 +395,8 @@ class ModelRunner:
         inputs = to_device(np.concatenate((given.ravel(), final_rows, target_rows)), self.kernels.device)
         token_ids = self.sampler.with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
-        if metadata.behind is not None:
-            sampled = sampled.moved(metadata.behind, rows, context.positions[:total])
+        if metadata.num_rejected is not None:
+            sampled = sampled.moved(metadata.num_rejected, rows, context.positions[:total])
         wanted, count = inputs[2 * padded :], len(final_rows)
         return ModelInput(token_ids, context, metadata, sampled, wanted[:count], wanted[count:], captured)
 

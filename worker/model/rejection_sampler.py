@@ -58,11 +58,11 @@ class Verified:
 
     Attributes:
         newest: int64 [F], the token behind the right drafts of each sequence; NO_TOKEN where there is none.
-        num_wrong: int64 [F], its other drafts.
+        num_rejected: int64 [F], its other drafts.
     """
 
     newest: torch.Tensor
-    num_wrong: torch.Tensor
+    num_rejected: torch.Tensor
 
 
 class RejectionSampler:
@@ -87,11 +87,11 @@ class RejectionSampler:
             metadata, token_ids, metadata.num_draft_tokens - np.minimum(reached, metadata.num_draft_tokens)
         )
 
-    def accepted(self, metadata: SpecDecodeMetadata, token_ids: list[int], num_wrong: Ints) -> list[tuple[int, ...]]:
+    def accepted(self, metadata: SpecDecodeMetadata, token_ids: list[int], num_rejected: Ints) -> list[tuple[int, ...]]:
         """`accept`, where somebody else has found how many drafts of each sequence are wrong, int64 [F]."""
         counts = metadata.num_draft_tokens
         firsts = metadata.bonus_logits_indices - counts
-        bounds = zip(firsts.tolist(), (counts - num_wrong).tolist(), strict=True)
+        bounds = zip(firsts.tolist(), (counts - num_rejected).tolist(), strict=True)
         return [tuple(token_ids[first : first + count + 1]) for first, count in bounds]
 
     def verify(self, metadata: SpecDecodeMetadata, token_ids: torch.Tensor, drafts: torch.Tensor) -> Verified:

@@ -31,7 +31,7 @@ class SampledRows:
         positions: int64 [R], absolute positions of the tokens that are drawn, if all drafts in flight are right.
         step_rows: int64 [R], ascending, rows of the step.
         metadata: which of them verify drafts.
-        behind: int64 [R] on the back end's device: how many of these are wrong, so that the positions are so many
+        num_rejected: int64 [R] on the back end's device: how many of these are wrong, so that the positions are so many
             lower; None where none are in flight.
     """
 
@@ -40,7 +40,7 @@ class SampledRows:
     positions: Ints
     step_rows: Ints
     metadata: SpecDecodeMetadata
-    behind: torch.Tensor | None = None
+    num_rejected: torch.Tensor | None = None
 
     @classmethod
     def of(cls, batch: ScheduledBatch) -> SampledRows:
@@ -59,18 +59,18 @@ class SampledRows:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def moved(self, behind: torch.Tensor, sequences: Ints, positions: torch.Tensor) -> SampledRows:
-        """The same with `behind`, which is taken off the positions of all rows of the step too.
+    def moved(self, num_rejected: torch.Tensor, sequences: Ints, positions: torch.Tensor) -> SampledRows:
+        """The same with `num_rejected`, which is taken off the positions of all rows of the step too.
 
         Args:
-            behind: int64 [S], of the sequences.
+            num_rejected: int64 [S], of the sequences.
             sequences: int64 [T], of the step's rows.
             positions: int64 [T], changed.
         """
-        places = to_device(np.concatenate((sequences, self.sequences)), behind.device)
-        of_rows = behind.index_select(0, places)
+        places = to_device(np.concatenate((sequences, self.sequences)), num_rejected.device)
+        of_rows = num_rejected.index_select(0, places)
         positions -= of_rows[: len(sequences)]
-        return replace(self, behind=of_rows[len(sequences) :])
+        return replace(self, num_rejected=of_rows[len(sequences) :])
 
     @property
     def draft_rows(self) -> Ints:

@@ -89,7 +89,7 @@ class SampledTokens:
         # Waits for drafts that were made on the device, of the sequences that have these tokens.
         self._launched: Callable[[dict[int, tuple[int, ...]]], dict[int, list[int]]] | None = None
         # The host cannot compare drafts that it does not know.
-        self._fetched = fetch(ids if rows.metadata.are_known else torch.cat((ids, self.num_wrong)))
+        self._fetched = fetch(ids if rows.metadata.are_known else torch.cat((ids, self.num_rejected)))
         self._logprobs = logprobs
         self._given = given
         self._kv_digests = kv_digests
@@ -142,9 +142,9 @@ class SampledTokens:
         return self._verified.newest if len(self._rows.metadata.draft_token_ids) else self.ids
 
     @property
-    def num_wrong(self) -> torch.Tensor:
+    def num_rejected(self) -> torch.Tensor:
         """int64 [F], on the device: how many of each sequence's drafts were wrong."""
-        return self._verified.num_wrong
+        return self._verified.num_rejected
 
     @property
     def drafts(self) -> torch.Tensor:
@@ -378,12 +378,12 @@ class Sampler:
         rows, cells_there = to_device(cells, self._kernels.device)
         token_ids.index_copy_(0, rows, drafts.flatten().index_select(0, cells_there).clamp(min=0))
 
-    def num_wrong(self, batch: ScheduledBatch) -> torch.Tensor:
+    def num_rejected(self, batch: ScheduledBatch) -> torch.Tensor:
         """int64 [S], on the device: how many of each sequence's drafts in flight were wrong."""
         in_flight = batch.drafts_in_flight
         places = [self.last.place[seq_id] if seq_id in in_flight else -1 for seq_id in batch.req_ids]
         there = to_device(np.array(places, np.int64), self._kernels.device)
-        return torch.where(there < 0, 0, self.last.num_wrong.index_select(0, there.clamp(min=0)))
+        return torch.where(there < 0, 0, self.last.num_rejected.index_select(0, there.clamp(min=0)))
 
     def _histories(self, batch: ScheduledBatch, rows: SampledRows) -> tuple[dict[int, TokenHistory], dict[int, int]]:
         """Histories of the rows that have any, and where the last step has the newest token of some of them.
@@ -440,7 +440,7 @@ class Sampler:
             (_, histories, masks), self._begun = self._begun, None
             late, confined = {}, masks.result()
         return self.sample_rows(
-            batch, rows.sequences, rows.positions, logits, histories, late, confined, behind=rows.behind
+            batch, rows.sequences, rows.positions, logits, histories, late, confined, num_rejected=rows.num_rejected
         )
 
     def sample_rows(
@@ -452,7 +452,7 @@ class Sampler:
         histories: dict[int, TokenHistory],
         late: Mapping[int, int] = _NONE_LATE,
         confined: Confined | None = None,
-        behind: torch.Tensor | None = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """int64 [R]: the tokens of any rows.
 
@@ -464,7 +464,7 @@ class Sampler:
             histories: by row, where they change logits.
             late: of those rows that have one more token, where the last step has it.
             confined: masks of grammars, where they are made already.
-            behind: int64 [R] on the device, which has to be taken off the positions; None for nothing.
+            num_rejected: int64 [R] on the device, which has to be taken off the positions; None for nothing.
         """
         self._masks.forget(histories)
         size = logits.shape[1]
@@ -489,7 +489,7 @@ class Sampler:
             seeds=arrays.seeds[own],
             positions=positions,
             choices=arrays.choices[own],
-            behind=behind,
+            num_rejected=num_rejected,
         )
         return self._without_ended(ids, ended)
 

@@ -15,7 +15,7 @@ def settled(batch: ScheduledBatch, last_output: ScheduledBatchOutput) -> Schedul
     tokens, starts, is_late = batch.input_tokens(last_output), [*batch.num_computed_tokens], [*batch.from_last_output]
     for i in late:
         is_late[i] = False
-        starts[i] -= _num_wrong(batch, ids[i], last_output)
+        starts[i] -= _num_rejected(batch, ids[i], last_output)
         if ids[i] in drafts:
             drafts[ids[i]] = tokens[i][1:]
     changed = {
@@ -28,7 +28,7 @@ def settled(batch: ScheduledBatch, last_output: ScheduledBatchOutput) -> Schedul
     return ScheduledBatch.restored(batch.columns, batch.tables, batch.histories, batch.fields() | changed)
 
 
-def _num_wrong(batch: ScheduledBatch, seq_id: int, last_output: ScheduledBatchOutput) -> int:
+def _num_rejected(batch: ScheduledBatch, seq_id: int, last_output: ScheduledBatchOutput) -> int:
     """Number of the drafts in flight of a sequence that were wrong."""
     count = batch.drafts_in_flight.get(seq_id, 0)
     return count + 1 - len(last_output.token_ids[seq_id]) if count else 0

@@ -53,7 +53,7 @@ def check(folder: Path, seed: int, **options: Any) -> int:
     ahead = Ahead(runner, found, random.Random(seed), on_host=False, only_decodes=not options)
     seen = ahead.run(NUM_STEPS)
     assert seen["late drafts"] > 0
-    return seen["behind"]
+    return seen["rejected in flight"]
 
 
 @pytest.mark.slow
@@ -69,6 +69,6 @@ def test_kernel_by_kernel_beside_prompts(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 def test_rows_that_stay_show(folder: Path) -> None:
-    mutant = Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(behind)].sub_(behind)", "pass")
+    mutant = Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(num_rejected)].sub_(num_rejected)", "pass")
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check(folder, 0)

@@ -34,11 +34,13 @@ def drawn_step(rnd: random.Random) -> tuple[AttentionMetaData, AttentionMetaData
     lengths = [rnd.randint(1, LONGEST) for _ in range(rnd.randint(1, 5))]
     blocks = scattered_blocks(lengths, SIZE, NUM_BLOCKS, seed=rnd.randrange(100))
     counts = [rnd.choice([1, 1, rnd.randint(1, length)]) for length in lengths]
-    behind = [rnd.choice([0, rnd.randint(0, length - count)]) for length, count in zip(lengths, counts, strict=True)]
-    spans = list(zip(lengths, counts, behind, blocks, strict=True))
+    num_rejected = [
+        rnd.choice([0, rnd.randint(0, length - count)]) for length, count in zip(lengths, counts, strict=True)
+    ]
+    spans = list(zip(lengths, counts, num_rejected, blocks, strict=True))
     upper = metadata([Rows(end - count, end, own) for end, count, _, own in spans], SIZE)
     right = metadata([Rows(end - count - less, end - less, own) for end, count, less, own in spans], SIZE)
-    return replace(upper, behind=torch.tensor(behind)), right
+    return replace(upper, num_rejected=torch.tensor(num_rejected)), right
 
 
 def check_step(rnd: random.Random) -> None:
@@ -59,7 +61,7 @@ def check_steps() -> None:
 
 
 def check_arrays(found: AttentionMetaData, right: AttentionMetaData) -> None:
-    assert found.behind is None
+    assert found.num_rejected is None
     for name in ("cu_seqlens_q", "seq_lens", "slot_mapping", "block_tables"):
         assert np.array_equal(getattr(found, name), getattr(right, name))
 
@@ -86,13 +88,13 @@ def check_sampling(rnd: random.Random, ops: SamplingOps) -> None:
         np.zeros(count, np.float32),
     )
     seeds, choices = random_numbers.integers(0, 2**63, count).astype(np.uint64), np.zeros(count, np.int64)
-    behind = random_numbers.integers(0, 5, count)
+    num_rejected = random_numbers.integers(0, 5, count)
     # Beyond 32 bits too, of which the lower ones count.
     right = random_numbers.choice([0, 7, 2**31 - 2, 2**32 - 2], count)
     expected = ops.sample(logits.clone(), params, seeds, right, choices)
-    found = ops.sample(logits.clone(), params, seeds, right + behind, choices, torch.from_numpy(behind))
+    found = ops.sample(logits.clone(), params, seeds, right + num_rejected, choices, torch.from_numpy(num_rejected))
     assert found.tolist() == expected.tolist()
-    assert found.tolist() != ops.sample(logits.clone(), params, seeds, right + behind, choices).tolist()
+    assert found.tolist() != ops.sample(logits.clone(), params, seeds, right + num_rejected, choices).tolist()
 
 
 @pytest.mark.parametrize("ops", [TritonSamplingOps(CPU), TorchSamplingOps()], ids=["triton", "torch"])
@@ -112,11 +114,17 @@ def test_nothing_moves_where_nobody_is_behind() -> None:
 
 
 MUTANTS = [
-    Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(behind)].sub_(behind)", "pass"),
-    Mutant("slots stay", plan, "_move", "given[1] - behind.index_select(0, given[0])", "given[1]"),
-    Mutant("the first one's", plan, "_move", "behind.index_select(0, given[0])", "behind[0]"),
+    Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(num_rejected)].sub_(num_rejected)", "pass"),
+    Mutant("slots stay", plan, "_move", "given[1] - num_rejected.index_select(0, given[0])", "given[1]"),
+    Mutant("the first one's", plan, "_move", "num_rejected.index_select(0, given[0])", "num_rejected[0]"),
     Mutant("the first table", plan, "_move", "plan.block_tables[given[0], ", "plan.block_tables[0 * given[0], "),
-    Mutant("keys stay on the host", AttentionMetaData, "moved", "self.seq_lens - self.behind.numpy()", "self.seq_lens"),
+    Mutant(
+        "keys stay on the host",
+        AttentionMetaData,
+        "moved",
+        "self.seq_lens - self.num_rejected.numpy()",
+        "self.seq_lens",
+    ),
     Mutant("slots stay on the host", AttentionMetaData, "moved", "step.slot_mapping =", "blocks ="),
 ]
 
@@ -128,6 +136,6 @@ def test_a_fault_shows(mutant: Mutant) -> None:
 
 
 def test_noise_of_another_position_shows() -> None:
-    mutant = Mutant("positions stay", SampleTensors, "moved", " - behind.to(torch.int32)", "")
+    mutant = Mutant("positions stay", SampleTensors, "moved", " - num_rejected.to(torch.int32)", "")
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check_sampling(random.Random(0), TritonSamplingOps(CPU))

@@ -30,7 +30,7 @@ from tests.unit.worker.engine.oracle_records import (
     Row,
     blocks_in,
     check_totals,
-    num_wrong,
+    num_rejected,
     rank,
     rows_in_flight,
     tail_in,
@@ -183,7 +183,7 @@ class Oracle:
             self._add_row(flight, i, self.lives[seq_id])
         # Blocks for drafts are taken when every row has its own, those for drafts to come when every draft has.
         for row in flight.rows:
-            self._grow(row.life, row.table, row.end + row.num_wrong)
+            self._grow(row.life, row.table, row.end + row.num_rejected)
         for row in flight.rows:
             self._grow(row.life, row.table, math.inf)
         self._check_order(flight, newcomers)
@@ -251,7 +251,7 @@ class Oracle:
         return self._ends_foreseeably(life, wrong) or (drafts and life.start + wrong >= len(life.table) * self.size)
 
     def _wrong(self, life: Life) -> int:
-        return num_wrong(self.flights, life)
+        return num_rejected(self.flights, life)
 
     def _check_columns(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> None:
         ids = list(batch.req_ids)
@@ -307,7 +307,7 @@ class Oracle:
         assert known <= life.known, f"sequence {life.seq.id}: computes {known} of {life.known} tokens"
         assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
         num_slots = len(row.table) * self.size
-        end = row.end + row.num_wrong
+        end = row.end + row.num_rejected
         assert num_slots >= end, f"sequence {life.seq.id}: {num_slots} slots for {end} tokens"
         # This step's drafts, and those that the runner proposes behind them; and the wrong ones of an earlier step,
         # which stood further on.
@@ -498,7 +498,7 @@ class Oracle:
         tables = (life.table for life in self.lives.values() if life.computed is not None)
         holders = Counter(chain.from_iterable(tables))
         for row in flight.rows:
-            written = row.life.table[row.start // self.size : (row.end + row.num_wrong - 1) // self.size + 1]
+            written = row.life.table[row.start // self.size : (row.end + row.num_rejected - 1) // self.size + 1]
             assert all(holders[block] == 1 for block in written), f"sequence {row.life.seq.id} writes a shared block"
 
     # Landing.

@@ -81,7 +81,7 @@ class Life:
 class Row:
     """One sequence's part of a step, and what it was before the step.
 
-    It is where the sequence stands. The batch takes it to be `num_wrong` tokens further on, for drafts in flight.
+    It is where the sequence stands. The batch takes it to be `num_rejected` tokens further on, for drafts in flight.
     """
 
     life: Life
@@ -92,7 +92,7 @@ class Row:
     was: tuple[int, int, list[int], bool]
     prefill: bool
     table: list[int]
-    num_wrong: int = 0
+    num_rejected: int = 0
     sampled: list[int] = field(default_factory=list)
     after: int = 0
 
@@ -121,7 +121,7 @@ def rows_in_flight(flights: Iterable[Flight], life: Life) -> list[Row]:
     return [row for flight in flights for row in flight.rows if row.life is life]
 
 
-def num_wrong(flights: Iterable[Flight], life: Life) -> int:
+def num_rejected(flights: Iterable[Flight], life: Life) -> int:
     """Wrong ones of the drafts of a sequence that these steps verify."""
     rows = rows_in_flight(flights, life)
     return sum(len(row.drafts) + 1 - len(row.sampled) for row in rows if row.final)

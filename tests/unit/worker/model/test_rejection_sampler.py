@@ -49,9 +49,9 @@ def check_on_the_device(drafts: list[list[int]], drawn: list[list[int]], known: 
     metadata = SpecDecodeMetadata.of(given)
     found = RejectionSampler().verify(metadata, ids, fed)
     assert found.newest.tolist() == [tokens[-1] for tokens in expected]
-    num_wrong = [len(own) + 1 - len(tokens) for own, tokens in zip(drafts, expected, strict=True)]
-    assert found.num_wrong.tolist() == num_wrong
-    tokens = RejectionSampler().accepted(metadata, ids.tolist(), found.num_wrong.numpy())
+    num_rejected = [len(own) + 1 - len(tokens) for own, tokens in zip(drafts, expected, strict=True)]
+    assert found.num_rejected.tolist() == num_rejected
+    tokens = RejectionSampler().accepted(metadata, ids.tolist(), found.num_rejected.numpy())
     assert list(map(list, tokens)) == expected
     assert metadata.are_known == (NO_TOKEN not in chain.from_iterable(given))
     # The step: a row that has no part in it, then those of each sequence, its newest token in front of its drafts.
@@ -61,7 +61,7 @@ def check_on_the_device(drafts: list[list[int]], drawn: list[list[int]], known: 
     sampled = SampledTokens(rows, ids, step, lambda numbers: numbers.tolist)
     assert list(map(list, sampled.output.token_ids.values())) == expected
     assert sampled.newest.tolist() == [tokens[-1] for tokens in expected]
-    assert sampled.num_wrong.tolist() == num_wrong
+    assert sampled.num_rejected.tolist() == num_rejected
 
 
 @given(DRAFTS, st.data())
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant("right behind wrong", RejectionSampler, "verify", ".cumprod(1)", ""),
     Mutant("the last row's token", RejectionSampler, "verify", "first + num_right", "first + num_drafts"),
     Mutant("nothing is wrong", RejectionSampler, "verify", "num_drafts - num_right", "num_drafts * 0"),
-    Mutant("a wrong draft is taken", RejectionSampler, "accepted", "counts - num_wrong", "counts"),
+    Mutant("a wrong draft is taken", RejectionSampler, "accepted", "counts - num_rejected", "counts"),
     Mutant("unknown drafts are compared", SampledTokens, "_accepted_tokens", "if metadata.are_known", "if True"),
     Mutant("the row in front", SampledRows, "draft_rows", " + 1", ""),
 ]
