@@ -76,7 +76,8 @@ def no_finish(script: Script, request: Any, context: grpc.ServicerContext) -> An
 
 
 def every_other_fails(script: Script, request: Any, context: grpc.ServicerContext) -> Any:
-    if len(script.requests) % 2 == 0:
+    # By its own seed: how many others have come meanwhile is another thing in each run.
+    if request.sampling_params.seed % 2:
         yield pb.GenerateResponse(token_ids=[1])
         context.abort(grpc.StatusCode.ABORTED, "worker w was lost after 1 tokens")
     yield from answer(request, request.sampling_params.max_tokens)
@@ -159,8 +160,8 @@ def test_a_closed_loop_is_measured(serve: Bench) -> None:
     assert row["queue_ms"]["p50"] == 4.0
     assert row["itl_ms"]["count"] == 32
     assert row["ttft_ms"]["p50"] >= 2.0
-    # Tokens are sent 2 ms apart at least; when they are seen depends on the machine.
-    assert row["tpot_ms"]["p50"] >= 1.0
+    # Tokens are sent 2 ms apart at least. A client that was held up sees them together, later: none before its time.
+    assert row["ttft_ms"]["mean"] + 4 * row["tpot_ms"]["mean"] >= 10.0
     assert row["output_tokens_per_s"] == pytest.approx(40 / row["duration_s"], rel=1e-3)
     assert serve.script.keys == {"Bearer sesame"}
     assert "sesame" not in json.dumps(made)
@@ -215,10 +216,12 @@ def test_an_open_loop_sends_at_its_own_times(serve: Bench) -> None:
 
 
 def test_a_duration_ends_a_row(serve: Bench) -> None:
+    began = time.monotonic()
     made = serve.measure("--concurrency", "2", "--duration", "100ms", "--output-len", "5", "--warmup", "0")
+    # The row's own duration is that of its answers, of which the last may have come shortly before.
+    assert time.monotonic() - began >= 0.1
     (row,) = made["rows"]
     assert row["ok"] == len(serve.script.requests) >= 2
-    assert row["duration_s"] >= 0.1
     assert made["options"]["requests"] == [None]
 
 
