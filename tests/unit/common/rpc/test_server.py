@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -259,22 +258,38 @@ async def test_pings_on_a_quiet_stream_are_allowed(site: Site) -> None:
         assert [list(answer.token_ids) async for answer in call] == [[7]]
 
 
-async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(site: Site) -> None:
+async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    propagation_s, has_spread, sleep = 600.0, asyncio.Event(), asyncio.sleep
+
+    async def sleep_or_spread(delay: float) -> None:
+        """The test says when the news has spread, however long that takes."""
+        await (has_spread.wait() if delay == propagation_s else sleep(delay))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_or_spread)
     await site.rpc.set_serving(True)
     watch = site.health.Watch(health_pb2.HealthCheckRequest())
     assert (await watch.read()).status == SERVING
     call = site.worker.Generate(worker_pb2.GenerateRequest())
-    await asyncio.wait_for(site.servicer.running.wait(), 60)
-    started = time.monotonic()
-    draining = asyncio.create_task(site.rpc.drain(0.2, 20.0))
-    assert (await watch.read()).status == NOT_SERVING
-    # Until the news has spread, new calls are still taken.
-    assert await site.status("") == NOT_SERVING
-    await asyncio.sleep(0.3)
-    site.servicer.release.set()
-    assert [list(answer.token_ids) async for answer in call] == [[7]]
-    await draining
-    assert time.monotonic() - started < 10
+    async with asyncio.timeout(60):
+        await site.servicer.running.wait()
+        draining = asyncio.create_task(site.rpc.drain(propagation_s, 600.0))
+        assert (await watch.read()).status == NOT_SERVING
+        # Until the news has spread, new calls are still taken.
+        assert await site.status("") == NOT_SERVING
+        assert await refusal(site) == "no worker serves"
+        has_spread.set()
+        while await refusal(site) == "no worker serves":
+            pass
+        site.servicer.release.set()
+        assert [list(answer.token_ids) async for answer in call] == [[7]]
+        await draining
+
+
+async def refusal(site: Site) -> str | None:
+    """What a new call is told: by its servicer, or that the server ends."""
+    return await site.worker.GetWorker(worker_pb2.GetWorkerRequest()).details()
 
 
 # What a client may leave behind on a connection: nothing, no request, the beginning of one, half a HEADERS frame.
