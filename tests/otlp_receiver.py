@@ -117,7 +117,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._points)
 
     def wait_for_metric(
-        self, name: str, ready: Callable[[list[ReceivedPoint]], bool] = bool, timeout_s: float = 10.0
+        self, name: str, ready: Callable[[list[ReceivedPoint]], bool] = bool, timeout_s: float = 60.0
     ) -> list[ReceivedPoint]:
         """All points of this name in the order of their coming, as soon as they are `ready`."""
         deadline = time.monotonic() + timeout_s

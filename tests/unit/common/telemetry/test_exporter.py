@@ -19,7 +19,6 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from structlog.testing import capture_logs
 
-from common.limits import TELEMETRY_SHUTDOWN_S
 from common.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.metrics import setup_metrics
@@ -27,9 +26,8 @@ from common.telemetry.tracing import SequenceTimes, Tracing, setup_tracing, trac
 from tests.otlp_receiver import OtlpReceiver
 
 GENERATE = "fissile.v1.InferenceService/Generate"
-# Scheduling of a busy machine, on top of the promised bound.
-# A collector that does not answer would hold it for the SDK's own 10 s, for each of its tries.
-SLACK_S = 8.0
+# For what must arrive, on whatever machine: a shutdown gives up after a second.
+PATIENT_S = 60.0
 
 
 @pytest.fixture
@@ -50,8 +48,8 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
         sequence.finish(times, reason="eos", input_tokens=3, output_tokens=2, cached_tokens=1)
         span.usage(input_tokens=3, output_tokens=2, cached_tokens=1)
         span.finish(["stop"])
-    router.shutdown()
-    worker.shutdown()
+    router.shutdown(PATIENT_S)
+    worker.shutdown(PATIENT_S)
 
     (server,), (sequence_span,) = receiver.wait_for(GENERATE), receiver.wait_for(names.WORKER_SPAN)
     assert {span.trace_id for span in receiver.spans} == {trace_id_of(parent)}
@@ -67,19 +65,18 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
 
 
 def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the shutdown comes back, though the SDK would wait for an hour."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     tracing = setup_tracing("router", "1")
     with capture_logs() as lines:
         for _ in range(3):
             with tracing.request_span(GENERATE):
                 time.sleep(0.1)
-        start = time.monotonic()
         tracing.shutdown()
-        took = time.monotonic() - start
         time.sleep(0.1)
 
-    assert took <= TELEMETRY_SHUTDOWN_S + SLACK_S
     assert [(line["log_level"], line["endpoint"], line["signal"]) for line in lines] == [
         ("warning", endpoint, "traces")
     ]
@@ -113,8 +110,9 @@ class HalfCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self.endpoint = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 
     def Export(self, request: object, context: grpc.ServicerContext) -> trace_service_pb2.ExportTraceServiceResponse:
+        refuses = self.refuses
         self.taken += 1
-        if self.refuses:
+        if refuses:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "not now")
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -126,7 +124,6 @@ def span_arrives(tracing: Tracing, collector: HalfCollector) -> None:
     while collector.taken == before:
         assert time.monotonic() < end
         time.sleep(0.02)
-    time.sleep(0.1)
 
 
 def test_a_refused_signal_is_named_with_its_status_and_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +137,11 @@ def test_a_refused_signal_is_named_with_its_status_and_its_cure(monkeypatch: pyt
         tracing, metrics = setup_tracing("router", "1"), setup_metrics("router", "1")
         metrics.gauge("fissile.test", "1", "A gauge", lambda: [(1.0, {})])
         span_arrives(tracing, collector)
-        time.sleep(0.3)
         for refuses in (True, True, False, False):
             collector.refuses = refuses
             span_arrives(tracing, collector)
-        tracing.shutdown()
-        metrics.shutdown()
+        tracing.shutdown(PATIENT_S)
+        metrics.shutdown(PATIENT_S)
     collector.server.stop(0)
     (metric,) = [line for line in lines if line["signal"] == "metrics"]
     assert (metric["log_level"], metric["status"]) == ("warning", "UNIMPLEMENTED")
@@ -191,8 +187,8 @@ def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: 
         metrics.gauge("fissile.test", "1", "A gauge", lambda: [(1.0, {})])
         with tracing.request_span(GENERATE):
             pass
-        tracing.shutdown()
-        metrics.shutdown()
+        tracing.shutdown(PATIENT_S)
+        metrics.shutdown(PATIENT_S)
     protobuf = "application/x-protobuf True"
     assert set(http_collector.paths) == {f"/v1/traces {protobuf}", f"/v1/metrics {protobuf}"}
     assert [(line["signal"], line["status"]) for line in lines] == said

@@ -12,7 +12,6 @@ import pytest
 from opentelemetry.sdk.metrics import Histogram
 from structlog.testing import capture_logs
 
-from common.limits import TELEMETRY_SHUTDOWN_S
 from common.process.tasks import keep_running
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, failures
@@ -21,6 +20,8 @@ from common.telemetry.output import Output
 from common.telemetry.tracing import setup_tracing
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
+# For what must arrive, on whatever machine: a shutdown gives up after a second.
+PATIENT_S = 60.0
 LABELS = {names.REQUEST_MODEL: "m", names.WORKER_ID: "w0"}
 # A value of its own for each figure.
 FIGURES = EngineFigures(
@@ -76,7 +77,7 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     metrics = setup_metrics("fissile-worker", "w1")
     assert metrics.enabled
     metrics.observe_engine(lambda: FIGURES, LABELS)
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
     # Free and total blocks are one, and drafts by position are those of all.
@@ -94,7 +95,7 @@ def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
     drafts = {("ngram", 0): (60, 41), ("ngram", 1): (30, 20)}
     metrics = setup_metrics("fissile-worker", "w1")
     metrics.observe_engine(lambda: EngineFigures(draft_tokens=90, accepted_tokens=61, drafts=drafts), LABELS)
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
     for place, name in enumerate((names.ENGINE_DRAFT_TOKENS, names.ENGINE_ACCEPTED_TOKENS)):
         found = {
             (point.attributes[names.DRAFT_METHOD], int(point.attributes[names.DRAFT_POSITION])): point.value
@@ -114,7 +115,7 @@ def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpR
     receiver.wait_for_metric(names.ENGINE_RUNNING, lambda points: points[-1].value == 1)
     now[0] = EngineFigures(running=0, steps=9)
     receiver.wait_for_metric(names.ENGINE_RUNNING, lambda points: points[-1].value == 0)
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
     steps = [point.value for point in receiver.wait_for_metric(names.ENGINE_STEPS)]
     assert sorted(set(steps)) == [1, 9] == sorted(set(steps), key=steps.index)
 
@@ -145,7 +146,7 @@ async def test_what_observers_and_long_lived_tasks_have_lost_goes_out(receiver: 
     receiver.wait_for_metric(
         names.PROCESS_TELEMETRY_FAILED, lambda points: any(p.attributes == {names.SIGNAL: "traces"} for p in points)
     )
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
 
 
 def test_a_figure_that_can_not_be_recorded_is_counted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_a_figure_that_can_not_be_recorded_is_counted(receiver: OtlpReceiver, mo
     monkeypatch.setattr(Histogram, "record", lambda *_: 1 / 0)
     metrics.histogram("h", "s", "x", [1.0])(1.0, {})
     assert failures()["metrics"] == before + 1
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None
     metrics = setup_metrics("fissile-worker", "w1")
     assert not metrics.enabled
     metrics.observe_engine(lambda: pytest.fail("nobody asked"), LABELS)
-    metrics.shutdown()
+    metrics.shutdown(PATIENT_S)
 
 
 def test_one_signal_can_be_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +195,7 @@ def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest
         taken.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         tracing, metrics = setup_tracing("w", "1"), setup_metrics("w", "1")
@@ -201,11 +203,8 @@ def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest
         with capture_logs() as lines:
             with tracing.request_span("s/M"):
                 time.sleep(0.2)
-            start = time.monotonic()
+            # By themselves, they would wait for an hour.
             tracing.shutdown()
             metrics.shutdown()
-            took = time.monotonic() - start
             time.sleep(0.1)
-    # The SDK's own bound is 30 s.
-    assert took <= 2 * TELEMETRY_SHUTDOWN_S + 15
     assert Counter((line["log_level"], line["endpoint"]) for line in lines) == {("warning", endpoint): 1}
