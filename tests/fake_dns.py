@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import dns.flags
@@ -36,6 +36,8 @@ class FakeDns:
         self.delay_s = 0.0
         self.mute = False
         self.asked: Counter[str] = Counter()
+        self._answered: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self.port = int(self._socket.getsockname()[1])
@@ -58,7 +60,23 @@ class FakeDns:
         self._thread.join(60)
         self._socket.close()
 
-    def wait_asked(self, more: int = 1, within_s: float = 10.0) -> None:
+    def change(self, *, addresses: Mapping[str, Sequence[str]] | None = None, rcode: int = dns.rcode.NOERROR) -> None:
+        """Changes the answers between two look-ups: both families of each are answered alike.
+
+        For those who ask for both, and no question twice.
+        """
+        wait_until(lambda: self._changed_between_look_ups(addresses, rcode))
+
+    def _changed_between_look_ups(self, addresses: Mapping[str, Sequence[str]] | None, rcode: int) -> bool:
+        with self._lock:
+            if not self._answered["A"] == self._answered["AAAA"] == self.asked["A"] == self.asked["AAAA"]:
+                return False
+            self.rcode = dns.rcode.Rcode(rcode)
+            if addresses is not None:
+                self.addresses = dict(addresses)
+            return True
+
+    def wait_asked(self, more: int = 1, within_s: float = 60.0) -> None:
         """Waits until it has been asked so many more times for A."""
         wanted = self.asked["A"] + more
         wait_until(lambda: self.asked["A"] >= wanted, within_s)
@@ -69,7 +87,8 @@ class FakeDns:
             if self._ended:
                 return
             query = dns.message.from_wire(data)
-            self.asked[dns.rdatatype.to_text(query.question[0].rdtype)] += 1
+            with self._lock:
+                self.asked[dns.rdatatype.to_text(query.question[0].rdtype)] += 1
             if not self.mute:
                 threading.Timer(self.delay_s, self._answer, (query, peer)).start()
 
@@ -78,8 +97,11 @@ class FakeDns:
         family = dns.rdatatype.to_text(question.rdtype)
         answer = dns.message.make_response(query)
         answer.flags |= dns.flags.RA
-        answer.set_rcode(self.rcode)
-        hosts = self.addresses.get(family, ()) if self.rcode == dns.rcode.NOERROR else ()
+        with self._lock:
+            rcode, addresses = self.rcode, self.addresses
+            self._answered[family] += 1
+        answer.set_rcode(rcode)
+        hosts = addresses.get(family, ()) if rcode == dns.rcode.NOERROR else ()
         if hosts:
             answer.answer.append(dns.rrset.from_text(question.name, self.ttl, "IN", family, *hosts))
         if not self._ended:
