@@ -225,6 +225,14 @@ def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.thread_time() - start < 2 * limits.MAX_TEMPLATE_S
 
 
+def test_a_machine_that_stands_still_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X10: a router that had no processor for two seconds refused the conversation for good."""
+    monkeypatch.setattr("common.text.chat_template.MAX_TEMPLATE_S", 0.2)
+    source = "{{ messages[0].content }}{% for i in range(9) %}{{ pause(0.05) or i }}{% endfor %}"
+    rendered = template(source).render([{"role": "user", "content": "x"}], pause=time.sleep)
+    assert rendered == "x012345678"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -288,10 +296,10 @@ NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(30) %}{% se
 )
 def test_what_is_in_a_value_many_times_counts_each_time(source: str) -> None:
     """M12: the bounds counted a list's own entries, and a thread wrote for minutes what was in them."""
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(TemplateInputError):
         template(NESTED + source).render([{"role": "user", "content": "x"}])
-    assert time.monotonic() - start < 2 * limits.MAX_TEMPLATE_S
+    assert time.thread_time() - start < 2 * limits.MAX_TEMPLATE_S
 
 
 def test_bounded_operators_and_filters_give_what_they_did() -> None:
