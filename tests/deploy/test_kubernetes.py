@@ -227,7 +227,7 @@ async def test_probes_ask_for_services_that_a_server_has() -> None:
     server = GrpcServer("127.0.0.1", 0, [])
     await server.start()
     try:
-        states = {name: await serving_status(server.address, name, 5.0) for name in asked}
+        states = {name: await serving_status(server.address, name, 60.0) for name in asked}
     finally:
         await server.stop(0)
     # A Pod that has only started is alive and not ready.

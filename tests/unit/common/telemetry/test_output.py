@@ -91,10 +91,9 @@ def test_a_reader_that_stops_holds_up_nobody_and_gets_one_line_about_what_is_los
         for i in range(1000):
             output.put(f"line {i}\n")
         assert output.dropped == 900
-        began = time.monotonic()
         assert not output.drain(0.05)
-        assert not output.drain(60)
-        assert time.monotonic() - began < 30
+        # Nothing has moved since: it is not waited for again.
+        assert not output.drain(3600)
         said = read_lines(reads, "are lost")
     lines = [line.lstrip("\0") for line in said]
     assert lines == [*(f"line {i}" for i in range(100)), "900 lines could not be written here and are lost"]

@@ -29,7 +29,7 @@ async def probe(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit code and output of the command, in a process of its own."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, *arguments,
-        cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE,
+        cwd=ROOT, env={**os.environ, "FISSILE_HEALTH_TIMEOUT": "60s", **environment}, stdout=subprocess.PIPE,
     )  # fmt: skip
     output, _ = await child.communicate()
     return child.returncode or 0, output.decode()
@@ -57,9 +57,9 @@ async def test_every_service_name_is_known(server: GrpcServer) -> None:
     await server.start()
     try:
         for name in (LIVENESS, READINESS, SERVICE, ""):
-            assert await serving_status(server.address, name, 5.0) in ("SERVING", "NOT_SERVING")
+            assert await serving_status(server.address, name, 60.0) in ("SERVING", "NOT_SERVING")
         with pytest.raises(CommandError, match=r"no health of a service 'nope'; try readiness or liveness") as unknown:
-            await serving_status(server.address, "nope", 5.0)
+            await serving_status(server.address, "nope", 60.0)
     finally:
         await server.stop(0)
     assert unknown.value.exit_code == 1
@@ -69,5 +69,5 @@ async def test_nobody_there_is_one_line_and_exit_code_1(server: GrpcServer) -> N
     await server.start()
     await server.stop(0)
     with pytest.raises(CommandError, match=rf"no health from {server.address}: UNAVAILABLE") as refused:
-        await serving_status(server.address, READINESS, 5.0)
+        await serving_status(server.address, READINESS, 60.0)
     assert refused.value.exit_code == 1

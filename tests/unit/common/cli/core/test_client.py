@@ -101,7 +101,7 @@ async def asked(router: ScriptedRouter, question: Question) -> tuple[Answer, str
     streamed: list[str] = []
     try:
         async with AsyncClient(**client_arguments([address])) as client:
-            return await ask(client, question, 10.0, streamed.append), "".join(streamed)
+            return await ask(client, question, 60.0, streamed.append), "".join(streamed)
     finally:
         await server.stop(None)
 
@@ -168,7 +168,7 @@ async def test_a_partial_answer_is_said_to_be_partial() -> None:
 async def test_a_router_that_is_not_there_is_named() -> None:
     with pytest.raises(CommandError, match=r"no router can be reached at 127\.0\.0\.1:1 \(Connection refused\)") as it:
         async with AsyncClient(**client_arguments(["127.0.0.1:1"])) as client:
-            await ask(client, Question("hi"), 5.0, print)
+            await ask(client, Question("hi"), 60.0, print)
     assert it.value.exit_code == 3
 
 
@@ -200,7 +200,7 @@ async def test_the_port_of_another_service_is_said_to_be_one() -> None:
 
 async def test_models_as_a_table() -> None:
     server, address = await serve(ScriptedRouter([], None))
-    table = as_table(await list_models(address, 5.0))
+    table = as_table(await list_models(address, 60.0))
     await server.stop(None)
     heading, row = table.splitlines()
     assert heading.split()[:4] == ["MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY"]
@@ -269,7 +269,7 @@ async def test_trouble_with_tls_is_said_in_words(tmp_path: Path) -> None:
         ("plain", ClientTls(ca.cert), "(it speaks plain text); leave --tls and --tls-ca away"),
     ]:
         with pytest.raises(CommandError) as caught:
-            await list_models(servers[name].address, 20.0, Credentials(tls))
+            await list_models(servers[name].address, 60.0, Credentials(tls))
         assert str(caught.value) == f"no router can be reached at {servers[name].address} {said}"
     for server in servers.values():
         await server.stop(0)

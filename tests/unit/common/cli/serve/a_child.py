@@ -21,7 +21,8 @@ def do(word: str, value: str) -> None:
             sys.stdout.write("x" * int(value) + "\n")
             sys.stdout.flush()
         case "hold-pipe":
-            subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({value})"])
+            held = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({value})"])
+            print(held.pid, flush=True)
         case "ignore-term":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         case "exit-on-term":

@@ -64,8 +64,8 @@ def test_two_processes_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
             free_ports(40 - len(theirs) + 1)
         other.stdin.close()
     assert len(theirs) > 30
-    # With the process its claims are gone.
-    assert set(free_ports(len(theirs) // 2)) <= theirs
+    # With the process its claims are gone: so many others are not free.
+    assert theirs.intersection(free_ports(40 - len(theirs) + 1))
 
 
 def test_without_a_folder_for_locks_ports_are_chosen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

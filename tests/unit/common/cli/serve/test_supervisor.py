@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,13 +129,15 @@ async def test_stop_right_after_the_start_leaves_no_process() -> None:
 
 async def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death() -> None:
     console = Lines()
-    supervisor = Supervisor([child("a", "hold-pipe=30", "exit=1")], console, {})
+    supervisor = Supervisor([child("a", "hold-pipe=300", "exit=1")], console, {})
     running = asyncio.create_task(supervisor.run())
-    started = time.monotonic()
-    await until(lambda: bool(console.lines))
-    assert time.monotonic() - started < 25
+    await until(lambda: any(line.startswith("a died") for line in console.lines))
     await supervisor.stop()
     await running
+    for line in console.lines:
+        if held := re.fullmatch(r"a \| (\d+)", line):
+            assert is_alive(int(held[1]))
+            os.kill(int(held[1]), signal.SIGKILL)
 
 
 async def test_a_line_that_is_too_long_is_cut_into_pieces() -> None:
