@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.penalties import Penalties
+from kernels.slots import slots_at
 
 # The granularity of a weight's scales (QUANT_TYPES of the configuration): `per_token` is one for each row.
 QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128"]
@@ -118,8 +119,7 @@ class AttentionMetaData:
             return self
         step = replace(self, seq_lens=self.seq_lens - self.num_rejected.numpy(), num_rejected=None)
         sequences = step.sequences
-        blocks, offsets = np.divmod(step.positions(sequences), block_size)
-        step.slot_mapping = step.block_tables[sequences, blocks] * block_size + offsets
+        step.slot_mapping = slots_at(step.positions(sequences), sequences, step.block_tables, block_size)
         return step
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.interface import AttentionMetaData
+from kernels.slots import slots_at
 from kernels.torch_backend import attention
 from kernels.torch_backend.attention import (
     KV_TILE,
@@ -104,11 +105,10 @@ class TokenSelector:
     ) -> AttentionPlan:
         """The plan of attention to the selected tokens, over `cache.by_token()`; see `LatentAttentionOps`."""
         positions = self._positions(q, weights, layer, plan)
-        blocks, offsets = np.divmod(positions, cache.block_size)
         selected = AttentionMetaData(
             cu_seqlens_q=np.arange(len(plan.visible) + 1),
             seq_lens=np.minimum(plan.visible, plan.topk),
-            block_tables=metadata.block_tables[plan.sequences[:, None], blocks] * cache.block_size + offsets,
+            block_tables=slots_at(positions, plan.sequences[:, None], metadata.block_tables, cache.block_size),
             slot_mapping=metadata.slot_mapping,
         )
         return attention.plan(selected, cache.by_token(), plan.num_heads)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.interface import AttentionMetaData
+from kernels.slots import slots_at
 from kernels.upload import to_device
 
 Staged = npt.NDArray[np.int32]
@@ -121,9 +122,8 @@ def _move(plan: StepPlan, metadata: AttentionMetaData, num_rejected: torch.Tenso
     sequences = metadata.sequences
     given = to_device(np.stack((sequences, metadata.positions(sequences))), num_rejected.device)
     positions = given[1] - num_rejected.index_select(0, given[0])
-    blocks = plan.block_tables[given[0], positions // block_size]
     # Rows of padding keep their -1.
-    plan.slot_mapping[: len(sequences)].copy_(blocks * block_size + positions % block_size)
+    plan.slot_mapping[: len(sequences)].copy_(slots_at(positions, given[0], plan.block_tables, block_size))
     plan.seq_lens[: len(num_rejected)].sub_(num_rejected)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from common.config import Config
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
+from kernels.slots import slots_at
 from kernels.upload import to_device
 from worker.model.block_tables import BlockTables
 from worker.model.forward_context import Context, KVCacheTensor, forward_context
@@ -176,12 +177,11 @@ class DraftRunner:
             positions = np.arange(ends[-1]) + np.repeat(rows.starts - (ends - rows.counts), rows.counts)
         lengths = rows.starts + rows.counts
         tables = self._tables.of_step(rows.tables, -(-lengths // self._size))
-        blocks, offsets = np.divmod(positions, self._size)
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=lengths,
             block_tables=tables,
-            slot_mapping=tables[sequences, blocks] * self._size + offsets,
+            slot_mapping=slots_at(positions, sequences, tables, self._size),
             num_rejected=rows.num_rejected,
         )
         return metadata, positions, sequences
@@ -223,7 +223,6 @@ class ChainRows:
         places, sequences = np.arange(counts[0])[:, None], np.arange(len(ends))
         is_there = places < counts
         positions = np.where(is_there, ends + places, 0)
-        blocks, offsets = np.divmod(positions, size)
         padding = -len(ends) % kernels.row_multiple
         padded = np.pad(positions, ((0, 0), (0, padding))) if padding else positions
         there = to_device(padded, kernels.device)
@@ -234,7 +233,7 @@ class ChainRows:
         return cls(
             np.count_nonzero(is_there, axis=1).tolist(),
             positions + 1,
-            tables[sequences, blocks] * size + offsets,
+            slots_at(positions, sequences, tables, size),
             tables,
             np.arange(len(ends) + 1),
             there,

@@ -21,6 +21,7 @@ from common.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import select_backend
+from kernels.slots import slots_at
 from kernels.upload import to_device
 from worker.config.architectures import model_class, support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
@@ -368,7 +369,6 @@ class ModelRunner:
         positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
         needed = -(-(starts + lengths) // self.config.kv_cache_block_size)
         tables = self._tables[batch.is_plain_decode].of_step(batch.tables, needed)
-        blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
         sampled = SampledRows.of(batch)
         final_rows = sampled.step_rows
         target_rows = _target_rows(batch, ends)
@@ -377,7 +377,7 @@ class ModelRunner:
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=starts + lengths,
             block_tables=tables,
-            slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
+            slot_mapping=slots_at(positions, rows, tables, self.config.kv_cache_block_size),
             wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
             num_rejected=self.sampler.num_rejected(batch) if batch.drafts_in_flight else None,
         )

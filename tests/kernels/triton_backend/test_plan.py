@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(num_rejected)].sub_(num_rejected)", "pass"),
     Mutant("slots stay", plan, "_move", "given[1] - num_rejected.index_select(0, given[0])", "given[1]"),
     Mutant("the first one's", plan, "_move", "num_rejected.index_select(0, given[0])", "num_rejected[0]"),
-    Mutant("the first table", plan, "_move", "plan.block_tables[given[0], ", "plan.block_tables[0 * given[0], "),
+    Mutant("the first table", plan, "_move", "given[0], plan.block_tables", "0 * given[0], plan.block_tables"),
     Mutant(
         "keys stay on the host",
         AttentionMetaData,
