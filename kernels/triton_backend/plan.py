@@ -111,19 +111,30 @@ def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, b
     Raises:
         ValueError: the step does not fit.
     """
-    made = StepPlan.over(to_device(staged(metadata, shape), device), shape)
-    if metadata.num_rejected is not None:
-        _move(made, metadata, metadata.num_rejected, block_size)
+    numbers = staged(metadata, shape)
+    if metadata.num_rejected is None:
+        return StepPlan.over(to_device(numbers, device), shape)
+    sequences = metadata.sequences
+    given = np.concatenate((numbers, sequences, metadata.positions(sequences)), dtype=np.int32)
+    memory = to_device(given, device)
+    made, rows = StepPlan.over(memory[: len(numbers)], shape), memory[len(numbers) :].view(2, -1)
+    _move(made, rows, metadata.num_rejected, block_size)
     return made
 
 
-def _move(plan: StepPlan, metadata: AttentionMetaData, num_rejected: torch.Tensor, block_size: int) -> None:
-    """Moves each sequence's rows to positions that are so many lower: its keys end there, in other slots."""
-    sequences = metadata.sequences
-    given = to_device(np.stack((sequences, metadata.positions(sequences))), num_rejected.device)
-    positions = given[1] - num_rejected.index_select(0, given[0])
+def _move(plan: StepPlan, rows: torch.Tensor, num_rejected: torch.Tensor, block_size: int) -> None:
+    """Moves each sequence's rows to positions that are so many lower: its keys end there, in other slots.
+
+    Args:
+        plan: changed.
+        rows: int32 [2, tokens], sequences and positions.
+        num_rejected: int64 [sequences].
+        block_size: tokens of a block.
+    """
+    sequences = rows[0].long()
+    positions = rows[1] - num_rejected.index_select(0, sequences)
     # Rows of padding keep their -1.
-    plan.slot_mapping[: len(sequences)].copy_(slots_at(positions, given[0], plan.block_tables, block_size))
+    plan.slot_mapping[: len(sequences)].copy_(slots_at(positions, sequences, plan.block_tables, block_size))
     plan.seq_lens[: len(num_rejected)].sub_(num_rejected)
 
 

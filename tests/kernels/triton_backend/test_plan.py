@@ -115,9 +115,9 @@ def test_nothing_moves_where_nobody_is_behind() -> None:
 
 MUTANTS = [
     Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(num_rejected)].sub_(num_rejected)", "pass"),
-    Mutant("slots stay", plan, "_move", "given[1] - num_rejected.index_select(0, given[0])", "given[1]"),
-    Mutant("the first one's", plan, "_move", "num_rejected.index_select(0, given[0])", "num_rejected[0]"),
-    Mutant("the first table", plan, "_move", "given[0], plan.block_tables", "0 * given[0], plan.block_tables"),
+    Mutant("slots stay", plan, "_move", "rows[1] - num_rejected.index_select(0, sequences)", "rows[1]"),
+    Mutant("the first one's", plan, "_move", "num_rejected.index_select(0, sequences)", "num_rejected[0]"),
+    Mutant("the first table", plan, "_move", "sequences, plan.block_tables", "0 * sequences, plan.block_tables"),
     Mutant(
         "keys stay on the host",
         AttentionMetaData,
