@@ -129,14 +129,14 @@ def test_a_failed_runner_ends_everything_once() -> None:
     seqs = [Sequence([i, 2], SIZE) for i in range(3)]
     core.add_group(seqs)
     core.step()
-    core.add_request(Sequence([9], SIZE, id=999))
+    core.add_request(waits := Sequence([9], SIZE))
     runner.fails = True
     with pytest.raises(EngineDeadError, match="RuntimeError: out of memory"):
         core.step()
     with pytest.raises(EngineDeadError, match="before"):
         core.step()
     outputs = core.abort_all(EndReason.ERROR)
-    assert [o.request_id for o in outputs] == [*(s.id for s in seqs), 999]
+    assert [o.request_id for o in outputs] == [*(s.id for s in seqs), waits.id]
     assert all(o.finished and o.end_reason is EndReason.ERROR for o in outputs)
     assert core.abort_all(EndReason.ERROR) == []
     assert core.load().free_blocks == 16

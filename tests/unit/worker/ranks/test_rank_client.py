@@ -373,6 +373,7 @@ def test_only_ranks_that_are_missing_are_let_in() -> None:
             if hello:
                 assert stranger.recv(1) == b""
     rank = connect(port)
+    rank.settimeout(None)
     rank.sendall(encode(("hello", 1, 1)))
     group.fakes.append(FakeRank(1, rank))
     starting.join(60)
@@ -384,7 +385,7 @@ def connect(port: int) -> socket.socket:
     end = time.monotonic() + 60
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), 2)
+            return socket.create_connection(("127.0.0.1", port), 60)
         except ConnectionRefusedError:
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -9,7 +9,6 @@ import io
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -380,12 +379,13 @@ def test_where_every_lock_is_refused_the_start_goes_on(tmp_path: Path, monkeypat
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path) -> None:
+def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, calls = WeightsCache(tmp_path), list[bool]()
     load(cache)
     remover = cache.path(KEY).open("r+b")
     fcntl.flock(remover, fcntl.LOCK_EX)
-    threading.Timer(0.1, remover.close).start()
+    # Gone as soon as the start has seen the lock.
+    monkeypatch.setattr("worker.weights.weights_cache.time.sleep", lambda _: remover.close())
     kept = load(cache, calls=calls)
     assert remover.closed
     assert calls == [False]
