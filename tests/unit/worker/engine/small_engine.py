@@ -19,7 +19,7 @@ def engine(*, num_drafts: int = 0, **options: object) -> EngineCore:
         num_kvcache_blocks=5,
         kv_cache_block_size=BLOCK,
         enable_prefix_caching=True,
-        speculative_config=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
+        speculative_config=SpeculativeConfig(num_drafts, adaptive=False) if num_drafts else None,
         **options,  # type: ignore[arg-type]
     )
     return EngineCore(config, SimulatedRunner(50, None, block_size=BLOCK, num_blocks=5, num_drafts=num_drafts))

@@ -52,7 +52,7 @@ class Knowing:
 
 def config(k: int = 3, **settings: Any) -> Config:
     given = {"eos_token_id": EOS, "num_kvcache_blocks": 30, "max_model_len": 96, "max_num_batched_tokens": 64}
-    return Config(**{**given, **settings}, speculative_config=SpeculativeConfig(k, NGRAM))
+    return Config(**{**given, **settings}, speculative_config=SpeculativeConfig(k, NGRAM, adaptive=False))
 
 
 def drafting(*drafts: int, **settings: Any) -> Scheduler:
