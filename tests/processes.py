@@ -1,4 +1,4 @@
-"""Processes that tests start or kill."""
+"""Processes that tests start or kill, and this one."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def cpu_s(pid: int) -> float:
     """Seconds of processor time that a process has had, its threads included: no other process makes them more."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now, whatever it had before."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

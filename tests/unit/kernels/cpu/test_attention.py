@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from kernels.interface import KVSpec
 from kernels.torch_backend.attention import PagedKVCache
 from tests.covering import covering
 from tests.native import select_or_skip
+from tests.processes import resident_bytes
 from tests.unit.kernels.cpu.conftest import SOME
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
@@ -281,10 +280,6 @@ def repeated(native: CDLL, kv_heads: int, dim: int) -> PagedKVCache:
     k, v = (torch.randn(64, kv_heads, dim, generator=torch.Generator().manual_seed(1)).bfloat16() for _ in range(2))
     attention.write_kv(native, cache, 0, k, v, attention.StepArrays(metadata([Rows(0, 64, [0])], 64)))
     return cache
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_a_long_sequence_beside_short_ones() -> None:

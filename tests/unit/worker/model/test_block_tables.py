@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import resource
 
 import numpy as np
 import pytest
 
+from tests.processes import resident_bytes
 from worker.model.block_tables import BlockTables
 
 
@@ -42,7 +42,7 @@ def test_a_table_that_does_not_cover_its_sequence_is_refused() -> None:
 def test_one_long_sequence_costs_the_others_nothing() -> None:
     """W11: one of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
     tables, step = BlockTables(), [[7] * 65_536, *([i] * 4 for i in range(255))]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes()
     found = tables.of_step(step, np.array([len(table) for table in step]))
     assert found.shape == (256, 65_536)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024
+    assert resident_bytes() - before < 16 << 20

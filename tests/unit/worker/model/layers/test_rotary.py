@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.processes import resident_bytes
 from worker.config.model_config import rope_config
 from worker.model.layers import rotary
 from worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
@@ -117,8 +116,3 @@ def test_a_model_of_a_million_positions_takes_what_its_answers_need() -> None:
     made(torch.tensor([0, 5000]))
     assert resident_bytes() - before < 100e6
     assert made(torch.empty(0, dtype=torch.int64))[0].shape == (0, 1, 64)
-
-
-def resident_bytes() -> int:
-    """Memory that this process has now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
