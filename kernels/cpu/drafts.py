@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from kernels.cpu import fused
-from kernels.cpu.fused import NativeDecoder, Weight, pointer
-from kernels.cpu.library import DTYPES, KV_DTYPES, address, check
+from kernels.cpu.fused import KVCache, NativeDecoder, Weight, pointer
+from kernels.cpu.library import DTYPES, address, check
 from kernels.cpu.linear import PanelLinear
 from kernels.interface import DraftHead, DraftStep
 from kernels.torch_backend.attention import PagedKVCache
@@ -64,12 +64,7 @@ class _Step(ctypes.Structure):
         ("token_ids", c_void_p),
         ("states", c_void_p),
         ("states_stride", c_int64),
-        ("kv_dtype", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("block_size", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        ("cache", KVCache),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
         ("asked", c_int64),
@@ -115,7 +110,7 @@ class NativeDrafts:
 
     def run(self, step: DraftStep, cache: PagedKVCache) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
         """See FusedDrafts."""
-        data, tables, states, params = cache.data[0], step.block_tables, step.states, step.params
+        tables, states, params = step.block_tables, step.states, step.params
         most = int(step.wanted.max(initial=0))
         ids = np.empty((len(step.asking), most), np.int64)
         last = torch.empty(len(step.asking), self._state_width, dtype=states.dtype)
@@ -124,12 +119,7 @@ class NativeDrafts:
             *map(address, (step.begins, step.starts, step.counts, step.next_tokens, step.token_ids)),
             states.data_ptr() + (states.shape[1] - self._width) * states.itemsize,
             states.stride(0),
-            KV_DTYPES[data.dtype],
-            cache.num_kv_heads,
-            cache.head_dim,
-            cache.block_size,
-            data[0].data_ptr(),
-            data[1].data_ptr(),
+            KVCache.of(cache),
             tables.ctypes.data,
             tables.strides[0] // tables.itemsize,
             len(step.asking),

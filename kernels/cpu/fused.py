@@ -33,6 +33,35 @@ class Weight(ctypes.Structure):
         )
 
 
+class KVCache(ctypes.Structure):
+    """The KV cache as the kernels take it."""
+
+    _fields_ = (
+        ("dtype", c_int64),
+        ("heads", c_int64),
+        ("dim", c_int64),
+        ("block_size", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+    )
+
+    @classmethod
+    def of(cls, cache: PagedKVCache) -> KVCache:
+        """The fields of a cache, which has to be kept."""
+        data = cache.data
+        keys = data.data_ptr()
+        return cls(
+            KV_DTYPES[data.dtype],
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            keys,
+            keys + data.stride(1) * data.itemsize,
+            data.stride(0),
+        )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", c_void_p),
@@ -94,13 +123,7 @@ class _Step(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("half", c_int64),
-        ("kv_dtype", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("block_size", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("layer_stride", c_int64),
+        ("cache", KVCache),
         ("slots", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
@@ -195,7 +218,7 @@ class NativeDecoder:
         """x [T, H] -> [T, (1 + n) H]; cos and sin float32 [T, 1, R/2]; see FusedDecoder."""
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         embedded = None if embedded is None else embedded.contiguous()
-        out, data = x.new_empty(x.shape[0], x.shape[1] * self._num_parts), cache.data
+        out = x.new_empty(x.shape[0], x.shape[1] * self._num_parts)
         step: StepArrays = metadata.plan.arrays
         native = _Step(
             x.shape[0],
@@ -205,13 +228,7 @@ class NativeDecoder:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
-            KV_DTYPES[data.dtype],
-            cache.num_kv_heads,
-            cache.head_dim,
-            cache.block_size,
-            data.data_ptr(),
-            data[0, 1].data_ptr(),
-            data.stride(0),
+            KVCache.of(cache),
             step.slots,
             *step.sequences,
             *_wanted(metadata),

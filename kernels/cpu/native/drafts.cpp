@@ -52,12 +52,7 @@ struct DraftStep {
   // The target's, from the first that counts on.
   const void* states;
   int64_t states_stride;
-  int64_t kv_dtype;
-  int64_t kv_heads;
-  int64_t dim;
-  int64_t block_size;
-  void* keys;
-  void* values;
+  KVCache cache;
   const int64_t* block_tables;
   int64_t table_stride;
   // Sequences whose last states are asked for, ascending, and how many drafts of each, at most `most`.
@@ -152,7 +147,7 @@ class Drafts {
       const int64_t* own = step_.token_ids + step_.begins[s];
       for (int64_t i = 0; i < step_.counts[s]; i++)
         rows.add(step_.starts[s] + i, i + 1 < step_.counts[s] ? own[i + 1] : step_.next_tokens[s], table_of(s),
-                 step_.block_size);
+                 step_.cache.block_size);
       rows.end_sequence();
     }
     std::vector<int64_t> asked(step_.asked);
@@ -196,9 +191,8 @@ class Drafts {
     }
     return run_layers(
         *head_.decoder,
-        {rows.count(), rows.count(), x, embedded.get(), cos.get(), sin.get(), head_.half, step_.kv_dtype, step_.kv_heads,
-         step_.dim, step_.block_size, step_.keys, step_.values, 0, rows.slots.data(), tables, stride, rows.sequences(),
-         rows.cu_seqlens.data(), rows.seq_lens.data(), asked ? asked->data() : nullptr,
+        {rows.count(), rows.count(), x, embedded.get(), cos.get(), sin.get(), head_.half, step_.cache, rows.slots.data(),
+         tables, stride, rows.sequences(), rows.cu_seqlens.data(), rows.seq_lens.data(), asked ? asked->data() : nullptr,
          asked ? static_cast<int64_t>(asked->size()) : 0, nullptr, out});
   }
 
@@ -249,10 +243,10 @@ class Drafts {
     Rows rows;
     for (const int64_t a : going_) {
       const int64_t s = step_.asking[a];
-      rows.add(end_of(s) + drawn, draft(a, drawn), table_of(s), step_.block_size);
+      rows.add(end_of(s) + drawn, draft(a, drawn), table_of(s), step_.cache.block_size);
       rows.end_sequence();
     }
-    const int64_t blocks = *std::max_element(rows.positions.begin(), rows.positions.end()) / step_.block_size + 1;
+    const int64_t blocks = *std::max_element(rows.positions.begin(), rows.positions.end()) / step_.cache.block_size + 1;
     return run(rows, x, tables(blocks), blocks_stride(blocks), nullptr, states);
   }
 

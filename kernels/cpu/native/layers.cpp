@@ -66,9 +66,10 @@ class Run {
   Run(const Decoder& model, const DecoderStep& step)
       : model_(model),
         step_(step),
+        cache_(step.cache),
         dtype_(model.dtype),
-        q_width_(model.heads * step.dim),
-        k_width_(step.kv_heads * step.dim),
+        q_width_(model.heads * step.cache.dim),
+        k_width_(step.cache.heads * step.cache.dim),
         qkv_width_(q_width_ + 2 * k_width_),
         hidden_stride_(spread(dtype_, model.hidden)),
         pair_stride_(spread(dtype_, 2 * model.hidden)),
@@ -154,19 +155,19 @@ class Run {
 
   // Queries and keys of some rows: normed, if there are norms, and rotated.
   void turn(const void* norm_weight, int64_t first, int64_t rows, int64_t heads, int64_t column, void* to) const {
-    const int64_t width = heads * step_.dim;
+    const int64_t width = heads * cache_.dim;
     const void* from = offset(qkv_, dtype_, first * qkv_width_ + column);
     void* out = offset(to, dtype_, first * width);
     int64_t stride = qkv_width_;
     if (norm_weight) {
       run_all(kernels().norm_tasks, kernels().norm,
-              Norm{dtype_, from, rows * heads, heads, stride, step_.dim, step_.dim, nullptr, norm_weight, nullptr,
-                   static_cast<float>(model_.eps), out, step_.dim, nullptr});
+              Norm{dtype_, from, rows * heads, heads, stride, cache_.dim, cache_.dim, nullptr, norm_weight, nullptr,
+                   static_cast<float>(model_.eps), out, cache_.dim, nullptr});
       from = out, stride = width;
     }
     // In place, after a norm: each pair is read before it is written.
     run_all(kernels().rope_tasks, kernels().rope,
-            Rope{dtype_, from, rows, stride, heads, step_.dim, step_.dim, step_.cos + first * step_.half,
+            Rope{dtype_, from, rows, stride, heads, cache_.dim, cache_.dim, step_.cos + first * step_.half,
                  step_.sin + first * step_.half, step_.half, out});
   }
 
@@ -181,20 +182,20 @@ class Run {
     const Run& run = call.run;
     const int64_t first = task * HEAD_ROWS, rows = std::min(HEAD_ROWS, run.step_.rows - first);
     run.turn(call.weights.q_norm, first, rows, run.model_.heads, 0, run.q_);
-    run.turn(call.weights.k_norm, first, rows, run.step_.kv_heads, run.q_width_, run.k_);
+    run.turn(call.weights.k_norm, first, rows, run.cache_.heads, run.q_width_, run.k_);
     const int64_t tokens = std::min(rows, run.step_.tokens - first);
     if (tokens > 0) run.store(first, tokens, call.keys, call.values);
   }
 
   void store(int64_t first, int64_t tokens, void* keys, void* values) const {
     run_all(kernels().write_kv_tasks, kernels().write_kv,
-            WriteKV{dtype_, step_.kv_dtype, offset(k_, dtype_, first * k_width_), k_width_, step_.dim,
-                    offset(qkv_, dtype_, first * qkv_width_ + q_width_ + k_width_), qkv_width_, step_.dim, tokens,
-                    step_.kv_heads, step_.dim, step_.block_size, step_.slots + first, keys, values});
+            WriteKV{dtype_, cache_.dtype, offset(k_, dtype_, first * k_width_), k_width_, cache_.dim,
+                    offset(qkv_, dtype_, first * qkv_width_ + q_width_ + k_width_), qkv_width_, cache_.dim, tokens,
+                    cache_.heads, cache_.dim, cache_.block_size, step_.slots + first, keys, values});
   }
 
-  void* keys_of(int64_t layer) const { return offset(step_.keys, step_.kv_dtype, layer * step_.layer_stride); }
-  void* values_of(int64_t layer) const { return offset(step_.values, step_.kv_dtype, layer * step_.layer_stride); }
+  void* keys_of(int64_t layer) const { return offset(cache_.keys, cache_.dtype, layer * cache_.layer_stride); }
+  void* values_of(int64_t layer) const { return offset(cache_.values, cache_.dtype, layer * cache_.layer_stride); }
 
   // Queries, and keys and values into the cache.
   bool remember(const DecoderLayer& weights, int64_t layer, int64_t stride) const {
@@ -206,8 +207,8 @@ class Run {
 
   bool attend(const DecoderLayer& weights, int64_t layer) const {
     const int failed = fissile_attention(
-        dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys_of(layer), values_of(layer), model_.heads, step_.kv_heads,
-        step_.dim, step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, cu_seqlens_.data(),
+        dtype_, cache_.dtype, q_, q_width_, cache_.dim, keys_of(layer), values_of(layer), model_.heads, cache_.heads,
+        cache_.dim, cache_.block_size, step_.block_tables, step_.table_stride, step_.sequences, cu_seqlens_.data(),
         step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_stride_,
         attended_);
     return !failed && multiply(product(weights.out, attended_, attended_stride_, rows_, output_));
@@ -276,6 +277,7 @@ class Run {
 
   const Decoder& model_;
   const DecoderStep& step_;
+  const KVCache& cache_;
   const int64_t dtype_;
   const int64_t q_width_;
   const int64_t k_width_;

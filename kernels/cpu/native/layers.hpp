@@ -7,7 +7,18 @@
 
 namespace fissile {
 
-// kernels/cpu/fused.py has these three too, and Weight.
+// kernels/cpu/fused.py has these four too, and Weight.
+struct KVCache {
+  int64_t dtype;
+  int64_t heads;
+  int64_t dim;
+  int64_t block_size;
+  // Of the first layer, as in WriteKV, and how far it is from layer to layer.
+  void* keys;
+  void* values;
+  int64_t layer_stride;
+};
+
 struct DecoderLayer {
   const void* input_norm;
   Weight qkv;
@@ -54,14 +65,7 @@ struct DecoderStep {
   const float* cos;
   const float* sin;
   int64_t half;
-  int64_t kv_dtype;
-  int64_t kv_heads;
-  int64_t dim;
-  int64_t block_size;
-  // Of the first layer, and how far it is from layer to layer.
-  void* keys;
-  void* values;
-  int64_t layer_stride;
+  KVCache cache;
   const int64_t* slots;
   const int64_t* block_tables;
   int64_t table_stride;
