@@ -55,7 +55,7 @@ class Process:
                         return channel
                 await asyncio.sleep(0.02)
 
-    async def exit_code(self, timeout_s: float = 10.0) -> int:
+    async def exit_code(self, timeout_s: float = 60.0) -> int:
         return await asyncio.to_thread(self.child.wait, timeout_s)
 
 
@@ -108,7 +108,8 @@ async def test_a_second_signal_ends_at_once(process: Process) -> None:
         process.child.send_signal(signal.SIGTERM)
         await router.read_until(lambda: "draining" in router.kinds)
         process.child.send_signal(signal.SIGTERM)
-        assert await process.exit_code(2.0) == 128 + signal.SIGTERM
+        # A drain would end with 0.
+        assert await process.exit_code() == 128 + signal.SIGTERM
 
 
 def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         "--port",
         "0",
     ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 2
     assert run.stdout == ""
     [line] = run.stderr.splitlines()
@@ -140,7 +141,7 @@ def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "worker", "--simulate=fixed:2ms", "--model", str(folder), *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 2
     [line] = run.stderr.splitlines()
     assert line.startswith("error: ")
@@ -149,4 +150,4 @@ def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[
 
 def test_a_simulated_worker_needs_no_torch() -> None:
     code = "import sys, worker.cli.worker; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=90, check=False).returncode == 0

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import random
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,31 @@ class FailingRunner:
             raise RuntimeError("the accelerator is gone")
         output: ScheduledBatchOutput = self._inner.forward(batch)
         return output
+
+
+class PausingRunner:
+    """Makes so many steps, and the next one when it is let go."""
+
+    def __init__(self, inner: Any, steps: int) -> None:
+        self._inner = inner
+        self._steps = steps
+        self.go = threading.Event()
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self._steps -= 1
+        if self._steps < 0:
+            self.go.wait()
+        output: ScheduledBatchOutput = self._inner.forward(batch)
+        return output
+
+
+class PausingWorker(Worker):
+    """Its runner pauses in the middle of what it is given."""
+
+    def _build(self) -> EngineCore:
+        core = super()._build()
+        self.runner = core.runner = PausingRunner(core.runner, 20)
+        return core
 
 
 class FailingWorker(Worker):
@@ -189,13 +216,31 @@ async def test_the_end_of_the_lease_cancels_and_closes(site: Site) -> None:
     await site.until_free()
 
 
-async def test_lanes_renew_the_lease(site: Site) -> None:
-    router = await site.router(lease_ms=2000)
+class Clock:
+    """The worker's clock for leases: it stands unless the test moves it."""
+
+    def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr(site.worker.service, "_clock", lambda: self.now)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for what nothing tells of."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.005)
+
+
+async def test_lanes_renew_the_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(site, monkeypatch)
+    router = await site.router(lease_ms=1000)
     await router.submit(1, sequence(1, max_tokens=ENDLESS))
     reading = asyncio.create_task(router.read_until(lambda: router.ends))
+    state = site.worker.service._sessions["r"].state
     for _ in range(12):
-        await asyncio.sleep(0.2)
+        clock.now += 0.9
         await router.lane()
+        await until(lambda: state.lease_left(clock.now) == 1.0)
     await router.cancel(1)
     await reading
     assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
@@ -211,22 +256,30 @@ async def test_a_stream_that_its_router_closes_ends_its_sequences_at_once(site: 
     assert site.worker.engine.num_live == 0
 
 
-async def test_the_sequences_of_a_broken_stream_run_on_for_a_lease(site: Site) -> None:
-    router = await site.router(lease_ms=2000)
+async def test_the_sequences_of_a_broken_stream_run_on_for_a_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(site, monkeypatch)
+    router = await site.router(lease_ms=500)
     await router.submit(1, *(sequence(rid, max_tokens=ENDLESS) for rid in range(1, 9)))
     await router.read_until(lambda: len(router.tokens[8]) > 5)
     router.call.cancel()
-    await asyncio.sleep(0.3)
+    await until_detached(site, "r")
+    # Longer than the lease, but for the clock.
+    await asyncio.sleep(0.6)
+    assert "r" in site.worker.service._routers
     assert site.worker.engine.num_live == 8
+    clock.now += 0.5
     await until_let_go(site, "r")
     await site.until_free()
 
 
+async def until_detached(site: Site, router: str) -> None:
+    """Waits until the worker knows that the router's stream is gone."""
+    await until(lambda: router not in site.worker.service._sessions)
+
+
 async def until_let_go(site: Site, router: str) -> None:
     """Waits until the worker knows the router no more, and has ended what it had of it."""
-    async with asyncio.timeout(60):
-        while router in site.worker.service._routers or site.worker.engine.num_live:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.01)
+    await until(lambda: router not in site.worker.service._routers and not site.worker.engine.num_live)
 
 
 async def test_a_router_that_comes_back_goes_on_where_it_was(site: Site) -> None:
@@ -234,7 +287,7 @@ async def test_a_router_that_comes_back_goes_on_where_it_was(site: Site) -> None
     await router.submit(1, *(sequence(rid, [rid], 300) for rid in range(1, 5)))
     await router.read_until(lambda: len(router.tokens[4]) > 20)
     router.call.cancel()
-    await asyncio.sleep(0.2)
+    await until_detached(site, "back")
     again = RouterEnd(site.channel, "back", live={rid: len(router.tokens[rid]) for rid in (1, 2)} | {77: 3})
     again.tokens = {rid: router.tokens[rid] for rid in (1, 2)}
     assert list((await again.open()).unknown) == [77]
@@ -418,19 +471,26 @@ async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeyp
     assert await site.health()
 
 
-async def test_the_drain_rpc_ends_the_worker(site: Site) -> None:
-    router = await site.router()
-    await router.submit(1, sequence(1, max_tokens=200))
-    await router.read_until(lambda: len(router.tokens[1]) > 5)
-    assert (await site.stub.Drain(wpb.DrainRequest())).sequences == 1
-    await router.read_until(lambda: "draining" in router.kinds)
-    assert not await site.health()
-    assert (await site.stub.GetWorker(wpb.GetWorkerRequest())).state == wpb.WORKER_STATE_DRAINING
-    await router.submit(2, sequence(2))
-    assert await router.read_to_end() is grpc.StatusCode.OK
-    assert router.tokens[1][3:] == REFERENCE.reference([1, 2, 3], 200, seed=1)
-    assert router.returned == [2]
-    assert await asyncio.wait_for(site.serving, 60) == 0
+async def test_the_drain_rpc_ends_the_worker(folder: Path) -> None:
+    worker = PausingWorker(options(folder))
+    async with running(worker) as site:
+        router = await site.router()
+        await router.submit(1, sequence(1, max_tokens=200))
+        await router.read_until(lambda: len(router.tokens[1]) > 5)
+        try:
+            # It cannot end before all has been looked at.
+            assert (await site.stub.Drain(wpb.DrainRequest())).sequences == 1
+            await router.read_until(lambda: "draining" in router.kinds)
+            assert not await site.health()
+            assert (await site.stub.GetWorker(wpb.GetWorkerRequest())).state == wpb.WORKER_STATE_DRAINING
+            await router.submit(2, sequence(2))
+            await router.read_until(lambda: router.returned == [2])
+        finally:
+            worker.runner.go.set()
+        assert await router.read_to_end() is grpc.StatusCode.OK
+        assert router.tokens[1][3:] == REFERENCE.reference([1, 2, 3], 200, seed=1)
+        assert router.returned == [2]
+        assert await asyncio.wait_for(site.serving, 60) == 0
 
 
 @pytest.mark.parametrize(
