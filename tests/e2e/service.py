@@ -88,7 +88,7 @@ class Process:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(service=service), timeout=1
+                    health_pb2.HealthCheckRequest(service=service), timeout=30
                 )
             except grpc.RpcError:
                 return False
