@@ -22,10 +22,11 @@ from tests.e2e.service import Answer, Process, Service, free_port, generate, run
 from tests.e2e.simulated import simulated_model, wait_workers
 from tests.fake_dns import wait_until
 
-# Of the 8 blocks of 16 tokens, 512 bytes each, a long prompt and its answer take all; a short prompt fills 2.
-LONG, SHORT, HITS = 100, 33, 32
-# The long answer takes more than a second, within which four others come to wait for it.
-OPTIONS = ["--simulate", "fixed:50ms", "--kv-cache-memory", "64KiB", "--max-model-len", "128"]
+# Of the 60 blocks of 16 tokens, 512 bytes each, two long prompts would take more than there are; a short one fills 2.
+LONG, SHORT, HITS = 490, 33, 32
+# The longest answer takes twenty seconds: none that waits for its blocks gets them before it is cancelled.
+OPTIONS = ["--simulate", "fixed:50ms", "--kv-cache-memory", "480KiB", "--max-model-len", "960"]
+LONGEST = 400
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> Non
         """Names in the order of the router's log: threads of a busy machine may see the ends in another one."""
         return re.findall(r'"request ended".*"request_id": "(low|normal|unset|high)"', service.router.log.read_text())
 
-    first = service.stub.Generate(request(2, LONG, max_tokens=28))
+    first = service.stub.Generate(request(2, LONG, max_tokens=LONGEST))
     next(iter(first))
     asked = [("low", pb.PRIORITY_LOW), ("normal", pb.PRIORITY_NORMAL), ("unset", 0), ("high", pb.PRIORITY_HIGH)]
     threads = [
@@ -119,7 +120,7 @@ def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> Non
         # In this order, however long a busy machine takes for each.
         wait_until(partial(waiting, count))
     assert service.worker_load().waiting_seqs == len(asked)
-    list(first)
+    first.cancel()
     for thread in threads:
         thread.join()
     wait_until(lambda: len(ended()) == len(asked))
