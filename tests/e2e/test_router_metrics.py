@@ -127,9 +127,9 @@ async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> N
     """O2: a worker that dies, or that leaves the list, is no label any more; its lost attempts stay counted."""
     dying, leaving, staying = FakeWorker(FILES, "dying"), FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(dying, leaving, staying, placement="round_robin") as b:
+        await collector.until(3, names.ROUTER_WORKERS, WORKER_STATE="serving")
         calls = [b.stub.Generate(request(request_id=str(i), params={"max_tokens": 400})) for i in range(3)]
         await until(lambda: dying.running and leaving.running and staying.running)
-        await collector.until(3, names.ROUTER_WORKERS, WORKER_STATE="serving")
         await dying.stop()
         b.router.pool.set_workers([f"127.0.0.1:{worker.port}" for worker in (dying, staying)])
         finishes = [(await collect(call))[-1].finish for call in calls]
