@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -171,21 +172,33 @@ def router_process(*arguments: str, environment: dict[str, str] | None = None) -
 
 
 @contextlib.asynccontextmanager
-async def draining_process() -> AsyncIterator[tuple[subprocess.Popen[str], InferenceServiceAsyncStub]]:
-    """A router that serves, as a process, and a client; behind it the process must end with 0."""
+async def draining_process() -> AsyncIterator[tuple[subprocess.Popen[str], grpc.aio.Channel]]:
+    """A router that serves, as a process, and a channel to it; behind it the process must end with 0."""
     worker = FakeWorker(FILES)
     process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
     try:
         address = await asyncio.to_thread(listening_address, process)
         async with grpc.aio.insecure_channel(address) as channel:
-            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60):
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            yield process, InferenceServiceStub(channel)
+            await until_health(channel, health_pb2.HealthCheckResponse.SERVING)
+            yield process, channel
         assert await asyncio.to_thread(process.wait, 60) == 0
     finally:
         process.kill()
         await worker.stop()
+
+
+async def until_health(channel: grpc.aio.Channel, status: int) -> None:
+    """Waits until a process says this of its health."""
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+    while (await watch.read()).status != status:
+        pass
+    watch.cancel()
+
+
+async def heeds(process: subprocess.Popen[str], channel: grpc.aio.Channel, number: signal.Signals) -> None:
+    """Sends a signal, and waits until the process drains: two that it has not heeded yet would be one."""
+    process.send_signal(number)
+    await until_health(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 def log_of(process: subprocess.Popen[str]) -> str:

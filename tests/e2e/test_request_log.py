@@ -16,6 +16,7 @@ import grpc
 import pytest
 import structlog
 from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import LogCapture
@@ -38,6 +39,7 @@ from tests.e2e.router_bench import (
     collect,
     draining_process,
     error_of,
+    heeds,
     log_of,
     request,
     until,
@@ -444,11 +446,11 @@ async def test_calls_with_many_texts_count_the_tokens_of_all(
 
 async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
     """C2: a router that is told twice to end still says whose streams it cut."""
-    async with draining_process() as (process, stub):
-        call = stub.Generate(request("secret words", request_id="cut", params={"max_tokens": 4000}), timeout=60)
+    async with draining_process() as (process, channel):
+        asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
+        call: Any = InferenceServiceStub(channel).Generate(asked, timeout=60)
         await call.read()
-        process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.5)
+        await heeds(process, channel, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
         await error_of(call)
     log = log_of(process)

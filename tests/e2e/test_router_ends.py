@@ -16,6 +16,7 @@ import grpc
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 
@@ -29,6 +30,7 @@ from tests.e2e.router_bench import (
     details_of,
     draining_process,
     error_of,
+    heeds,
     leftovers,
     log_of,
     request,
@@ -128,8 +130,8 @@ async def test_what_an_admin_watches_ends_with_the_router() -> None:
 
 
 async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
-    async with draining_process() as (process, stub):
-        call = stub.Generate(request("secret words", params={"max_tokens": 200}))
+    async with draining_process() as (process, channel):
+        call = InferenceServiceStub(channel).Generate(request("secret words", params={"max_tokens": 200}))
         await call.read()
         process.send_signal(signal.SIGTERM)
         assert (await collect(call))[-1].finish.usage.completion_tokens == 200
@@ -143,10 +145,10 @@ async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
 @pytest.mark.slow
 async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -> None:
     """R6: nobody gets "Cancelling all calls"; the process ends with 0."""
-    async with draining_process() as (process, stub):
-        call = stub.Generate(request(params={"max_tokens": 4000}))
+    async with draining_process() as (process, channel):
+        call = InferenceServiceStub(channel).Generate(request(params={"max_tokens": 4000}))
         parts: list[Any] = [await call.read()]
-        process.send_signal(signal.SIGTERM)
+        await heeds(process, channel, signal.SIGTERM)
         parts += [await call.read() for _ in range(20)]
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(grpc.aio.AioRpcError):
