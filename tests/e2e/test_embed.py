@@ -367,7 +367,9 @@ def test_a_lost_worker_changes_no_vector(tmp_path: Path) -> None:
             call = service.stub.Embed.future(asked, timeout=120)
             if name == MEAN:
                 while not service.worker_load(0).waiting_tokens:
-                    assert not call.done()
+                    if call.done():
+                        # A busy machine has looked too late: once more.
+                        call = service.stub.Embed.future(asked, timeout=120)
                 service.workers[0].stop(signal.SIGKILL)
             found = vectors(call.result())
             expected = [np.frombuffer(reference.embedding(prompt, name), "<f4").tolist() for prompt in prompts]
