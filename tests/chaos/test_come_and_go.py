@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -278,18 +277,24 @@ def test_f3_frozen_worker_is_given_up_and_taken_back(fleet: Service, report: Rep
     """F3: SIGSTOP: its streams go on elsewhere within seconds; after SIGCONT it is taken back."""
     frozen = fleet.workers[0]
     undisturbed = answers(fleet, [seeded(i, 300) for i in range(9)])
-    begin = time.monotonic()
-    try:
-        got = disturbed(fleet, [seeded(i, 300) for i in range(9)], lambda: frozen.running.send_signal(signal.SIGSTOP))
-        assert_same(got, undisturbed)
-        assert Counter(a.finish.attempts for a in got if a.finish is not None)[2] >= 1
-        wait_workers(fleet, 2)
-        assert {outcome(fleet.stub, 100 + i, 8)[0] for i in range(6)} == {grpc.StatusCode.OK}
-        time.sleep(max(0.0, begin + SCALE.f3_frozen_s - time.monotonic()))
-    finally:
-        frozen.running.send_signal(signal.SIGCONT)
-    thawed = time.monotonic()
-    wait_workers(fleet, 3)
+    # On a busy machine streams may have ended before the worker is frozen.
+    for _ in range(5):
+        begin = time.monotonic()
+        try:
+            asked = [seeded(i, 300) for i in range(9)]
+            got = disturbed(fleet, asked, lambda: frozen.running.send_signal(signal.SIGSTOP))
+            assert_same(got, undisturbed)
+            wait_workers(fleet, 2)
+            assert {outcome(fleet.stub, 100 + i, 8)[0] for i in range(6)} == {grpc.StatusCode.OK}
+            time.sleep(max(0.0, begin + SCALE.f3_frozen_s - time.monotonic()))
+        finally:
+            frozen.running.send_signal(signal.SIGCONT)
+        thawed = time.monotonic()
+        wait_workers(fleet, 3)
+        moved = [a for a in got if a.finish is not None and a.finish.attempts > 1]
+        if moved:
+            break
+    assert moved
     report("F3", frozen_s=thawed - begin, back_after_s=time.monotonic() - thawed)
     load = fleet.wait_idle(0)
     assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
@@ -439,13 +444,14 @@ def test_drain_timeout_of_the_only_worker_aborts_what_still_runs(model: Path, tm
     """F2: with nobody to hand over to, a drained worker's streams have its drain timeout, then a bounded wait."""
     options = [*OPTIONS, "--drain-timeout", "0.3"]
     waits = ["--worker-wait", "300ms"]
-    with (
-        running_service(tmp_path, model, worker_options=options, router_options=waits) as service,
-        ThreadPoolExecutor(6) as pool,
-    ):
-        running = [pool.submit(outcome, service.stub, i, 1500) for i in range(6)]
-        wait_until(lambda: service.worker_load().decoding_seqs == 6)
+    with running_service(tmp_path, model, worker_options=options, router_options=waits) as service:
+        calls = [service.stub.Generate(request(i, 1500), timeout=60) for i in range(6)]
+        firsts = [next(call) for call in calls]
         assert service.workers[0].stop(signal.SIGTERM) == 0
-        results = [f.result() for f in running]
-    assert {code for code, _ in results} == {grpc.StatusCode.ABORTED}
-    assert all(0 < tokens < 1500 for _, tokens in results)
+        for call, first in zip(calls, firsts, strict=True):
+            tokens = len(first.token_ids)
+            with contextlib.suppress(grpc.RpcError):
+                for part in call:
+                    tokens += len(part.token_ids)
+            assert call.code() is grpc.StatusCode.ABORTED
+            assert 0 < tokens < 1500

@@ -16,7 +16,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.e2e.service import Process, Service, free_port, running
 from tests.e2e.simulated import OPTIONS, outcome, simulated_model, wait_workers
-from tests.fake_dns import FakeDns
+from tests.fake_dns import FakeDns, wait_until
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
@@ -88,6 +88,7 @@ def test_dns_answers_change_under_load(workers: list[Process], tmp_path: Path) -
                 wait_workers(service, len(hosts))
             names.mute = True
             names.wait_asked(2)
+            wait_until(lambda: len(ended) > 10)
         assert_none_failed(ended)
         # A worker that ends in good order while its address is still given, and comes back.
         names.mute = False
@@ -96,6 +97,7 @@ def test_dns_answers_change_under_load(workers: list[Process], tmp_path: Path) -
             workers[2].start()
             workers[2].wait_serving()
             wait_workers(service, 3)
+            wait_until(lambda: len(ended) > 10)
         assert_none_failed(ended)
 
 
@@ -117,4 +119,5 @@ def test_a_file_changes_under_load(workers: list[Process], tmp_path: Path) -> No
                 write(listed(hosts))
                 wait_workers(service, len(hosts))
                 write(listed(hosts) + "- broken")
+            wait_until(lambda: len(ended) > 10)
         assert_none_failed(ended)

@@ -15,6 +15,7 @@ import ssl
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +153,10 @@ def test_commands_call_by_mtls_and_key(service: SecureService) -> None:
         assert "fsl_" not in refused.stderr
 
 
-def asked_all(service: SecureService, count: int, max_tokens: int) -> list[Answer]:
+def asked_all(
+    service: SecureService, count: int, max_tokens: int, begun: threading.Event | None = None
+) -> list[Answer]:
+    """Answers to so many requests at once; `begun` is set with the first message of any."""
     with service.channel() as channel, ThreadPoolExecutor(count) as pool:
         stub = InferenceServiceStub(channel)
 
@@ -162,6 +166,8 @@ def asked_all(service: SecureService, count: int, max_tokens: int) -> list[Answe
             made.sampling_params.seed = i
             for part in stub.Generate(made, timeout=90):
                 answer.add(part)
+                if begun is not None:
+                    begun.set()
             return answer
 
         return list(pool.map(ask, range(count)))
@@ -180,22 +186,28 @@ def test_streams_survive_a_killed_worker_and_new_certificates(service: SecureSer
         with context.wrap_socket(raw) as wrapped:
             return wrapped.getpeercert(binary_form=True) or b""
 
-    before = [shown(process) for process in (service.router, service.workers[0])]
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(asked_all, service, 12, 150)
-        time.sleep(0.3)
-        pki.servers.issue("router", *LOOPBACK)
-        pki.servers.issue("worker", WORKER_NAME)
-        pki.routers.issue("router-client", ROUTER_IDENTITY)
-        after = [shown(process) for process in (service.router, service.workers[0])]
-        service.workers[1].stop(signal.SIGKILL)
-        disturbed = running.result()
-    assert all(old != new for old, new in zip(before, after, strict=True))
-    assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
-    assert any(answer.finish is not None and answer.finish.attempts == 2 for answer in disturbed)
-    # The router dials it with the certificate that it has read since.
-    restart(service.workers[1])
-    wait_workers(service, 3)
+    # On a busy machine the streams may have ended before the worker is killed.
+    for _ in range(5):
+        before = [shown(process) for process in (service.router, service.workers[0])]
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(asked_all, service, 12, 150, begun)
+            assert begun.wait(60)
+            pki.servers.issue("router", *LOOPBACK)
+            pki.servers.issue("worker", WORKER_NAME)
+            pki.routers.issue("router-client", ROUTER_IDENTITY)
+            after = [shown(process) for process in (service.router, service.workers[0])]
+            service.workers[1].stop(signal.SIGKILL)
+            disturbed = running.result()
+        assert all(old != new for old, new in zip(before, after, strict=True))
+        assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
+        # The router dials it with the certificate that it has read since.
+        restart(service.workers[1])
+        wait_workers(service, 3)
+        moved = [answer for answer in disturbed if answer.finish is not None and answer.finish.attempts == 2]
+        if moved:
+            break
+    assert moved
 
 
 def test_an_operator_drains_a_worker(service: SecureService) -> None:
