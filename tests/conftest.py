@@ -6,6 +6,8 @@ import random
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests import fresh
 from tests.covering import mark_by_value
@@ -32,7 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Counts skips by reason where reports come together: not in the processes that pytest-xdist starts."""
     settings.load_profile("fissile" if config.option.fresh is None else "fresh")
-    if config.option.fresh is not None:
+    if config.option.fresh is None:
+        # Hypothesis tries numbers of the modules that happen to be loaded: others in each process of pytest-xdist, and
+        # others again with each number that anybody writes anywhere.
+        no_constants = Constants()
+        providers._get_local_constants = lambda: no_constants
+    else:
         config.pluginmanager.register(fresh.Limit(config.option.fresh_seconds), "fresh-limit")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(is_strict()), "skips-by-reason")

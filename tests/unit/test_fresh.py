@@ -73,7 +73,11 @@ def test_all_of_a_fresh_run_follows_from_its_seed(suite: Path) -> None:
 
 
 def test_without_a_seed_examples_are_the_same_each_time(suite: Path) -> None:
-    one, again = (run(suite, "-m", "not long") for _ in range(2))
+    """Numbers of modules that happened to be loaded were tried too: which tests had run before decided about them."""
+    one = run(suite, "-m", "not long")
+    (suite / "numbers_of_it.py").write_text("".join(f"n{i} = {i * 7_919_000_001}\n" for i in range(1, 300)))
+    (suite / "test_suite.py").write_text(f"import numbers_of_it\n{SUITE}")
+    again = run(suite, "-m", "not long")
     assert one == again
     assert names(one) == ["test_property", "test_fixed"]
 
