@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from common.errors import ApiError
+from common.errors import ApiError, TenantLimitError
 from common.limits import MAX_CACHE_SALT_BYTES
-from router.api.tenants import TENANT_KEY, TenantPolicy, tenant_of
+from router.api.tenants import TENANT_KEY, TenantLimits, TenantPolicy, tenant_of
 from router.scheduling.fair_queue import HIGH, LOW, NORMAL
 
 NAMED = [("other", "x"), (TENANT_KEY, "gold")]
@@ -29,6 +29,14 @@ def test_the_tenant_is_the_keys_or_the_metadatas(
     metadata: list[tuple[str, str | bytes]] | None, bound: str, tenant: str
 ) -> None:
     assert tenant_of(metadata, TenantPolicy(), bound) == tenant
+
+
+def test_an_operator_names_the_metadata_that_has_the_tenant() -> None:
+    policy = TenantPolicy("k")
+    assert tenant_of((*NAMED, ("k", "me")), policy) == "me"
+    assert tenant_of(NAMED, policy) == ""
+    with pytest.raises(ApiError, match="metadata k has 200 bytes; valid: at most 128"):
+        tenant_of((("k", "x" * 200),), policy)
 
 
 def test_metadata_can_not_change_the_tenant_of_a_key() -> None:
@@ -92,3 +100,27 @@ def test_isolated_tenants_have_salts_of_their_own_that_no_request_can_name() -> 
             salt.decode()
     assert TenantPolicy().cache_salt("é", "a") == "é".encode()
     assert policy.with_limits({}, {}, {}).isolate
+
+
+def test_a_tenants_requests_in_flight_are_limited() -> None:
+    limits = TenantLimits(TenantPolicy(concurrency=2, concurrency_of={"vip": 0, "one": 1}))
+    limits.claim("a")
+    limits.claim("a")
+    with pytest.raises(TenantLimitError) as caught:
+        limits.claim("a")
+    assert caught.value.retry_after_s == 1.0
+    limits.claim("b")
+    limits.claim("one")
+    with pytest.raises(TenantLimitError):
+        limits.claim("one")
+    for _ in range(10):
+        limits.claim("vip")
+    limits.release("a", took_s=8.0)
+    limits.claim("a")
+    with pytest.raises(TenantLimitError) as caught:
+        limits.claim("a")
+    assert caught.value.retry_after_s == 4.0
+    limits.release("one", 1.0)
+    limits.claim("one")
+    limits.release("one", 1.0)
+    assert len(limits) == 3

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import HopelessDeadlineError, QueueFullError, TenantLimitError
+from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
-from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.scheduling.admission import QUEUE_RETRY_S, AdmissionQueue, DrainRateEstimator
 from router.scheduling.fair_queue import CLASSES, HIGH, LOW, NORMAL, FairQueue, QueuedRequest, TenantShares
 from router.scheduling.lane import Lane
@@ -532,35 +531,3 @@ def test_a_request_is_hopeless_only_behind_others() -> None:
     lane.load.take(LoadReport(0.0, waiting_tokens=50))
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 0.0
     assert HopelessDeadlineError(10.5, 2.0, 8.5).retry_after_s == 8.5
-
-
-def test_a_tenants_requests_in_flight_are_limited() -> None:
-    limits = TenantLimits(TenantPolicy(concurrency=2, concurrency_of={"vip": 0, "one": 1}))
-    limits.claim("a")
-    limits.claim("a")
-    with pytest.raises(TenantLimitError) as caught:
-        limits.claim("a")
-    assert caught.value.retry_after_s == 1.0
-    limits.claim("b")
-    limits.claim("one")
-    with pytest.raises(TenantLimitError):
-        limits.claim("one")
-    for _ in range(10):
-        limits.claim("vip")
-    limits.release("a", took_s=8.0)
-    limits.claim("a")
-    with pytest.raises(TenantLimitError) as caught:
-        limits.claim("a")
-    assert caught.value.retry_after_s == 4.0
-    limits.release("one", 1.0)
-    limits.claim("one")
-    limits.release("one", 1.0)
-    assert len(limits) == 3
-
-
-def test_the_tenant_is_in_the_metadata() -> None:
-    policy = TenantPolicy("k")
-    assert tenant_of((("x", "1"), ("k", "me")), policy) == "me"
-    assert tenant_of((), policy) == tenant_of(None, policy) == ""
-    with pytest.raises(Exception, match="metadata k has 200 bytes; valid: at most 128"):
-        tenant_of((("k", "x" * 200),), policy)
