@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.instruction_sets import AUTO, CHOICES
+from kernels.cpu.instruction_sets import AUTO, CHOICES, in_use
 from kernels.cpu.library import PLAIN, LibraryUnavailableError
 from kernels.interface import KernelBackend
 from kernels.torch_backend.backend import TorchBackend
@@ -101,6 +101,7 @@ def _above(own: TritonBackend, expert_parallel: bool) -> KernelBackend:
 
 
 def _best_backend() -> KernelBackend:
+    beside = in_use()
     try:
         native = CpuBackend()
     except LibraryUnavailableError as error:
@@ -108,7 +109,8 @@ def _best_backend() -> KernelBackend:
     else:
         if native.instruction_set != PLAIN:
             return native
-        reason = "this processor has no AVX2"
+        is_held = beside == PLAIN
+        reason = "another engine of this process computes by plain ones" if is_held else "this processor has no AVX2"
     # On a processor that has more than these, they take several times as long.
     _log.warning("PyTorch's kernels serve", reason=reason)
     return TorchBackend()

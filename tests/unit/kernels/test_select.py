@@ -7,6 +7,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from kernels import select
 from kernels.cpu import instruction_sets, library
 from kernels.select import select_backend
 from tests.native import native_library
@@ -33,16 +34,23 @@ def test_auto_without_the_library_takes_torch_and_says_why(monkeypatch: pytest.M
     assert line["log_level"] == "warning"
 
 
-def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("beside", "reason"),
+    [(None, "this processor has no AVX2"), (library.PLAIN, "another engine of this process computes by plain ones")],
+)
+def test_auto_without_avx2_takes_torch_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, beside: str | None, reason: str
+) -> None:
     native_library()
 
     def plain_only(native: CDLL, instruction_set: str) -> str:
         return library.select(native, library.PLAIN)
 
     monkeypatch.setattr(instruction_sets, "take", plain_only)
+    monkeypatch.setattr(select, "in_use", lambda: beside)
     with capture_logs() as logs:
         assert select_backend().name == "torch"
-    assert [(line["log_level"], line["reason"]) for line in logs] == [("warning", "this processor has no AVX2")]
+    assert [(line["log_level"], line["reason"]) for line in logs] == [("warning", reason)]
     library.select(load())
 
 
