@@ -105,12 +105,12 @@ def _best_backend() -> KernelBackend:
     try:
         native = CpuBackend()
     except LibraryUnavailableError as error:
-        reason = str(error)
-    else:
-        if native.instruction_set != PLAIN:
-            return native
-        is_held = beside == PLAIN
-        reason = "another engine of this process computes by plain ones" if is_held else "this processor has no AVX2"
+        _log.warning("PyTorch's kernels serve, which take several times as long as native ones", reason=str(error))
+        return TorchBackend()
+    if native.instruction_set != PLAIN:
+        return native
+    is_held = beside == PLAIN
+    reason = "another engine of this process computes by plain ones" if is_held else "this processor has no AVX2"
     # On a processor that has more than these, they take several times as long.
     _log.warning("PyTorch's kernels serve", reason=reason)
     return TorchBackend()

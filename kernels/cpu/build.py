@@ -28,6 +28,8 @@ LIBRARY = FOLDER / "libfissile_cpu.so"
 ARITHMETIC = ("linear", "attention", "elementwise", "routing", "sampling", "table")
 VARIANTS = ("linear_amx", "linear_bf16")
 COMPILERS = ("c++", "g++", "clang++")
+# As whoever runs this Python has to call it.
+COMMAND = shlex.join([sys.executable, "-m", "kernels.cpu.build"])
 # Scores are written as float and read as pairs of bfloat16, which strict aliasing would let a compiler reorder.
 _CODE = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-Wall")
 _FLAGS = (*_CODE, "-fno-math-errno", "-ffp-contract=off")

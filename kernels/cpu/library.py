@@ -110,7 +110,7 @@ def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
     """The library, loaded once in a process, with `base_set` chosen then.
 
     Raises:
-        LibraryUnavailableError: it was not built, is older than its sources, or does not load.
+        LibraryUnavailableError: it was not built, or from other sources, or does not load.
     """
     with _loading:
         return _load(path)
@@ -119,9 +119,14 @@ def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
     if not path.is_file():
-        raise LibraryUnavailableError("the CPU kernels were not compiled (no C++ compiler when Fissile was installed)")
+        raise LibraryUnavailableError(
+            "the CPU kernels were not compiled (no C++ compiler when Fissile was installed); once there is one, run: "
+            + build.COMMAND
+        )
     if path == build.LIBRARY and not build.is_current():
-        raise LibraryUnavailableError("the CPU kernels are older than their sources; run: python -m kernels.cpu.build")
+        raise LibraryUnavailableError(
+            f"the CPU kernels were compiled from other sources than those that are here; run: {build.COMMAND}"
+        )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -285,6 +285,7 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         instance_id=worker.instance_id,
         model=worker.model,
         numerics=worker.numerics,
+        kernels=worker.kernels,
         running=worker.running,
         state=_STATES[worker.state],
         last_error=worker.last_error,

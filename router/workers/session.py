@@ -150,6 +150,7 @@ class Session:
         worker_id: the worker's own name.
         instance_id: the worker's process.
         version: the worker's version of Fissile.
+        kernels: the worker's kernel back end, with its instruction set.
         speculation: how the worker makes drafts; empty where it makes none.
         served: whether the worker has taken work in this life.
         is_draining: whether the worker has said that it is about to end.
@@ -175,6 +176,7 @@ class Session:
         self.worker_id = ""
         self.instance_id = ""
         self.version = ""
+        self.kernels = ""
         self.speculation = wpb.Speculation()
         self.model: ServedModel | None = None
         self.served = False
@@ -252,7 +254,8 @@ class Session:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
         # Also for a worker that does not serve: another process than before means that the previous one has ended.
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
-        self.version, self.speculation = description.version, description.speculation
+        self.version, self.kernels = description.version, description.kernels
+        self.speculation = description.speculation
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
             raise SessionLostError(Fault.UNREADY, f"the worker is {state}")

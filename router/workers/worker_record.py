@@ -47,6 +47,7 @@ class KnownWorker:
     instance_id: str = ""
     model: str = ""
     numerics: str = ""
+    kernels: str = ""
     running: int = 0
     load: LaneStatus | None = None
     last_error: str = ""
@@ -129,6 +130,7 @@ class WorkerRecord:
             instance_id=session.instance_id,
             model=session.model.name,
             numerics=session.model.numerics,
+            kernels=session.kernels,
             running=len(session.state.live),
             load=load,
             draft_method=session.speculation.method,

@@ -41,6 +41,8 @@ Row: TypeAlias = dict[str, str | float]
 _DEMO: Final = DEMO_HEAD.parent / "checkpoint"
 _HEROES: Final = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "pig")
 _PROCESS, _SERVICE = "process", "service"
+# A library of other sources then ends the benchmark.
+_NATIVE: Final = ["--kernels", "cpu"]
 _TOKENS: Final = pb.OutputOptions(return_token_ids=True)
 
 
@@ -66,7 +68,7 @@ class InProcess:
     """An engine in this process."""
 
     def __init__(self, spec: SpeculativeConfig | None) -> None:
-        self.engine = LLMEngine(replace(default_config(str(_DEMO)), speculative_config=spec))
+        self.engine = LLMEngine(replace(default_config(str(_DEMO)), kernels="cpu", speculative_config=spec))
 
     def answer(self, stories: list[Story], at_once: int) -> Streams:
         """Group by group."""
@@ -187,7 +189,7 @@ def sides(where: str, spec: SpeculativeConfig) -> Iterator[dict[str, Side]]:
         return
     given = {"method": spec.method, "model": spec.model, "num_speculative_tokens": spec.num_speculative_tokens}
     given["adaptive"] = spec.adaptive
-    options = {"plain": [], "drafting": ["--speculative-config", json.dumps(given)]}
+    options = {"plain": _NATIVE, "drafting": [*_NATIVE, "--speculative-config", json.dumps(given)]}
     with tempfile.TemporaryDirectory(prefix="demo-drafts-") as folder, ExitStack() as stack:
         loop, made = asyncio.new_event_loop(), dict[str, Side]()
         stack.callback(loop.close)

@@ -68,7 +68,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder), dtype="bfloat16", **QWEN3_0_6B)
-        config = Config(model=str(path), dtype="bfloat16", max_model_len=256, kv_cache_block_size=_BLOCK)
+        config = Config(model=str(path), dtype="bfloat16", kernels="cpu", max_model_len=256, kv_cache_block_size=_BLOCK)
         runner = ModelRunner(config, ModelConfig.from_folder(path))
     runner.allocate_kv_cache(max(given.rows) * (_CONTEXT // _BLOCK + 1))
     for count in given.rows:

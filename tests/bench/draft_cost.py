@@ -62,7 +62,8 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     torch.set_num_threads(1)
     spec = SpeculativeConfig(_DRAFTS, EAGLE3, str(DEMO_HEAD), adaptive=False)
-    engine = LLMEngine(replace(default_config(str(DEMO_HEAD.parent / "checkpoint")), speculative_config=spec))
+    config = default_config(str(DEMO_HEAD.parent / "checkpoint"))
+    engine = LLMEngine(replace(config, kernels="cpu", speculative_config=spec))
     runner = engine.core.runner
     assert isinstance(runner, ModelRunner)
     proposer = runner.draft_proposer

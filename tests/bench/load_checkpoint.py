@@ -73,7 +73,9 @@ def write_checkpoint(folder: Path) -> None:
 
 def load_here(folder: Path, dtype: str, shard: Shard) -> object:
     """One rank's part of the model."""
-    return ModelRunner(Config(model=str(folder), dtype=dtype), ModelConfig.from_folder(folder), shard=shard)
+    return ModelRunner(
+        Config(model=str(folder), kernels="cpu", dtype=dtype), ModelConfig.from_folder(folder), shard=shard
+    )
 
 
 def load_transformers(folder: Path, dtype: str) -> object:
@@ -110,7 +112,7 @@ def measure(loader: str, folder: Path, dtype: str) -> None:
 
 def start(folder: Path, dtype: str, cache: Path | None, hold: bool) -> None:
     """Loads and computes a step in this process; prints seconds and, when asked for by a line of input, Pss."""
-    config = Config(model=str(folder), dtype=dtype, weights_cache="" if cache is None else str(cache))
+    config = Config(model=str(folder), kernels="cpu", dtype=dtype, weights_cache="" if cache is None else str(cache))
     before = _pss()
     began = time.perf_counter()
     runner = ModelRunner(config, ModelConfig.from_folder(folder))

@@ -77,7 +77,12 @@ def engine(folder: Path, ranks: int) -> EngineCore:
     """On one thread each."""
     model_config = ModelConfig.from_folder(folder)
     config = Config(
-        model=str(folder), dtype="float32", kv_cache_memory=1 << 26, max_model_len=1024, tensor_parallel_size=ranks
+        model=str(folder),
+        kernels="cpu",
+        dtype="float32",
+        kv_cache_memory=1 << 26,
+        max_model_len=1024,
+        tensor_parallel_size=ranks,
     )
     if ranks > 1:
         progress = Progress()

@@ -147,6 +147,7 @@ def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
         counts = pairs(worker.drafts)
         assert counts == total(finish.drafts for finish in finishes if finish.worker_id == worker.worker_id)
         seen = listed[worker.worker_id]
+        assert seen.kernels == worker.kernels
         assert (seen.draft_method, seen.num_speculative_tokens, pairs(seen.drafts)) == ("ngram", 5, counts)
         assert all(verified >= accepted for verified, accepted in counts)
     plain = ask_all(service, threading.Event(), num_drafts=0)

@@ -24,7 +24,8 @@ from common.rpc.durations import to_duration, to_seconds
 if TYPE_CHECKING:
     from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
-_HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
+_LOAD_HEADINGS = ("RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
+_HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", *_LOAD_HEADINGS, "KERNELS")
 # Of workers that speculate.
 _DRAFT_HEADINGS = ("DRAFTS", "ACCEPTED")
 _SILENT_S = MISSED_HEARTBEATS * HEARTBEAT_S
@@ -61,7 +62,8 @@ def load_as_text(load: apb.WatchLoadResponse) -> str:
 def _row(worker: apb.Worker) -> tuple[str, ...]:
     numbers = (worker.running, worker.queued, worker.decoding_seqs, worker.waiting_seqs, worker.outstanding_tokens)
     speed = f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "-"
-    return (worker.worker_id or "-", worker.address, worker.model or "-", _state(worker), *map(str, numbers), speed)
+    names = (worker.worker_id or "-", worker.address, worker.model or "-", _state(worker))
+    return (*names, *map(str, numbers), speed, worker.kernels or "-")
 
 
 def _drafts(worker: apb.Worker) -> tuple[str, str]:
@@ -137,9 +139,10 @@ def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: 
     """List the workers of a running router.
 
     RUNNING and QUEUED count requests of this router, DECODING and WAITING the sequences of all routers at the worker;
-    TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed. Where workers speculate, DRAFTS says
-    how, and how many tokens ahead; ACCEPTED which part of the drafts for requests of this router was right, of all and
-    by their position behind a token.
+    TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed. KERNELS are those that compute: torch
+    takes several times as long as cpu, and the log of the worker says why it serves. Where workers speculate, DRAFTS
+    says how, and how many tokens ahead; ACCEPTED which part of the drafts for requests of this router was right, of all
+    and by their position behind a token.
 
     STATE is serving; silent: without a report for a while; cordoned: `fissile uncordon` brings it back; draining: about
     to end; leaving: no longer in the router's list; unconnected: the line below says why.

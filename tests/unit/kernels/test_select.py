@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from ctypes import CDLL
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kernels import select
-from kernels.cpu import instruction_sets, library
+from kernels.cpu import build, instruction_sets, library
 from kernels.select import select_backend
 from tests.native import native_library
 
@@ -24,14 +25,30 @@ def test_auto_takes_the_native_kernels_where_they_are_fast() -> None:
     assert select_backend().name == ("torch" if chosen == library.PLAIN else "cpu")
 
 
-def test_auto_without_the_library_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "load", lambda: load(tmp_path / "library.so"))
+@pytest.fixture(params=["not compiled", "compiled from other sources"])
+def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What is the matter with the library that there is."""
+    path = tmp_path / "library.so"
+    monkeypatch.setattr(build, "LIBRARY", path)
+    monkeypatch.setattr(library, "load", lambda: load(path))
+    if request.param != "not compiled":
+        path.write_bytes(b"fissile-sources:of yesterday")
+    return str(request.param)
+
+
+def test_auto_without_native_kernels_takes_torch_and_says_why_and_what_to_run(fault: str) -> None:
     with capture_logs() as logs:
-        assert select_backend().name == "torch"
+        assert select_backend().description == "torch"
     (line,) = logs
-    assert "not compiled" in line["reason"]
-    # Several times as slow, so that whoever installed it should see it.
-    assert line["log_level"] == "warning"
+    assert fault in line["reason"]
+    assert line["reason"].endswith(f"run: {sys.executable} -m kernels.cpu.build")
+    assert (line["log_level"], "several times as long" in line["event"]) == ("warning", True)
+
+
+@pytest.mark.parametrize("asked", [("cpu", "auto"), ("auto", "avx2")], ids=" ".join)
+def test_native_kernels_that_were_asked_for_serve_or_nothing_does(fault: str, asked: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"kernels 'cpu': the CPU kernels were {fault}.* run: .*kernels.cpu.build$"):
+        select_backend(*asked)
 
 
 @pytest.mark.parametrize(

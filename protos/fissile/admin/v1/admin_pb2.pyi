@@ -157,6 +157,7 @@ class Worker(_message.Message):
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name that the worker gives itself."""
     address: _builtins.str
@@ -187,6 +188,8 @@ class Worker(_message.Message):
     """Method by which it drafts tokens: `ngram`, `mtp`, `eagle3` or `draft_model`; empty if it does not speculate."""
     num_speculative_tokens: _builtins.int
     """Most drafts per sequence and step."""
+    kernels: _builtins.str
+    """Kernel back end in use and its instruction set, such as `cpu:avx2`."""
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """Age of its last report."""
@@ -217,10 +220,11 @@ class Worker(_message.Message):
         draft_method: _builtins.str = ...,
         num_speculative_tokens: _builtins.int = ...,
         drafts: _abc.Iterable[_inference_pb2.DraftCounts] | None = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draft_method", b"draft_method", "drafts", b"drafts", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draft_method", b"draft_method", "drafts", b"drafts", "instance_id", b"instance_id", "kernels", b"kernels", "last_error", b"last_error", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,10 @@ def test_an_install_ends_as_the_build_does(code: int) -> None:
 
 
 def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(library.LibraryUnavailableError, match="no C\\+\\+ compiler when Fissile was installed"):
+    with pytest.raises(
+        library.LibraryUnavailableError,
+        match=r"no C\+\+ compiler when Fissile was installed",
+    ):
         library.load(tmp_path / "library.so")
 
 

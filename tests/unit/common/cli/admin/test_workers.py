@@ -16,6 +16,7 @@ def test_table_says_state_and_load() -> None:
         apb.Worker(
             worker_id="w0", address="a:1", model="m", running=3, queued=2, decoding_seqs=4, waiting_seqs=1,
             outstanding_tokens=900, prefill_rate=1234.5, report_age=to_duration(0.1), state=apb.WORKER_STATE_SERVING,
+            kernels="cpu:avx2",
         ),
         apb.Worker(worker_id="w1", address="b:2", model="m", state=apb.WORKER_STATE_DRAINING),
         apb.Worker(
@@ -25,9 +26,9 @@ def test_table_says_state_and_load() -> None:
     ]  # fmt: skip
     heading, *rows = [line.split() for line in as_table(workers).splitlines()]
     assert heading[:4] == ["WORKER", "ADDRESS", "MODEL", "STATE"]
-    assert rows[0] == ["w0", "a:1", "m", "serving", "3", "2", "4", "1", "900", "1234"]
+    assert rows[0] == ["w0", "a:1", "m", "serving", "3", "2", "4", "1", "900", "1234", "cpu:avx2"]
     assert [row[3] for row in rows[:4]] == ["serving", "draining", "silent", "unconnected"]
-    assert rows[1][-1] == "-"
+    assert rows[1][-2:] == ["-", "-"]
     assert rows[3][:2] == ["-", "d:4"]
     assert rows[4] == ["d:4:", "UNAVAILABLE:", "refused"]
 
