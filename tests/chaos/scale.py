@@ -34,7 +34,7 @@ class Scale:
         h2_silent_s: of a prefill, with pings all the while.
         h2_ping_s: from one ping to the next.
         h3_age_s: after which a worker ends connections.
-        h3_s: of load on such a worker.
+        h3_connections: that end so under load.
         engine_streams: on each of two workers, when the engine of one is lost.
         storm_s: of all faults at once.
         storm_clients: that ask all the while.
@@ -65,7 +65,7 @@ class Scale:
     h2_silent_s: float
     h2_ping_s: float
     h3_age_s: float
-    h3_s: float
+    h3_connections: int
     engine_streams: int
     storm_s: float
     storm_clients: int
@@ -97,7 +97,7 @@ _FULL = Scale(
     h2_silent_s=60.0,
     h2_ping_s=10.0,
     h3_age_s=2.0,
-    h3_s=20.0,
+    h3_connections=8,
     engine_streams=8,
     storm_s=300.0,
     storm_clients=24,
@@ -128,7 +128,7 @@ _SMALL = Scale(
     h2_silent_s=4.0,
     h2_ping_s=0.3,
     h3_age_s=1.0,
-    h3_s=4.0,
+    h3_connections=4,
     engine_streams=2,
     storm_s=18.0,
     storm_clients=8,

@@ -90,7 +90,9 @@ def test_h1_negative_http2_of_a_worker(tmp_path: Path, report: Report) -> None:
 
 def test_h1_one_stream_a_connection(tmp_path: Path) -> None:
     """H1: a worker that takes one stream a connection."""
-    with behind_a_router(tmp_path, Http2Worker(max_streams=1)) as stub, ThreadPoolExecutor(8) as pool:
+    worker = Http2Worker(max_streams=1)
+    with behind_a_router(tmp_path, worker) as stub, ThreadPoolExecutor(8) as pool:
+        until(lambda: worker.sessions, what="a session")
         for answer in pool.map(lambda _: ask(stub), range(8)):
             assert_whole(answer)
 
@@ -160,6 +162,11 @@ def test_h2_every_channel_argument_of_ours_is_one_of_grpcs() -> None:
     assert b"grpc.no_such_argument\0" not in binary
 
 
+def num_connections(router: Process) -> int:
+    """Number of connections with workers that a router has had."""
+    return sum(entry["event"] == "worker up" for entry in log_entries(router))
+
+
 def test_h3_connections_that_end_by_age(tmp_path: Path, report: Report) -> None:
     """H3: a worker that ends every connection after seconds: streams of any length go on over the next one.
 
@@ -189,22 +196,24 @@ def test_h3_connections_that_end_by_age(tmp_path: Path, report: Report) -> None:
 
     try:
         worker.wait_serving()
-        with router_before(port, tmp_path) as router, grpc.insecure_channel(router.address) as channel:
+        with router_before(port, tmp_path, patient=True) as router, grpc.insecure_channel(router.address) as channel:
             service = Service(router, [worker], channel)
             wait_workers(service, 1)
             with ThreadPoolExecutor(6) as pool:
                 clients = [pool.submit(client, service.stub, i) for i in range(6)]
-                time.sleep(SCALE.h3_s)
-                stop.set()
+                try:
+                    # However long they take to come: the streams go on meanwhile.
+                    until(lambda: num_connections(router) >= SCALE.h3_connections, what="new connections")
+                finally:
+                    stop.set()
                 for each in clients:
                     each.result()
             entries = log_entries(router)
-        connections = sum(entry["event"] == "worker up" for entry in entries)
+        connections = num_connections(router)
         lost = [entry for entry in entries if entry["event"] == "attempt lost"]
         report("H3", age_s=SCALE.h3_age_s, requests=len(answers), connections=connections, lost=len(lost), failed=0)
     finally:
         worker.stop()
-    assert connections >= 3
     assert all((entry["loss"], entry["tokens"]) == ("forgotten", 0) for entry in lost)
     assert sum(a.finish.attempts - 1 for a in answers if a.finish is not None) == len(lost)
     assert {len(a.token_ids) for a in answers} == {100, 400}
