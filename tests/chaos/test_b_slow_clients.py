@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,13 +52,12 @@ def neighbours(service: Service) -> tuple[list[Answer], list[float]]:
     return [answer for answer, _ in ran], [gap for _, gaps in ran for gap in gaps]
 
 
-def read_slowly(stub: InferenceServiceStub, until_s: float) -> Answer:
-    """Pauses before each message until a point in time, then reads the rest."""
+def read_slowly(stub: InferenceServiceStub, hurry: threading.Event) -> Answer:
+    """Pauses before each message until it is told to read the rest."""
     answer = Answer()
     for part in stub.Generate(request(1, SCALE.b1_tokens), timeout=120):
         answer.add(part)
-        if time.monotonic() < until_s:
-            time.sleep(SCALE.b1_pause_s)
+        hurry.wait(SCALE.b1_pause_s)
     return answer
 
 
@@ -68,13 +68,14 @@ def test_b1_slow_reader_gets_merged_messages_and_costs_its_neighbours_nothing(se
     expected = generate(service.stub, request(1, SCALE.b1_tokens))
     undisturbed, gaps_before = neighbours(service)
     before = rss_mib(service.router)
-    begin = time.monotonic()
-    # As long as the neighbours take, and the stream itself with them.
-    until_s = begin + 0.005 * SCALE.b1_tokens
+    hurry = threading.Event()
     with client_of(service.router, SMALL_WINDOW) as stub, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(read_slowly, stub, until_s)
+        slow = pool.submit(read_slowly, stub, hurry)
         disturbed, gaps = neighbours(service)
+        # As long as the neighbours take, and the stream itself with them.
+        idle = service.wait_idle()
         grown = rss_mib(service.router) - before
+        hurry.set()
         answer = slow.result()
     report(
         "B1",
@@ -89,7 +90,7 @@ def test_b1_slow_reader_gets_merged_messages_and_costs_its_neighbours_nothing(se
     assert answer.messages < 0.8 * len(answer.token_ids)
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert grown < GROWTH_MIB
-    assert service.wait_idle().decoding_seqs == 0
+    assert idle.decoding_seqs == 0
 
 
 def test_b2_clients_that_never_read_are_dropped(tmp_path: Path, report: Report) -> None:
