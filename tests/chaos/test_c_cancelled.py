@@ -17,7 +17,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.chaos.conftest import Report
 from tests.chaos.scale import SCALE
-from tests.chaos.support import open_files, quantile, rss_mib
+from tests.chaos.support import log_entries, open_files, quantile, rss_mib, until
 from tests.chaos.test_come_and_go import restart, seeded
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import OPTIONS, outcome, wait_workers
@@ -111,12 +111,22 @@ def test_c1_and_c2_cancel_storm_while_workers_come_and_go(fleet: Service) -> Non
 
 def test_c4_abandoned_calls_end_on_the_workers(fleet: Service) -> None:
     """C4: a client that drops its call objects without cancelling them leaves nothing behind."""
-    calls = [fleet.stub.Generate(seeded(i, 1500)) for i in range(9)]
+    asked = [seeded(i, 1500) for i in range(9)]
+    calls = [fleet.stub.Generate(one) for one in asked]
     for call in calls:
         next(iter(call))
     del call
     calls.clear()
     gc.collect()
+    ids = {one.request_id for one in asked}
+
+    def ended() -> list[str]:
+        """How they ended at the router."""
+        lines = [entry for entry in log_entries(fleet.router) if entry["event"] == "request ended"]
+        return [entry["status"] for entry in lines if entry.get("request_id") in ids]
+
+    until(lambda: len(ended()) == len(ids), what="the end of the calls")
+    assert set(ended()) == {"CANCELLED"}
     for index in range(3):
         load = fleet.wait_idle(index)
         assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
