@@ -34,7 +34,8 @@ from worker.ranks.rank_client import RankGroup
 OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1024", "--dtype", "float32"]
 # A step of two ranks takes milliseconds here, so this is some seconds.
 LONG = 900
-MOVED = 200
+# Long enough to be there when both workers compute.
+MOVED = 500
 # The wait for another worker included.
 NOTICED_S = 30.0
 RECOVERED_S = 60.0
@@ -181,7 +182,9 @@ def test_f1_streams_of_a_failed_engine_go_on_elsewhere(
         with ThreadPoolExecutor(count) as pool:
             undisturbed = list(pool.map(lambda i: generate(service.stub, sampled(i)), range(count)))
             running = [pool.submit(generate, service.stub, sampled(i), 120) for i in range(count)]
-            until(lambda: service.worker_load().decoding_seqs >= count // 2, what="streams that run", within_s=60)
+            both = Service(service.router, [*service.workers, spare], service.channel)
+            for index in range(2):
+                until(lambda: both.worker_load(index).decoding_seqs >= count // 2, what="streams that run")  # noqa: B023
             begin = time.monotonic()
             os.kill(rank_pids(spare)[1], sig)
             got = [each.result() for each in running]
@@ -244,12 +247,11 @@ def greedy(i: int) -> pb.GenerateRequest:
 def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
     worker = service.workers[0]
     pids = list(rank_pids(worker).values())
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(outcome, service.stub, i, 100) for i in range(2)]
-        while service.worker_load().decoding_seqs < 2:
-            time.sleep(0.02)
-        assert worker.stop(signal.SIGTERM) == 0
-        assert [each.result() for each in running] == [(grpc.StatusCode.OK, 100)] * 2
+    calls = [service.stub.Generate(request(i, 100), timeout=60) for i in range(2)]
+    firsts = [next(call) for call in calls]
+    assert worker.stop(signal.SIGTERM) == 0
+    for call, first in zip(calls, firsts, strict=True):
+        assert sum(len(part.token_ids) for part in (first, *call)) == 100
     assert ended(pids)
 
 
