@@ -9,6 +9,7 @@ with OtlpReceiver() as receiver:
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -134,6 +135,13 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
+
+    async def until_received(self, name: str, count: int = 1) -> None:
+        """Waits until so many spans of this name are there, beside the loop that makes them.
+
+        While it runs: a process that ends gives what is left a second.
+        """
+        await asyncio.to_thread(self.wait_for, name, count)
 
     def wait_for(self, name: str, count: int = 1, timeout_s: float = 60.0) -> list[ReceivedSpan]:
         """The spans of this name, as soon as there are `count` of them."""

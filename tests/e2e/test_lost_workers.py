@@ -413,6 +413,7 @@ async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) ->
     metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
         async with bench(*workers) as b:
             call = b.stub.Generate(request(params={"max_tokens": 400}), metadata=metadata)
@@ -422,6 +423,7 @@ async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) ->
             parts = await collect(call)
             assert (await collect(b.stub.Generate(request())))[-1].finish.attempts == 1
             await until(lambda: b.router._tracing.open_spans() == 0)
+            await receiver.until_received("fissile.v1.InferenceService/Generate", 2)
         (request_span, _) = sorted(
             receiver.wait_for("fissile.v1.InferenceService/Generate", 2), key=lambda s: s.trace_id != trace
         )

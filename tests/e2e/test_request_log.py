@@ -47,7 +47,7 @@ from tests.e2e.router_bench import (
 from tests.e2e.worker_bench import ENDLESS, options, running
 from tests.e2e.worker_bench import request as direct
 from tests.e2e.worker_client import make_model_folder
-from tests.otlp_receiver import OtlpReceiver
+from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 from worker.server import Worker
 
 GENERATE = "fissile.v1.InferenceService/Generate"
@@ -388,8 +388,15 @@ async def test_every_request_of_a_storm_has_exactly_one_line_with_its_status(lin
 
 async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """R12: tokens that went to clients which then gave up are counted, on spans and in figures."""
+
+    def are_there(points: list[ReceivedPoint]) -> bool:
+        cancelled = {point.name for point in points if point.attributes.get(names.RPC_STATUS) == "CANCELLED"}
+        return {names.ROUTER_GENERATED_TOKENS, names.ROUTER_PROMPT_TOKENS} <= cancelled
+
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
         async with bench() as b:
             await collect(b.stub.Generate(request()))
             cancelled = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -398,6 +405,8 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
             await until(lambda: not b.router.service.in_flight)
             await error_of(b.stub.Generate(request(params={"top_p": 0})))
             figures = b.router._snapshot()
+            await receiver.until_received(GENERATE, 3)
+            await until(lambda: are_there(receiver.points))
         done, broken = figures.usage["m", "OK"], figures.usage["m", "CANCELLED"]
         assert figures.usage.keys() == {("m", "OK"), ("m", "CANCELLED")}
         assert (done.prompt, done.cached, done.generated) == (3, 3, 5)
@@ -425,10 +434,12 @@ async def test_calls_with_many_texts_count_the_tokens_of_all(
         described |= {"head": wpb.HEAD_CLASSIFIER, "num_labels": 1}
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         async with bench(FakeWorker(FILES, description=described, answer=short)) as b:
             usage = (await getattr(b.stub, method)(asked[method])).usage
             await until(lambda: not b.router.service.in_flight)
             (figures,) = b.router._snapshot().usage.values()
+            await receiver.until_received(f"fissile.v1.InferenceService/{method}")
         (span,) = receiver.wait_for(f"fissile.v1.InferenceService/{method}", 1)
     (line,) = ended(lines)
     assert usage.prompt_tokens > 10

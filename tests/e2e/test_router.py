@@ -485,6 +485,7 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
     metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"), ("tracestate", "k=v"))
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         worker = FakeWorker(FILES)
         async with bench(worker) as b:
             await collect(b.stub.Generate(request(), metadata=metadata))
@@ -496,6 +497,8 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
             assert trace in dict(refused.trailing_metadata())["traceresponse"]
             await b.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
             await until(lambda: b.router._tracing.open_spans() == 0)
+            await receiver.until_received("fissile.v1.InferenceService/Generate", 4)
+            await receiver.until_received("fissile.v1.InferenceService/ListModels")
         spans = receiver.wait_for("fissile.v1.InferenceService/Generate", 4)
         assert receiver.wait_for("fissile.v1.InferenceService/ListModels")
         assert {(s.trace_id, s.parent_id, s.service) for s in spans} == {(trace, "b7ad6b7169203331", "fissile-router")}
