@@ -12,8 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.chaos.support import log_entries, until
 from tests.e2e.service import Service, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
+
+# Tokens of answers that take seven seconds, and of such as no other test asks for.
+LONG, SHORT = 1500, 7
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +28,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder, in_turn = tmp_path_factory.mktemp("fleet"), ["--placement", "round_robin"]
-    with running_service(folder, model, workers=3, worker_options=OPTIONS, router_options=in_turn) as service:
+    told = {"FISSILE_LOG_LEVEL": "debug"}
+    with running_service(
+        folder, model, workers=3, worker_options=OPTIONS, router_options=in_turn, environment=told
+    ) as service:
         wait_workers(service, 3)
         yield service
+
+
+def whole(fleet: Service) -> list[int]:
+    """Tokens of each answer that a worker has made to its end, as the workers' logs say."""
+    entries = [entry for worker in fleet.workers for entry in log_entries(worker)]
+    ends = [entry for entry in entries if entry["event"] == "sequence ended"]
+    return [entry["output_tokens"] for entry in ends if entry["reason"] == "length"]
+
+
+def assert_none_ran_on(fleet: Service) -> None:
+    """Asserts that no worker has anything left, nor made any of the long answers to its end."""
+    for index in range(3):
+        load = fleet.wait_idle(index)
+        assert (load.decoding_seqs, load.waiting_seqs) == (0, 0)
+        assert load.free_blocks == load.total_blocks
+    before = whole(fleet).count(SHORT)
+    for i in range(3):
+        generate(fleet.stub, request(i, SHORT))
+    # With these lines those of what was there earlier have been written.
+    until(lambda: whole(fleet).count(SHORT) == before + 3, what="the logs of the workers")
+    assert LONG not in whole(fleet)
 
 
 def test_same_request_same_answer_on_every_worker_alone_and_together(fleet: Service) -> None:
@@ -41,7 +69,7 @@ def test_same_request_same_answer_on_every_worker_alone_and_together(fleet: Serv
 
 def test_cancelled_streams_free_their_blocks(fleet: Service) -> None:
     def cancelled(i: int) -> grpc.StatusCode:
-        call = fleet.stub.Generate(request(i, max_tokens=1500), timeout=60)
+        call = fleet.stub.Generate(request(i, max_tokens=LONG), timeout=60)
         threading.Timer(random.Random(i).uniform(0, 0.3), call.cancel).start()
         try:
             for _ in call:
@@ -54,14 +82,11 @@ def test_cancelled_streams_free_their_blocks(fleet: Service) -> None:
 
     with ThreadPoolExecutor(48) as pool:
         assert set(pool.map(cancelled, range(48))) == {grpc.StatusCode.CANCELLED}
-    for index in range(3):
-        load = fleet.wait_idle(index)
-        assert (load.decoding_seqs, load.waiting_seqs) == (0, 0)
-        assert load.free_blocks == load.total_blocks
+    assert_none_ran_on(fleet)
 
 
 def test_deadline_reaches_the_engine(fleet: Service) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(fleet.stub.Generate(request(1, max_tokens=1500), timeout=0.3))
+        list(fleet.stub.Generate(request(1, max_tokens=LONG), timeout=0.3))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert all(fleet.wait_idle(i).decoding_seqs == 0 for i in range(3))
+    assert_none_ran_on(fleet)
