@@ -17,6 +17,7 @@ from router.api.auditing import AuditOptions, Auditor
 from router.api.server_info import shown_options
 from router.app import router
 from router.options import RouterOptions
+from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, letters
 from tests.e2e.router_bench import FILES, bench, collect, request, until
 from tests.e2e.test_contract import resumed
@@ -140,7 +141,7 @@ async def test_logits_that_a_request_has_asked_for_are_compared_too() -> None:
 
 async def test_answers_that_clients_bring_and_workers_that_go_blame_nobody() -> None:
     workers = fleet(2)
-    async with bench(*workers, audit=ALL) as b:
+    async with bench(*workers, audit=ALL, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         asked = request(request_id="r", params={"max_tokens": 9})
         parts = await collect(b.stub.Generate(asked))
         await audited(b, "passed")
@@ -153,7 +154,7 @@ async def test_answers_that_clients_bring_and_workers_that_go_blame_nobody() -> 
         parts = await collect(b.stub.Generate(request(request_id="s", params={"max_tokens": 9})))
         other = workers[1 - int(parts[-1].finish.worker_id[1:])]
         await other.stop()
-        await until(lambda: sum(auditor(b).counts.values()) >= 1)
+        await has_audited(b, 2)
         assert not auditor(b).counts["failed"] + auditor(b).counts["suspected"]
         assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 2
 
