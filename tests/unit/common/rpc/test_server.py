@@ -247,17 +247,6 @@ async def test_a_bad_host_is_one_line(host: str, problem: str) -> None:
         await GrpcServer(host, 0, []).start()
 
 
-async def test_pings_on_a_quiet_stream_are_allowed(site: Site) -> None:
-    # The default server closes this connection with "Too many pings" after two strikes.
-    options = [("grpc.keepalive_time_ms", 100), ("grpc.http2.max_pings_without_data", 0)]
-    async with grpc.aio.insecure_channel(site.rpc.address, options=options) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Generate(worker_pb2.GenerateRequest())
-        await asyncio.wait_for(site.servicer.running.wait(), 60)
-        await asyncio.sleep(1.0)
-        site.servicer.release.set()
-        assert [list(answer.token_ids) async for answer in call] == [[7]]
-
-
 async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
