@@ -16,6 +16,7 @@ import pytest
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.cli.serve.supervisor import MAX_LINE_BYTES, Child, Supervisor
+from common.process import restart_policy
 from tests.processes import is_alive
 
 CHILD = "tests.unit.common.cli.serve.a_child"
@@ -106,15 +107,18 @@ async def test_stop_waits_for_a_drain_and_kills_what_does_not_end() -> None:
     assert not bad.running
 
 
-async def test_stop_during_back_off_starts_nothing() -> None:
+async def test_stop_during_back_off_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_DELAY_S", "MAX_DELAY_S"):
+        monkeypatch.setattr(restart_policy, name, 600.0)
     console = Lines()
     only = child("a", "exit=1")
     supervisor = Supervisor([only], console, {})
     running = asyncio.create_task(supervisor.run())
     await until(lambda: bool(console.lines))
+    died = only.process
     assert await supervisor.stop() == []
     await asyncio.wait_for(running, 60)
-    assert not only.running
+    assert only.process is died
 
 
 async def test_stop_right_after_the_start_leaves_no_process() -> None:
