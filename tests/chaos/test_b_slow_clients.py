@@ -16,7 +16,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.chaos.conftest import Report
 from tests.chaos.scale import SCALE
-from tests.chaos.support import SMALL_WINDOW, client_of, quantile, reason_of, rss_mib, until
+from tests.chaos.support import SMALL_WINDOW, client_of, log_entries, quantile, reason_of, rss_mib, until
 from tests.e2e.service import Answer, Service, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model
 
@@ -131,10 +131,21 @@ def test_b2_clients_that_never_read_and_vanish_leave_nothing(service: Service) -
     """B2: connections that close while the router's write waits for them: freed at once, and no error of the router."""
     with ExitStack() as on:
         stubs = [on.enter_context(client_of(service.router, SMALL_WINDOW)) for _ in range(10)]
-        calls = [stub.Generate(request(2000 + i, 8000)) for i, stub in enumerate(stubs)]
+        asked = [request(2000 + i, 8000) for i in range(len(stubs))]
+        ids = {one.request_id for one in asked}
+        calls = [stub.Generate(one) for stub, one in zip(stubs, asked, strict=True)]
         until(lambda: service.worker_load().decoding_seqs == len(calls), what="streams that run")
         # So that every window is full.
         generate(service.stub, request(3000, 400))
+
+    def ended() -> list[str]:
+        """How they ended at the router."""
+        lines = [entry for entry in log_entries(service.router) if entry["event"] == "request ended"]
+        return [entry["status"] for entry in lines if entry.get("request_id") in ids]
+
+    # Not dropped for being slow, which takes half a minute.
+    until(lambda: len(ended()) == len(ids), what="the end of the calls")
+    assert set(ended()) == {"CANCELLED"}
     load = service.wait_idle()
     assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
     log = service.router.log.read_text()
