@@ -517,7 +517,7 @@ async def test_storm_leaves_every_table_empty() -> None:
     rnd = random.Random(11)
 
     async def one(b: Bench, i: int) -> str:
-        kind = i % 6
+        kind = i % 5
         params: dict[str, Any] = {"max_tokens": rnd.randrange(1, 30)}
         if kind == 1:
             params["stop_strings"] = ["lm"]
@@ -526,8 +526,6 @@ async def test_storm_leaves_every_table_empty() -> None:
         call = b.stub.Generate(request(params=params), timeout=rnd.uniform(0.001, 0.2) if kind == 3 else 20)
         if kind == 4:
             asyncio.get_running_loop().call_later(rnd.uniform(0, 0.2), call.cancel)
-        if kind == 5:
-            params["max_tokens"] = 4000
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             await collect(call)
         return (await call.code()).name
