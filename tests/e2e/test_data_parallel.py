@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -68,7 +68,10 @@ def expected(model: Path) -> list[list[int]]:
     return [answer["token_ids"] for answer in LLMEngine(default_config(model)).generate(PROMPTS, GREEDY)]
 
 
-def generate(worker: Process, prompt: list[int], max_tokens: int = 24) -> list[int]:
+def generate(
+    worker: Process, prompt: list[int], max_tokens: int = 24, begun: threading.Semaphore | None = None
+) -> list[int]:
+    """Greedy tokens; `begun` is released with the first of them."""
     request = wpb.GenerateRequest(token_ids=prompt)
     params = wpb.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
     params.max_tokens = max_tokens
@@ -76,7 +79,10 @@ def generate(worker: Process, prompt: list[int], max_tokens: int = 24) -> list[i
     tokens: list[int] = []
     with grpc.insecure_channel(worker.address) as channel:
         for part in WorkerServiceStub(channel).Generate(request, timeout=60):
+            is_first = not tokens and len(part.token_ids) > 0
             tokens += part.token_ids
+            if begun is not None and is_first:
+                begun.release()
     return tokens
 
 
@@ -101,9 +107,10 @@ def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
     workers: list[Process], expected: list[list[int]]
 ) -> None:
     before = [instance(worker) for worker in workers]
+    begun = threading.Semaphore(0)
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(generate, worker, PROMPTS[0], 1900) for worker in workers]
-        time.sleep(1.0)
+        running = [pool.submit(generate, worker, PROMPTS[0], 1900, begun) for worker in workers]
+        assert all(begun.acquire(timeout=60) for _ in workers)
         (lost,) = ranks_of(workers[1])
         os.kill(lost, signal.SIGKILL)
         for each in running:
@@ -118,9 +125,10 @@ def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
 
 
 def test_the_first_that_has_drained_waits_for_the_other(workers: list[Process]) -> None:
+    begun = threading.Semaphore(0)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, workers[1], PROMPTS[0], 300)
-        time.sleep(0.5)
+        running = pool.submit(generate, workers[1], PROMPTS[0], 300, begun)
+        assert begun.acquire(timeout=60)
         for worker in workers:
             worker.running.send_signal(signal.SIGTERM)
         assert len(running.result()) == 300
