@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "t29",
         Landing,
-        "_take",
+        "_land",
         "fwd_output.token_ids.get(seq.id, ())",
         "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
     ),

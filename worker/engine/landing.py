@@ -101,24 +101,11 @@ class Landing:
             land = self._land_decodes if batch.is_plain_decode else self._land_verified
             land(seqs, batch, fwd_output, finished, now)
             return finished
-        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
         given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
-            verified = batch.scheduled_spec_decode_tokens.get(seq.id)
-            token_ids = fwd_output.token_ids.get(seq.id, ())
             if seq.id in given:
                 self._land_given(seq, *given[seq.id])
-            self._land(
-                seq,
-                num_scheduled,
-                final,
-                token_ids,
-                verified,
-                finished,
-                now,
-                logprobs.get(seq.id, b""),
-                ends.get(seq.id),
-            )
+            self._land(seq, num_scheduled, final, batch, fwd_output, finished, now)
         return finished
 
     def _take_drafts(self, batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
@@ -159,8 +146,7 @@ class Landing:
     ) -> None:
         """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
-        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
-        others, num_others = {**logprobs, **ends}, 0
+        others, num_others = _with_more(fwd_output), 0
         for seq in seqs:
             seq_id = seq.id
             sampled = token_ids.get(seq_id, ())
@@ -173,8 +159,7 @@ class Landing:
                 or (others and seq_id in others)
             ):
                 num_others += 1
-                own, end = logprobs.get(seq_id, b""), ends.get(seq_id)
-                self._land(seq, 1, True, sampled, None, finished, now, own, end)
+                self._land(seq, 1, True, batch, fwd_output, finished, now)
                 continue
             seq.num_inflight_tokens -= 1
             seq.num_placeholder -= 1
@@ -210,8 +195,7 @@ class Landing:
     ) -> None:
         """`_land` for a step of decodes of which some have drafts, likewise."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
-        logprobs, ends = fwd_output.logprobs or {}, fwd_output.constraint_ends or {}
-        others, verified = {*self._forced, *logprobs, *ends}, self._lengths.verified
+        others, verified = self._forced | _with_more(fwd_output), self._lengths.verified
         num_tokens, outcomes = 0, list[tuple[int, int]]()
         for seq, num_scheduled in zip(seqs, batch.num_scheduled_tokens, strict=True):
             seq_id = seq.id
@@ -225,9 +209,7 @@ class Landing:
                 or seq.may_end_within(sampled)
                 or (seq.draft_history is not None and seq.draft_history.shadow)
             ):
-                own, end = logprobs.get(seq_id, b""), ends.get(seq_id)
-                drafts = batch.scheduled_spec_decode_tokens.get(seq_id)
-                self._land(seq, num_scheduled, True, sampled, drafts, finished, now, own, end)
+                self._land(seq, num_scheduled, True, batch, fwd_output, finished, now)
                 continue
             seq.num_inflight_tokens -= num_scheduled
             seq.num_inflight_drafts -= num_scheduled - 1
@@ -256,19 +238,17 @@ class Landing:
         seq: Sequence,
         num_scheduled: int,
         final: bool,
-        token_ids: tuple[int, ...],
-        verified: list[int] | None,
+        batch: ScheduledBatch,
+        fwd_output: ScheduledBatchOutput,
         finished: list[Sequence],
         now: float,
-        logprobs: bytes = b"",
-        constraint_end: str | None = None,
     ) -> None:
-        """Takes what a step has computed of one sequence, with the drafts that it has verified.
-
-        `constraint_end` is of `ScheduledBatchOutput.constraint_ends`, None for a sequence that is not there.
-        """
+        """Takes what a step has computed of one sequence, with the drafts that it has verified."""
         if seq.is_finished:
             return
+        token_ids = fwd_output.token_ids.get(seq.id, ())
+        verified = batch.scheduled_spec_decode_tokens.get(seq.id)
+        constraint_end = (fwd_output.constraint_ends or {}).get(seq.id)
         seq.num_inflight_tokens -= num_scheduled
         seq.num_inflight_drafts -= len(verified or ())
         seq.num_placeholder -= final
@@ -288,6 +268,7 @@ class Landing:
             # Chunks before this step have been published, and none of them has given a number.
             self._blocks.forget_unproved(seq)
         is_first = had_none and bool(taken)
+        logprobs = (fwd_output.logprobs or {}).get(seq.id, b"")
         if logprobs:
             logprobs = logprobs[: len(taken) * (len(logprobs) // len(token_ids))]
         if stop is not None:
@@ -359,6 +340,11 @@ class Landing:
             self.spec_stats.take({(len(drafts), accepted): 1})
             self._lengths.verified(seq, len(drafts), accepted)
         return len(drafts) - accepted
+
+
+def _with_more(fwd_output: ScheduledBatchOutput) -> set[int]:
+    """Sequences of which more than tokens has come."""
+    return {*(fwd_output.logprobs or ()), *(fwd_output.constraint_ends or ())}
 
 
 def _of_tokens(output: RequestOutput, digests: dict[int, int] | None) -> dict[int, int] | None:
