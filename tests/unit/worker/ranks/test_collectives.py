@@ -66,7 +66,7 @@ def on_ranks(work: Callable[[GroupCollectives], None], size: int = SIZE) -> None
     """Does something on each rank, a thread; raises what one of them does."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda rank: work(join(store, rank, size, "127.0.0.1", 20.0)), range(size)))
+        list(pool.map(lambda rank: work(join(store, rank, size, "127.0.0.1", 60.0)), range(size)))
 
 
 def test_no_rank_gives_up_its_memory_while_the_device_of_another_computes() -> None:
