@@ -15,6 +15,7 @@ from kernels.slots import slots_at
 from kernels.upload import to_device
 from worker.model.block_tables import BlockTables
 from worker.model.forward_context import Context, KVCacheTensor, forward_context
+from worker.model.step_metadata import step_metadata
 
 Ints = npt.NDArray[np.int64]
 # Token ids and positions int64 [T], states [T, H] -> states [T, H].
@@ -95,8 +96,8 @@ class DraftRunner:
             kv_cache_data: of `kv_cache_data`.
             wanted: int64, ascending, rows whose results count, of each sequence none or its last ones; None for all.
         """
-        metadata, positions, sequences = self._metadata(rows)
-        metadata.wanted_rows = wanted
+        metadata, positions, sequences = step_metadata(rows.starts, rows.counts, rows.tables, self._tables, self._size)
+        metadata.wanted_rows, metadata.num_rejected = wanted, rows.num_rejected
         token_ids, there = self._inputs(rows, positions, sequences)
         return self._forward(forward, metadata, token_ids, there, states, kv_cache_data)
 
@@ -168,23 +169,6 @@ class DraftRunner:
         context = Context(positions, 0, len(metadata.seq_lens), padded, is_draft=True)
         with forward_context(metadata, self._config, context, kv_cache_data):
             return forward(token_ids, positions, states)[:total]
-
-    def _metadata(self, rows: DraftRows) -> tuple[AttentionMetaData, Ints, Ints]:
-        """Without its plan; and the positions and the sequences of the rows."""
-        ends, positions, sequences = np.cumsum(rows.counts), rows.starts, np.arange(len(rows.counts))
-        if ends[-1] > len(ends):
-            sequences = np.repeat(sequences, rows.counts)
-            positions = np.arange(ends[-1]) + np.repeat(rows.starts - (ends - rows.counts), rows.counts)
-        lengths = rows.starts + rows.counts
-        tables = self._tables.of_step(rows.tables, -(-lengths // self._size))
-        metadata = AttentionMetaData(
-            cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
-            seq_lens=lengths,
-            block_tables=tables,
-            slot_mapping=slots_at(positions, sequences, tables, self._size),
-            num_rejected=rows.num_rejected,
-        )
-        return metadata, positions, sequences
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from common.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import select_backend
-from kernels.slots import slots_at
 from kernels.upload import to_device
 from worker.config.architectures import model_class, support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
@@ -46,6 +45,7 @@ from worker.model.rejection_sampler import RejectionSampler
 from worker.model.sampled_rows import SampledRows
 from worker.model.sampler import SampledTokens, Sampler
 from worker.model.sharding import Shard, length
+from worker.model.step_metadata import step_metadata
 from worker.model.verify_check import verifies_exactly
 from worker.weights.checkpoint import Progress, no_progress
 
@@ -363,24 +363,17 @@ class ModelRunner:
         """
         lengths = np.array(batch.num_scheduled_tokens, np.int64)
         starts = np.array(batch.num_computed_tokens, np.int64)
-        ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-        needed = -(-(starts + lengths) // self.config.kv_cache_block_size)
-        tables = self._tables[batch.is_plain_decode].of_step(batch.tables, needed)
+        covering = self._tables[batch.is_plain_decode]
+        metadata, positions, rows = step_metadata(
+            starts, lengths, batch.tables, covering, self.config.kv_cache_block_size
+        )
+        ends, total = metadata.cu_seqlens_q[1:], metadata.num_tokens
         sampled = SampledRows.of(batch)
         final_rows = sampled.step_rows
         target_rows = _target_rows(batch, ends)
         more_rows = np.concatenate((target_rows, mean_rows(batch, ends))) if batch.pooled else target_rows
-        metadata = AttentionMetaData(
-            cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
-            seq_lens=starts + lengths,
-            block_tables=tables,
-            slot_mapping=slots_at(positions, rows, tables, self.config.kv_cache_block_size),
-            wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
-            num_rejected=self.sampler.num_rejected(batch) if batch.drafts_in_flight else None,
-        )
+        metadata.wanted_rows = np.union1d(final_rows, more_rows) if len(more_rows) else final_rows
+        metadata.num_rejected = self.sampler.num_rejected(batch) if batch.drafts_in_flight else None
         if self.draft_proposer is not None and self.draft_proposer.takes_states and batch.feeds_draft_model:
             metadata.wanted_rows = None
         captured = (
