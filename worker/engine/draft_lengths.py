@@ -25,12 +25,13 @@ from worker.engine.proposal_costs import Proposal, ProposalCosts
 from worker.engine.sequence import DraftHistory, DraftRates, Sequence
 from worker.engine.step_costs import StepCosts
 
-# What the newest verification counts at least in the mean of its sequence, and in that of all.
-_WEIGHT: Final = 0.04
+# What the newest verification counts at least in the mean of its sequence, and in that of all. Passages are hard to
+# draft or easy: drafts that would be for nothing are to end within a few steps, before the account does it (which then
+# ends those that pay, too). Of many sequences those that had luck come first, so luck must count little.
+_WEIGHT: Final = 0.12
 _WEIGHT_OF_ALL: Final = 0.01
-# Verifications that what is known of all sequences stands for in a new one. Of many sequences those that had luck come
-# first, so luck must count little.
-_PRIOR: Final = 12
+# Verifications that what is known of all sequences stands for in a new one.
+_PRIOR: Final = 8
 # Fewer verifications say nothing of how often drafts are right.
 _FEW_VERIFIED: Final = 8
 # How much more tokens per second drafts must promise: to begin with them, and to go on.
@@ -93,9 +94,10 @@ class DraftLengths:
         # Spent on prompts that a model has taken in though it may never draft behind them, beyond what time allows.
         self._for_prompts_s = 0.0
         self.are_made = False
-        # The last step in which a model made drafts: its rows, and these; and at the last plain step that counted.
+        # The last step in which a model made drafts: its rows, and these; and the part that these had in its time, by
+        # the tables, at the last plain step.
         self._last_made: tuple[int, Proposal] | None = None
-        self._compared_made: tuple[int, Proposal] | None = None
+        self._made_share = 0.0
         # Over all sequences: what a new one begins with.
         self._rates = DraftRates()
 
@@ -115,6 +117,9 @@ class DraftLengths:
             rates: of sequences whose drafts are others than this has learnt from.
         """
         if not self.adapts:
+            return dict(drafts)
+        if self.are_made and len(seqs) == 1 and not rates:
+            # As many as pay were made a step ago, by all that is known; that was spent.
             return dict(drafts)
         if not drafts or self.compares or not (self.are_made or self._savings.allows):
             return {}
@@ -167,15 +172,16 @@ class DraftLengths:
         if counts and not has_drafts and self._rests():
             self._unnoted_s += passed_s
             return
-        expected_s = self.drafting_s(rows, proposal)
+        made_s = 0.0 if proposal is None else self.costs.level * self.proposals.of(proposal)
+        step_s = self.costs.verification(rows) if verifies else self.costs.of(rows)
+        expected_s = step_s + made_s + (self._between_s or 0.0)
         # That of plain steps, as soon as there is one.
         if wall_s is not None and wall_s > duration_s and (self._between_s is None or (counts and proposal is None)):
             self._note_between(min(wall_s - duration_s, _LONGEST_BETWEEN * duration_s))
         if proposal is not None and self.proposals.are_known:
             self._last_made = rows, proposal
-            step_s = self.costs.verification(rows) if verifies else self.costs.of(rows)
             # No more than a plain step longer, as in the account.
-            longest_s = self.costs.level * self.proposals.of(proposal) + self.costs.of(num_seqs)
+            longest_s = made_s + self.costs.of(num_seqs)
             self.proposals.note(proposal, min(duration_s - step_s, longest_s) / self.costs.level)
         elif counts:
             self.costs.note(rows, duration_s, verifies=verifies)
@@ -190,7 +196,7 @@ class DraftLengths:
             self._savings.of_model |= proposal is not None
             self._plain_steps.drafted(by_model=proposal is not None)
         else:
-            self._compared_made = self._last_made
+            self._made_share = self._share_of_made()
             self._plain_steps.passed(self.costs.level, self._drafting_level)
 
     def _rests(self) -> bool:
@@ -235,11 +241,15 @@ class DraftLengths:
     def _drafting_level(self) -> float:
         """By how much longer a step for which a model drafts is now than the tables say, beside a plain one: always the
         same step until the next comparison."""
-        if self._compared_made is None:
-            return 1.0
-        rows, proposal = self._compared_made
+        return 1.0 + self._made_share * (self.proposals.level - 1.0)
+
+    def _share_of_made(self) -> float:
+        if self._last_made is None:
+            return 0.0
+        rows, proposal = self._last_made
         rest_s, made_s = self.costs.verification(rows) / self.costs.level, self.proposals.of(proposal)
-        return (rest_s + made_s) / (rest_s + made_s / self.proposals.level)
+        made_s /= self.proposals.level
+        return made_s / (rest_s + made_s)
 
     @property
     def knows_rates(self) -> bool:
@@ -278,7 +288,9 @@ class DraftLengths:
         if not self.drafts:
             self._have_paid = False
             return self._savings.allows
-        self._have_paid |= self._savings.allows_beyond(-_PAID * plain_s)
+        if self._savings.allows_beyond(-_PAID * plain_s):
+            self._have_paid = True
+            return True
         seconds = self.costs.level * self.proposals.of(proposal)
         return self._savings.allows_beyond(seconds if self._have_paid else max(seconds, _MOST_OWED * plain_s))
 

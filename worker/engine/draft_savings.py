@@ -15,7 +15,7 @@ from typing import Final
 _ALLOWED: Final = 0.01
 # Plain steps whose time is kept of what was saved, at most: by drafts that cost nothing to make, and by a model's.
 _MOST_KEPT: Final = 2.0
-_MOST_KEPT_OF_MODEL: Final = 18.0
+_MOST_KEPT_OF_MODEL: Final = 24.0
 # A step may have been interrupted. It counts for at most so many times what was expected; one for which a model drafts
 # for at most so many plain ones more than that, as a plain one does (step_costs.py), since it takes several times as
 # long and is interrupted as much more often.

@@ -21,7 +21,7 @@ from worker.engine.draft_savings import DraftSavings
 from worker.engine.model_drafts import ModelDrafts, has_taken_in
 from worker.engine.plain_steps import PlainSteps
 from worker.engine.proposal_costs import Proposal, ProposalCosts
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import DraftRates, Sequence
 from worker.engine.step_costs import StepCosts
 
 MOST = 4
@@ -237,7 +237,7 @@ BUSY_MUTANTS = [
     Mutant("all of it is the model's", DraftLengths, "took", "min(duration_s - step_s, longest_s)",
            "(duration_s - step_s)"),
     Mutant("small proposals, large surprises", DraftLengths, "_drafting_level",
-           "return (rest_s + made_s) / (rest_s + made_s / self.proposals.level)", "return self.proposals.level"),
+           "self._made_share * ", ""),
 ]  # fmt: skip
 
 
@@ -306,6 +306,35 @@ def test_drafts_that_get_better_are_taken_up_again(believed: float) -> None:
     machine.right = 0.95
     machine.rate(2500)
     assert machine.rate(300) > 1.5 * machine.plain
+
+
+def test_a_hard_answer_ends_drafts_for_itself() -> None:
+    """One in eight, not the easy ones behind it too, for want of what it has cost."""
+
+    def drafts_of_easy_ones(seed: int) -> None:
+        machine, made = Machine(0.95, curve([0.15]), 0.6, 0.13, 0.0, 1, seed, answer=40), 0
+        for number in range(24):
+            is_hard, before = number % 8 == 7, machine.made
+            machine.right = 0.05 if is_hard else 0.95
+            machine.rate(40)
+            made += 0 if is_hard or number < 8 else machine.made - before
+        assert made > 0.9 * MOST * 14 * 40
+
+    for seed in range(3):
+        drafts_of_easy_ones(seed)
+    mutant = Mutant("learns slowly", DraftLengths, "verified", "num_drafts, _WEIGHT)", "num_drafts, 0.02)")
+    assert_noticed(mutant, drafts_of_easy_ones, range(3))
+
+
+def test_of_one_sequence_all_drafts_that_were_made_are_verified() -> None:
+    """Their number was chosen by what is known, a step ago; but what a grammar forces is not of them."""
+    lengths, seqs = DraftLengths(MOST, adapts=True), {0: Sequence([1], 16, id=0)}
+    lengths.costs = StepCosts({rows: float(rows) for rows in SIZES})
+    for _ in range(20):
+        lengths.verified(seqs[0], MOST, 0)
+    lengths.are_made = True
+    assert lengths.choose({0: [5, 6]}, seqs, 1) == {0: [5, 6]}
+    assert lengths.choose({0: [5, 6]}, seqs, 1, {0: DraftRates([0.1])}) == {}
 
 
 def test_a_sequence_that_was_not_taken_in_is_left_alone() -> None:
@@ -377,8 +406,9 @@ def test_a_trial_ends() -> None:
 
     account = Mutant("no account", DraftSavings, "allows_beyond", "self._balance_s >= -seconds", "True")
     with account.applied():
-        rests(1)
-        assert_noticed(Mutant("a trial has no end", ModelDrafts, "_tried", "self._trial -= 1", "pass"), rests, range(3))
+        for seed in range(8):
+            rests(seed)
+        assert_noticed(Mutant("a trial has no end", ModelDrafts, "_tried", "self._trial -= 1", "pass"), rests, range(8))
 
 
 def test_plain_steps_behind_drafts_say_too_little_of_plain_ones() -> None:
