@@ -53,6 +53,8 @@ class ModelDrafts:
         self._trial = 0
         self._until_trial = 0
         self._rest = _SHORTEST_REST
+        # Sequences of the step in which the last trial ended.
+        self._tried_with = 0
 
     @property
     def takes_prompts(self) -> bool:
@@ -94,7 +96,7 @@ class ModelDrafts:
     def _number(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
         """Most drafts of a sequence; 0 for a plain step."""
         if not self._lengths.may_propose(Proposal(num_seqs, len(most), max(most.values())), num_seqs):
-            self._end_trial()
+            self._end_trial(num_seqs)
             return 0
         if count := self._best(most, seqs, num_seqs, doubt=1.0):
             self._trial, self._rest = 0, _SHORTEST_REST
@@ -105,6 +107,9 @@ class ModelDrafts:
     def _tried(self, most: Mapping[int, int], seqs: Mapping[int, Sequence], num_seqs: int) -> int:
         """Drafts of a trial's step, as many as would bring most if they were wrong half as often, or hardly ever where
         nobody knows yet; 0 without a trial."""
+        if 2 * num_seqs <= self._tried_with:
+            # Where fewer sequences decode drafts bring more: the last trial says little, and its rest may be long.
+            self._until_trial, self._rest, self._tried_with = 0, _SHORTEST_REST, 0
         if self._trial == 0:
             self._until_trial -= 1
             if self._until_trial > 0 or not self._lengths.owes_nothing:
@@ -115,12 +120,13 @@ class ModelDrafts:
             self._lengths.proposals.forget()
         self._trial -= 1
         if count == 0 or self._trial == 0:
-            self._end_trial()
+            self._end_trial(num_seqs)
         return count
 
-    def _end_trial(self) -> None:
+    def _end_trial(self, num_seqs: int) -> None:
         """Begins a rest, longer than the one before."""
         if self._trial or self._until_trial <= 0:
+            self._tried_with = num_seqs
             self._trial, self._until_trial = 0, self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
 

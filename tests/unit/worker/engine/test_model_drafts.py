@@ -337,6 +337,23 @@ def test_of_one_sequence_all_drafts_that_were_made_are_verified() -> None:
     assert lengths.choose({0: [5, 6]}, seqs, 1, {0: DraftRates([0.1])}) == {}
 
 
+def test_drafts_are_tried_soon_where_fewer_sequences_decode() -> None:
+    """What did not pay for many may for one, however long the rest is that followed."""
+
+    def is_tried(seed: int) -> None:
+        machine = Machine(0.2, curve([0.02]), 0.4, 0.2, 0.0, 8, seed)
+        machine.rate(4000)
+        machine.take(1)
+        machine.right, before = 0.9, machine.made
+        machine.rate(200)
+        assert machine.made > before
+
+    for seed in range(3):
+        is_tried(seed)
+    mutant = Mutant("no news", ModelDrafts, "_tried", "2 * num_seqs <= self._tried_with", "False")
+    assert_noticed(mutant, is_tried, range(3))
+
+
 def test_a_sequence_that_was_not_taken_in_is_left_alone() -> None:
     lengths = DraftLengths(MOST, adapts=True)
     seqs = {i: Sequence([1] * 80, 16, id=i) for i in range(2)}
