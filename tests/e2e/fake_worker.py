@@ -56,8 +56,8 @@ class FakeWorker(WorkerServiceServicer):
 
     `tokens_per_step` tokens of every sequence go out each `step_s` seconds. `silent` stops all frames but keeps the
     stream. `logits` gives digests of logits by position, `vector` is that of every prompt, `kv` gives digests of a
-    sequence's KV blocks, which are sent when it comes. `description` overrides fields of GetWorker's answer. What runs
-    ends with its stream; a later stream knows nothing of it.
+    sequence's KV blocks, None to say nothing of one; they are sent when it comes. `description` overrides
+    fields of GetWorker's answer. What runs ends with its stream; a later stream knows nothing of it.
     """
 
     files: dict[str, bytes]
@@ -76,7 +76,7 @@ class FakeWorker(WorkerServiceServicer):
     intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN
     give_back: bool = False
     caches_prefixes: bool = False
-    kv: Callable[[wpb.SubmitSequence, int], int] | None = None
+    kv: Callable[[wpb.SubmitSequence, int], int | None] | None = None
     end_with: wpb.SequenceEnd | None = None
     description: dict[str, Any] = field(default_factory=dict)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -214,7 +214,8 @@ class FakeWorker(WorkerServiceServicer):
         done = len(sequence.token_ids) - sequence.prompt_len
         if self.kv is not None:
             names = block_names(array("I", sequence.token_ids), BLOCK_SIZE, self.description.get("hash_seed", 0))
-            self.digests += [wpb.KvDigest(name=name, digest=self.kv(sequence, i)) for i, name in enumerate(names)]
+            said = ((name, self.kv(sequence, i)) for i, name in enumerate(names))
+            self.digests += [wpb.KvDigest(name=name, digest=digest) for name, digest in said if digest is not None]
         self.running[sequence.rid] = _Running(sequence, self.answer(sequence), done)
 
     async def _run(self, context: Any) -> None:
