@@ -274,7 +274,7 @@ def test_a2_first_come_first_served_within_class_and_tenant() -> None:
 # A1 and A3, with real processes.
 SEQS = 4
 TOKENS = 20
-TURNS = 4
+TURNS = 2
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,7 @@ def test_the_extras_that_are_installed_exist() -> None:
     assert pinned is not None
 
 
+@pytest.mark.slow
 def test_a_wheel_of_what_is_copied_is_whole(tmp_path: Path) -> None:
     """The container files copy parts of the checkout: a package that pyproject.toml names must not be missing."""
     context = tmp_path / "src"

@@ -37,6 +37,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     forget()
 
 
+@pytest.mark.slow
 def test_everything_is_compared(load: Callable[[], AiterLibrary]) -> None:
     library = load()
     comparisons = verify(library, SETTINGS, CPU)

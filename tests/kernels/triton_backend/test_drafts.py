@@ -66,8 +66,9 @@ def test_rows_of_paged_attention(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(together[1 : 1 + count], alone[-count:]), count
 
 
-@pytest.mark.parametrize("selected", slow_but({True}, [False, True]))
-@pytest.mark.parametrize("dtypes", slow_but({(BF16, BF16)}, [(BF16, BF16), (FP32, FP32), (BF16, FP8)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP8)])
 def test_rows_of_latent_attention(
     dtypes: tuple[torch.dtype, torch.dtype], selected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

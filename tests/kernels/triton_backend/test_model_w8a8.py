@@ -18,7 +18,6 @@ from kernels.torch_backend import linear as row_tiles
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.sampling import argmax
 from tests.checkpoints import make_checkpoint
-from tests.covering import slow_but
 from worker.config.model_config import ModelConfig
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
@@ -100,7 +99,8 @@ def answers(settings: Config, prompts: Iterable[list[int]] = PROMPTS) -> list[li
     return [answer["token_ids"] for answer in found]
 
 
-@pytest.mark.parametrize("quantize", slow_but({"w8a8_fp8"}, ["w8a8_int8", "w8a8_fp8"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["w8a8_int8", "w8a8_fp8"])
 def test_tokens_are_those_of_the_same_roundings(monkeypatch: pytest.MonkeyPatch, folder: Path, quantize: str) -> None:
     found = answers(config(folder, quantize))
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: RoundingBackend())
