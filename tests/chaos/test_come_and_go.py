@@ -25,6 +25,7 @@ from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
+from common.limits import HEARTBEAT_S
 from router.app import Router
 from router.options import RouterOptions
 from tests.chaos.conftest import Report
@@ -97,6 +98,17 @@ def assert_same(got: Sequence[Answer], undisturbed: Sequence[Answer]) -> None:
         assert one.finish.reason == other.finish.reason
         assert one.finish.usage.completion_tokens == other.finish.usage.completion_tokens
         assert one.finish.exact
+
+
+def assert_all_move(service: Service, undisturbed: Sequence[Answer], fault: Callable[[], object]) -> None:
+    """Each of six streams has a second attempt behind a fault; the fault comes again where some had ended before it."""
+    for _ in range(5):
+        got = disturbed(service, [seeded(i, 250) for i in range(6)], fault)
+        assert_same(got, undisturbed)
+        assert attempts(got) <= {1, 2}
+        if attempts(got) == {2}:
+            return
+    raise AssertionError("some streams had ended before each of five faults")
 
 
 def test_f1_killed_worker_costs_no_stream_a_token(fleet: Service, report: Report) -> None:
@@ -230,6 +242,7 @@ def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Repo
                 after = [generate(service.stub, seeded(900 + i, 4)) for i in range(8)]
                 assert {a.finish.worker_id for a in after if a.finish is not None} == {"worker-1"}
                 report("F2", router_knew_after_ms=1000 * (heard - told))
+                assert heard - told < 4 * HEARTBEAT_S
 
             assert_same(disturbed(service, asked, drain), undisturbed)
             assert service.workers[0].running.wait(60) == 0
@@ -300,10 +313,9 @@ def test_f3_frozen_worker_is_given_up_and_taken_back(fleet: Service, report: Rep
             frozen.running.send_signal(signal.SIGCONT)
         thawed = time.monotonic()
         wait_workers(fleet, 3)
-        moved = [a for a in got if a.finish is not None and a.finish.attempts > 1]
-        if moved:
+        if 2 in attempts(got):
             break
-    assert moved
+    assert 2 in attempts(got)
     report("F3", frozen_s=thawed - begin, back_after_s=time.monotonic() - thawed)
     load = fleet.wait_idle(0)
     assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
@@ -330,14 +342,7 @@ def test_f4_black_hole_and_broken_connections(model: Path, tmp_path: Path) -> No
             proxy.black_hole()
             threading.Timer(4.0, proxy.forward).start()
 
-        # On a busy machine streams may have ended before.
-        for _ in range(5):
-            got = disturbed(far, [seeded(i, 250) for i in range(6)], fall_silent)
-            assert_same(got, undisturbed)
-            assert attempts(got) <= {1, 2}
-            if 2 in attempts(got):
-                break
-        assert 2 in attempts(got)
+        assert_all_move(far, undisturbed, fall_silent)
 
 
 async def test_f4_dials_of_a_black_hole_leave_nothing(report: Report) -> None:
@@ -411,14 +416,7 @@ def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a
             restart(worker)
             wait_workers(service, 1)
 
-        # On a busy machine streams may have ended before the worker is killed.
-        for _ in range(5):
-            got = disturbed(service, [seeded(i, 250) for i in range(6)], bounce)
-            assert_same(got, undisturbed)
-            assert attempts(got) <= {1, 2}
-            if 2 in attempts(got):
-                break
-        assert 2 in attempts(got)
+        assert_all_move(service, undisturbed, bounce)
         load = service.wait_idle()
         assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 

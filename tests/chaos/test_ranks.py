@@ -36,6 +36,8 @@ OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1
 LONG = 900
 # Long enough to be there when both workers compute.
 MOVED = 500
+# The wait for another worker included.
+NOTICED_S = 30.0
 RECOVERED_S = 60.0
 
 
@@ -125,7 +127,9 @@ def lose(service: Service, sig: signal.Signals) -> list[tuple[grpc.StatusCode, i
     with ThreadPoolExecutor(3) as pool:
         running = streams(service, pool)
         os.kill(rank_pids(worker)[1], sig)
+        began = time.monotonic()
         outcomes = [each.result() for each in running]
+        assert time.monotonic() - began < NOTICED_S
     assert not worker.is_serving()
     assert worker.is_serving("liveness")
     assert description(worker).state != wpb.WORKER_STATE_SERVING

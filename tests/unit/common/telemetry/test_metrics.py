@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.sdk.metrics import Histogram
 from structlog.testing import capture_logs
 
+from common.limits import TELEMETRY_SHUTDOWN_S
 from common.process.tasks import keep_running
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, failures
@@ -204,7 +205,10 @@ def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest
             with tracing.request_span("s/M"):
                 time.sleep(0.2)
             # By themselves, they would wait for an hour.
+            start = time.monotonic()
             tracing.shutdown()
             metrics.shutdown()
+            took = time.monotonic() - start
             time.sleep(0.1)
+    assert took <= 2 * TELEMETRY_SHUTDOWN_S + 15
     assert Counter((line["log_level"], line["endpoint"]) for line in lines) == {("warning", endpoint): 1}
