@@ -157,8 +157,8 @@ class Tokenizer:
         self.sha256 = files_sha256(files)
         self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
         added = self._parsing.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.added_tokens: Mapping[int, str] = {id: token.content for id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
         self._special = special_pattern(special)
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
         self._frame = self._text_frame(files)
