@@ -107,8 +107,8 @@ def _order_kernel(
         exists = positions < visible
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
-        mask = exists[:, None] & is_number[None, :]
-        key = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(query.dtype)
+        is_stored = exists[:, None] & is_number[None, :]
+        key = tl.load(rows[:, None] + columns[None, :], mask=is_stored, other=0.0).to(query.dtype)
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
         weighted = tl.where(products < 0.0, 0.0, products) * weight[:, None]
         score = tl.sum(tl.where((heads < num_heads)[:, None], weighted, 0.0), 0)
