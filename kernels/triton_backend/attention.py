@@ -1,13 +1,13 @@
 """Paged attention of mixed steps: prefill, chunks and decodes in one launch.
 
 A program has a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a matrix
-product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N), and these by splits
-[j * split, (j + 1) * split). Each split has an online softmax of its own; its largest score, sum and weighted values,
-all float32, are merged in the order of splits (docs/determinism.md). Either one program merges all splits of its
-tile, or the splits are dealt out to several programs and a second kernel merges them: the same machine code computes a
-split both times, and the merge is the same float operations. A key tile or a split of which a row sees nothing leaves
-its numbers as they are. So with tiles and splits of fixed size, a row's bits depend on its own keys alone: not on
-chunks, other sequences or padding, nor on how splits are dealt out.
+product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N). Each key tile has a softmax
+of its own; its largest score, sum and weighted values, all float32, are merged in the order of key tiles
+(docs/determinism.md). Either one program merges all key tiles of its query tile, or the key tiles are dealt out to
+several programs and a second kernel merges them: the same machine code computes a key tile both times, and the merge is
+the same float operations. A key tile of which a row sees nothing leaves its numbers as they are, and one that it sees
+whole needs no mask. So with key tiles of fixed size, a row's bits depend on its own keys alone: not on chunks, other
+sequences or padding, nor on how key tiles are dealt out.
 
 Arguments that change from step to step are not specialised: neither must a step wait for the compiler, nor may a
 number of rows divisible by 16 run other machine code than its neighbour.
@@ -30,17 +30,16 @@ from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import Shape, StepPlan, plan
 from kernels.triton_backend.target import Settings
 
-# Keys of a split. Long enough for results of splits to be a few percent of the bytes of their keys and values, short
-# enough for a decode of 8 k keys to fill an H100 (16 splits x 8 heads).
-SPLIT = 512
-# One split of everything, where one program walks all keys and bits need not be those of shorter splits.
+# Reach of rows that see every key before them.
 WHOLE = 1 << 30
 # Programs that fill any GPU that we know a few times over, since sequences differ in length.
-PROGRAMS = 1024
-# Bytes of splits' results that may wait for their merge; where it would be more, programs merge what they compute.
+PROGRAMS = 512
+# Bytes of key tiles' results that may wait for their merge; where it would be more, programs merge what they compute.
 PARTIAL_BYTES = 256 << 20
 # Heads of a program that merges.
-_MERGE_HEADS = 4
+_MERGE_HEADS = 1
+# Rows of a program: of decodes, of a few tokens, of prompts. Others are not compared at start (agreement.py).
+ROW_SIZES = (16, 64, 128)
 _LOG2_E = math.log2(math.e)
 
 
@@ -69,7 +68,7 @@ def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
 def _merge(m, total, values, other_m, other_total, other_values):
     """Joins two softmaxes: largest scores (powers of 2) and sums [M], weighted values [M, D]; (-inf, 0, 0) is neutral.
 
-    With `tl.fma` written out, no compiler chooses what is rounded.
+    With `tl.fma` written out and no other fusion allowed, no compiler chooses what is rounded.
     """
     highest = tl.maximum(m, other_m)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -93,13 +92,13 @@ def _finished(m, total, values, sinks, head, used, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _attend_split(
+def _attend_tile(
     q,
     keys,
     values,
     table,
     position,
-    low,
+    start,
     high,
     slot_stride,
     window,
@@ -108,51 +107,112 @@ def _attend_split(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """The online softmax over keys [low, high) of rows at `position` [M]: largest scores, sums, weighted values."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    weighted = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    """The softmax over keys [start, start + BLOCK_N) of rows at `position` [M]: largest scores, sums, weighted values.
+
+    Without MASKED every row sees every key of the tile.
+    """
     columns = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        key = start + rows
-        # Slots past the end are never read: 0 x NaN would be NaN.
-        inside = key < high
-        if PAGE % BLOCK_N == 0:
-            first_slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE
-            places = first_slot * slot_stride + (rows[:, None] * slot_stride + columns[None, :])
-        else:
-            slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
-            places = slot[:, None] * slot_stride + columns[None, :]
-        mask = inside[:, None]
-        if BLOCK_D > D:
-            mask = mask & (columns < D)[None, :]
+    key = start + rows
+    # Slots past the end are never read: 0 x NaN would be NaN.
+    inside = key < high
+    if PAGE % BLOCK_N == 0:
+        first_slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE
+        places = first_slot * slot_stride + (rows[:, None] * slot_stride + columns[None, :])
+    else:
+        block = tl.load(table + key // PAGE, mask=inside, other=0) if MASKED else tl.load(table + key // PAGE)
+        slot = block.to(tl.int64) * PAGE + key % PAGE
+        places = slot[:, None] * slot_stride + columns[None, :]
+    if MASKED or BLOCK_D > D:
+        mask = tl.broadcast_to((columns < D)[None, :], (BLOCK_N, BLOCK_D))
+        if MASKED:
+            mask = mask & inside[:, None]
         k = tl.load(keys + places, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAPPED:
-            # The tanh of scaled scores; the cap itself is in `factor`.
-            scores = 1.0 - 2.0 / (tl.exp2(scores * cap_factor) + 1.0)
+    else:
+        k = tl.load(keys + places).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:
+        # The tanh of scaled scores; the cap itself is in `factor`.
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_factor) + 1.0)
+    if MASKED:
         visible = key[None, :] <= position[:, None]
         if WINDOWED:
             visible = visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(m, tl.max(scores, 1) * factor)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(tl.fma(scores, factor, -base[:, None]))
-        kept = tl.exp2(m - base)
-        total = tl.fma(total, kept, tl.sum(p, 1))
+    m = tl.max(scores, 1) * factor
+    base = tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2(tl.fma(scores, factor, -base[:, None])).to(q.dtype)
+    # A product with ones adds in the order of keys; in what order a reduction adds follows from how threads share the
+    # tile, and so from its number of rows. All columns are equal.
+    total = tl.max(tl.dot(p, tl.full((BLOCK_N, 8), 1.0, q.dtype), input_precision="ieee"), 1)
+    if MASKED or BLOCK_D > D:
         v = tl.load(values + places, mask=mask, other=0.0).to(q.dtype)
-        weighted = tl.dot(p.to(q.dtype), v, weighted * kept[:, None], input_precision="ieee")
-        m = highest
+    else:
+        v = tl.load(values + places).to(q.dtype)
+    return m, total, tl.dot(p, v, input_precision="ieee")
+
+
+@triton.jit
+def _attend_tiles(
+    m,
+    total,
+    weighted,
+    first,
+    end,
+    dealt,
+    queries,
+    keys,
+    values,
+    partials,
+    softmaxes,
+    tables,
+    seq,
+    kv_head,
+    position,
+    row,
+    head,
+    columns,
+    used,
+    mask,
+    high,
+    table_stride,
+    slot_stride,
+    slots,
+    window,
+    factor,
+    cap_factor,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Merges key tiles first, first + dealt, ... below `end`; stores each too where they are dealt out."""
+    table = tables + seq.to(tl.int64) * table_stride
+    for index in tl.range(first, end, dealt, num_stages=STAGES):
+        tile_m, tile_total, tile_weighted = _attend_tile(
+            queries, keys + kv_head * D, values + kv_head * D, table, position, index * BLOCK_N, high, slot_stride,
+            window, factor, cap_factor, D, BLOCK_D, PAGE, BLOCK_N, MASKED, WINDOWED, CAPPED,
+        )  # fmt: skip
+        if dealt > 1:
+            place = (row.to(tl.int64) * NUM_HEADS + head) * slots + index % slots
+            tl.store(softmaxes + place * 2, tile_m, mask=used)
+            tl.store(softmaxes + place * 2 + 1, tile_total, mask=used)
+            tl.store(partials + place[:, None] * D + columns[None, :], tile_weighted, mask=mask)
+        m, total, weighted = _merge(m, total, weighted, tile_m, tile_total, tile_weighted)
     return m, total, weighted
 
 
-_ALTERING = ["seqs", "rows", "one_row", "table_stride", "split", "slots", "window"]
+_ALTERING = ["seqs", "rows", "one_row", "table_stride", "slots", "window"]
 _PLACED = ["starts", "lengths", "tables"]
 
 
@@ -175,7 +235,6 @@ def _attention_kernel(
     q_row_stride,
     q_head_stride,
     slot_stride,
-    split,
     slots,
     window,
     factor,
@@ -188,13 +247,14 @@ def _attention_kernel(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Program (query tile, key head and HEADS of its query heads, z of Z): splits z, z + Z, ... of those it sees.
+    """Program (query tile, key head and HEADS of its query heads, z of Z): key tiles z, z + Z, ... of those it sees.
 
-    With Z = 1 the result goes to `out`, otherwise each split's to `partials` and `softmaxes`.
+    With Z = 1 the result goes to `out`, otherwise each key tile's to `partials` and `softmaxes`.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -235,33 +295,22 @@ def _attention_kernel(
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     weighted = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     dealt = tl.num_programs(2)
-    for index in range(low // split + tl.program_id(2), (high + split - 1) // split, dealt):
-        split_m, split_total, split_weighted = _attend_split(
-            queries,
-            keys + kv_head * D,
-            values + kv_head * D,
-            tables + seq.to(tl.int64) * table_stride,
-            context + token,
-            tl.maximum(low, index * split) // BLOCK_N * BLOCK_N,
-            tl.minimum(high, (index + 1) * split),
-            slot_stride,
-            window,
-            factor,
-            cap_factor,
-            D,
-            BLOCK_D,
-            PAGE,
-            BLOCK_M,
-            BLOCK_N,
-            WINDOWED,
-            CAPPED,
-        )
-        if dealt > 1:
-            place = (row.to(tl.int64) * NUM_HEADS + head) * slots + index % slots
-            tl.store(softmaxes + place * 2, split_m, mask=used)
-            tl.store(softmaxes + place * 2 + 1, split_total, mask=used)
-            tl.store(partials + place[:, None] * D + columns[None, :], split_weighted, mask=mask)
-        m, total, weighted = _merge(m, total, weighted, split_m, split_total, split_weighted)
+    # Every row sees all keys of the tiles before this one.
+    whole = 0 if WINDOWED else tl.minimum(context + first_token + 1, high) // BLOCK_N
+    first = low // BLOCK_N + tl.program_id(2)
+    # The first of this program's tiles that is not below `whole`. They are few, and not worth a pipeline's memory.
+    first_masked = first + tl.maximum(whole - first + dealt - 1, 0) // dealt * dealt
+    m, total, weighted = _attend_tiles(
+        m, total, weighted, first, whole, dealt, queries, keys, values, partials, softmaxes, tables, seq, kv_head,
+        context + token, row, head, columns, used, mask, high, table_stride, slot_stride, slots, window, factor,
+        cap_factor, NUM_HEADS, D, BLOCK_D, PAGE, BLOCK_N, STAGES, False, WINDOWED, CAPPED,
+    )  # fmt: skip
+    m, total, weighted = _attend_tiles(
+        m, total, weighted, first_masked, tl.cdiv(high, BLOCK_N), dealt, queries, keys, values, partials, softmaxes,
+        tables, seq, kv_head, context + token, row, head, columns, used, mask, high, table_stride, slot_stride, slots,
+        window, factor, cap_factor, NUM_HEADS, D, BLOCK_D, PAGE, BLOCK_N, STAGES if WINDOWED else 1, True, WINDOWED,
+        CAPPED,
+    )  # fmt: skip
     if dealt == 1:
         found = _finished(m, total, weighted, sinks, head, used, SINKS)
         out_places = (row.to(tl.int64) * NUM_HEADS + head)[:, None] * D + columns[None, :]
@@ -277,17 +326,17 @@ def _merge_kernel(
     lengths,
     sinks,
     seqs,
-    split,
     slots,
     window,
     HEADS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Program (row, part of its heads): merges the results of the splits that the row sees, in their order."""
+    """Program (row, part of its heads): merges the results of the key tiles that the row sees, in their order."""
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     used = head < NUM_HEADS
@@ -305,12 +354,12 @@ def _merge_kernel(
     total = tl.full([HEADS], 0.0, tl.float32)
     weighted = tl.full([HEADS, BLOCK_D], 0.0, tl.float32)
     first_place = (row.to(tl.int64) * NUM_HEADS + head) * slots
-    for index in tl.range(low // split, (position + split) // split, loop_unroll_factor=4):
+    for index in tl.range(low // BLOCK_N, (position + BLOCK_N) // BLOCK_N, loop_unroll_factor=4):
         place = first_place + index % slots
-        split_m = tl.load(softmaxes + place * 2, mask=used, other=0.0)
-        split_total = tl.load(softmaxes + place * 2 + 1, mask=used, other=0.0)
-        split_weighted = tl.load(partials + place[:, None] * D + columns[None, :], mask=mask, other=0.0)
-        m, total, weighted = _merge(m, total, weighted, split_m, split_total, split_weighted)
+        tile_m = tl.load(softmaxes + place * 2, mask=used, other=0.0)
+        tile_total = tl.load(softmaxes + place * 2 + 1, mask=used, other=0.0)
+        tile_weighted = tl.load(partials + place[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        m, total, weighted = _merge(m, total, weighted, tile_m, tile_total, tile_weighted)
     found = _finished(m, total, weighted, sinks, head, used, SINKS)
     out_places = (row.to(tl.int64) * NUM_HEADS + head)[:, None] * D + columns[None, :]
     tl.store(out + out_places, found.to(out.dtype.element_ty), mask=mask)
@@ -346,19 +395,19 @@ class Tiles:
         block_m: rows of a program, heads x tokens, 16 or more, so that matrix instructions are used.
         heads: query heads of a program.
         block_n: keys of a tile.
-        split: keys of a split, a multiple of `block_n`.
-        dealt: programs that the splits of a query tile are dealt out to.
+        dealt: programs that the key tiles of a query tile are dealt out to.
         num_warps: of a program.
+        stages: of its software pipeline.
         mfma: rows of AMD's matrix instructions, so that each warp has rows of its own; None for other makers.
     """
 
     block_m: int
     heads: int
     block_n: int
-    split: int
     dealt: int
     num_warps: int
     mfma: int | None
+    stages: int = 2
 
     @property
     def block_q(self) -> int:
@@ -373,13 +422,13 @@ class Tiles:
         return query_tiles, num_kv_heads * math.ceil(num_heads // num_kv_heads / self.heads)
 
     def slots(self, shape: Shape, reach: int) -> int:
-        """Splits that a query tile sees, at most."""
+        """Key tiles that a query tile sees, at most."""
         seen = min(shape.max_seqlen_k, reach + self.block_q - 1)
-        return max(1, min(math.ceil(shape.max_seqlen_k / self.split), (seen - 2) // self.split + 2))
+        return max(1, min(math.ceil(shape.max_seqlen_k / self.block_n), (seen - 2) // self.block_n + 2))
 
 
 class TritonAttentionOps(AttentionOps):
-    """Attention by tiles and splits that `settings` choose."""
+    """Attention by tiles that `settings` choose."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
@@ -431,34 +480,40 @@ def attention(
 
 
 def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> Tiles:
-    """Tiles for a step whose rows see `reach` tokens; in the batch invariant setting only `dealt` depends on the step.
+    """Tiles for a step whose rows see `reach` tokens.
 
-    Tuned, a decode has as few rows of a tile as matrix instructions allow, and a program that walks all keys has no
-    splits to merge.
+    In batch-invariant settings `dealt` alone depends on the step, and rows of a program where these agree.
     """
     _, num_heads, head_dim = q.shape
     group = num_heads // cache.num_kv_heads
-    block_m, block_d = 64, _block_d(head_dim)
-    if not settings.batch_invariant:
-        most = 128 if block_d <= 128 and q.element_size() == 2 else 64
-        block_m = min(most, max(16, int(triton.next_power_of_2(group * max(1, shape.max_seqlen_q)))))
+    by_rows = not settings.batch_invariant or settings.attention_agrees(q.dtype, head_dim)
+    rows = group * max(1, shape.max_seqlen_q) if by_rows else None
+    tiles = shaped_tiles(rows, group, q, cache, settings)
+    return replace(tiles, dealt=_dealt(tiles, q, cache.num_kv_heads, shape, reach))
+
+
+def shaped_tiles(rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVCache, settings: Settings) -> Tiles:
+    """Tiles for programs that have up to `rows` rows of a sequence; for any number of rows if that is None."""
+    block_m, block_d, is_half = 64, _block_d(q.shape[2]), q.element_size() == 2
+    if rows is not None:
+        sizes = ROW_SIZES if block_d <= 128 and is_half else ROW_SIZES[:-1]
+        block_m = next((size for size in sizes if rows <= size), sizes[-1])
     tile_row_bytes = block_d * max(q.element_size(), cache.data.element_size())
-    tiles = Tiles(
+    # Tiles of 128 keys need Hopper's shared memory, and for many rows eight warps.
+    is_wide = rows is not None and settings.target.name == "sm_90" and is_half and block_d <= 128
+    tile_bytes = (128 if is_wide else 64) * 256
+    return Tiles(
         block_m=block_m,
         heads=min(group, block_m),
-        block_n=min(64, max(16, (64 * 256) // tile_row_bytes)),
-        split=SPLIT,
+        block_n=min(tile_bytes // 256, max(16, tile_bytes // tile_row_bytes)),
         dealt=1,
         num_warps=8 if block_m > 64 or (block_d > 128 and not settings.target.is_amd) else 4,
         mfma=16 if settings.target.is_amd else None,
     )
-    dealt = _dealt(tiles, q, cache.num_kv_heads, shape, reach)
-    whole = dealt == 1 and not settings.batch_invariant
-    return replace(tiles, dealt=dealt, split=WHOLE if whole else SPLIT)
 
 
 def _dealt(tiles: Tiles, q: torch.Tensor, num_kv_heads: int, shape: Shape, reach: int) -> int:
-    """Programs for the splits of a query tile, so that there are enough of them in all."""
+    """Programs for the key tiles of a query tile, so that there are enough of them in all."""
     rows, num_heads, head_dim = q.shape
     slots = tiles.slots(shape, reach)
     if rows * num_heads * slots * (head_dim + 2) * 4 > PARTIAL_BYTES:
@@ -471,11 +526,17 @@ def _block_d(head_dim: int) -> int:
 
 
 def attend(
-    q: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan, scores: Scores, tiles: Tiles
+    q: torch.Tensor,
+    cache: DeviceKVCache,
+    layer: int,
+    plan: StepPlan,
+    scores: Scores,
+    tiles: Tiles,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`attention` in given tiles."""
+    """`attention` in given tiles; in float32 sums show that q's dtype rounds away."""
     rows, num_heads, head_dim = q.shape
-    out = q.new_empty(rows, num_heads, head_dim)
+    out = q.new_empty(rows, num_heads, head_dim, dtype=out_dtype or q.dtype)
     if rows == 0:
         return out
     slots = tiles.slots(plan.shape, scores.reach)
@@ -489,39 +550,41 @@ def attend(
         *(q, cache.keys(layer), cache.values(layer), out, partials, softmaxes),
         *(plan.cu_seqlens_q, plan.seq_lens, plan.block_tables, scores.sinks),
         *(plan.shape.seqs, rows, int(plan.shape.max_seqlen_q <= 1), plan.block_tables.stride(0)),
-        *(q.stride(0), q.stride(1), cache.num_kv_heads * head_dim, tiles.split, slots, scores.reach),
+        *(q.stride(0), q.stride(1), cache.num_kv_heads * head_dim, slots, scores.reach),
         (softcap or scores.scale) * _LOG2_E,
         2.0 * _LOG2_E * scores.scale / softcap if softcap else 0.0,
         GROUP=num_heads // cache.num_kv_heads,
         HEADS=tiles.heads,
         PAGE=cache.block_size,
         BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
         CAPPED=softcap > 0,
         num_warps=tiles.num_warps,
-        num_stages=2,
+        STAGES=tiles.stages,
+        enable_fp_fusion=False,
         **({"matrix_instr_nonkdim": tiles.mfma} if tiles.mfma else {}),
-        **_constants(q, scores),
+        **_constants(q, scores, tiles),
     )
     if tiles.dealt > 1:
         launch(
             _merge_kernel,
             (rows, math.ceil(num_heads / _MERGE_HEADS)),
             *(out, partials, softmaxes, plan.cu_seqlens_q, plan.seq_lens, scores.sinks),
-            *(plan.shape.seqs, tiles.split, slots, scores.reach),
+            *(plan.shape.seqs, slots, scores.reach),
             HEADS=_MERGE_HEADS,
             num_warps=4,
-            **_constants(q, scores),
+            enable_fp_fusion=False,
+            **_constants(q, scores, tiles),
         )
     return out
 
 
-def _constants(q: torch.Tensor, scores: Scores) -> dict[str, int | bool]:
+def _constants(q: torch.Tensor, scores: Scores, tiles: Tiles) -> dict[str, int | bool]:
     """Constants of both kernels."""
     return {
         "NUM_HEADS": q.shape[1],
         "D": q.shape[2],
         "BLOCK_D": _block_d(q.shape[2]),
+        "BLOCK_N": tiles.block_n,
         "WINDOWED": scores.window is not None,
         "SINKS": scores.sinks is not None,
     }

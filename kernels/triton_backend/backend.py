@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from kernels.interface import Decoder, KernelBackend, PackedFormat, QuantizedFormat, Ranks
 from kernels.triton_backend import packed_weight, target
+from kernels.triton_backend.agreement import TileAgreement
 from kernels.triton_backend.attention import TritonAttentionOps
 from kernels.triton_backend.decoder import TritonDecoder
 from kernels.triton_backend.elementwise import TritonElementwiseOps
@@ -47,6 +49,8 @@ class TritonBackend(KernelBackend):
             raise RuntimeError("PyTorch sees no GPU (TRITON_INTERPRET=1 interprets the kernels, very slowly)")
         device = torch.device("cpu") if interpreted else torch.device("cuda", torch.cuda.current_device())
         settings = Settings(target.current(), batch_invariant)
+        if batch_invariant and not interpreted:
+            settings = replace(settings, agreement=TileAgreement(settings, device))
         self.settings = settings
         self.description = f"{self.name}:{settings.target.name}"
         self.batch_invariant = batch_invariant

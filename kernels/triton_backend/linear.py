@@ -420,9 +420,16 @@ def linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.T
     Raises:
         ValueError: x has another width or dtype than the weight was packed for.
     """
+    return linear_in(x, packed, _cut(x.unsqueeze(1), packed, settings), settings)
+
+
+def linear_in(
+    x: torch.Tensor, packed: PackedWeight, plan: Cut, settings: Settings, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`linear` in a given division; in float32 sums show that the model dtype rounds away."""
     _check(x, packed)
-    out = x.new_empty(x.shape[0], packed.columns)
-    _multiply(x.unsqueeze(1), packed, out, settings)
+    out = x.new_empty(x.shape[0], packed.columns, dtype=out_dtype or x.dtype)
+    _multiply(x.unsqueeze(1), packed, out, plan, settings)
     return out
 
 
@@ -434,7 +441,7 @@ def head_linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> to
     """
     _check(x, packed)
     out = x.new_empty(*x.shape[:2], packed.columns)
-    _multiply(x, packed, out, settings)
+    _multiply(x, packed, out, _cut(x, packed, settings), settings)
     return out
 
 
@@ -505,10 +512,9 @@ def _check(x: torch.Tensor, packed: PackedWeight) -> None:
         )
 
 
-def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, settings: Settings) -> None:
+def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, plan: Cut, settings: Settings) -> None:
     """x [T, H, K] into out [T, H * N] or [T, H, N], contiguous."""
     num_rows, heads, inner = x.shape
-    plan = _cut(x, packed, settings)
     x, x_scales = _operand(x, packed)
     width = heads * packed.columns
     into = torch.empty(plan.parts, num_rows, width, device=x.device) if plan.split else out
@@ -543,7 +549,9 @@ def _operand(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch
 
 
 def _cut(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> Cut:
-    return cut(settings, _operands(packed), x.shape[0], packed.columns, packed.inner, heads=x.shape[1])
+    operands = _operands(packed)
+    agree = operands == "half" and settings.products_agree(packed.dtype)
+    return cut(settings, operands, x.shape[0], packed.columns, packed.inner, x.shape[1], tiles_agree=agree)
 
 
 def _operands(packed: PackedWeight) -> Operands:

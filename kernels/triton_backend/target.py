@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from triton import knobs
@@ -45,18 +46,40 @@ TARGETS = {
 }
 
 
+class Agreement(Protocol):
+    """Says whether tiles of different shapes give a row the same bits: see agreement.py."""
+
+    def of_products(self, dtype: torch.dtype) -> bool:
+        """True if the tiles of products agree."""
+        ...
+
+    def of_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """True if the tiles of attention agree."""
+        ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings by which launchers choose tiles.
 
     Attributes:
         target: what is compiled for.
-        batch_invariant: whether tiles and splits are chosen without looking at how many rows or sequences there are, so
-            that a row's bits do not depend on the others (docs/determinism.md).
+        batch_invariant: whether a row's bits must not depend on the others (docs/determinism.md): splits are chosen
+            without looking at how many rows or sequences there are, and so are tiles that do not agree.
+        agreement: knows which tiles agree on this GPU; None if tiles of different shapes count as different.
     """
 
     target: Target
     batch_invariant: bool = True
+    agreement: Agreement | None = field(default=None, compare=False)
+
+    def products_agree(self, dtype: torch.dtype) -> bool:
+        """True if tiles of any shape give the same bits in products of this dtype."""
+        return self.agreement is not None and self.agreement.of_products(dtype)
+
+    def attention_agrees(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """True if tiles of any number of rows give the same bits in attention."""
+        return self.agreement is not None and self.agreement.of_attention(dtype, head_dim)
 
 
 def interpreted() -> bool:

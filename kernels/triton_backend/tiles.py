@@ -43,11 +43,20 @@ class Table:
 
     Attributes:
         invariant: those for any number of rows.
-        tuned: (largest number of rows, tiles), in rising order; the last serve any more.
+        by_rows: (largest number of rows, tiles), in rising order; the last serve any more. Of several tiles the widest
+            is taken that gives most processors a program, else the last.
+        part_columns: columns of a program by which parts of K are counted where bits must not depend on rows; 0 takes
+            those of `invariant`.
     """
 
     invariant: Tiles
-    tuned: tuple[tuple[int, Tiles], ...]
+    by_rows: tuple[tuple[int, tuple[Tiles, ...]], ...]
+    part_columns: int = 0
+
+    @property
+    def all(self) -> list[Tiles]:
+        """Every tile once."""
+        return list(dict.fromkeys((self.invariant, *(each for _, tiles in self.by_rows for each in tiles))))
 
 
 @dataclass(frozen=True)
@@ -68,31 +77,34 @@ class Cut:
 
 
 _NVIDIA: dict[Operands, Table] = {
+    # Measured on an H200 by tests/bench/gpu_tiles.py (docs/kernels.md).
     "half": Table(
         Tiles(64, 128, 64, stages=4),
         (
-            (16, Tiles(16, 32, 256, stages=4)),
-            (64, Tiles(64, 64, 128, stages=4)),
-            (256, Tiles(64, 128, 64, stages=4)),
-            (1024, Tiles(128, 128, 64, 8, 4)),
-            (0, Tiles(128, 256, 64, 8, 3)),
+            (16, (Tiles(16, 64, 256, stages=4),)),
+            (64, (Tiles(64, 128, 64, stages=4), Tiles(64, 64, 128, stages=5), Tiles(64, 32, 256, stages=4))),
+            (512, (Tiles(128, 128, 64, 8, 5), Tiles(64, 128, 64, stages=5), Tiles(128, 64, 64, 8, 5))),
+            (0, (Tiles(128, 128, 64, 8, 4),)),
         ),
+        part_columns=32,
     ),
-    "single": Table(Tiles(32, 64, 32, stages=3), ((16, Tiles(16, 64, 32, stages=3)), (0, Tiles(64, 64, 32, stages=3)))),
+    "single": Table(
+        Tiles(32, 64, 32, stages=3), ((16, (Tiles(16, 64, 32, stages=3),)), (0, (Tiles(64, 64, 32, stages=3),)))
+    ),
     "widened": Table(
         Tiles(64, 64, 128, stages=3),
         (
-            (16, Tiles(16, 32, 128, stages=4)),
-            (128, Tiles(64, 64, 128, stages=3)),
-            (0, Tiles(128, 64, 128, 8, 3)),
+            (16, (Tiles(16, 32, 128, stages=4),)),
+            (128, (Tiles(64, 64, 128, stages=3),)),
+            (0, (Tiles(128, 64, 128, 8, 3),)),
         ),
     ),
     "eight": Table(
         Tiles(64, 128, 128, stages=4),
         (
-            (16, Tiles(16, 32, 256, stages=4)),
-            (128, Tiles(64, 128, 128, stages=4)),
-            (0, Tiles(128, 128, 128, 8, 4)),
+            (16, (Tiles(16, 32, 256, stages=4),)),
+            (128, (Tiles(64, 128, 128, stages=4),)),
+            (0, (Tiles(128, 128, 128, 8, 4),)),
         ),
     ),
 }
@@ -102,40 +114,40 @@ _AMD: dict[Operands, Table] = {
     "half": Table(
         Tiles(64, 128, 64),
         (
-            (16, Tiles(16, 32, 256)),
-            (64, Tiles(64, 64, 128)),
-            (256, Tiles(64, 128, 64)),
-            (1024, Tiles(128, 128, 64)),
-            (0, Tiles(256, 128, 64, 8)),
+            (16, (Tiles(16, 32, 256),)),
+            (64, (Tiles(64, 64, 128),)),
+            (256, (Tiles(64, 128, 64),)),
+            (1024, (Tiles(128, 128, 64),)),
+            (0, (Tiles(256, 128, 64, 8),)),
         ),
     ),
-    "single": Table(Tiles(32, 64, 32), ((16, Tiles(16, 64, 32)), (0, Tiles(64, 64, 32)))),
+    "single": Table(Tiles(32, 64, 32), ((16, (Tiles(16, 64, 32),)), (0, (Tiles(64, 64, 32),)))),
     "widened": Table(
         Tiles(64, 64, 128),
-        ((16, Tiles(16, 32, 128)), (128, Tiles(64, 64, 128)), (0, Tiles(128, 128, 64, 8))),
+        ((16, (Tiles(16, 32, 128),)), (128, (Tiles(64, 64, 128),)), (0, (Tiles(128, 128, 64, 8),))),
     ),
     "eight": Table(
         Tiles(64, 128, 128),
-        ((16, Tiles(16, 32, 256)), (128, Tiles(64, 128, 128)), (0, Tiles(128, 128, 128, 8))),
+        ((16, (Tiles(16, 32, 256),)), (128, (Tiles(64, 128, 128),)), (0, (Tiles(128, 128, 128, 8),))),
     ),
 }
 
 # For NVIDIA architectures without figures of ours: within 99 KiB.
 _NVIDIA_SMALL: dict[Operands, Table] = {
     "half": Table(
-        Tiles(64, 128, 64, stages=3), ((16, Tiles(16, 32, 128, stages=4)), (0, Tiles(64, 128, 64, stages=3)))
+        Tiles(64, 128, 64, stages=3), ((16, (Tiles(16, 32, 128, stages=4),)), (0, (Tiles(64, 128, 64, stages=3),)))
     ),
     "single": _NVIDIA["single"],
     "widened": Table(
-        Tiles(64, 64, 128, stages=2), ((16, Tiles(16, 32, 128, stages=3)), (0, Tiles(64, 64, 128, stages=2)))
+        Tiles(64, 64, 128, stages=2), ((16, (Tiles(16, 32, 128, stages=3),)), (0, (Tiles(64, 64, 128, stages=2),)))
     ),
     "eight": Table(
-        Tiles(64, 128, 128, stages=3), ((16, Tiles(16, 32, 128, stages=4)), (0, Tiles(64, 128, 128, stages=3)))
+        Tiles(64, 128, 128, stages=3), ((16, (Tiles(16, 32, 128, stages=4),)), (0, (Tiles(64, 128, 128, stages=3),)))
     ),
 }
 
 # Small, so that a test has several tiles of each kind.
-_TINY = Table(Tiles(16, 32, 32), ((16, Tiles(16, 16, 64)), (0, Tiles(32, 32, 16))))
+_TINY = Table(Tiles(16, 32, 32), ((16, (Tiles(16, 16, 64),)), (0, (Tiles(32, 32, 16),))))
 _INTERPRETED: dict[Operands, Table] = dict.fromkeys(("half", "single", "widened", "eight"), _TINY)
 
 _TABLES = {"gfx942": _AMD, "gfx950": _AMD, "sm_90": _NVIDIA, INTERPRETER: _INTERPRETED}
@@ -147,31 +159,55 @@ _LEAST_TILES = 4
 _MOST_PARTS = 8
 
 
-def cut(settings: Settings, operands: Operands, rows: int, columns: int, inner: int, heads: int = 1) -> Cut:
+def cut(
+    settings: Settings,
+    operands: Operands,
+    rows: int,
+    columns: int,
+    inner: int,
+    heads: int = 1,
+    tiles_agree: bool = False,
+) -> Cut:
     """Chooses how to multiply x [rows, inner] by a weight [columns, inner], for each of `heads`.
 
-    In batch-invariant settings the bits follow from the weight's shape alone: tiles and parts do.
+    In batch-invariant settings the bits follow from the weight's shape alone: parts do; so do tiles, unless they agree.
+
+    Args:
+        settings: of the back end.
+        operands: what is multiplied.
+        rows, columns, inner: T, N and K.
+        heads: products of this shape.
+        tiles_agree: True if tiles of any shape give the same bits.
     """
-    tiles = _tiles(settings, operands, rows)
+    table = table_for(settings.target, operands)
     processors = _PROCESSORS.get(settings.target.name, _UNKNOWN_PROCESSORS)
-    row_tiles, column_tiles = -(-rows // tiles.rows), -(-columns // tiles.columns)
-    programs = row_tiles * column_tiles * heads
-    parts = _parts(column_tiles * heads if settings.batch_invariant else programs, processors, inner, tiles.inner)
-    # Whole groups of scales, and whole tiles.
-    unit = max(tiles.inner, GROUP)
+    by_rows = tiles_agree or not settings.batch_invariant
+    tiles = _by_rows(table, rows, columns, heads, processors) if by_rows else table.invariant
+    programs = _programs(tiles, rows, columns, heads)
+    if settings.batch_invariant:
+        width, least_inner = table.part_columns or table.invariant.columns, table.invariant.inner
+        parts = _parts(-(-columns // width) * heads, processors, inner, least_inner)
+    else:
+        parts = _parts(programs, processors, inner, tiles.inner)
+    # Whole groups of scales, and whole tiles: of any tile where several serve the same weight.
+    unit = max(GROUP, *(each.inner for each in (table.all if tiles_agree else [tiles])))
     length = -(-inner // (parts * unit)) * unit
     return Cut(tiles, parts, length, parts > 1 and programs < processors)
 
 
-def _tiles(settings: Settings, operands: Operands, rows: int) -> Tiles:
-    table = _table(settings.target)[operands]
-    if settings.batch_invariant:
-        return table.invariant
-    return next((tiles for most, tiles in table.tuned if rows <= most), table.tuned[-1][1])
+def table_for(target: Target, operands: Operands) -> Table:
+    """Tiles of a target; an unknown architecture has the smallest of its maker."""
+    return _TABLES.get(target.name, _AMD if target.is_amd else _NVIDIA_SMALL)[operands]
 
 
-def _table(target: Target) -> dict[Operands, Table]:
-    return _TABLES.get(target.name, _AMD if target.is_amd else _NVIDIA_SMALL)
+def _by_rows(table: Table, rows: int, columns: int, heads: int, processors: int) -> Tiles:
+    options = next((tiles for most, tiles in table.by_rows if rows <= most), table.by_rows[-1][1])
+    filling = (each for each in options if 3 * _programs(each, rows, columns, heads) >= 2 * processors)
+    return next(filling, options[-1])
+
+
+def _programs(tiles: Tiles, rows: int, columns: int, heads: int) -> int:
+    return -(-rows // tiles.rows) * -(-columns // tiles.columns) * heads
 
 
 def _parts(programs: int, processors: int, inner: int, tile: int) -> int:

@@ -1,10 +1,10 @@
-"""Compiles what our launchers launch for a target: `python -m tests.kernels.compile_only gfx942 elementwise`.
+"""Compiles what our launchers launch for a target: `python -m tests.kernels.compile_only gfx942 invariant elementwise`.
 
 The launchers run as in production, on tensors of the CPU; Triton specialises each kernel as it would and compiles it,
 and nothing is launched. So there are no signatures written by hand that could go stale.
-With `tuned` behind the area the tiles of workers that are not batch-invariant are compiled, instead of those of workers
-that are. Prints a line of JSON for each kernel: case, kernel, shared bytes, spilled registers, whether it uses matrix
-instructions.
+The second argument says whose tiles: `invariant` or `tuned`, of workers that are batch-invariant or not, or `agreeing`,
+of batch-invariant workers on a GPU whose tiles agree (kernels/triton_backend/agreement.py). Prints a line of JSON for
+each kernel: case, kernel, shared bytes, spilled registers, whether it uses matrix instructions.
 """
 
 from __future__ import annotations
@@ -66,9 +66,20 @@ class _NoDevice:
         return torch.cuda
 
 
-def compile_area(target: str, area: str, invariant: bool) -> list[Compiled]:
+class _Agrees:
+    """Agreement of a GPU whose tiles all give the same bits."""
+
+    def of_products(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def of_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return True
+
+
+def compile_area(target: str, area: str, tiles: str) -> list[Compiled]:
     """Compiles every case of `tests.kernels.cases.AREA`."""
     triton.runtime.driver.set_active(_NoDevice(GPU_TARGETS[target]))
+    settings = Settings(TARGETS[target], tiles != "tuned", _Agrees() if tiles == "agreeing" else None)
     results: dict[Any, tuple[str, Any]] = {}
     case = ""
     run = JITFunction.run
@@ -82,7 +93,7 @@ def compile_area(target: str, area: str, invariant: bool) -> list[Compiled]:
     try:
         for name, made in importlib.import_module(f"tests.kernels.cases.{area}").CASES.items():
             case = name
-            made.run(Settings(TARGETS[target], batch_invariant=invariant))
+            made.run(settings)
     finally:
         JITFunction.run = run
     return [_compiled(name, kernel) for name, kernel in results.values()]
@@ -115,5 +126,5 @@ def _nvidia_spills(cubin: bytes) -> int:
 if __name__ == "__main__":
     target, tiles, *areas = sys.argv[1:]
     for area in areas:
-        for found in compile_area(target, area, tiles != "tuned"):
+        for found in compile_area(target, area, tiles):
             print(json.dumps({"area": area, **asdict(found)}))

@@ -13,14 +13,15 @@ from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
 
-# Long enough for splits to be dealt out.
+# Long enough for key tiles to be dealt out.
 DECODE = Shape(rows=8, seqs=8, blocks=512, max_seqlen_q=1, max_seqlen_k=8000)
 # 8 k tokens: one program walks all keys.
 PREFILL = Shape(rows=8192, seqs=2, blocks=512, max_seqlen_q=8000, max_seqlen_k=8000)
 MATRIX = frozenset({"_attention_kernel"})
-# On sm_90, some of what is merged over splits waits in memory while the loop over a split's key tiles has the registers
-# (read in the machine code: that loop neither loads nor stores it). On AMD's, scalar registers go to vector ones.
-SPILLS = (("_attention_kernel", 40),)
+# On sm_90 a program keeps two sums of weighted values, that of a key tile and that of all before it, and spills some of
+# the second: measured on an H200, 48 % of the matrix rate in tiles of 128 rows, against 37 % in smaller ones that spill
+# less. On AMD's, scalar registers go to vector ones.
+SPILLS = (("_attention_kernel", 120),)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 

@@ -17,7 +17,6 @@ from kernels.interface import KVSpec
 from kernels.triton_backend.attention import (
     PARTIAL_BYTES,
     PROGRAMS,
-    SPLIT,
     WHOLE,
     Scores,
     Tiles,
@@ -34,8 +33,8 @@ from tests.unit.kernels.steps import Rows, metadata, reference_attention, scatte
 pytestmark = pytest.mark.each_value
 
 CPU = torch.device("cpu")
-# Small enough for short sequences to have many splits and tiles.
-SMALL = Tiles(block_m=16, heads=2, block_n=16, split=32, dealt=1, num_warps=4, mfma=None)
+# Small enough for short sequences to have many tiles.
+SMALL = Tiles(block_m=16, heads=2, block_n=16, dealt=1, num_warps=4, mfma=None)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
@@ -154,13 +153,13 @@ def test_dtypes(settings: Settings, dtype: torch.dtype, cache_dtype: torch.dtype
 
 
 def test_long_sequences_are_dealt_out(settings: Settings) -> None:
-    """A decode and a chunk across splits of the real length, in both forms."""
-    length = SPLIT + 70
+    """A decode and a chunk across key tiles of the real length, in both forms."""
+    length = 200
     found = pool([length, 3], (2, 1), 16, 64)
     step = [(0, length - 1, length), (1, 2, 3)]
     step_plan = found.plan(step)
     tiles = tiles_of(found.rows(step), found.cache, step_plan.shape, WHOLE, settings)
-    assert (tiles.dealt, tiles.split) == (2, SPLIT)
+    assert (tiles.dealt, tiles.block_n) == (4, 64)
     actual = attention(found.rows(step), found.cache, 1, step_plan, 0.25, settings)
     torch.testing.assert_close(actual.double(), found.expected(step, PLAIN), rtol=3e-6, atol=3e-6)
     whole = attend(found.rows(step), found.cache, 1, step_plan, PLAIN, replace(tiles, dealt=1))
@@ -239,7 +238,7 @@ def test_any_step(data: strategies.DataObject) -> None:
     window = draw(strategies.none() | strategies.integers(1, 100))
     sinks = torch.randn(heads[0]) if draw(strategies.booleans()) else None
     scores = Scores(0.25, window, sinks, draw(strategies.sampled_from([0.0, 5.0])))
-    tiles = replace(SMALL, heads=heads[0] // heads[1], split=draw(strategies.sampled_from([16, 48, WHOLE])))
+    tiles = replace(SMALL, heads=heads[0] // heads[1], block_n=draw(strategies.sampled_from([16, 32])))
     found = pool(lengths, heads, dim, draw(strategies.sampled_from([1, 16, 48])))
     args = (found.rows(parts), found.cache, 1, found.plan(parts), scores)
     actual = attend(*args, tiles)
@@ -256,7 +255,7 @@ def test_no_rows(settings: Settings) -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_invariant_tiles_are_those_of_every_step(target: str, dim: int) -> None:
-    """Only how splits are dealt out depends on the step, and what waits to be merged is bounded."""
+    """Only how key tiles are dealt out depends on the step, and what waits to be merged is bounded."""
     cache = DeviceKVCache(torch.empty(1, 2, 1, 16, 8, dim, dtype=BF16, device="meta"), dim)
     tiles = set()
     for rows, seqs, longest in ((1, 1, 100_000), (1, 1, 5), (256, 256, 3000), (64, 64, 131_072), (8192, 1, 8192)):
@@ -278,15 +277,15 @@ def test_tuned_tiles_follow_the_step() -> None:
         return tiles_of(q, cache, Shape(rows, seqs, longest, rows // seqs, longest), WHOLE, tuned)
 
     decode, large, prefill = tiles(1, 1, 100_000), tiles(512, 512, 1000), tiles(8192, 1, 8192)
-    assert (decode.block_m, decode.split) == (16, SPLIT)
+    assert decode.block_m == 16
     assert decode.dealt >= PROGRAMS // 32
-    assert (large.block_m, large.split, large.dealt) == (16, WHOLE, 1)
-    assert (prefill.block_m, prefill.split, prefill.dealt) == (128, WHOLE, 1)
+    assert (large.block_m, large.dealt) == (16, 1)
+    assert (prefill.block_m, prefill.dealt) == (128, 1)
 
 
 def test_a_window_limits_what_waits() -> None:
-    """Splits that a query tile sees, by trying every place of its rows."""
-    tiles = replace(SMALL, block_m=16, heads=4, split=32)
+    """Key tiles that a query tile sees, by trying every place of its rows."""
+    tiles = replace(SMALL, block_m=16, heads=4, block_n=32)
     for reach in (1, 30, 33, 64, 200):
         most = 0
         for first in range(400):

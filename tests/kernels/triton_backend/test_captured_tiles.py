@@ -1,8 +1,8 @@
 """Captured steps compute what the same steps do kernel by kernel: all that is chosen by a step's size is checked.
 
 Nothing else of a step's size than these choices and grids reaches a kernel's bits: sizes are arguments that no kernel
-is specialised for. That splits which are dealt out to programs or not give the same bits is shown in test_attention.py,
-test_latent.py and test_linear.py, and a whole captured model in test_model.py.
+is specialised for. That key tiles and splits which are dealt out to programs or not give the same bits is shown in
+test_attention.py, test_latent.py and test_linear.py, and a whole captured model in test_model.py.
 """
 
 from __future__ import annotations
@@ -86,18 +86,11 @@ def test_attention_of_captured_steps(target: str, reach: int) -> None:
         assert of_latent == expected_of_latent
 
 
-def test_tuned_tiles_follow_a_captured_steps_room() -> None:
+def test_tuned_parts_follow_a_captured_steps_room() -> None:
     """Else it would not have to be a fact."""
     settings = Settings(TARGETS["sm_90"], batch_invariant=False)
-    cache = DeviceKVCache(torch.empty(1, 2, 1, BLOCK_SIZE, 8, 128, dtype=BF16, device="meta"), 128)
-    splits = [
-        tuple(
-            tiles_of(torch.empty(shape.rows, 32, 128, device="meta"), cache, shape, WHOLE, settings).split
-            for shape in pair
-        )
-        for pair in pairs()
-    ]
-    assert any(own != captured for own, captured in splits)
+    parts = [tuple(cut(settings, "half", shape.rows, 1024, 4096).parts for shape in pair) for pair in pairs()]
+    assert any(own != captured for own, captured in parts)
 
 
 @pytest.mark.slow

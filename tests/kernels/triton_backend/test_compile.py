@@ -37,6 +37,13 @@ def test_kernels_compile(target: str, area: str) -> None:
     check(target, compiled_for(target, "invariant", area), area)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("area", ["linear", "attention"])
+def test_kernels_compile_where_tiles_agree(area: str) -> None:
+    """With the tiles by rows that an H200 takes."""
+    check("sm_90", compiled_for("sm_90", "agreeing", area), area)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("area", AREAS)

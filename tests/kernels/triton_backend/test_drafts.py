@@ -17,7 +17,6 @@ from common.config import CompilationConfig, Config, SpeculativeConfig
 from common.config_parts import EAGLE3, NGRAM
 from common.sampling_params import SamplingParams
 from kernels.interface import AttentionMetaData, KVSpec
-from kernels.triton_backend import attention as paged
 from kernels.triton_backend.attention import Scores, attention
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.checkpoints import make_checkpoint, make_eagle3_head
@@ -49,9 +48,8 @@ PATHS: Final[dict[str, tuple[torch.dtype, torch.dtype, Scores]]] = {
 
 @pytest.mark.parametrize("path", slow_but({"all"}, PATHS))
 def test_rows_of_paged_attention(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts across the border of a split and of blocks, among a decode and a chunk of others."""
+    """Drafts across the border of key tiles and of blocks, among a decode and a chunk of others."""
     multiply_rows_alone(monkeypatch)
-    monkeypatch.setattr(paged, "SPLIT", 64)
     dtype, cache_dtype, scores = PATHS[path]
     end = 2 * 64 + 5
     found = pool([end, 40], (4, 2), 32, 16, dtype, cache_dtype)
