@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from tests.shapes import NAMED
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(len(SPECIAL_TOKENS))
@@ -117,6 +118,7 @@ def make_checkpoint(
     chat_template: bool = True,
     generation: dict[str, Any] | None = None,
     head: Head = OUTPUT_HEAD,
+    device: str = "cpu",
     **shape: Any,
 ) -> Path:
     """Writes a checkpoint with random weights and a byte-level tokenizer of the same vocabulary.
@@ -131,6 +133,7 @@ def make_checkpoint(
         chat_template: whether the tokenizer has a (ChatML) chat template.
         generation: entries of generation_config.json over the defaults.
         head: what it makes of hidden states; a classifier has `num_labels` of the shape.
+        device: where the weights are drawn: on a GPU those of a large model take seconds, and are other numbers.
         **shape: entries of config.json over the architecture's and DEFAULT_SHAPE.
 
     Returns:
@@ -148,7 +151,8 @@ def make_checkpoint(
     if "qk_rope_head_dim" in entries:
         entries["head_dim"] = entries["qk_rope_head_dim"]
     config = config_class(**entries)
-    model = model_class(config).to(torch.float32)
+    with torch.device(device):
+        model = model_class(config).to(torch.float32)
     _draw_weights(model, seed)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
     generation_class: Any = transformers.GenerationConfig
@@ -297,10 +301,11 @@ def _draw_weights(model: Any, seed: int) -> None:
     """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(shape: torch.Size, std: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * std
+        return torch.randn(shape, generator=generator, device=device) * std
 
     with torch.no_grad():
         corrections = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
@@ -319,16 +324,21 @@ def _draw_weights(model: Any, seed: int) -> None:
 
 
 def main() -> None:
-    """`python -m tests.checkpoints OUT [--architecture llama] [--dtype bfloat16] [hidden_size=256 ...]`."""
+    """`python -m tests.checkpoints OUT [--architecture llama] [--shape qwen3-8b] [hidden_size=256 ...]`."""
     parser = argparse.ArgumentParser(description="Writes a small random checkpoint with a byte-level tokenizer.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--architecture", choices=tuple(ARCHITECTURES), default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("shape", nargs="*", help="entries of config.json, as key=value with a JSON value")
+    parser.add_argument("--shape", choices=tuple(NAMED), help="shape that the entries are added to")
+    parser.add_argument("--device", default="cpu", help="where weights are drawn")
+    parser.add_argument("entries", nargs="*", help="entries of config.json, as key=value with a JSON value")
     options = parser.parse_args()
-    shape = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in options.shape)}
-    make_checkpoint(options.out, options.architecture, dtype=options.dtype, seed=options.seed, **shape)
+    given = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in options.entries)}
+    shape = NAMED.get(options.shape, {}) | given
+    make_checkpoint(
+        options.out, options.architecture, dtype=options.dtype, seed=options.seed, device=options.device, **shape
+    )
 
 
 if __name__ == "__main__":

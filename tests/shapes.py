@@ -35,3 +35,10 @@ QWEN3_60M: Final[dict[str, Any]] = {
     "intermediate_size": 1536,
     "vocab_size": 32_000,
 }
+# By the names that commands have for them.
+NAMED: Final = {
+    "tiny": {"num_hidden_layers": 1},
+    "qwen3-60m": QWEN3_60M,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-8b": QWEN3_8B,
+}

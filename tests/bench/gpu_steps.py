@@ -5,7 +5,8 @@ launched ahead as a worker does, and one long prompt. The floor of a decode is w
 the keys and values of its sequences, over the bandwidth of a copy; that of a prompt is its multiplications over the
 rate of a large product, both measured first. `--compared BATCH [...]` puts transformers' continuous batching beside the
 first of these ways, output tokens per second of whole requests (tests/bench/gpu_transformers.py). `--json FILE` keeps
-the figures.
+the figures. For a try without a GPU: TRITON_INTERPRET=1 or --kernels cpu, with --shape tiny --batches 1 --prefill 16
+--context 8 --steps 3.
 """
 
 from __future__ import annotations
@@ -30,16 +31,10 @@ from common.config import Config
 from common.sampling_params import SamplingParams
 from tests.bench.gpu_transformers import Throughput, Transformers, Work, compare
 from tests.checkpoints import make_checkpoint
-from tests.shapes import QWEN3_0_6B, QWEN3_8B
+from tests.shapes import NAMED
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": QWEN3_0_6B,
-    "qwen3-8b": QWEN3_8B,
-    # For a try without a GPU: TRITON_INTERPRET=1 or --kernels cpu, and --batches 1 --prefill 16 --context 8 --steps 3.
-    "tiny": {"num_hidden_layers": 1},
-}
 # How to run, by name.
 WAYS: dict[str, dict[str, Any]] = {
     "invariant, graphs": {},
@@ -141,7 +136,8 @@ def figures(way: str, engine: LLMEngine, device: Device, options: argparse.Names
     engine.generate([prompt], SamplingParams(max_tokens=1, **GREEDY))
     config, tokens = runner.model_config, options.prefill
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens**2
-    operations = 2 * weights * tokens + attention
+    head = config.hidden_size * config.vocab_size
+    operations = 2 * (weights - head) * tokens + 2 * head + attention
     yield Figure(way, f"prompt of {tokens}", time.perf_counter() - start, operations / device.rate)
 
 
@@ -175,7 +171,8 @@ def comparisons(folder: Path, device: torch.device, options: argparse.Namespace)
 def main(arguments: list[str] | None = None) -> None:
     """Prints a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=list(NAMED), default="qwen3-8b")
+    parser.add_argument("--model", help="folder of a checkpoint that is there, instead of one of that shape")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--kernels", default="triton")
     parser.add_argument("--dtype", default="bfloat16")
@@ -191,9 +188,11 @@ def main(arguments: list[str] | None = None) -> None:
     machine = measured(device)
     print(f"{machine.name}: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.1f} TFLOP/s", flush=True)
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPES[options.shape] | {"max_position_embeddings": 32_768}
-        make_checkpoint(Path(folder), dtype=options.dtype, tokenizer=False, **shape)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.model or made
+        if not options.model:
+            shape = NAMED[options.shape] | {"max_position_embeddings": 32_768}
+            make_checkpoint(made, dtype=options.dtype, tokenizer=False, device=device.type, **shape)
         for way in options.ways:
             engine = LLMEngine(config(folder, way, options))
             for figure in figures(way, engine, machine, options):

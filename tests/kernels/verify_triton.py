@@ -1,6 +1,6 @@
 """Runs our Triton kernels on this machine's GPU, against PyTorch's and against themselves: what no machine of ours can.
 
-    python -m tests.kernels.verify_triton [PART_OF_A_NAME]
+    python -m tests.kernels.verify_triton [PART_OF_A_NAME] [--share 1/4]
 
 First each operation's error relative to PyTorch's in float32, with weights as checkpoints store them too; then what has
 to be equal to the bit: a row among other rows, a prompt as decodes, rows that verify drafts, sampled tokens and
@@ -10,6 +10,7 @@ tests/kernels/triton_backend/test_verify.py runs some of it in the interpreter.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +37,7 @@ from kernels.select import select_backend
 from kernels.triton_backend import plan
 from kernels.triton_backend.backend import TritonBackend
 from tests.kernels.dense_layers import REFERENCE
-from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
+from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Share, Verifier, error_reason
 
 Check = tuple[str, Callable[[], bool]]
 FORMATS = ("int8", "fp8", "w8a8_int8", "w8a8_fp8")
@@ -82,11 +83,15 @@ class BitVerifier:
         self._tokens, self._vocab = tokens, vocab
         self._random = torch.Generator().manual_seed(0)
 
-    def all(self, part: str) -> Iterator[Comparison]:
-        """Every check with `part` in its name; an error of infinity is one that failed."""
+    def all(self, part: str, share: Share | None = None) -> Iterator[Comparison]:
+        """Every check with `part` in its name, of a share of them; an error of infinity is one that failed."""
         for name, check in self._checks():
-            if part in name:
+            if part not in name or (share is not None and not share.takes_next()):
+                continue
+            try:
                 yield Comparison(name, 0.0 if check() else float("inf"), 0.0)
+            except Exception as error:
+                yield Comparison(name, float("inf"), 0.0, error_reason(error))
 
     def _checks(self) -> Iterator[Check]:
         for quantize in (None, *packed_formats(self.backend)):
@@ -236,16 +241,22 @@ class StoredVerifier:
         self._inner, self._outer, self._rows = inner, outer, rows
         self._random = torch.Generator().manual_seed(0)
 
-    def all(self, part: str) -> Iterator[Comparison]:
-        """Every format that the back end keeps, with `part` in the name."""
+    def all(self, part: str, share: Share | None = None) -> Iterator[Comparison]:
+        """Every format that the back end keeps, with `part` in the name, of a share of them."""
         for stored in STORED:
             numbers = str(stored.numbers).removeprefix("torch.")
             for name, compute in (("linear", self.linear), ("moe", self.moe)):
                 title = f"{name} of stored {numbers} {stored.quant_type}"
-                if part in title and self.backend.keeps_quantized(stored, torch.bfloat16):
+                if part not in title or not self.backend.keeps_quantized(stored, torch.bfloat16):
+                    continue
+                if share is not None and not share.takes_next():
+                    continue
+                try:
                     found, expected = compute(stored)
                     error = (found.float().cpu() - expected).norm() / expected.norm()
                     yield Comparison(title, float(error), 1e-2)
+                except Exception as failure:
+                    yield Comparison(title, float("inf"), 1e-2, error_reason(failure))
 
     def draw(self, stored: QuantizedFormat, rows: int, inner: int) -> QuantizedWeight:
         """Numbers about as large as weights are."""
@@ -292,20 +303,24 @@ class StoredVerifier:
 
 def main(arguments: list[str]) -> int:
     """Checks what has the first argument in its name. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="", help="part of the names of the checks")
+    parser.add_argument("--share", type=Share.parse, default=Share(), help="share of the checks, as NUMBER/PROCESSES")
+    options = parser.parse_args(arguments)
     try:
         backend = select_backend("triton")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     assert isinstance(backend, TritonBackend)
-    part, failed = "".join(arguments[:1]), 0
+    failed = 0
     formats = packed_formats(backend)
     for name in FORMATS:
         if name not in formats:
             print(f"skip   weights {name}: {backend.description} has no FP8")
     near = Verifier(backend, backend.settings.target.fp8, backend.device, formats)
     for verifier in (near, StoredVerifier(backend), BitVerifier(backend)):
-        for comparison in verifier.all(part):
+        for comparison in verifier.all(options.part, options.share):
             print(comparison, flush=True)
             failed += not comparison.passed
     print(f"{backend.description}: {failed} failed")
