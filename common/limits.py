@@ -14,6 +14,8 @@ MAX_ASSEMBLING_TOKENS = 1 << 24
 # Sequences of one router: on their way in, running, and ended ones that have not gone out.
 MAX_ROUTER_SEQS = 1 << 16
 MAX_ROUTERS = 4096
+# Sessions whose Hello has not arrived: one more ends the oldest.
+MAX_UNOPENED_SESSIONS = 256
 # Ended sequences that a worker keeps per router after they were sent, in case the frame is lost.
 MAX_TAILS = 1024
 MAX_TAIL_TOKENS = 1 << 18
@@ -85,12 +87,29 @@ MAX_STREAMS_PER_CONNECTION = 4096
 MAX_UNFREED_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 16 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
-# New calls that the event loop has not taken yet: from the first number on some are dropped at random, from the second
-# on all, with CANCELLED and no word why; and so are those that have waited for so many seconds. So all three lie beyond
-# what descriptors, streams and clients' patience allow.
-MAX_UNACCEPTED_CALLS = 100_000
-MAX_UNACCEPTED_CALLS_HARD = 200_000
+# New calls that the event loop has not taken yet, of all connections of a port, about 28 KB each. From the first number on
+# gRPC drops some at random, from the second on all, with CANCELLED and no reason. The first number holds all that one
+# connection may begin and free (above). The second is 336 MB, of the 1 GiB that the manifest gives a router.
+MAX_UNACCEPTED_CALLS = 10_000
+MAX_UNACCEPTED_CALLS_HARD = 12_000
+# Seconds after which gRPC drops a call that still waits: longer than any client does.
 MAX_UNACCEPTED_S = 3600
+# Calls whose message has not arrived: one more ends the oldest. At 6,000 new calls a second a message has 0.7 s.
+MAX_UNREAD_CALLS = 4096
+# The same of ports beside the main one (admin, health), whose callers are few: 28 and 56 MB.
+MAX_SIDE_STREAMS_PER_CONNECTION = 128
+MAX_SIDE_UNACCEPTED_CALLS = 1000
+MAX_SIDE_UNACCEPTED_CALLS_HARD = 2000
+MAX_SIDE_UNREAD_CALLS = 512
+# Health: watches of one process (one more ends the oldest), bytes of a service's name, and of a message to a port that
+# has health alone.
+MAX_HEALTH_WATCHES = 512
+MAX_SERVICE_NAME_BYTES = 256
+MAX_HEALTH_MESSAGE_BYTES = 4096
+# Log lines of calls that were refused before their request was understood: at once, and a second. Further ones are
+# counted in one line a second.
+MAX_REFUSAL_LINES = 1000
+REFUSAL_LINES_PER_S = 100
 # A connection without calls is closed after this time.
 CONNECTION_IDLE_S = 300.0
 # How long a call's message may take to come.

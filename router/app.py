@@ -29,8 +29,8 @@ from common.limits import (
 )
 from common.memory import give_memory_back
 from common.process.tasks import keep_running
-from common.rpc.descriptors import max_side_connections, raise_descriptor_limit
-from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.descriptors import raise_descriptor_limit
+from common.rpc.server import SIDE_PORT, GrpcServer, PortTakenError
 from common.rpc.tls import Dialer, TlsError
 from common.telemetry.exporter import ExportError
 from common.telemetry.logs import setup_logging
@@ -310,7 +310,7 @@ def _admin_server(options: RouterOptions) -> GrpcServer | None:
         [admin.SERVICE, _CHANNELZ],
         tls=options.security.admin_tls,
         access=options.security.access,
-        max_connections=max_side_connections(),
+        bounds=SIDE_PORT,
     )
 
 

@@ -1,5 +1,8 @@
 """One line for every call that ends, however it ends: the outermost interceptor of a server.
 
+Calls that are refused before their request is understood have a line each while they are few; floods of them are counted
+(RefusalLines).
+
 What ends a call before its method is reached (no right, no message, no such method) is seen here too. Only what gRPC's
 core refuses by itself never comes this far: metadata or a message beyond the limits, a connection that fails.
 Invariant: whatever goes wrong here, the call does not notice.
@@ -23,12 +26,14 @@ from common.errors import ApiError
 from common.limits import ROUTER_RETRY_S
 from common.rpc.errors import abort
 from common.rpc.handlers import Wrapped
+from common.rpc.refusal_lines import SUMMARY_S, RefusalLines
 from common.telemetry.request_record import RequestRecord, begin_record
 from common.telemetry.tracing import trace_id_of, traceparent_of
 
 log = structlog.get_logger(__name__)
 
 EVENT: Final = "request ended"
+SUMMARY_EVENT: Final = "requests refused without a line each"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _MAKERS: Final[dict[tuple[bool, bool], Callable[..., _Handler]]] = {
@@ -67,6 +72,8 @@ class RequestLog(grpc.aio.ServerInterceptor):
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._handlers = Wrapped(self._recorded)
+        self._refusals = RefusalLines()
+        self._summary: asyncio.TimerHandle | None = None
 
     async def intercept_service(
         self,
@@ -143,8 +150,21 @@ class RequestLog(grpc.aio.ServerInterceptor):
         if not self._open:
             self._none_open.set()
         logger, level = log.bind(), record.level
-        if logger.is_enabled_for(_LEVELS[level]):
-            getattr(logger, level)(EVENT, **record.fields(self._clock()), **_traceback(record))
+        if not logger.is_enabled_for(_LEVELS[level]):
+            return
+        now = self._clock()
+        if level == "info" and record.is_refusal and not self._refusals.take(record.code.name, now):
+            self._summarize_later()
+            return
+        getattr(logger, level)(EVENT, **record.fields(now), **_traceback(record))
+
+    def _summarize_later(self) -> None:
+        if self._summary is None:
+            self._summary = asyncio.get_running_loop().call_later(SUMMARY_S, self._summarize)
+
+    def _summarize(self) -> None:
+        self._summary = None
+        log.info(SUMMARY_EVENT, **self._refusals.take_unwritten())
 
 
 class _Recording:

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from common.errors import MalformedRequestError, RequestTimeoutError
+from common.errors import ApiError, MalformedRequestError, RequestTimeoutError
 from common.interruption import InterruptedWorkError, Interruptible
-from common.limits import REQUEST_READ_TIMEOUT_S
+from common.limits import MAX_UNREAD_CALLS, REQUEST_READ_TIMEOUT_S
 from common.rpc.errors import abort
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -28,10 +28,15 @@ NOT_A_MESSAGE = (
 )
 
 
-class _Reads:
-    """Reads that are under way, and one timer for all of them: nearly all are over long before it matters."""
+class MessageReads:
+    """Reads of calls whose message has not arrived, with one timer for all: nearly all end long before it matters.
 
-    def __init__(self) -> None:
+    Args:
+        limit: reads at a time; one more ends the oldest, so that calls without a message take bounded memory.
+    """
+
+    def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
+        self._limit = limit
         # With their ends, the first one first.
         self._ends: dict[Interruptible, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -40,16 +45,32 @@ class _Reads:
         """The next message of a call.
 
         Raises:
-            InterruptedWorkError: it has not come within REQUEST_READ_TIMEOUT_S.
+            RequestTimeoutError: it has not come within REQUEST_READ_TIMEOUT_S.
+            ApiError: RESOURCE_EXHAUSTED `TOO_MANY_CALLS`: `limit` later calls wait for their message too.
         """
         work, loop = Interruptible(), asyncio.get_running_loop()
         try:
             with work:
+                if len(self._ends) >= self._limit:
+                    self._end_oldest()
                 self._ends[work] = loop.time() + REQUEST_READ_TIMEOUT_S
                 self._look_later(loop)
                 return await context.read()
+        except InterruptedWorkError:
+            raise self._why_ended(work) from None
         finally:
-            del self._ends[work]
+            self._ends.pop(work, None)
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._ends))
+        del self._ends[oldest]
+        oldest.interrupt()
+
+    def _why_ended(self, work: Interruptible) -> ApiError:
+        if work in self._ends:
+            return RequestTimeoutError(REQUEST_READ_TIMEOUT_S)
+        message = f"{self._limit} later calls wait for their message; this one's has not arrived"
+        return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_after_s=1.0, reason="TOO_MANY_CALLS")
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:
@@ -67,14 +88,16 @@ class _Reads:
 class RequestReader(grpc.aio.ServerInterceptor):
     """Reads the request of every method that takes one.
 
-    Of those that take a stream, it ends generators as they should when a message is none; a coroutine sees to that
-    itself.
+    Of those that take a stream, it reads for generators; a coroutine sees to that itself.
+
+    Args:
+        limit: calls at a time whose message has not arrived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
         # By method; only of methods that exist, so there are few.
         self._handlers: dict[str, _Handler] = {}
-        self._reads = _Reads()
+        self._reads = MessageReads(limit)
 
     async def intercept_service(
         self,
@@ -91,14 +114,14 @@ class RequestReader(grpc.aio.ServerInterceptor):
         return self._handlers[method]
 
 
-def _reading(handler: _Handler, reads: _Reads) -> _Handler:
+def _reading(handler: _Handler, reads: MessageReads) -> _Handler:
     make, behavior = _behavior(handler, reads)
     parse = handler.request_deserializer if handler.request_streaming else None
     made: _Handler = make(behavior, parse, handler.response_serializer)
     return made
 
 
-def _behavior(handler: _Handler, reads: _Reads) -> tuple[Any, Any]:
+def _behavior(handler: _Handler, reads: MessageReads) -> tuple[Any, Any]:
     """Kind of the handler in gRPC, and its function."""
     to_stream, parse = grpc.stream_stream_rpc_method_handler, handler.request_deserializer
     if handler.stream_unary is not None:
@@ -112,18 +135,18 @@ def _behavior(handler: _Handler, reads: _Reads) -> tuple[Any, Any]:
     return to_stream, (_generator if generates else _coroutine)(handler.unary_stream, parse, reads)
 
 
-def _coroutine(serve: Any, parse: Any, reads: _Reads) -> Any:
+def _coroutine(serve: Any, parse: Any, reads: MessageReads) -> Any:
     async def behavior(_: object, context: _Context) -> Any:
         return await serve(await _request(context, parse, reads), context)
 
     return behavior
 
 
-def _generator(serve: Any, parse: Any, reads: _Reads) -> Any:
+def _generator(serve: Any, parse: Any, reads: MessageReads) -> Any:
     """`parse` is None for a method that takes the stream itself."""
 
-    async def behavior(requests: object, context: _Context) -> AsyncIterator[Any]:
-        asked = requests if parse is None else await _request(context, parse, reads)
+    async def behavior(_: object, context: _Context) -> AsyncIterator[Any]:
+        asked = _messages(context, reads) if parse is None else await _request(context, parse, reads)
         try:
             async for answer in serve(asked, context):
                 yield answer
@@ -133,12 +156,24 @@ def _generator(serve: Any, parse: Any, reads: _Reads) -> Any:
     return behavior
 
 
-async def _request(context: _Context, parse: Any, reads: _Reads) -> Any:
+async def _messages(context: _Context, reads: MessageReads) -> AsyncIterator[Any]:
+    """The messages of a call's stream; a stream that pauses for too long ends."""
+    while True:
+        try:
+            message = await reads.read(context)
+        except ApiError as error:
+            await abort(context, error)
+        if message is grpc.aio.EOF:
+            return
+        yield message
+
+
+async def _request(context: _Context, parse: Any, reads: MessageReads) -> Any:
     """The call's message; ends the call when there is none."""
     try:
         data = await reads.read(context)
-    except InterruptedWorkError:
-        await abort(context, RequestTimeoutError(REQUEST_READ_TIMEOUT_S))
+    except ApiError as error:
+        await abort(context, error)
     if data is grpc.aio.EOF:
         # So a call looks too that is broken off, or whose message is longer than may be.
         await abort(context, MalformedRequestError("the request ended before its message did"), certain=False)

@@ -11,7 +11,8 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -22,19 +23,26 @@ from grpc_health.v1._async import HealthServicer
 from common.limits import (
     CONNECTION_IDLE_S,
     HANDSHAKE_TIMEOUT_S,
+    MAX_HEALTH_MESSAGE_BYTES,
+    MAX_HEALTH_WATCHES,
     MAX_METADATA_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_SERVICE_NAME_BYTES,
+    MAX_SIDE_STREAMS_PER_CONNECTION,
+    MAX_SIDE_UNACCEPTED_CALLS,
+    MAX_SIDE_UNACCEPTED_CALLS_HARD,
+    MAX_SIDE_UNREAD_CALLS,
     MAX_STREAMS_PER_CONNECTION,
     MAX_UNACCEPTED_CALLS,
     MAX_UNACCEPTED_CALLS_HARD,
     MAX_UNACCEPTED_S,
     MAX_UNFREED_STREAMS_PER_CONNECTION,
+    MAX_UNREAD_CALLS,
     STATUS_FLUSH_S,
     STOP_ACCEPTING_S,
 )
 from common.rpc.auth import Access, AccessInterceptor
-from common.rpc.descriptors import max_connections as connections_allowed
-from common.rpc.descriptors import max_side_connections
+from common.rpc.descriptors import max_connections, max_side_connections
 from common.rpc.metadata import MetadataBound
 from common.rpc.reflection import add_reflection
 from common.rpc.request_log import RequestLog
@@ -50,6 +58,8 @@ READINESS: Final = "readiness"
 _QUIET_LOOKS: Final = 5
 _QUIET_LOOKS_AFTER_CALLS: Final = 50
 _LOOK_S: Final = 0.005
+# Bit 0 of gRPC's set of compression algorithms.
+_IDENTITY_ALONE: Final = 1
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -77,30 +87,70 @@ class PortTakenError(Exception):
     """The address cannot be listened on; the message is one line that says what to change."""
 
 
+@dataclass(frozen=True, slots=True)
+class PortBounds:
+    """What the callers of one port may take together.
+
+    Attributes:
+        connections: gives the number of connections; more are closed as they come.
+        streams: calls at a time on one connection.
+        unfreed: calls of one connection that have ended and are not freed yet.
+        unaccepted: calls of all connections that the event loop has not taken; beyond it gRPC drops some.
+        unaccepted_hard: the same; beyond it gRPC drops all.
+        unread: calls of all connections whose message has not arrived.
+    """
+
+    connections: Callable[[], int]
+    streams: int
+    unfreed: int
+    unaccepted: int
+    unaccepted_hard: int
+    unread: int
+
+
+MAIN_PORT: Final = PortBounds(
+    max_connections,
+    MAX_STREAMS_PER_CONNECTION,
+    MAX_UNFREED_STREAMS_PER_CONNECTION,
+    MAX_UNACCEPTED_CALLS,
+    MAX_UNACCEPTED_CALLS_HARD,
+    MAX_UNREAD_CALLS,
+)
+# Of operators and probes.
+SIDE_PORT: Final = PortBounds(
+    max_side_connections,
+    MAX_SIDE_STREAMS_PER_CONNECTION,
+    MAX_SIDE_STREAMS_PER_CONNECTION,
+    MAX_SIDE_UNACCEPTED_CALLS,
+    MAX_SIDE_UNACCEPTED_CALLS_HARD,
+    MAX_SIDE_UNREAD_CALLS,
+)
+
+
 def server_options(
-    max_message_bytes: int, max_connection_age_s: float = 0.0, connections: int | None = None
+    max_message_bytes: int, max_connection_age_s: float = 0.0, bounds: PortBounds = MAIN_PORT
 ) -> list[tuple[str, int]]:
     """Channel arguments of a server. A connection that has its age takes no new calls; those that run go on.
 
-    More `connections` than so many are closed as they come; None is what the process's descriptors allow.
-
     Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
     queued request is, or without a call; with them only floods of pings end a connection. Without `so_reuseport` 0 two
-    servers share one port silently.
+    servers share one port silently. No client of ours compresses its requests; without the argument about it 15 KB
+    would become 15 MB on gRPC's threads.
     """
     age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ALONE),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-        ("grpc.http2.max_deallocating_streams", MAX_UNFREED_STREAMS_PER_CONNECTION),
-        ("grpc.server.max_pending_requests", MAX_UNACCEPTED_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", MAX_UNACCEPTED_CALLS_HARD),
+        ("grpc.max_concurrent_streams", bounds.streams),
+        ("grpc.http2.max_deallocating_streams", bounds.unfreed),
+        ("grpc.server.max_pending_requests", bounds.unaccepted),
+        ("grpc.server.max_pending_requests_hard_limit", bounds.unaccepted_hard),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNACCEPTED_S),
-        ("grpc.max_allowed_incoming_connections", connections_allowed() if connections is None else connections),
+        ("grpc.max_allowed_incoming_connections", bounds.connections()),
         ("grpc.max_connection_idle_ms", round(CONNECTION_IDLE_S * 1000)),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", 50),
@@ -113,35 +163,56 @@ def server_options(
 
 
 class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
-    """The library's servicer, with watchers that can be ended."""
+    """The library's servicer, with a bounded number of watchers, which can be ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._watches: set[asyncio.Task[Any]] = set()
+        # The oldest first.
+        self._watches: dict[asyncio.Task[Any], None] = {}
         self._ended = False
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Any:
+        """The status now."""
+        await _check_name(request, context)
+        return await super().Check(request, context)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Sends the status whenever it changes."""
+        await _check_name(request, context)
         task = asyncio.current_task()
         assert task is not None
-        self._watches.add(task)
+        if len(self._watches) >= MAX_HEALTH_WATCHES:
+            self._end(next(iter(self._watches)))
+        self._watches[task] = None
         try:
             # By itself: with a first message that nobody reads it would keep the status of `end_watches` back.
             await context.send_initial_metadata(())
             await super().Watch(request, context)
         except asyncio.CancelledError:
-            if not self._ended:
+            if task in self._watches and not self._ended:
                 raise
             # A handler that is merely cancelled leaves the call open, and `stop` would wait for it.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ends")
+            why = "the server ends" if self._ended else f"{MAX_HEALTH_WATCHES} later watches are open; watch again"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
         finally:
-            self._watches.discard(task)
+            self._watches.pop(task, None)
 
     def end_watches(self) -> None:
         """Ends all Watch calls."""
         self._ended = True
-        for task in self._watches:
-            task.cancel()
+        for task in list(self._watches):
+            self._end(task)
+
+    def _end(self, watch: asyncio.Task[Any]) -> None:
+        del self._watches[watch]
+        watch.cancel()
+
+
+async def _check_name(request: health_pb2.HealthCheckRequest, context: Any) -> None:
+    """Refuses a name that no service has: a watch keeps it."""
+    if len(request.service) > MAX_SERVICE_NAME_BYTES:
+        valid = f"at most {MAX_SERVICE_NAME_BYTES} characters"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"service has {len(request.service)}; {valid}")
 
 
 class GrpcServer:
@@ -156,7 +227,7 @@ class GrpcServer:
         access: decides about every call but those of health; None admits all.
         max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
         health_port: TCP port with health alone, in plain text, for probes that speak no TLS; 0 takes any, None is off.
-        max_connections: more are closed as they come; None is what the process's descriptors allow.
+        bounds: what the callers of the port may take together. The health port always has those of SIDE_PORT.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
@@ -176,16 +247,15 @@ class GrpcServer:
         access: Access | None = None,
         max_connection_age_s: float = 0.0,
         health_port: int | None = None,
-        max_connections: int | None = None,
+        bounds: PortBounds = MAIN_PORT,
     ) -> None:
         self._requests = RequestLog()
         # Unauthorized callers are refused before the request is looked at; every refusal has its line.
         checks = [MetadataBound(), *([] if access is None else [AccessInterceptor(access)])]
-        interceptors = [self._requests, *checks, RequestReader()]
-        options = server_options(max_message_bytes, max_connection_age_s, max_connections)
+        interceptors = [self._requests, *checks, RequestReader(bounds.unread)]
+        options = server_options(max_message_bytes, max_connection_age_s, bounds)
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
-        probes = server_options(max_message_bytes, max_connection_age_s, max_side_connections())
-        self._probed = None if health_port is None else grpc.aio.server(options=probes, interceptors=[MetadataBound()])
+        self._probed = None if health_port is None else _health_server(max_connection_age_s)
         self._wanted_health_port = health_port
         self.port = self.health_port = 0
         self.is_serving = False
@@ -300,6 +370,12 @@ class GrpcServer:
                 quiet, wanted, arrived = 0, _QUIET_LOOKS_AFTER_CALLS, self._requests.arrived
             else:
                 quiet = quiet + 1 if now - before < 2 * _LOOK_S else 0
+
+
+def _health_server(max_connection_age_s: float) -> grpc.aio.Server:
+    """A server for health alone."""
+    options = server_options(MAX_HEALTH_MESSAGE_BYTES, max_connection_age_s, SIDE_PORT)
+    return grpc.aio.server(options=options, interceptors=[MetadataBound(), RequestReader(SIDE_PORT.unread)])
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

@@ -169,6 +169,11 @@ class RequestRecord:
             return "debug"
         return "info" if self.generates or self.code is not grpc.StatusCode.OK else "debug"
 
+    @property
+    def is_refusal(self) -> bool:
+        """True if the call failed before its request was understood: it names no request and no model."""
+        return not self.generates and not self.request_id and self.code is not grpc.StatusCode.OK
+
     def fail(self, error: ApiError | grpc.StatusCode) -> None:
         """The call ends with this error."""
         if self._code is None:

@@ -26,11 +26,18 @@ from common.errors import (
     QueueFullError,
 )
 from common.ids import check_id
-from common.limits import LEASE_S, MAX_REQUEST_ID_BYTES, MAX_ROUTERS, MAX_WAITING_CALLS, TOKENIZER_CHUNK_BYTES
+from common.limits import (
+    LEASE_S,
+    MAX_REQUEST_ID_BYTES,
+    MAX_ROUTERS,
+    MAX_UNOPENED_SESSIONS,
+    MAX_WAITING_CALLS,
+    TOKENIZER_CHUNK_BYTES,
+)
 from common.process.tasks import run_guarded
 from common.rpc.auth import caller
 from common.rpc.errors import abort
-from common.rpc.request_reader import NOT_A_MESSAGE
+from common.rpc.request_reader import NOT_A_MESSAGE, MessageReads
 from common.rpc.unsupported_fields import refuse_unserved
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
@@ -86,6 +93,7 @@ class WorkerService(WorkerServiceServicer):
         self._tracing = tracing
         self._clock = clock
         self._lanes = FleetLanes()
+        self._hellos = MessageReads(MAX_UNOPENED_SESSIONS)
         self._sessions: dict[str, SessionStream] = {}
         # State of every router with a stream, and of those that may come back for their sequences.
         self._routers: dict[str, RouterSequences] = {}
@@ -262,7 +270,7 @@ class WorkerService(WorkerServiceServicer):
         """Reads Hello. The newest stream of a router fences its older ones (S4)."""
         try:
             async with asyncio.timeout(LEASE_S):
-                frame = await context.read()
+                frame = await self._hellos.read(context)
         except TimeoutError:
             raise ApiError(grpc.StatusCode.ABORTED, "no Hello in time", reason="LEASE_EXPIRED") from None
         if frame is grpc.aio.EOF:

@@ -21,8 +21,7 @@ import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import UnauthenticatedError
-from common.interruption import InterruptedWorkError
+from common.errors import ApiError, RequestTimeoutError, UnauthenticatedError
 from common.limits import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION, MAX_UNFREED_STREAMS_PER_CONNECTION
 from common.rpc import request_reader
 from common.rpc import server as server_module
@@ -260,7 +259,7 @@ class SilentContext:
 async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """X9: the bound on the read cost each call a timer of its own."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.1)
-    reads, answered = request_reader._Reads(), SilentContext()
+    reads, answered = request_reader.MessageReads(), SilentContext()
     task = asyncio.create_task(reads.read(answered))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     answered.given.set_result(b"message")
@@ -269,7 +268,22 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
         late = [asyncio.create_task(reads.read(SilentContext())) for _ in range(3)]  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             ends = await asyncio.gather(*late, return_exceptions=True)
-        assert [type(end) for end in ends] == [InterruptedWorkError] * 3
+        assert [type(end) for end in ends] == [RequestTimeoutError] * 3
+    assert not reads._ends
+
+
+async def test_calls_without_a_message_beyond_the_limit_end_the_oldest() -> None:
+    """H1: 4,096 calls of each connection waited for their message, at any number of connections."""
+    reads, contexts = request_reader.MessageReads(2), [SilentContext() for _ in range(4)]
+    tasks = []
+    for context in contexts:
+        tasks.append(asyncio.create_task(reads.read(context)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    for context in contexts[2:]:
+        context.given.set_result(b"message")
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert ends[2:] == [b"message"] * 2
+    assert [end.code for end in ends[:2] if isinstance(end, ApiError)] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
     assert not reads._ends
 
 
