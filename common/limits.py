@@ -96,15 +96,15 @@ MAX_UNACCEPTED_CALLS_HARD = 12_000
 MAX_UNACCEPTED_S = 3600
 # Calls whose message has not arrived: one more ends the oldest. At 6,000 new calls a second a message has 0.7 s.
 MAX_UNREAD_CALLS = 4096
-# The same of ports beside the main one (admin, health), whose callers are few: 28 and 56 MB.
+# The same of ports beside the main one (admin, health), whose callers are few: 56 and 112 MB.
 MAX_SIDE_STREAMS_PER_CONNECTION = 128
-MAX_SIDE_UNACCEPTED_CALLS = 1000
-MAX_SIDE_UNACCEPTED_CALLS_HARD = 2000
+MAX_SIDE_UNACCEPTED_CALLS = 2000
+MAX_SIDE_UNACCEPTED_CALLS_HARD = 4000
 MAX_SIDE_UNREAD_CALLS = 512
-# Health: watches of one process (one more ends the oldest), bytes of a service's name, and of a message to a port that
+# Health: watches of one process (one more ends the oldest), characters of a service's name, and bytes of a message to a port that
 # has health alone.
 MAX_HEALTH_WATCHES = 512
-MAX_SERVICE_NAME_BYTES = 256
+MAX_SERVICE_NAME_CHARS = 256
 MAX_HEALTH_MESSAGE_BYTES = 4096
 # Log lines of calls that were refused before their request was understood: at once, and a second. Further ones are
 # counted in one line a second.

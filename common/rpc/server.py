@@ -27,7 +27,7 @@ from common.limits import (
     MAX_HEALTH_WATCHES,
     MAX_METADATA_BYTES,
     MAX_REQUEST_BYTES,
-    MAX_SERVICE_NAME_BYTES,
+    MAX_SERVICE_NAME_CHARS,
     MAX_SIDE_STREAMS_PER_CONNECTION,
     MAX_SIDE_UNACCEPTED_CALLS,
     MAX_SIDE_UNACCEPTED_CALLS_HARD,
@@ -209,10 +209,10 @@ class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
 
 
 async def _check_name(request: health_pb2.HealthCheckRequest, context: Any) -> None:
-    """Refuses a name that no service has: a watch keeps it."""
-    if len(request.service) > MAX_SERVICE_NAME_BYTES:
-        valid = f"at most {MAX_SERVICE_NAME_BYTES} characters"
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"service has {len(request.service)}; {valid}")
+    """Refuses a name that is too long for any service: a watch keeps it."""
+    if len(request.service) > MAX_SERVICE_NAME_CHARS:
+        problem = f"service has {len(request.service)} characters; at most {MAX_SERVICE_NAME_CHARS} are valid"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 
 
 class GrpcServer:

@@ -35,6 +35,7 @@ class Scale:
         h2_ping_s: from one ping to the next.
         h3_age_s: after which a worker ends connections.
         h3_connections: that end so under load.
+        flood_s: of calls without a message at each port, in each way.
         engine_streams: on each of two workers, when the engine of one is lost.
         storm_s: of all faults at once.
         storm_clients: that ask all the while.
@@ -66,6 +67,7 @@ class Scale:
     h2_ping_s: float
     h3_age_s: float
     h3_connections: int
+    flood_s: float
     engine_streams: int
     storm_s: float
     storm_clients: int
@@ -98,6 +100,7 @@ _FULL = Scale(
     h2_ping_s=10.0,
     h3_age_s=2.0,
     h3_connections=8,
+    flood_s=4.0,
     engine_streams=8,
     storm_s=300.0,
     storm_clients=24,
@@ -129,6 +132,7 @@ _SMALL = Scale(
     h2_ping_s=0.3,
     h3_age_s=1.0,
     h3_connections=4,
+    flood_s=1.0,
     engine_streams=2,
     storm_s=18.0,
     storm_clients=8,

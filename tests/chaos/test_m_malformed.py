@@ -99,7 +99,7 @@ def ask(target: Target, body: bytes, headers: tuple[tuple[str, str], ...] = (), 
         client.close()
 
 
-# What is sent, and the statuses it may get. Compression that fails is gRPC's own INTERNAL.
+# What is sent, and the statuses it may get. A flag of compression without an encoding is gRPC's own INTERNAL.
 NOT_MESSAGES: dict[str, tuple[bytes, tuple[tuple[str, str], ...], set[grpc.StatusCode]]] = {
     "no protobuf": (frame(b"\x0a\xff\xff\xff\xff\x0f"), (), {INVALID}),
     "truncated message": (frame(b"abc", length=100), (), {INVALID}),
@@ -108,7 +108,7 @@ NOT_MESSAGES: dict[str, tuple[bytes, tuple[tuple[str, str], ...], set[grpc.Statu
     "length of 2 GiB": (frame(b"abc", length=2**31), (), {EXHAUSTED}),
     "compressed, no encoding": (frame(b"abc", flag=1), (), {INTERNAL}),
     "unknown encoding": (frame(b"abc", flag=1), (("grpc-encoding", "snappier"),), {INTERNAL, UNIMPLEMENTED}),
-    "compressed junk": (frame(b"abc", flag=1), (("grpc-encoding", "gzip"),), {INTERNAL}),
+    "compressed": (frame(b"abc", flag=1), (("grpc-encoding", "gzip"),), {UNIMPLEMENTED}),
 }
 
 

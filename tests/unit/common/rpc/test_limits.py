@@ -143,6 +143,53 @@ async def test_the_health_port_speaks_plain_text_and_serves_nothing_else(tmp_pat
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize("size", [0, 100, 1_000_000])
+async def test_compressed_requests_are_refused_on_every_port(size: int) -> None:
+    """C5: 15 KB became 15 MB and held the event loop."""
+    async with serving(health_port=0) as server:
+        for port in (server.port, server.health_port):
+            target = f"127.0.0.1:{port}"
+            async with grpc.aio.insecure_channel(target, compression=grpc.Compression.Gzip) as channel:
+                asked = health_pb2.HealthCheckRequest(service="x" * size)
+                call = health_pb2_grpc.HealthStub(channel).Check(asked)
+                assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert "'gzip' is disabled" in await call.details()
+
+
+async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: watches of a stranger stayed open, as many as there are connections times 4,096."""
+    monkeypatch.setattr(server_module, "MAX_HEALTH_WATCHES", 2)
+    async with serving(health_port=0) as server, asyncio.timeout(60):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.health_port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches = []
+            for _ in range(3):
+                watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
+                await watches[-1].read()
+            assert await watches[0].code() is grpc.StatusCode.UNAVAILABLE
+            await server.set_serving(True)
+            for watch in watches[1:]:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_health_refuses_names_that_no_service_has(method: str) -> None:
+    """H1: a watch keeps the name, which could have 16 MiB."""
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = getattr(health_pb2_grpc.HealthStub(channel), method)(health_pb2.HealthCheckRequest(service="x" * 300))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "service has 300 characters; at most 256 are valid"
+
+
+@pytest.mark.slow
+async def test_a_reflection_stream_without_a_question_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: it stayed open for as long as its client liked."""
+    monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
+        call: Any = channel.stream_stream(REFLECTION)()
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 class Nobody:
     """Lets nobody in, and notes who asked."""
 
