@@ -122,6 +122,10 @@ MAX_SIDE_CONNECTIONS = 128
 # Fewer are worth a warning at the start.
 FEW_DESCRIPTORS = 4096
 
+# Bytes of a secret's file, of a file of API keys, and of a certificate's, a key's or a CA's.
+MAX_SECRET_BYTES = 4096
+MAX_KEY_FILE_BYTES = 4 * MIB
+MAX_PEM_BYTES = 4 * MIB
 # API keys, and how soon a change of their file counts.
 MAX_API_KEYS = 4096
 KEY_FILE_LOOK_S = 1.0
@@ -248,6 +252,9 @@ RANK_END_S = 2.0
 MAX_RANK_FRAME_BYTES = 256 * MIB
 # A host that is gone without a word, seconds.
 RANK_TCP_TIMEOUT_S = 8.0
+# Connections at --dist-init that have not proved to be a rank: how many, and bytes of the frame that proves it.
+MAX_RANK_GUESTS = 64
+MAX_HELLO_BYTES = 256
 
 # Files of packed weights: bytes of all together, beyond which those go that are not in use, and how long a start
 # waits for another that packs the same.

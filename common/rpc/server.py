@@ -89,7 +89,7 @@ class PortTakenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
-    """What the callers of one port may take together.
+    """Bounds on what the callers of one port take together.
 
     Attributes:
         connections: gives the number of connections; more are closed as they come.

@@ -143,8 +143,9 @@ def test_floods_of_calls_stay_within_the_manifests_memory(
         before = rss_mib(process)
         with Honest(port) as honest, flood(port, kind, path):
             highest = highest_rss_mib(process, SCALE.flood_s)
-        asked = dict(before_mib=before, highest_mib=highest, longest_s=honest.longest_s, answers=str(honest.codes))
-        report("H1", port=name, kind=kind, method=path.rsplit("/", 1)[1], **asked)
+        method, answers = path.rsplit("/", 1)[1], str(dict(honest.codes))
+        figures = {"before_mib": before, "highest_mib": highest, "longest_s": honest.longest_s}
+        report("H1", port=name, kind=kind, method=method, answers=answers, **figures)
         assert highest < limits[component]
         assert " " not in name or highest - before < _SIDE_MIB
         assert honest.codes["OK"] > 0

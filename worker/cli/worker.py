@@ -12,7 +12,7 @@ import uvloop
 from common.cli.core.config_file import ConfigurableCommand, config_option
 from common.cli.core.options import SHORTEST_S, ByteSize, Duration, Fraction, Sizes, option
 from common.cli.core.speculative_option import Speculation
-from common.cli.core.tls_options import health_port_option, server_tls_options
+from common.cli.core.tls_options import file_option, health_port_option, server_tls_options
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.limits import (
     DRAIN_TIMEOUT_S,
@@ -205,6 +205,12 @@ class WorkerCommand(ConfigurableCommand):
     help="With --nnodes or --dp-size: an address of machine 0, or of worker 0, where it waits for the others' ranks. "
     "Ranks also open ports of their own among each other, unencrypted: use a private network.",
 )  # fmt: skip
+@file_option(
+    "--dist-secret",
+    "FISSILE_DIST_SECRET_FILE",
+    "File with the secret that ranks prove to know at --dist-init, the same everywhere; or set FISSILE_DIST_SECRET to "
+    "the secret itself. Default: none, whoever reaches --dist-init can pose as a rank.",
+)
 @option(
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
     default=f"{STEP_TIMEOUT_S:g}s",

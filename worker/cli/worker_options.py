@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,10 +10,13 @@ from common.cli.core.errors import CommandError
 from common.cli.core.tls_options import server_tls
 from common.config import CompilationConfig, Config, ParallelConfig
 from common.errors import ApiError
+from common.files import UnreadableFileError, read_file
 from common.hub import HubError, default_model_name, model_folder
+from common.limits import MAX_SECRET_BYTES
 from common.rpc.auth import PeerAccess
 from common.step_defaults import default_scheduling_policy, default_token_budget
 from worker.config.engine_config import default_weights_cache
+from worker.ranks.door import SECRET_VARIABLE
 from worker.ranks.topology import Topology
 from worker.server import WorkerOptions
 from worker.simulation.presets import cost_model
@@ -49,6 +53,7 @@ def worker_options(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     router_identities: tuple[str, ...],
+    dist_secret: Path | None,
     **others: Any,
 ) -> WorkerOptions:
     """The command's options as the classes take them.
@@ -59,7 +64,7 @@ def worker_options(
     if simulate is not None and max(others["tp_size"], others["dp_size"]) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:
-        topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY})
+        topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY}, dist_secret=_secret(dist_secret))
         folder = model_folder(model, weights=simulate is None)
         config = _config(str(folder), topology, others, is_simulated=simulate is not None)
         cost = None if simulate is None else cost_model(simulate)
@@ -99,6 +104,19 @@ def _config(folder: str, topology: Topology, options: dict[str, Any], *, is_simu
         compilation_config=CompilationConfig(cudagraph_capture_sizes=options.pop("graph_sizes")),
         **{name: options.pop(name) for name in _OF_CONFIG},
     )
+
+
+def _secret(file: Path | None) -> str:
+    """The secret of the ranks; empty for none."""
+    if file is None:
+        return os.environ.get(SECRET_VARIABLE, "")
+    try:
+        secret = read_file(file, MAX_SECRET_BYTES).decode("utf-8").strip()
+    except (UnreadableFileError, UnicodeDecodeError) as error:
+        raise CommandError(f"--dist-secret: {error}") from None
+    if not secret:
+        raise CommandError(f"--dist-secret: {file} is empty")
+    return secret
 
 
 def _weights_cache(given: str | None) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 
 from kernels.interface import KernelBackend, Ranks, RankSums
+from worker.ranks.door import listen
 
 # The parts used here have no stubs.
 _dist: Any = torch.distributed
@@ -32,14 +33,27 @@ _SLICED_FROM = 1 << 18
 
 
 def open_store(host: str, port: int = 0) -> tuple[Any, int]:
-    """A store where ranks find each other, which this rank holds, and the port that it got."""
-    store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
-    return store, int(store.port)
+    """A store where ranks find each other, which this rank holds, and its port. It listens on `host` alone.
+
+    By itself torch listens on all interfaces, whatever the host.
+    """
+    listener = listen(host, port)
+    port = int(listener.getsockname()[1])
+    store = _dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE, master_listen_fd=listener.detach()
+    )
+    return store, port
 
 
-def reach_store(host: str, port: int) -> Any:
-    """The store that another rank holds, as soon as it is there."""
-    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+def reach_store(host: str, port: int, within: datetime.timedelta = _PATIENCE) -> Any:
+    """The store that another rank holds.
+
+    Raises:
+        RuntimeError: it cannot be reached within this time.
+    """
+    store = _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
+    store.set_timeout(_PATIENCE)
+    return store
 
 
 def part_of_store(name: str, store: Any) -> Any:

@@ -1,7 +1,7 @@
 """Frames between an engine and its ranks: a length, then msgpack, over a socket pair or TCP.
 
-What crosses is data only: numbers, strings, arrays and the classes named here. Nothing that is received can name code,
-so a rank on another machine needs no more trust than its network.
+What crosses is data only: numbers, strings, arrays and the classes named here. Nothing that is received can name code.
+Whatever is received, decoding it gives a message or raises FrameError.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -30,6 +31,8 @@ from worker.engine.batch import ScheduledBatchOutput
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES: Final = 1 << 18
 _DATACLASS, _ARRAY = 1, 2
+# Config has a QuantizationConfig, which has LayerQuantConfigs.
+_MAX_EXTENSION_DEPTH: Final = 3
 _CLASSES: Final[dict[str, Any]] = {
     each.__name__: each
     for each in (
@@ -66,28 +69,38 @@ def decode(body: bytes) -> Any:
         FrameError: it is damaged.
     """
     try:
-        return msgpack.unpackb(body, ext_hook=_unpack, use_list=False, strict_map_key=False)
-    except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise FrameError(f"a damaged frame: {error}") from error
+        return _decode(body, 0)
+    except Exception as error:
+        # Of msgpack, of numpy, or of a class that refuses its values: whatever it is, the sender's bytes are the cause.
+        raise FrameError(f"a damaged frame: {type(error).__name__}: {error}") from error
+
+
+def _decode(body: bytes, depth: int) -> Any:
+    return msgpack.unpackb(body, ext_hook=partial(_unpack, depth), use_list=False, strict_map_key=False)
 
 
 class FrameReader:
-    """Puts frames together from what a socket brings."""
+    """Puts frames together from what a socket brings.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: of a frame.
+    """
+
+    def __init__(self, max_bytes: int = MAX_RANK_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
         """The messages that `data` completes.
 
         Raises:
-            FrameError: a frame is damaged or longer than MAX_RANK_FRAME_BYTES.
+            FrameError: a frame is damaged or too long.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > MAX_RANK_FRAME_BYTES:
-                raise FrameError(f"a frame of {size} bytes; at most {MAX_RANK_FRAME_BYTES}")
+            if size > self._max_bytes:
+                raise FrameError(f"a frame of {size} bytes; at most {self._max_bytes}")
             end = _LENGTH.size + size
             if len(self._buffer) < end:
                 return
@@ -119,8 +132,11 @@ def _pack(value: Any) -> msgpack.ExtType:
     raise TypeError(f"{type(value).__name__} must not cross to a rank")
 
 
-def _unpack(code: int, data: bytes) -> Any:
-    content = decode(data)
+def _unpack(depth: int, code: int, data: bytes) -> Any:
+    if depth >= _MAX_EXTENSION_DEPTH:
+        # Each level takes C stack, which ends by SIGSEGV long before Python's own limit.
+        raise FrameError(f"extensions in each other, more than {_MAX_EXTENSION_DEPTH} deep")
+    content = _decode(data, depth + 1)
     if code == _ARRAY:
         dtype, shape, values = content
         return np.frombuffer(values, dtype).reshape(shape)

@@ -197,7 +197,7 @@ class RankGroup:
         leaving.join(RANK_END_S)
 
     def _spawn(self, rank: int) -> Peer:
-        return spawn_local(rank, self._model, self.threads)
+        return spawn_local(rank, self.topology, self._model, self.threads)
 
     def _call_each(self, name: str, arguments: dict[int, tuple[object, ...]]) -> dict[int, Any]:
         return self._send(name, arguments, set(arguments)).result()

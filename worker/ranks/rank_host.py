@@ -29,7 +29,7 @@ async def run_node(topology: Topology, model: str, threads: int, stop: asyncio.E
     host, port = topology.meeting_point
     target = f"{host}:{port}"
     log.info("serving ranks", ranks=list(topology.local_ranks), engine=target)
-    ranks = [_Kept(rank, partial(spawn_rank, rank, target, model, threads)) for rank in topology.local_ranks]
+    ranks = [_Kept(rank, partial(spawn_rank, rank, target, topology, model, threads)) for rank in topology.local_ranks]
     try:
         await asyncio.gather(*(rank.keep(stop) for rank in ranks))
     finally:

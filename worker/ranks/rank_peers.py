@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,8 +16,10 @@ from typing import Final
 import structlog
 
 from common.limits import RANK_END_S, RANK_TCP_TIMEOUT_S
+from common.rpc.tls import is_loopback
 from worker.config.model_config import ModelError
-from worker.ranks.frames import FrameError, FrameReader, receive
+from worker.ranks.door import SECRET_VARIABLE, Door, Guest
+from worker.ranks.frames import FrameReader
 from worker.ranks.topology import Topology
 
 log = structlog.get_logger(__name__)
@@ -67,17 +70,17 @@ class Peer:
         self.sock.close()
 
 
-def spawn_local(rank: int, model: str, threads: int) -> Peer:
-    """Starts a rank on this machine."""
+def spawn_local(rank: int, topology: Topology, model: str, threads: int) -> Peer:
+    """Starts a rank of an engine on this machine."""
     ours, theirs = socket.socketpair()
     with theirs:
         target = f"fd:{theirs.fileno()}"
-        process = spawn_rank(rank, target, model, threads, (theirs.fileno(),))
+        process = spawn_rank(rank, target, topology, model, threads, (theirs.fileno(),))
     return Peer(rank, ours, process)
 
 
 def spawn_rank(
-    rank: int, target: str, model: str, threads: int, pass_fds: tuple[int, ...] = ()
+    rank: int, target: str, topology: Topology, model: str, threads: int, pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     """Starts the process of a rank, bound to this thread."""
     own = str(os.getpid())
@@ -92,6 +95,10 @@ def spawn_rank(
         model,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_LOG_LEVEL": "ERROR"}
+    environment[SECRET_VARIABLE] = topology.dist_secret
+    if is_loopback(topology.meeting_point[0]):
+        # NCCL and RCCL listen on the first other interface by default.
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, env=environment)
 
 
@@ -104,18 +111,19 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
     """
     host, port = topology.meeting_point
     try:
-        listener = socket.create_server((host, port), backlog=topology.tp_size)
+        door = Door(host, port, topology.dist_secret, clock)
     except OSError as error:
         raise ModelError(f"--dist-init: {host}:{port} cannot be listened on: {error.strerror}") from None
-    with listener:
-        listener.settimeout(_ACCEPT_S)
+    if not topology.dist_secret:
+        log.warning("no --dist-secret: whoever reaches --dist-init can pose as a rank", address=f"{host}:{port}")
+    with contextlib.closing(door):
         told = -_WAIT_LOG_S
         while missing := topology.remote_ranks - peers.keys():
             if clock() - told >= _WAIT_LOG_S:
                 told = clock()
                 log.info("waiting for ranks of other machines", ranks=sorted(missing), address=f"{host}:{port}")
-            if (peer := _accept_one(listener, missing)) is not None:
-                peers[peer.rank] = peer
+            if (guest := door.admit(missing, _ACCEPT_S)) is not None:
+                peers[guest.rank] = _remote_peer(guest)
             lost = next((peer for peer in peers.values() if peer.has_ended), None)
             if lost is not None:
                 raise RankLostError(lost.how_lost())
@@ -132,23 +140,8 @@ def ended_soon(peers: Iterable[Peer], clock: Callable[[], float]) -> Peer | None
     return None
 
 
-def _accept_one(listener: socket.socket, missing: Iterable[int]) -> Peer | None:
-    try:
-        sock, address = listener.accept()
-    except TimeoutError:
-        return None
-    sock.settimeout(RANK_TCP_TIMEOUT_S)
-    reader = FrameReader()
-    try:
-        kind, rank, _pid = next(receive(sock, reader))
-        if kind != "hello" or rank not in missing:
-            raise FrameError(f"{kind!r} of rank {rank!r}")
-    except (OSError, EOFError, FrameError, StopIteration, ValueError, TypeError) as error:
-        log.warning("connection refused: not one of the missing ranks", peer=address[0], why=str(error))
-        sock.close()
-        return None
-    log.info("rank connected", rank=rank, peer=address[0])
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
-    return Peer(rank, sock, reader=reader)
+def _remote_peer(guest: Guest) -> Peer:
+    log.info("rank connected", rank=guest.rank, peer=guest.address)
+    guest.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    guest.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+    return Peer(guest.rank, guest.sock)

@@ -32,13 +32,13 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.executor import Executed, Launched, TokenWaiter
 from worker.garbage import Collector
 from worker.ranks.batch_delta import BatchDecoder
+from worker.ranks.door import SECRET_VARIABLE, knock_until_admitted
 from worker.ranks.frames import FrameReader, encode, receive
 
 if TYPE_CHECKING:
     from worker.model.model_runner import ModelRunner
     from worker.model.sharding import Collectives, DataParallel
 
-_RECONNECT_S: Final = 0.5
 _PROGRESS_INTERVAL_S: Final = 0.1
 # Timeout of the collectives; the engine ends ranks that hang long before.
 _COLLECTIVE_TIMEOUT_S: Final = 3600.0
@@ -48,9 +48,9 @@ _ENGINE_GONE: Final = 3
 class Link:
     """The rank's end of the connection with its engine. Threads send: what calls answer, and heartbeats."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, reader: FrameReader) -> None:
         self._sock = sock
-        self._reader = FrameReader()
+        self._reader = reader
         self._lock = threading.Lock()
         # After the engine's death no call comes any more, and this process may hang in a collective: so it ends here.
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -127,25 +127,26 @@ class Rank:
             self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
 
     def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
-        """Joins the ranks of the other engines, whose first rank holds the store at `host` and `port`."""
+        """Joins the ranks of the other engines. The first of all holds their store, and tells the others its port at
+        the door that it opens at `host` and `port`."""
         from worker.model.sharding import DataParallel  # noqa: PLC0415
-        from worker.ranks.collectives import (  # noqa: PLC0415
-            address_towards,
-            join,
-            open_store,
-            part_of_store,
-            reach_store,
-        )
+        from worker.ranks.collectives import address_towards, join, part_of_store  # noqa: PLC0415
+        from worker.ranks.engines import StoreDoor, find_store  # noqa: PLC0415
 
-        own, place = address_towards(host), dp_rank * tp_size + self._rank
-        self._engines_store = open_store(host, port)[0] if place == 0 else reach_store(host, port)
-        alike, everyone = (part_of_store(name, self._engines_store) for name in (f"rank-{self._rank}", "experts"))
-        self._data = DataParallel(
-            dp_rank,
-            dp_size,
-            join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
-            join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
-        )
+        own, place, secret = address_towards(host), dp_rank * tp_size + self._rank, os.environ[SECRET_VARIABLE]
+        with contextlib.ExitStack() as stack:
+            if place == 0:
+                store = stack.enter_context(StoreDoor(host, port, range(1, dp_size * tp_size), secret)).store
+            else:
+                store = find_store(host, port, place, secret)
+            alike, everyone = (part_of_store(name, store) for name in (f"rank-{self._rank}", "experts"))
+            self._data = DataParallel(
+                dp_rank,
+                dp_size,
+                join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
+                join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
+            )
+        self._engines_store = store
 
     def any_has_work(self, has_work: bool) -> bool:
         """True if any of the engines in lockstep has work. Rank 0 only."""
@@ -305,21 +306,16 @@ def _answer_failed(link: Link, serial: int, error: BaseException) -> None:
     link.send("failed", serial, kind, " ".join(str(error).split()))
 
 
-def _connect(target: str) -> socket.socket:
-    """The connection that was inherited, or one to the engine's machine, as soon as it listens."""
+def _connect(target: str, rank: int) -> tuple[socket.socket, FrameReader]:
+    """The connection that was inherited, or one to the engine's machine, as soon as it lets this rank in."""
     if target.startswith("fd:"):
-        return socket.socket(fileno=int(target.removeprefix("fd:")))
+        return socket.socket(fileno=int(target.removeprefix("fd:"))), FrameReader()
     host, _, port = target.rpartition(":")
-    while True:
-        try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), RANK_TCP_TIMEOUT_S)
-        except OSError:
-            time.sleep(_RECONNECT_S)
-            continue
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
-        return sock
+    sock, reader = knock_until_admitted(host.strip("[]"), int(port), rank, os.environ[SECRET_VARIABLE])
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+    return sock, reader
 
 
 def main() -> None:
@@ -330,8 +326,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     guard_standard_streams()
     setup_logging(service=f"rank-{rank}")
-    link = Link(_connect(target))
-    link.send("hello", int(rank), os.getpid())
+    link = Link(*_connect(target, int(rank)))
     serve(Rank(int(rank), link, model), link)
     # Without the interpreter's end: other threads may be inside of a collective.
     exit_now(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.checks import require
 
@@ -23,6 +23,7 @@ class Topology:
             other engines; empty without others.
         dp_size: engines in lockstep, each a worker of its own.
         dp_rank: of this engine.
+        dist_secret: that ranks of other machines and engines show at `dist_init`; empty lets in whoever reaches it.
 
     Raises:
         InvalidFieldError: they do not fit together.
@@ -34,6 +35,7 @@ class Topology:
     dist_init: str = ""
     dp_size: int = 1
     dp_rank: int = 0
+    dist_secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         require(self.tp_size >= 1, "tp_size", self.tp_size, "at least 1")

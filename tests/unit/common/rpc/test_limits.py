@@ -159,17 +159,20 @@ async def test_compressed_requests_are_refused_on_every_port(size: int) -> None:
 async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: watches of a stranger stayed open, as many as there are connections times 4,096."""
     monkeypatch.setattr(server_module, "MAX_HEALTH_WATCHES", 2)
-    async with serving(health_port=0) as server, asyncio.timeout(60):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.health_port}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            watches = []
-            for _ in range(3):
-                watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
-                await watches[-1].read()
-            assert await watches[0].code() is grpc.StatusCode.UNAVAILABLE
-            await server.set_serving(True)
-            for watch in watches[1:]:
-                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    async with (
+        asyncio.timeout(60),
+        serving(health_port=0) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.health_port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = []
+        for _ in range(3):
+            watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
+            await watches[-1].read()
+        assert await watches[0].code() is grpc.StatusCode.UNAVAILABLE
+        await server.set_serving(True)
+        for watch in watches[1:]:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])

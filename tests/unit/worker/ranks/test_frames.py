@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config import Config
+from common.config_parts import LayerQuantConfig, QuantizationConfig
 from common.limits import MAX_RANK_FRAME_BYTES
 from common.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatchOutput
@@ -84,3 +87,54 @@ def test_an_unknown_class_is_refused() -> None:
     data = encode(Config())
     with pytest.raises(FrameError, match="damaged"):
         list(FrameReader().feed(data.replace(b"Config", b"Popen_", 1)))
+
+
+def nested(depth: int) -> bytes:
+    """A frame of an extension in an extension, `depth` times."""
+    body: bytes = msgpack.packb(["x"])
+    for _ in range(depth):
+        body = msgpack.packb(msgpack.ExtType(1, body))
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize("depth", [4, 300, 2000, 100_000])
+def test_extensions_in_each_other_are_refused(depth: int) -> None:
+    """R2: 300 of them ended the process by SIGSEGV."""
+    with pytest.raises(FrameError, match="extensions in each other"):
+        list(FrameReader().feed(nested(depth)))
+
+
+REFUSED_VALUES: list[tuple[str, tuple[Any, ...]]] = [
+    ("SamplingParams", (-5.0,)),
+    ("ParallelConfig", (-1, -1)),
+    ("SpeculativeConfig", ("no such method",)),
+    ("LayerQuantConfig", ("no such kind",)),
+    ("Config", (None,) * 100),
+]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("name", "values"), REFUSED_VALUES)
+def test_classes_that_refuse_their_values_are_damaged_frames(name: str, values: tuple[Any, ...], depth: int) -> None:
+    """R2: the error named an option that the operator had not given, and ended the process."""
+    body: bytes = msgpack.packb([name, *values])
+    for level in range(depth):
+        body = msgpack.packb(msgpack.ExtType(1, body) if level == 0 else [msgpack.ExtType(1, body)])
+    with pytest.raises(FrameError, match="damaged"):
+        list(FrameReader().feed(struct.pack("<I", len(body)) + body))
+
+
+def test_known_classes_in_each_other_arrive() -> None:
+    everywhere = LayerQuantConfig("per_token", "int8", True, "w8a8_int8")
+    config = Config(quant_config=QuantizationConfig(everywhere, (("lm_head", LayerQuantConfig()),)))
+    assert arrived(encode(config)) == config
+
+
+@given(st.binary(max_size=200))
+@example(b"\xc7\x02\x02\x91\xa1")
+@example(msgpack.packb(msgpack.ExtType(2, msgpack.packb(["(", (1,), b""]))))
+@example(msgpack.packb(msgpack.ExtType(2, msgpack.packb(["O", (1,), bytes(8)]))))
+@example(msgpack.packb(msgpack.ExtType(2, msgpack.packb(["<i8", (2**62, 2**62), bytes(8)]))))
+def test_any_bytes_are_a_message_or_a_frame_error(body: bytes) -> None:
+    with contextlib.suppress(FrameError):
+        list(FrameReader().feed(struct.pack("<I", len(body)) + body))

@@ -24,6 +24,7 @@ from worker.engine.sequence import Sequence
 from worker.progress import Progress
 from worker.ranks import rank_client
 from worker.ranks.batch_delta import BatchDecoder
+from worker.ranks.door import knock
 from worker.ranks.frames import FrameReader, encode, receive
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_peers import Peer, RankLostError
@@ -369,15 +370,18 @@ def test_only_ranks_that_are_missing_are_let_in() -> None:
     group.topology = Topology(2, 2, 0, f"tcp://127.0.0.1:{port}")
     starting = threading.Thread(target=group.start)
     starting.start()
-    for hello in (b"GET / HTTP/1.1\r\n\r\n", encode(("hello", 0, 1)), encode(("hello", 2, 1)), encode(5), b""):
+    for hello in (b"GET / HTTP/1.1\r\n\r\n", encode(("hello", 1, 1, bytes(32))), encode(5), b""):
         with connect(port) as stranger:
             stranger.sendall(hello)
             if hello:
-                assert stranger.recv(1) == b""
-    rank = connect(port)
-    rank.settimeout(None)
-    rank.sendall(encode(("hello", 1, 1)))
-    group.fakes.append(FakeRank(1, rank))
+                assert stranger.makefile("rb").read()[4:].startswith(b"\x92\xa9challenge")
+    for rank in (0, 2):
+        with connect(port) as stranger, pytest.raises(EOFError):
+            knock(stranger, rank, "")
+    sock = connect(port)
+    knock(sock, 1, "")
+    sock.settimeout(None)
+    group.fakes.append(FakeRank(1, sock))
     starting.join(60)
     assert group.call("load") == {0: (0, "load"), 1: (1, "load")}
     group.close()

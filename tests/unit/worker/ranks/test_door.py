@@ -1,0 +1,173 @@
+"""Ranks come in at --dist-init; strangers cost one refusal each, whatever they send."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgpack
+import pytest
+from structlog.testing import capture_logs
+
+from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS
+from worker.ranks.collectives import open_store, reach_store
+from worker.ranks.door import Door, Guest, knock, knock_until_admitted, prove
+from worker.ranks.engines import StoreDoor, find_store
+from worker.ranks.frames import FrameReader, encode
+
+HOST, SECRET = "127.0.0.1", "a secret of the test"
+FUZZED = 600
+
+
+@contextmanager
+def opened(secret: str = SECRET, clock: Callable[[], float] | None = None) -> Iterator[tuple[Door, list[Guest]]]:
+    """A door that admits ranks 1 and 2 on a thread; the guests that it has admitted."""
+    door = Door(HOST, 0, secret) if clock is None else Door(HOST, 0, secret, clock)
+    admitted: list[Guest] = []
+    stop = threading.Event()
+
+    def admit() -> None:
+        while not stop.is_set():
+            if (guest := door.admit({1, 2}, 0.01)) is not None:
+                admitted.append(guest)
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    try:
+        yield door, admitted
+    finally:
+        stop.set()
+        thread.join()
+        door.close()
+        for guest in admitted:
+            guest.sock.close()
+
+
+def stranger_bytes(rnd: random.Random) -> bytes:
+    """Frames that differ from a hello in some way, and bytes that are no frames."""
+
+    def framed(body: bytes) -> bytes:
+        return struct.pack("<I", len(body)) + body
+
+    nested = msgpack.packb(["x"])
+    for _ in range(rnd.randrange(1, 2000)):
+        nested = msgpack.packb(msgpack.ExtType(rnd.choice([1, 2]), nested))
+    values = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]]]
+    hello = ["hello", 1, 7, bytes(32)]
+    hello[rnd.randrange(4)] = rnd.choice(values)
+    classes = ["SamplingParams", "ParallelConfig", "QuantizationConfig", "SpeculativeConfig", "Config", "Popen"]
+    refused = msgpack.ExtType(1, msgpack.packb([rnd.choice(classes), *rnd.choices([-5, "x", None], k=3)]))
+    return rnd.choice(
+        [
+            rnd.randbytes(rnd.randrange(64)),
+            framed(rnd.randbytes(rnd.randrange(64))),
+            struct.pack("<I", rnd.randrange(2**32)) + rnd.randbytes(8),
+            framed(nested),
+            framed(msgpack.packb(hello)),
+            framed(msgpack.packb(hello[: rnd.randrange(4)])),
+            framed(msgpack.packb(["hello", refused, 1, bytes(32)])),
+            framed(b"\x91" * rnd.randrange(1, 250)),
+            b"GET / HTTP/1.1\r\n\r\n",
+        ]
+    )
+
+
+def test_fuzzed_frames_cost_one_refusal_each_and_ranks_come_in() -> None:
+    """R2: one frame ended the process that waited, by SIGSEGV or exit code 2."""
+    rnd = random.Random(3)
+    frames = [stranger_bytes(rnd) for _ in range(FUZZED)]
+
+    def send(data: bytes) -> None:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, door.port), 20) as sock:
+            sock.sendall(data)
+            if rnd.random() < 0.5:
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(1 << 16)
+
+    with capture_logs() as lines, opened() as (door, admitted):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(send, frames))
+        for rank in (1, 2):
+            sock, _ = knock_until_admitted(HOST, door.port, rank, SECRET)
+            sock.close()
+        assert [guest.rank for guest in admitted] == [1, 2]
+    refused = [line for line in lines if line["event"].startswith("connection refused")]
+    assert 0 < len(refused) <= FUZZED
+
+
+@pytest.mark.parametrize("theirs", ["", "another", SECRET + "x"])
+def test_a_rank_with_another_secret_is_refused(theirs: str) -> None:
+    with capture_logs() as lines, opened() as (door, admitted):
+        with socket.create_connection((HOST, door.port), 20) as sock, pytest.raises(EOFError):
+            knock(sock, 1, theirs)
+        assert not admitted
+    assert [line["why"] for line in lines] == ["its --dist-secret is another one"]
+
+
+def test_a_proof_of_another_challenge_is_refused() -> None:
+    """What an eavesdropper has heard opens no door."""
+    with capture_logs() as lines, opened() as (door, admitted):
+        with socket.create_connection((HOST, door.port), 20) as sock:
+            sock.sendall(encode(("hello", 1, 1, prove(SECRET, bytes(32), 1))))
+            with contextlib.suppress(ConnectionResetError), sock.makefile("rb") as answers:
+                answers.read()
+        assert not admitted
+    assert [line["why"] for line in lines] == ["its --dist-secret is another one"]
+
+
+def test_silent_strangers_hold_nobody_up() -> None:
+    """R2: each held the others up for 8 s."""
+    with contextlib.ExitStack() as stack:
+        door, admitted = stack.enter_context(opened())
+        silent = [
+            stack.enter_context(socket.create_connection((HOST, door.port), 20)) for _ in range(2 * MAX_RANK_GUESTS)
+        ]
+        sock = stack.enter_context(socket.create_connection((HOST, door.port), 20))
+        knock(sock, 1, SECRET)
+        # The oldest have made room.
+        with silent[0].makefile("rb") as answers:
+            assert answers.read()
+        assert [guest.rank for guest in admitted] == [1]
+
+
+def test_a_hello_that_does_not_come_is_refused_in_time() -> None:
+    now = [0.0]
+    with capture_logs() as lines, opened(clock=lambda: now[0]) as (door, _):
+        with socket.create_connection((HOST, door.port), 20) as sock, sock.makefile("rb") as answers:
+            assert answers.read(4)
+            now[0] = 8.0
+            answers.read()
+    assert [line["why"] for line in lines] == ["no hello within 8 s"]
+
+
+def test_a_hello_is_small() -> None:
+    """Of a stranger nothing large is kept."""
+    proof = prove(SECRET, bytes(32), 2**31)
+    hello = encode(("hello", 2**31, 2**22, proof))
+    assert len(hello) - 4 <= MAX_HELLO_BYTES
+    assert list(FrameReader(MAX_HELLO_BYTES).feed(hello)) == [("hello", 2**31, 2**22, proof)]
+
+
+def test_engines_find_their_store_with_the_secret_alone() -> None:
+    with StoreDoor(HOST, 0, {1, 2}, SECRET) as held:
+        port = held._door.port
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda place: find_store(HOST, port, place, SECRET), (1, 2)))
+        with socket.create_connection((HOST, port), 20) as sock, pytest.raises(EOFError):
+            knock(sock, 1, "another")
+    found[0].set("key", "value")
+    assert held.store.get("key") == found[1].get("key") == b"value"
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    """R1: torch listens on all interfaces, whatever the host."""
+    store, port = open_store(HOST)
+    assert reach_store(HOST, port).port == store.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 20)

@@ -1,0 +1,229 @@
+"""The door of ranks at `--dist-init`: it lets in who knows the secret; whatever a stranger sends costs one refusal.
+
+The door sends a challenge, and the rank answers with a hello that has an HMAC of it: the secret itself never crosses.
+
+Invariants:
+  * No stranger ends the process or holds others up: all who knock are read side by side, MAX_RANK_GUESTS at most.
+  * A hello has at most MAX_HELLO_BYTES, so nothing large or deep is decoded for a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from common.limits import MAX_HELLO_BYTES, MAX_RANK_GUESTS, RANK_TCP_TIMEOUT_S
+from worker.ranks.frames import FrameError, FrameReader, encode, receive
+
+log = structlog.get_logger(__name__)
+
+SECRET_VARIABLE: Final = "FISSILE_DIST_SECRET"
+_NONCE_BYTES: Final = 32
+_KNOCK_AGAIN_S: Final = 0.5
+_REFUSED_LOG_S: Final = 10.0
+_WELCOME: Final = ("welcome",)
+
+
+@dataclass(eq=False, slots=True)
+class Guest:
+    """A connection that has knocked.
+
+    Attributes:
+        rank: that it proved to be; -1 before.
+    """
+
+    sock: socket.socket
+    address: str
+    nonce: bytes
+    ends: float
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_HELLO_BYTES))
+    rank: int = -1
+
+
+class Door:
+    """Listens for ranks of other processes.
+
+    Args:
+        host: address to listen on.
+        port: 0 takes any.
+        secret: of the ranks; empty lets in whoever reaches the port.
+        clock: monotonic seconds.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._secret = secret
+        self._clock = clock
+        self._listener = listen(host, port)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        # The oldest first.
+        self._guests: list[Guest] = []
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._listener.getsockname()[1])
+
+    def admit(self, missing: Container[int], timeout_s: float) -> Guest | None:
+        """Waits at most `timeout_s` for one of the missing ranks; the caller owns its socket, which blocks."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._open()
+            elif (guest := self._hear(key.data, missing)) is not None:
+                return guest
+        for guest in [each for each in self._guests if each.ends <= self._clock()]:
+            self._refuse(guest, f"no hello within {RANK_TCP_TIMEOUT_S:g} s")
+        return None
+
+    def close(self) -> None:
+        """Ends the listening, and whoever has not been admitted."""
+        for guest in self._guests:
+            guest.sock.close()
+        self._guests.clear()
+        self._selector.close()
+        self._listener.close()
+
+    def _open(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:
+            # Whoever knocked has gone already.
+            return
+        sock.setblocking(False)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        guest = Guest(sock, str(address[0]), nonce, self._clock() + RANK_TCP_TIMEOUT_S)
+        if len(self._guests) >= MAX_RANK_GUESTS:
+            self._refuse(self._guests[0], f"{MAX_RANK_GUESTS} later connections have sent no hello")
+        self._guests.append(guest)
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+        try:
+            sock.sendall(encode(("challenge", nonce)))
+        except OSError as error:
+            self._refuse(guest, str(error))
+
+    def _hear(self, guest: Guest, missing: Container[int]) -> Guest | None:
+        try:
+            message = next(receive(guest.sock, guest.reader), None)
+            if message is None:
+                return None
+            guest.rank = check_hello(message, missing, guest.nonce, self._secret)
+            guest.sock.sendall(encode(_WELCOME))
+        except (OSError, EOFError, FrameError) as error:
+            self._refuse(guest, str(error) or "it sent no hello")
+            return None
+        self._forget(guest)
+        guest.sock.setblocking(True)
+        return guest
+
+    def _refuse(self, guest: Guest, why: str) -> None:
+        log.warning("connection refused: not one of the missing ranks", peer=guest.address, why=why)
+        self._forget(guest)
+        guest.sock.close()
+
+    def _forget(self, guest: Guest) -> None:
+        self._selector.unregister(guest.sock)
+        self._guests.remove(guest)
+
+
+def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str) -> int:
+    """The rank that a hello proves.
+
+    Raises:
+        FrameError: it is none, of no missing rank, or its sender does not know the secret.
+    """
+    if not isinstance(message, tuple) or len(message) != 4 or message[0] != "hello":
+        raise FrameError("it sent no hello")
+    _, rank, _, proof = message
+    if type(rank) is not int or not isinstance(proof, bytes):
+        raise FrameError("it sent no hello")
+    if not hmac.compare_digest(proof, prove(secret, nonce, rank)):
+        raise FrameError("its --dist-secret is another one")
+    if rank not in missing:
+        raise FrameError(f"rank {rank} is not missing")
+    return rank
+
+
+def prove(secret: str, nonce: bytes, rank: int) -> bytes:
+    """Shows knowledge of the secret to whoever has sent the nonce."""
+    return hmac.digest(secret.encode(), b"rank %d " % rank + nonce, hashlib.sha256)
+
+
+def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
+    """Answers the challenge of a door, and waits until it lets this rank in. Returns the reader for what follows.
+
+    Raises:
+        OSError: the connection broke, or the door does not answer within the socket's timeout.
+        EOFError: the door has refused this rank, or is gone.
+        FrameError: what answers is no door.
+    """
+    reader = FrameReader()
+    messages = _messages(sock, reader)
+    match next(messages):
+        case ("challenge", bytes(nonce)):
+            sock.sendall(encode(("hello", rank, os.getpid(), prove(secret, nonce, rank))))
+        case _:
+            raise FrameError("it sent no challenge")
+    if next(messages) != _WELCOME:
+        raise FrameError("it sent no welcome")
+    return reader
+
+
+def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[socket.socket, FrameReader]:
+    """Knocks at a door until it is there and lets this rank in. The socket has a timeout of RANK_TCP_TIMEOUT_S."""
+    told = -_REFUSED_LOG_S
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                sock = stack.enter_context(socket.create_connection((host, port), RANK_TCP_TIMEOUT_S))
+                reader = knock(sock, rank, secret)
+            except (EOFError, FrameError) as error:
+                if time.monotonic() - told >= _REFUSED_LOG_S:
+                    told = time.monotonic()
+                    why = str(error) or "it refused this rank: --dist-secret must be the same everywhere"
+                    log.warning("no way in at --dist-init", address=f"{host}:{port}", why=why)
+            except OSError:
+                # Nobody listens yet.
+                pass
+            else:
+                stack.pop_all()
+                return sock, reader
+        time.sleep(_KNOCK_AGAIN_S)
+
+
+def _messages(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
+    """Messages until the connection ends, which raises."""
+    while True:
+        yield from receive(sock, reader)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on this address alone.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
