@@ -76,6 +76,9 @@ MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
+# What a worker may say of itself: tokens of a KV block and of a sequence.
+MAX_BLOCK_TOKENS = 1 << 16
+MAX_MODEL_LEN = 1 << 30
 # Entries of any list of messages: each is looked at in Python, which takes microseconds.
 MAX_LIST_ENTRIES = 65_536
 MAX_TEMPLATE_S = 2.0

@@ -26,6 +26,7 @@ from common.errors import (
     UnknownModelError,
 )
 from common.heads import CLASSIFIER, OUTPUT_HEAD, Head
+from common.limits import MAX_BLOCK_TOKENS, MAX_MODEL_LEN
 from common.pooling import Pooling
 from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
 from common.rpc.head_protos import told_head
@@ -175,7 +176,15 @@ class ServedModel:
 
 
 def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedModel:
-    """The model that a worker serves."""
+    """The model that a worker serves.
+
+    Raises:
+        WorkerRefusedError: a number of it can be none of a model.
+    """
+    if not 1 <= description.block_size <= MAX_BLOCK_TOKENS:
+        raise WorkerRefusedError(f"block_size is {description.block_size}, not 1 to {MAX_BLOCK_TOKENS}")
+    if not 1 <= description.limits.max_model_len <= MAX_MODEL_LEN:
+        raise WorkerRefusedError(f"max_model_len is {description.limits.max_model_len}, not 1 to {MAX_MODEL_LEN}")
     return ServedModel(
         name=description.model,
         architecture=description.architecture,

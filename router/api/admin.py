@@ -27,6 +27,7 @@ from common.errors import (
     UnknownWorkerError,
 )
 from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
+from common.peer_numbers import as_uint64
 from common.priority import PRIORITIES
 from common.rpc.durations import checked_seconds, to_duration
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
@@ -291,7 +292,10 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         last_error=worker.last_error,
         draft_method=worker.draft_method,
         num_speculative_tokens=worker.num_speculative_tokens,
-        drafts=[pb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in worker.drafts],
+        drafts=[
+            pb.DraftCounts(verified=as_uint64(verified), accepted=as_uint64(accepted))
+            for verified, accepted in worker.drafts
+        ],
         **_load_of(worker),
     )
 

@@ -11,6 +11,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.draft_counts import Counts
 from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
+from common.limits import MAX_SPECULATIVE_TOKENS
+from common.peer_numbers import counted
 from common.text.response.parser import Part
 from router.text.answer_logprobs import ChunkLogprobs
 
@@ -77,7 +79,8 @@ def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
 
 def drafts_of(end: wpb.SequenceEnd) -> tuple[Counts, ...]:
     """Drafts of a sequence that has ended, verified and accepted, by their position behind a token."""
-    return tuple((one.verified, one.accepted) for one in end.drafts)
+    counts = end.drafts[:MAX_SPECULATIVE_TOKENS]
+    return tuple((counted(one.verified), counted(one.accepted)) for one in counts)
 
 
 def _stop_of(end: wpb.SequenceEnd) -> pb.StopDetail:

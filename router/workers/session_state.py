@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from common.peer_numbers import as_uint32, as_uint64, counted
 from common.protocol import PROTO_MINOR
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
@@ -248,7 +249,7 @@ class SessionState:
         effects = StepEffects()
         for start in step.starts:
             if sequence := self.live.get(start.rid):
-                sequence.assembly.begin(FirstTokenInfo(start.cached_tokens, start.prefill_us / 1e6))
+                sequence.assembly.begin(_first_token(start, sequence.assembly))
         for given in step.given_logprobs:
             if sequence := self.live.get(given.rid):
                 sequence.assembly.append_given_logprobs(given.first_pos, given.rows)
@@ -340,6 +341,10 @@ class SessionState:
         return None
 
 
+def _first_token(start: wpb.SequenceStart, assembly: StreamAssembly) -> FirstTokenInfo:
+    return FirstTokenInfo(min(start.cached_tokens, assembly.num_tokens), counted(start.prefill_us) / 1e6)
+
+
 def _loss(end: wpb.SequenceEnd, assembly: StreamAssembly) -> Loss | None:
     """The loss that an end is to its request; None when it ends it."""
     if end.reason == wpb.END_REASON_LENGTH and end.end_pos < assembly.most_tokens:
@@ -384,7 +389,7 @@ def _adopt_frame(adoption: Adoption, now: float) -> wpb.Adopt:
 
 def _deadline_left_ms(deadline: float | None, now: float) -> int:
     # 0 means no deadline, so one that has passed is sent as the shortest.
-    return 0 if deadline is None else min(max(1, round((deadline - now) * 1000)), 2**32 - 1)
+    return 0 if deadline is None else max(1, as_uint32((deadline - now) * 1000))
 
 
 def _extend_frame(group: _Group) -> wpb.Extend:
@@ -400,5 +405,5 @@ def _extend_frame(group: _Group) -> wpb.Extend:
 
 def _lane_frame(record: LaneRecord, kv_epoch: int, now: float) -> wpb.Lane:
     # 0 means that none waits, so the youngest age is 1.
-    age_ms = 0 if record.oldest_arrival is None else max(1, round((now - record.oldest_arrival) * 1000))
-    return wpb.Lane(oldest_age_ms=age_ms, tokens=record.tokens, seqs=record.seqs, kv_epoch=kv_epoch)
+    age_ms = 0 if record.oldest_arrival is None else max(1, as_uint32((now - record.oldest_arrival) * 1000))
+    return wpb.Lane(oldest_age_ms=age_ms, tokens=as_uint64(record.tokens), seqs=record.seqs, kv_epoch=kv_epoch)

@@ -23,6 +23,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.draft_counts import add_counts
 from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
+from common.peer_numbers import counted, rate
 from common.process.tasks import keep_running
 from common.rpc.tls import Dialer, is_loopback
 from router.model_registry import ModelRegistry, WorkerRefusedError
@@ -468,7 +469,7 @@ def _nobody(session: Session, digests: Iterable[wpb.KvDigest]) -> None:
 
 
 def _check_stall(session: Session, busy_ms: int, prefill_rate: float, stall_timeout_s: float) -> None:
-    bound_s = stall_bound_s(stall_timeout_s, session.step_tokens, prefill_rate)
+    bound_s = stall_bound_s(stall_timeout_s, session.step_tokens, rate(prefill_rate))
     if busy_ms / 1000 > bound_s:
         raise SessionLostError(Fault.STALLED, f"its engine step takes longer than {bound_s:g} s")
 
@@ -478,13 +479,13 @@ def _load_report(load: wpb.Load, submit_seen: int, now: float) -> LoadReport:
         time=now,
         decoding_seqs=load.decoding_seqs,
         waiting_seqs=load.waiting_seqs,
-        waiting_tokens=load.waiting_tokens,
-        room_tokens=load.room_tokens,
+        waiting_tokens=counted(load.waiting_tokens),
+        room_tokens=counted(load.room_tokens),
         room_seqs=load.room_seqs,
-        last_prompt_latency_s=load.last_prompt_latency_us / 1e6,
-        prefill_rate=load.prefill_rate,
+        last_prompt_latency_s=counted(load.last_prompt_latency_us) / 1e6,
+        prefill_rate=rate(load.prefill_rate),
         prefill_samples=load.prefill_samples,
         fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
-        fleet_tokens=load.fleet_tokens,
+        fleet_tokens=counted(load.fleet_tokens),
         submit_seen=submit_seen,
     )

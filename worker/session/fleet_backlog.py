@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.peer_numbers import counted
+
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
@@ -40,4 +42,4 @@ class FleetLanes:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens that wait at all routers."""
-        return sum(lane.num_tokens for lane in self._lanes.values())
+        return sum(counted(lane.num_tokens) for lane in self._lanes.values())

@@ -26,6 +26,7 @@ from common.limits import (
     MAX_ROUTER_SEQS,
     MIN_LEASE_S,
 )
+from common.peer_numbers import as_uint32
 from common.protocol import ADOPTION_MINOR, PROTO_MINOR
 from common.rpc.unsupported_fields import refuse_unlisted
 from worker.session import request_validation
@@ -219,11 +220,11 @@ class SessionState:
             return wpb.SessionResponse(welcome=self._welcome(now))
         if self._drain_until is not None and not self._drain_told:
             self._drain_told = True
-            left_ms = max(0, round((self._drain_until - now) * 1000))
+            left_ms = as_uint32((self._drain_until - now) * 1000)
             return wpb.SessionResponse(draining=wpb.Draining(left_ms=left_ms))
         if self._hears_of_orphans and (news := self._sequences.orphans.news_after(self._orphans_told)) is not None:
             self._orphans_told = news.number
-            left_ms = max(0, round((news.lease_end - now) * 1000))
+            left_ms = as_uint32((news.lease_end - now) * 1000)
             return wpb.SessionResponse(orphans=wpb.Orphans(keys=news.keys, lease_left_ms=left_ms))
         step = self._sequences.outbox.take()
         if step is None:
@@ -240,14 +241,14 @@ class SessionState:
             limits=self._facts.limits_proto(),
             unknown=self._unknown,
             load=self._load(now),
-            busy_ms=round(self._engine.busy_s(now) * 1000),
+            busy_ms=as_uint32(self._engine.busy_s(now) * 1000),
             kv_events=self._facts.prefix_caching,
         )
 
     def _heartbeat(self, now: float) -> wpb.Heartbeat:
         return wpb.Heartbeat(
             load=self._load(now),
-            busy_ms=round(self._engine.busy_s(now) * 1000),
+            busy_ms=as_uint32(self._engine.busy_s(now) * 1000),
             steps=self._engine.num_steps,
             submit_seen=self._sequences.outbox.submit_seen,
         )

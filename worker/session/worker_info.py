@@ -11,6 +11,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.config import Config
 from common.config_parts import SpeculativeConfig
 from common.heads import OUTPUT_HEAD, Head
+from common.peer_numbers import as_uint32, as_uint64
 from common.pooling import Pooling
 from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
 from common.rpc.head_protos import worker_head
@@ -18,8 +19,6 @@ from common.rpc.pooling_protos import worker_pooling
 from worker.config.vector_config import RelevanceTokens
 from worker.engine.load import LoadReport
 from worker.session.sequence_builder import EngineLimits
-
-_UINT32_MAX: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def load_proto(
     load.room_seqs = report.room_seqs
     load.free_blocks = report.free_blocks
     load.total_blocks = report.total_blocks
-    load.last_prompt_latency_us = round(report.last_prompt_latency_s * 1e6)
+    load.last_prompt_latency_us = as_uint64(report.last_prompt_latency_s * 1e6)
     load.prefill_rate = report.prefill_rate
     load.prefill_samples = report.prefill_samples
     return load
@@ -170,4 +169,4 @@ def load_proto(
 
 def _milliseconds(seconds: float) -> int:
     """0 means that nothing waits, so the youngest age is 1."""
-    return 0 if seconds <= 0 else min(_UINT32_MAX, max(1, round(seconds * 1000)))
+    return 0 if seconds <= 0 else max(1, as_uint32(seconds * 1000))

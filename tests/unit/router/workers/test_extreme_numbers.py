@@ -1,0 +1,99 @@
+"""Numbers of a worker at the ends of their fields cost a router nothing but that worker's Session."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+
+import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.peer_numbers import UINT32_MAX, UINT64_MAX, as_uint32, as_uint64, counted, rate
+from common.rpc.durations import to_duration
+from router.model_registry import TextAssets, WorkerRefusedError, describe
+from router.scheduling.failover import stall_bound_s
+from router.scheduling.lane import Lane
+from router.text.stream_assembly import GapError
+from router.text.stream_chunk import drafts_of
+from router.workers.kv_cursor import KvEventCursor
+from router.workers.session_state import ProtocolError, SessionState
+from router.workers.worker_pool import _load_report
+from tests.unit.router.workers.test_session_state import submission
+from tests.unit.worker.session.test_extreme_numbers import fill
+
+
+@given(st.floats() | st.integers(-(2**70), 2**70))
+@example(float("nan"))
+@example(UINT64_MAX)
+def test_any_number_fits_the_field_that_it_is_made_for(value: float) -> None:
+    wpb.Load(waiting_seqs=as_uint32(value), waiting_tokens=as_uint64(value))
+    assert rate(value) >= 0
+    if isinstance(value, int) and 0 <= value <= UINT32_MAX:
+        assert as_uint32(value) == as_uint64(value) == counted(value) == value
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_extreme_loads_of_workers_can_be_shown_and_added(data: st.DataObject) -> None:
+    total = 0
+    for number in range(3):
+        load = wpb.Load()
+        fill(load, data, depth=1)
+        lane = Lane("w", "m", _load_report(load, data.draw(st.sampled_from([0, UINT64_MAX])), 10.0))
+        lane.load.take(_load_report(load, number, 11.0))
+        status = asdict(lane.status(11.0))
+        age_s = status.pop("report_age_ms") / 1000
+        apb.Worker(**status, report_age=to_duration(age_s))
+        assert lane.load.waits_s(lane.load.speed(1000.0, 12.0), 7) >= 0
+        total += lane.load.report.waiting_tokens + lane.load.report.fleet_tokens
+    wpb.Lane(tokens=total)
+    assert stall_bound_s(30.0, UINT32_MAX, rate(load.prefill_rate)) >= 30.0
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_extreme_steps_end_the_session_or_nothing(data: st.DataObject) -> None:
+    state = SessionState("r1", lease_s=5.0)
+    state.next_frame(0.0)
+    given = submission(1, 3)
+    state.submit(1, [given])
+    step = wpb.StepOutput()
+    fill(step, data, depth=1)
+    for start in step.starts:
+        start.rid = 1
+    for end in step.ends:
+        end.rid = data.draw(st.sampled_from([1, UINT64_MAX]))
+    with contextlib.suppress(ProtocolError, GapError):
+        state.apply(step, 1.0)
+    start_info = given.sequence.assembly.start
+    pb.Usage(cached_tokens=64 * start_info.cached_tokens)
+    to_duration(start_info.prefill_s)
+    for end in step.ends:
+        for verified, accepted in drafts_of(end):
+            pb.DraftCounts(verified=1000 * verified, accepted=1000 * accepted)
+
+
+@given(st.data())
+def test_extreme_cache_events_leave_a_number_that_hello_holds(data: st.DataObject) -> None:
+    cursor = KvEventCursor("i")
+    for _ in range(3):
+        events = wpb.KvEvents()
+        fill(events, data, depth=1)
+        cursor.accept(events)
+        wpb.Hello(kv_seq=cursor.seq)
+        wpb.Lane(kv_epoch=cursor.ask())
+
+
+@pytest.mark.parametrize("field", ["block_size", "max_model_len"])
+@pytest.mark.parametrize("value", [0, UINT32_MAX])
+def test_a_worker_with_numbers_of_no_model_is_refused(field: str, value: int) -> None:
+    """L1: blocks of 0 tokens raised a ZeroDivisionError at the first prompt."""
+    description = wpb.GetWorkerResponse(model="m", block_size=16, limits=wpb.Limits(max_model_len=100))
+    assert describe(description, TextAssets()).block_size == 16
+    setattr(description if field == "block_size" else description.limits, field, value)
+    with pytest.raises(WorkerRefusedError, match=f"{field} is {value}"):
+        describe(description, TextAssets())

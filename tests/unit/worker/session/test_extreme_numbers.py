@@ -1,0 +1,116 @@
+"""Numbers of one router at the ends of their fields cost the Sessions of the others nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ApiError
+from tests.unit.worker.session.support import FACTS
+from tests.unit.worker.session.world import World
+from worker.session.router_state import RouterSequences
+from worker.session.session import SessionState, check_hello
+
+_MOST = {
+    FieldDescriptor.TYPE_UINT32: 2**32 - 1,
+    FieldDescriptor.TYPE_UINT64: 2**64 - 1,
+    FieldDescriptor.TYPE_FIXED64: 2**64 - 1,
+}
+_FLOATS = (0.0, -0.0, 1e-45, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan"))
+
+
+def fill(message: Message, data: st.DataObject, depth: int = 0) -> None:
+    """Sets each number of a message to an end of its field's range, or near one; lists get up to two entries."""
+    for field in message.DESCRIPTOR.fields:
+        if field.containing_oneof is not None and depth == 0:
+            continue
+        if not data.draw(st.booleans()):
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        count = data.draw(st.integers(1, 2)) if field.is_repeated else 1
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            for _ in range(count):
+                inner = getattr(message, field.name)
+                fill(inner.add() if field.is_repeated else inner, data, depth + 1)
+            continue
+        values = [_value(field, data) for _ in range(count)]
+        if field.is_repeated:
+            getattr(message, field.name).extend(values)
+        else:
+            setattr(message, field.name, values[0])
+
+
+def _value(field: FieldDescriptor, data: st.DataObject) -> Any:
+    if field.type in _MOST:
+        most = _MOST[field.type]
+        return data.draw(st.sampled_from([0, 1, 2, 299, most // 2, most - 1, most]))
+    if field.type == FieldDescriptor.TYPE_FLOAT:
+        return data.draw(st.sampled_from(_FLOATS))
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return data.draw(st.booleans())
+    if field.type == FieldDescriptor.TYPE_ENUM:
+        return data.draw(st.sampled_from([0, 1, 2, 2**31 - 1]))
+    return data.draw(st.sampled_from([b"", bytes(16)])) if field.type == FieldDescriptor.TYPE_BYTES else ""
+
+
+def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> SessionState:
+    hello = wpb.Hello() if hello is None else hello
+    hello.router_id, hello.lease_ms = router_id, 5000
+    hello.proto_minor = min(hello.proto_minor, 1)
+    checked = check_hello(wpb.SessionRequest(hello=hello))
+    sequences = RouterSequences(router_id, FACTS, world.engine, world.tracing)
+    return SessionState(checked, sequences, FACTS, world.engine, world.lanes, world.now, lambda: None)
+
+
+def frames(state: SessionState, world: World) -> list[wpb.SessionResponse]:
+    """What a Session writes, as it crosses."""
+    found = []
+    while len(found) < 100 and (frame := state.next_frame(world.now)) is not None:
+        found.append(wpb.SessionResponse.FromString(frame.SerializeToString()))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_extreme_numbers_of_a_router_cost_others_nothing(data: st.DataObject) -> None:
+    """L1: two Lane frames broke all Sessions of a worker."""
+    world = World()
+    honest = session_of(world, "honest")
+    hello = wpb.Hello()
+    fill(hello, data)
+    hostile = [session_of(world, "a", hello), session_of(world, "b")]
+    for _ in range(data.draw(st.integers(1, 6))):
+        state = data.draw(st.sampled_from(hostile))
+        kind = data.draw(st.sampled_from(["submit", "extend", "cancel", "lane", "adopt"]))
+        frame = wpb.SessionRequest()
+        getattr(frame, kind).SetInParent()
+        fill(getattr(frame, kind), data, depth=1)
+        with contextlib.suppress(ApiError):
+            state.receive(frame, world.now)
+        world.now += 1.0
+        world.engine.step()
+        for each in (*hostile, honest):
+            frames(each, world)
+    world.now += 1.0
+    assert frames(honest, world)
+
+
+@given(tokens=st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=5))
+@example(tokens=[2**64 - 1] * 2)
+def test_the_waiting_tokens_of_all_routers_fit_their_field(tokens: list[int]) -> None:
+    world = World()
+    states = [session_of(world, f"r{i}") for i in range(len(tokens))]
+    for state, num_tokens in zip(states, tokens, strict=True):
+        state.receive(wpb.SessionRequest(lane=wpb.Lane(tokens=num_tokens, seqs=1, oldest_age_ms=2**32 - 1)), world.now)
+    world.now += 100.0
+    (welcome,) = frames(states[0], world)
+    assert welcome.welcome.load.fleet_oldest_age_ms == 2**32 - 1
+    most = 2**41
+    assert welcome.welcome.load.fleet_tokens == sum(min(each, most) for each in tokens)
