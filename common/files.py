@@ -1,11 +1,12 @@
-"""Reads files whose kind and size somebody else decides: no device, no named pipe, and never more than a bound."""
+"""Reads files whose kind, size and depth somebody else decides: no device, no named pipe, never more than a bound."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _PIECE: Final = 1 << 20
 
@@ -34,6 +35,30 @@ def read_file(path: str | Path, max_bytes: int) -> bytes:
         raise UnreadableFileError(f"{path} cannot be read: {error.strerror}") from None
     finally:
         os.close(descriptor)
+
+
+def read_json_file(path: str | Path, max_bytes: int) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UnreadableFileError: see read_file; or it is not JSON, or nested too deeply.
+    """
+    try:
+        return parse_json(read_file(path, max_bytes))
+    except ValueError as error:
+        raise UnreadableFileError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from None
+
+
+def parse_json(data: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def is_regular(path: str | Path) -> bool:

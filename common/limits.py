@@ -90,9 +90,9 @@ MAX_STREAMS_PER_CONNECTION = 4096
 MAX_UNFREED_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 16 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
-# New calls that the event loop has not taken yet, of all connections of a port, about 28 KB each. From the first number on
-# gRPC drops some at random, from the second on all, with CANCELLED and no reason. The first number holds all that one
-# connection may begin and free (above). The second is 336 MB, of the 1 GiB that the manifest gives a router.
+# New calls that the event loop has not taken yet, of all connections of a port, about 28 KB each. From the first number
+# on gRPC drops some at random, from the second on all, with CANCELLED and no reason. The first number holds all that
+# one connection may begin and free (above). The second is 336 MB, of the 1 GiB that the manifest gives a router.
 MAX_UNACCEPTED_CALLS = 10_000
 MAX_UNACCEPTED_CALLS_HARD = 12_000
 # Seconds after which gRPC drops a call that still waits: longer than any client does.
@@ -104,8 +104,8 @@ MAX_SIDE_STREAMS_PER_CONNECTION = 128
 MAX_SIDE_UNACCEPTED_CALLS = 2000
 MAX_SIDE_UNACCEPTED_CALLS_HARD = 4000
 MAX_SIDE_UNREAD_CALLS = 512
-# Health: watches of one process (one more ends the oldest), characters of a service's name, and bytes of a message to a port that
-# has health alone.
+# Health: watches of one process (one more ends the oldest), characters of a service's name, and bytes of a message to a
+# port that has health alone.
 MAX_HEALTH_WATCHES = 512
 MAX_SERVICE_NAME_CHARS = 256
 MAX_HEALTH_MESSAGE_BYTES = 4096
@@ -170,6 +170,13 @@ MAX_RECENT_TOKENS = 1 << 20
 KV_DIGEST_WAIT_S = 10.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
+# Files of a checkpoint: a JSON file of its configuration; its index of weights, and the header of a file of weights,
+# which name each tensor.
+MAX_CONFIG_FILE_BYTES = 16 * MIB
+MAX_WEIGHT_INDEX_BYTES = 100 * MIB
+# A configuration file of options, and the values that its aliases make of it.
+MAX_OPTIONS_FILE_BYTES = MIB
+MAX_OPTIONS_VALUES = 100_000
 TOKENIZER_TIMEOUT_S = 30.0
 TOKENIZE_THREADS = 2
 REDIAL_S = 0.25

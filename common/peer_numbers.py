@@ -1,7 +1,7 @@
 """Numbers that a peer has sent, on their way into arithmetic and into fields with a bound.
 
-A sum of numbers that each fit a field need not fit it: protobuf then raises ValueError wherever the sum is written, which
-costs all those who are told of it, not the peer who sent the number.
+A sum of numbers that each fit a field need not fit it: protobuf then raises ValueError wherever the sum is written.
+That costs all those who are told of the sum, not the peer who sent the number.
 """
 
 from __future__ import annotations

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
 
-from common.limits import KEY_FILE_LOOK_S
+from common.files import UnreadableFileError, read_file
+from common.limits import KEY_FILE_LOOK_S, MAX_KEY_FILE_BYTES
 from common.rpc.api_keys import ApiKey, KeyFileError, KeyRing, parse_keys
 
 log = structlog.get_logger(__name__)
+
+# How long a call waits for the file when it is looked at: once in KEY_FILE_LOOK_S.
+_READ_S = 0.02
 
 
 class KeyStore:
@@ -33,15 +38,19 @@ class KeyStore:
         self._lines = tuple(lines)
         self._clock = clock
         self._looked = clock()
+        self._reader: threading.Thread | None = None
         self._state = self._file_state()
         self._ring = KeyRing(self._read())
 
     def ring(self) -> KeyRing:
         """The keys; looks at the file at most every KEY_FILE_LOOK_S seconds."""
         now = self._clock()
-        if now - self._looked >= KEY_FILE_LOOK_S:
+        if now - self._looked >= KEY_FILE_LOOK_S and (self._reader is None or not self._reader.is_alive()):
             self._looked = now
-            self._follow()
+            # A mount that is dead answers never; one that is alive answers before the event loop would notice.
+            self._reader = threading.Thread(target=self._follow, name="API keys", daemon=True)
+            self._reader.start()
+            self._reader.join(_READ_S)
         return self._ring
 
     def _follow(self) -> None:
@@ -68,9 +77,10 @@ class KeyStore:
         if self._file is None:
             return parse_keys(lines, "--api-key-line")
         try:
-            content = self._file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise KeyFileError(f"{self._file} cannot be read: {reason}") from None
+            content = read_file(self._file, MAX_KEY_FILE_BYTES).decode("utf-8")
+        except UnreadableFileError as error:
+            raise KeyFileError(str(error)) from None
+        except UnicodeDecodeError:
+            raise KeyFileError(f"{self._file} cannot be read: it is not UTF-8") from None
         # Keys of the file first, so that a line's number is right.
         return parse_keys([*content.splitlines(), *lines], str(self._file))

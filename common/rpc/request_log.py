@@ -1,7 +1,7 @@
 """One line for every call that ends, however it ends: the outermost interceptor of a server.
 
-Calls that are refused before their request is understood have a line each while they are few; floods of them are counted
-(RefusalLines).
+Calls that are refused before their request is understood have a line each while they are few; floods of them are
+counted (RefusalLines).
 
 What ends a call before its method is reached (no right, no message, no such method) is seen here too. Only what gRPC's
 core refuses by itself never comes this far: metadata or a message beyond the limits, a connection that fails.

@@ -19,6 +19,9 @@ from typing import Any, Final, TypeAlias, cast
 import grpc
 import structlog
 
+from common.files import UnreadableFileError, read_file
+from common.limits import MAX_PEM_BYTES
+
 log = structlog.get_logger(__name__)
 
 # State of each file: inode, size and time of its last change; None when it is not there.
@@ -96,9 +99,9 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TlsError(f"{path} cannot be read: {error.strerror}") from None
+        return read_file(path, MAX_PEM_BYTES)
+    except UnreadableFileError as error:
+        raise TlsError(str(error)) from None
 
 
 def _check_ca(path: Path, content: bytes) -> None:

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
@@ -24,6 +23,8 @@ from typing import Any, Final
 import tokenizers
 
 from common.errors import InvalidFieldError
+from common.files import UnreadableFileError, parse_json, read_file
+from common.limits import MAX_TOKENIZER_BYTES
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
 
@@ -56,12 +57,15 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
     """The tokenizer files of a checkpoint folder by name, as far as they exist.
 
     Raises:
-        TokenizerError: there is no `tokenizer.json`.
+        TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
     """
     paths = {name: Path(folder) / name for name in TOKENIZER_FILES}
-    if not paths["tokenizer.json"].is_file():
+    if not paths["tokenizer.json"].exists():
         raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
-    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    try:
+        return {name: read_file(path, MAX_TOKENIZER_BYTES) for name, path in paths.items() if path.exists()}
+    except UnreadableFileError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def files_sha256(files: Mapping[str, bytes]) -> str:
@@ -82,7 +86,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if name not in files:
         return {}
     try:
-        content = json.loads(files[name])
+        content = parse_json(files[name])
     except ValueError as error:
         raise TokenizerError(f"{name} is not JSON: {_one_line(error)}") from None
     if not isinstance(content, dict):

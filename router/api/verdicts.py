@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 from pathlib import Path
 
 import grpc
@@ -74,7 +76,14 @@ class Verdicts:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Writes a file for this user alone: it has a client's prompt."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(text, encoding="utf-8")
+    """Writes a file for this user alone: it has a client's prompt. A file or link of that name is replaced."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -18,6 +18,7 @@ import dns.exception
 import dns.resolver
 import structlog
 
+from common.files import UnreadableFileError, read_file
 from common.limits import (
     DNS_MAX_REFRESH_S,
     DNS_MIN_REFRESH_S,
@@ -48,13 +49,9 @@ def read_list(path: Path) -> tuple[str, ...]:
         AddressError: it cannot be read, or is not a list; one line that names the file.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_WORKER_LIST_BYTES + 1)
-        if len(data) > MAX_WORKER_LIST_BYTES:
-            raise AddressError(f"it is longer than {MAX_WORKER_LIST_BYTES} bytes")
-        return parse_list(data.decode("utf-8"))
-    except OSError as error:
-        raise AddressError(f"worker list {path} cannot be read: {error.strerror}") from None
+        return parse_list(read_file(path, MAX_WORKER_LIST_BYTES).decode("utf-8"))
+    except UnreadableFileError as error:
+        raise AddressError(f"worker list {error}") from None
     except UnicodeDecodeError:
         raise AddressError(f"worker list {path}: it is not UTF-8") from None
     except AddressError as error:

@@ -3,7 +3,6 @@ here."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import DTYPES, QuantizationConfig
+from common.files import UnreadableFileError, read_json_file
 from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from common.limits import MAX_CONFIG_FILE_BYTES
 from common.sampling_params import SamplingParams, model_defaults
 from worker.config.architectures import parted, support_model_arch_dict
 from worker.config.quantization import parse_quantization
@@ -248,13 +249,12 @@ class ModelConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{path} cannot be read ({reason}); download the checkpoint again") from error
+    try:
+        content = read_json_file(path, MAX_CONFIG_FILE_BYTES)
+    except UnreadableFileError as error:
+        raise ModelError(f"{error}; download the checkpoint again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object; download the checkpoint again")
     return content

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
+from common.files import UnreadableFileError, is_regular, parse_json, read_json_file
+from common.limits import MAX_WEIGHT_INDEX_BYTES
+
 INDEX_FILE: Final = "model.safetensors.index.json"
-# Longest header that is read: more than any checkpoint's.
-_MAX_HEADER: Final = 100 << 20
 
 
 def stored_names(folder: Path) -> frozenset[str]:
@@ -19,13 +19,13 @@ def stored_names(folder: Path) -> frozenset[str]:
     try:
         index = folder / INDEX_FILE
         if index.is_file():
-            return frozenset(json.loads(index.read_bytes())["weight_map"])
-        return frozenset[str]().union(*map(_names_in, folder.glob("*.safetensors")))
-    except (OSError, ValueError, KeyError, TypeError):
+            return frozenset(read_json_file(index, MAX_WEIGHT_INDEX_BYTES)["weight_map"])
+        return frozenset[str]().union(*map(_names_in, filter(is_regular, folder.glob("*.safetensors"))))
+    except (OSError, ValueError, KeyError, TypeError, UnreadableFileError):
         return frozenset()
 
 
 def _names_in(path: Path) -> frozenset[str]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        return frozenset(json.loads(file.read(min(size, _MAX_HEADER))))
+        return frozenset(parse_json(file.read(min(size, MAX_WEIGHT_INDEX_BYTES))))

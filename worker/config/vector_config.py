@@ -6,12 +6,13 @@ Both are said in files of sentence-transformers beside config.json: `modules.jso
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from common.files import UnreadableFileError, read_json_file
+from common.limits import MAX_CONFIG_FILE_BYTES
 from common.pooling import LAST, MEAN, Pooling
 from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelError
@@ -88,11 +89,12 @@ def _modules(folder: Path) -> dict[str, str]:
         ModelError: it is no list of modules.
     """
     path = folder / "modules.json"
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        return {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in json.loads(path.read_bytes())}
-    except (ValueError, TypeError, KeyError):
+        modules = read_json_file(path, MAX_CONFIG_FILE_BYTES)
+        return {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+    except (UnreadableFileError, TypeError, KeyError):
         raise ModelError(f"{path} is not a list of modules, each with type and path") from None
 
 
@@ -107,12 +109,12 @@ def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
+        content = read_json_file(path, MAX_CONFIG_FILE_BYTES)
+    except UnreadableFileError as error:
+        raise ModelError(str(error)) from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object")
     return content

@@ -49,6 +49,7 @@ class ModelLoader:
 
     Attributes:
         mapped_bytes: of files of weights that the process maps; 0 before `load`.
+        mapped_file: path of that file; empty without one.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ModelLoader:
         self._shard = shard
         self._aux_layers = aux_layers
         self._drafts = drafts
-        self.mapped_bytes = 0
+        self.mapped_bytes, self.mapped_file = 0, ""
 
     @cached_property
     def weights_digest(self) -> str:
@@ -118,7 +119,7 @@ class ModelLoader:
 
     def _build(self, make: Callable[[Build], Made], tensors: Tensors, kept: Keeper, progress: Progress) -> Made:
         config = self._model_config
-        self.mapped_bytes = kept.mapped_bytes
+        self.mapped_bytes, self.mapped_file = kept.mapped_bytes, kept.mapped_file
         weights = Weights({}, progress)
         if kept.needs_weights:
             weights = load_weights(

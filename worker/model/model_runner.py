@@ -179,6 +179,11 @@ class ModelRunner:
         return self._loader.weights_digest
 
     @property
+    def mapped_file(self) -> str:
+        """Path of the packed weights that the process maps; empty without them."""
+        return self._loader.mapped_file
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of files of weights that this process maps and reads in every step."""
         return self._loader.mapped_bytes

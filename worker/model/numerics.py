@@ -91,13 +91,21 @@ def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence
     batch = ScheduledBatch(seqs, list(scheduled.values()), sum(scheduled.values()))
     logits = runner.run_model(runner.prepare_model(batch))
     if not bool(logits[:, : runner.sampled_ids].isfinite().all()):
-        raise ModelError(f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity")
+        raise ModelError(_no_numbers(runner))
     digest.update(logits.cpu().numpy().tobytes())
     tokens = runner.postprocess(batch, logits).token_ids if runner.model_config.generates else _any_tokens(batch)
     for seq, count in scheduled.items():
         seq.num_computed_tokens += count
         for token in tokens.get(seq.id, ()):
             seq.append_token(token)
+
+
+def _no_numbers(runner: ModelRunner) -> str:
+    """Causes of NaN or infinity; packed weights have no checksum of their numbers."""
+    problem = f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity"
+    if not runner.mapped_file:
+        return problem
+    return f"{problem}, or the packed weights in {runner.mapped_file} are damaged: remove that file and start again"
 
 
 def _any_tokens(batch: ScheduledBatch) -> dict[int, tuple[int, ...]]:

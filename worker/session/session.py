@@ -276,6 +276,9 @@ class SessionState:
         request_validation.check_adoption_key("adopt.key", wanted.key)
         if self._sequences.knows(wanted.rid):
             return
+        if self._sequences.outbox.num_unsent >= MAX_ROUTER_SEQS:
+            message = f"more than {MAX_ROUTER_SEQS} sequences have something to send that is not read"
+            raise ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="SESSION_BOUNDS")
         is_full = self._inbox.num_seqs + self._sequences.num_held >= MAX_ROUTER_SEQS
         if is_full or self._drain_until is not None or not self._sequences.adopt(wanted, now):
             self._sequences.outbox.give_back(wanted.rid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ import structlog
 import torch
 
 from common.config_parts import QuantizationConfig
+from common.files import UnreadableFileError, is_regular, read_json_file
+from common.limits import MAX_WEIGHT_INDEX_BYTES
 from kernels.interface import QuantizedWeight
 from worker.config.model_config import ModelError
 from worker.config.stored_names import INDEX_FILE
@@ -263,25 +264,36 @@ def weight_files(folder: Path | str) -> tuple[tuple[str, int, int], ...]:
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
-    if index.is_file():
+    if index.exists():
         names = sorted(set(_weight_map(index).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ModelError(f"{INDEX_FILE} of {folder} names {some(outside)}; files of the same folder are valid")
+        missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise ModelError(f"{folder} lacks {some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
-        return [folder / name for name in names]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+        return _regular([folder / name for name in names])
+    if (folder / SINGLE_FILE).exists():
+        return _regular([folder / SINGLE_FILE])
     files = sorted(folder.glob("*.safetensors"))
     if files:
-        return files
+        return _regular(files)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(f"{folder} has only pickled weights, which may run code; convert them to safetensors")
     raise ModelError(f"{folder} has no weights (*.safetensors); download the checkpoint again")
 
 
+def _regular(files: list[Path]) -> list[Path]:
+    """The files; a device has no end, and a named pipe waits for a writer for ever."""
+    for file in files:
+        if not is_regular(file):
+            raise ModelError(f"{file} is not a regular file; download the checkpoint again")
+    return files
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = read_json_file(index, MAX_WEIGHT_INDEX_BYTES)["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UnreadableFileError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read; download the checkpoint again") from error

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO, Final, TypeVar
 
 import torch
 
+from common.files import parse_json
+
 MAGIC: Final = b"FISSILEW"
 _PREFIX: Final = struct.Struct("<8sQ16s")
 _ALIGNMENT: Final = 4096
@@ -259,7 +261,7 @@ def _header(file: BinaryIO, num_bytes: int) -> tuple[Json, int]:
     text = file.read(length)
     if _digest(text) != digest:
         raise DamagedFileError("has a damaged header")
-    return json.loads(text), _begin(length)
+    return parse_json(text), _begin(length)
 
 
 def _class(name: str) -> Callable[..., Any]:

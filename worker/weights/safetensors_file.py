@@ -6,7 +6,6 @@ goes in pieces, and the pages of each piece are let go behind it (`MADV_DONTNEED
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.files import parse_json
 from worker.config.model_config import ModelError
 
 Shape = tuple[int, ...]
@@ -66,7 +66,7 @@ def read_entries(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="pt"), file.open("rb") as stream:
             begin = header_bytes(file)
             stream.seek(_HEADER_LENGTH_BYTES)
-            header = json.loads(stream.read(begin - _HEADER_LENGTH_BYTES))
+            header = parse_json(stream.read(begin - _HEADER_LENGTH_BYTES))
     except (SafetensorError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{file} is damaged ({reason}); download the checkpoint again") from error

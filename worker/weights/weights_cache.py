@@ -102,6 +102,11 @@ class Keeper(Protocol):
         ...
 
     @property
+    def mapped_file(self) -> str:
+        """Path of that file; empty without one."""
+        ...
+
+    @property
     def needs_weights(self) -> bool:
         """True if `keep` makes things, for which the checkpoint is read."""
         ...
@@ -124,6 +129,7 @@ class Making:
 
     needs_weights = True
     mapped_bytes = 0
+    mapped_file = ""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -141,13 +147,15 @@ class Mapped:
 
     Args:
         file: of the same model.
+        path: of the file.
         adopt: told of everything that is taken.
     """
 
     needs_weights = False
 
-    def __init__(self, file: PackedFile, adopt: Callable[[Any], None]) -> None:
+    def __init__(self, file: PackedFile, path: Path, adopt: Callable[[Any], None]) -> None:
         self._file = file
+        self.mapped_file = str(path)
         self._adopt = adopt
         self.mapped_bytes = file.num_bytes
 
@@ -200,7 +208,7 @@ class WeightsCache:
                 # The memory of what was made is given back before the same is mapped.
                 del making, model
         try:
-            return build(Mapped(file, adopt))
+            return build(Mapped(file, self.path(key), adopt))
         except _UNUSABLE as error:
             log.warning("packed weights are not used; remove the file", path=str(self.path(key)), reason=_reason(error))
         return build(Making())
@@ -226,6 +234,7 @@ class WeightsCache:
             log.warning("packed weights are rebuilt", path=str(path), reason=_reason(error))
             stream.close()
             return None
+        _warn_of_others(self._folder, path)
         log.info("packed weights mapped", path=str(path), mib=file.num_bytes // _MIB)
         return file
 
@@ -362,7 +371,8 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     for _ in range(_PART_TRIES):
         # Not by the process id: that of a container's process is 1 in all containers which share the folder.
         part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
-        stream = part.open("xb")
+        # Whatever the umask, nobody else writes to it.
+        stream = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb")
         # Before it is locked, another may take it for one that was left.
         if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
             return part, stream
@@ -389,6 +399,20 @@ def _is_at(path: Path, stream: BinaryIO) -> bool:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:
         return False
+
+
+def _warn_of_others(*paths: Path) -> None:
+    """Warns if somebody else can change an entry: it decides what the model answers, and has no checksum."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+                log.warning(
+                    "others can change packed weights, and with them what the model answers; remove or own the path",
+                    path=str(path),
+                    owner=found.st_uid,
+                    mode=f"{found.st_mode & 0o7777:o}",
+                )
 
 
 def _sync(folder: Path) -> None:

@@ -25,6 +25,8 @@ from click.core import ParameterSource
 
 from common.cli.core.errors import CommandError
 from common.cli.core.options import option
+from common.files import UnreadableFileError, read_file
+from common.limits import MAX_OPTIONS_FILE_BYTES, MAX_OPTIONS_VALUES
 
 FILE = "config"
 FILE_VARIABLE = "FISSILE_CONFIG"
@@ -127,17 +129,18 @@ def read_text(path: Path) -> str:
         CommandError: it cannot be read.
     """
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise CommandError(f"--config {path} cannot be read: {reason}") from None
+        return read_file(path, MAX_OPTIONS_FILE_BYTES).decode("utf-8")
+    except UnreadableFileError as error:
+        raise CommandError(f"--config {error}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"--config {path} cannot be read: it is not UTF-8") from None
 
 
 def option_lines(text: str, section: str) -> dict[str, int]:
     """The line, from 1 on, of each option of a section; none for what is not YAML."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     found = next((value for key, value in entries if key.value == section), None)
@@ -155,11 +158,32 @@ def sections(text: str, path: Path) -> Mapping[str, Any]:
         content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise CommandError(f"--config {path} is not YAML: {error}") from None
+    except RecursionError:
+        raise CommandError(f"--config {path} is nested too deeply") from None
+    _check_size(content, path)
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise CommandError(f"--config {path} is not a mapping; use a section per command, such as `router:`")
     return content
+
+
+def _check_size(content: object, path: Path) -> None:
+    """Counts the values as they are written out: with aliases a short file has any number of them.
+
+    Raises:
+        CommandError: there are more than MAX_OPTIONS_VALUES.
+    """
+    left, count = [content], 0
+    while left:
+        value = left.pop()
+        count += 1
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+        if count + len(left) > MAX_OPTIONS_VALUES:
+            raise CommandError(f"--config {path} has more than {MAX_OPTIONS_VALUES} values, with its aliases")
 
 
 def defaults(given: object, place: FilePlace, command: click.Command) -> dict[str, Any]:

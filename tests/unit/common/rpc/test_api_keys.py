@@ -108,6 +108,24 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
     assert store.ring().find(always) == always_kept
 
 
+def test_a_file_that_becomes_a_device_or_a_pipe_changes_nothing(tmp_path: Path) -> None:
+    """S4: reading /dev/zero never ended, on the event loop."""
+    key, kept = new_key("a", "", [Role.INFER])
+    os.mkfifo(tmp_path / "pipe")
+    for target in ("/dev/zero", tmp_path / "pipe"):
+        file, clock = tmp_path / "keys", Clock()
+        file.write_text(kept.line())
+        store = KeyStore(file, (), clock)
+        file.unlink()
+        file.symlink_to(target)
+        clock.now += KEY_FILE_LOOK_S
+        with structlog.testing.capture_logs() as logs:
+            assert store.ring().find(key)
+            store._reader.join(60)  # type: ignore[union-attr]
+        assert "is not a regular file" in logs[0]["why"]
+        file.unlink()
+
+
 @pytest.mark.parametrize("content", ["", "half:", None, b"\xff"])
 def test_a_file_that_can_not_be_used_changes_nothing_and_costs_one_warning(
     content: str | bytes | None, tmp_path: Path

@@ -215,6 +215,18 @@ def test_files_that_can_not_be_used_at_start_are_named(content: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
+def test_files_that_are_devices_are_refused(name: str, ca: Authority, tmp_path: Path) -> None:
+    """S4: the read never ended."""
+    pair = ca.issue("server", *LOOPBACK)
+    paths = {"server.pem": pair.cert, "server.key": pair.key, "ca.pem": ca.cert}
+    paths[name] = tmp_path / "device" / name
+    paths[name].parent.mkdir()
+    paths[name].symlink_to("/dev/zero")
+    with pytest.raises(TlsError, match=f"{name} cannot be read: it is not a regular file"):
+        ServerTls(paths["server.pem"], paths["server.key"], paths["ca.pem"]).credentials()
+
+
 def test_an_encrypted_key_is_refused_without_asking_for_its_password(ca: Authority, tmp_path: Path) -> None:
     pair = ca.issue("server")
     locked = tmp_path / "locked.key"

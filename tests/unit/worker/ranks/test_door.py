@@ -138,11 +138,15 @@ def test_silent_strangers_hold_nobody_up() -> None:
 
 def test_a_hello_that_does_not_come_is_refused_in_time() -> None:
     now = [0.0]
-    with capture_logs() as lines, opened(clock=lambda: now[0]) as (door, _):
-        with socket.create_connection((HOST, door.port), 20) as sock, sock.makefile("rb") as answers:
-            assert answers.read(4)
-            now[0] = 8.0
-            answers.read()
+    with (
+        capture_logs() as lines,
+        opened(clock=lambda: now[0]) as (door, _),
+        socket.create_connection((HOST, door.port), 20) as sock,
+        sock.makefile("rb") as answers,
+    ):
+        assert answers.read(4)
+        now[0] = 8.0
+        answers.read()
     assert [line["why"] for line in lines] == ["no hello within 8 s"]
 
 

@@ -16,6 +16,7 @@ from common.limits import MAX_ORPHANS_PER_FRAME
 from common.protocol import ADOPTION_MINOR
 from common.telemetry.tracing import Tracing
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, simulated_runner, submit
+from worker.session import session as session_module
 from worker.session.adoption import Orphans
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.router_state import RouterSequences
@@ -292,3 +293,16 @@ def test_keys_differ_with_all_that_an_answer_depends_on() -> None:
     again = record(1, ids, keep=True, deadline_left_ms=5, traceparent="p", tracestate="s", adoption_key=b"k")
     again.rid = 77
     assert AdoptionKeys("t", "r", "m", ids).of_answer(again) == key()
+
+
+def test_adoptions_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S4: each unknown key on a stream that is never read stayed in memory."""
+    monkeypatch.setattr(session_module, "MAX_ROUTER_SEQS", 20)
+    fleet = Fleet()
+    router = fleet.dial("b")
+    for rid in range(20):
+        router.adopt(rid, [], key=bytes(16))
+    with pytest.raises(ApiError, match="more than 20 sequences") as caught:
+        router.adopt(20, [], key=bytes(16))
+    assert caught.value.reason == "SESSION_BOUNDS"
+    assert len(router.read().returned) == 20

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.stored_names import stored_names
 from worker.model.models.qwen3 import Qwen3ForCausalLM
 from worker.weights.checkpoint import load_weights, weights_digest
 from worker.weights.safetensors_file import pieces
@@ -227,3 +229,32 @@ def test_digest_samples_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         changed[place] ^= 1
         file.write_bytes(changed)
         assert weights_digest(folder) != before
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "sub/inside.safetensors", "..", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """C6: the worker served with weights from outside the checkpoint."""
+    folder, shapes = make(tmp_path / "model")
+    (tmp_path / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "sub").mkdir()
+    (folder / "sub/inside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    named = str(tmp_path / "outside.safetensors") if name.startswith("/") else name
+    index = {"weight_map": dict.fromkeys(shapes, named)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"files of the same folder are valid|not a regular file"):
+        load_weights(folder, shapes)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_weights_that_are_no_regular_files_are_refused(tmp_path: Path, kind: str) -> None:
+    """C7: a link to /dev/zero took 8.7 GB, a named pipe waited for ever."""
+    folder, shapes = make(tmp_path)
+    for file in ("model.safetensors", "model.safetensors.index.json"):
+        path = folder / file
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
+        for read in (lambda: load_weights(folder, shapes), lambda: weights_digest(folder)):
+            with pytest.raises(ModelError):
+                read()
+        assert stored_names(folder) == frozenset()
+        path.unlink()

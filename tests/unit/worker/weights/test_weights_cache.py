@@ -28,11 +28,12 @@ from tests.checkpoints import make_checkpoint
 from tests.native import backend_or_skip
 from worker.cli.worker import worker as worker_command
 from worker.config.engine_config import default_weights_cache
-from worker.config.model_config import ModelConfig
+from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.model import model_loader
 from worker.model.model_runner import ModelRunner
+from worker.model.numerics import numerics_digest
 from worker.model.sharding import Shard
 from worker.weights import checkpoint as loader
 from worker.weights import packed_file, weights_cache
@@ -420,6 +421,38 @@ def test_an_entry_that_is_replaced_while_it_is_opened_is_opened_again(
     assert not (tmp_path / "other").exists()
     assert not weights_cache._remove_unused(path), "the lock is on the file that is there"
     assert torch.equal(kept, torch.arange(10.0))
+
+
+def test_a_place_that_others_can_change_is_said(tmp_path: Path) -> None:
+    """S4: a folder or an entry that anybody can write to was used without a word."""
+    cache = WeightsCache(tmp_path / "cache")
+    before = os.umask(0)
+    try:
+        with capture_logs() as logs:
+            load(cache)
+    finally:
+        os.umask(before)
+    assert not [log for log in logs if "others can change" in log["event"]]
+    assert cache.path(KEY).stat().st_mode & 0o777 == 0o644
+    (tmp_path / "cache").chmod(0o777)
+    cache.path(KEY).chmod(0o666)
+    with capture_logs() as logs:
+        load(cache)
+    said = [(log["path"], log["mode"]) for log in logs if "others can change" in log["event"]]
+    assert said == [(str(tmp_path / "cache"), "777"), (str(cache.path(KEY)), "666")]
+
+
+def test_damaged_packed_weights_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """W1: the error blamed the checkpoint, at every start."""
+    folder = checkpoints("qwen3")
+    started(folder, tmp_path)
+    (entry,) = tmp_path.glob("*.weights")
+    content = bytearray(entry.read_bytes())
+    half = len(content) // 2
+    content[half:] = b"\xff" * (len(content) - half)
+    entry.write_bytes(content)
+    with pytest.raises(ModelError, match=f"the packed weights in {entry} are damaged: remove that file"):
+        numerics_digest(started(folder, tmp_path))
 
 
 def test_two_writers_of_one_process_id_do_not_write_to_one_file(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path:
     assert run("made:\n  flag: false\n", tmp_path) == [1, [], False]
 
 
+# Nine levels of nine references each.
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -61,6 +65,11 @@ def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path:
         ("made: 5\n", "made is not a mapping"),
         ("- made\n", "is not a mapping"),
         ("made: {\n", "is not YAML"),
+        ("[" * 3000, "is nested too deeply"),
+        ("made: " + "{a: " * 3000, "is nested too deeply"),
+        (ALIASES, "has more than 100000 values, with its aliases"),
+        ("made: &a [*a]\n", "has more than 100000 values, with its aliases"),
+        ("#" * 2_000_000, "has more than 1048576 bytes"),
     ],
 )
 def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
@@ -68,6 +77,11 @@ def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path)
         run(text, tmp_path)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_aliases_and_merges_of_a_plain_file_are_read(tmp_path: Path) -> None:
+    text = "names: &names [a, b]\nmore: &more {number: 5}\nmade: {<<: *more, name: *names}\n"
+    assert run(text, tmp_path) == [5, ["a", "b"], False]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
