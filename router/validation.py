@@ -6,6 +6,7 @@ Every refusal names the field by its path and says what would be valid. Fields t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
@@ -60,6 +61,7 @@ _GIVEN: Final = (
 )
 _FEW_IDS: Final = 128
 _SHA256_BYTES: Final = 32
+_NO_TEXT: Final = hashlib.sha256().digest()
 # Characters of an unknown role that an error repeats.
 _QUOTED_ROLE: Final = 64
 _MOST_ENTRIES: Final = {
@@ -366,9 +368,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             raise InvalidFieldError(f"{path}.index", f"is {point.index}", f"each index below n, {count}, once")
         seen.add(point.index)
         if point.WhichOneof("received") == "text":
-            if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
-                valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
-                raise InvalidFieldError(f"{path}.text", "is not a digest", valid)
+            _check_digest(f"{path}.text", point.text)
             _check_delivered_tokens(f"{path}.text.tokens", point.text, request)
         most = request.sampling_params.max_tokens
         # Those of an echoed prompt do not count, and how many these are is not known yet.
@@ -379,6 +379,15 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             )
     if sum(point.finished for point in points) == count:
         raise InvalidFieldError("resume.answers", "are all finished", "an answer that is not")
+
+
+def _check_digest(path: str, digest: pb.TextDigest) -> None:
+    """Checks a text's length and digest. The first tokens of an answer may have no text: the head of a tool call."""
+    # A digest of nothing is one only.
+    has_text = digest.bytes > 0 or (digest.tokens > 0 and digest.sha256 == _NO_TEXT)
+    if not has_text or len(digest.sha256) != _SHA256_BYTES:
+        valid = f"at least 1 byte of text, or tokens that have none, and {_SHA256_BYTES} bytes of sha256"
+        raise InvalidFieldError(path, "is not a digest", valid)
 
 
 def _check_delivered_tokens(path: str, digest: pb.TextDigest, request: pb.GenerateRequest | pb.ChatRequest) -> None:

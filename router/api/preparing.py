@@ -386,7 +386,7 @@ def _received_ids(request: RoutedRequest, point: pb.ResumePoint | None, *, retur
 
 def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:
     """The part of an answer's text that a resumed stream leaves out."""
-    if point is None or point.WhichOneof("received") != "text":
+    if point is None or point.WhichOneof("received") != "text" or not point.text.bytes:
         return None
     return DeliveredText(point.index, point.text.bytes, point.text.sha256)
 

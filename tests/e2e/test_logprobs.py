@@ -128,6 +128,37 @@ def test_a_stream_goes_on_behind_a_text_and_the_number_of_its_tokens(simulated: 
             assert caught.value.code() is wanted
 
 
+def test_a_stream_goes_on_behind_tokens_without_text(simulated: Service) -> None:
+    """C7: tokens that have no text yet could only be named by their ids."""
+    found = 0
+    for seed in range(40):
+        asked = request([seed + 1, 5, 9], max_tokens=8)
+        asked.sampling_params.seed = seed
+        whole = list(simulated.stub.Generate(asked, timeout=60))
+        count = next((i for i in range(len(whole)) if tokens_of(whole[:i]) and not text_of(whole[:i])), 0)
+        if not count:
+            continue
+        found += 1
+        again = pb.GenerateRequest.FromString(asked.SerializeToString())
+        again.resume.numerics = whole[0].prompt_info.numerics
+        digest = pb.TextDigest(sha256=hashlib.sha256().digest(), tokens=len(tokens_of(whole[:count])))
+        again.resume.answers.add(text=digest)
+        rest = list(simulated.stub.Generate(again, timeout=60))
+        assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
+        assert text_of(rest) == text_of(whole)
+        # All of them have a text, and nothing has another digest.
+        for wrong, code in (
+            (pb.TextDigest(sha256=digest.sha256, tokens=len(tokens_of(whole)) - 1), grpc.StatusCode.DATA_LOSS),
+            (pb.TextDigest(sha256=bytes(32), tokens=digest.tokens), grpc.StatusCode.INVALID_ARGUMENT),
+            (pb.TextDigest(sha256=digest.sha256), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            again.resume.answers[0].text.CopyFrom(wrong)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(simulated.stub.Generate(again, timeout=60))
+            assert caught.value.code() is code
+    assert found
+
+
 @pytest.mark.proto_field(
     "GenerateResponse.prompt_logprobs", "GeneratedText.logprobs", "GenerateOnceResponse.prompt_logprobs"
 )
