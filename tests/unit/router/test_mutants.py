@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 
+from common import peer_numbers
 from common.delay_gate import DelayGate
 from common.process.restart_policy import RestartPolicy
 from common.text import chat_template, stop_strings
@@ -71,7 +72,7 @@ from tests.unit.router.scheduling import (
     test_prefix_index,
 )
 from tests.unit.router.text import test_prompts, test_reading, test_stream_assembly, test_text_queue
-from tests.unit.router.workers import test_conduct, test_session_state
+from tests.unit.router.workers import test_conduct, test_extreme_numbers, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
 
@@ -225,6 +226,10 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (
         Mutant("window", RestartPolicy, "died", "now - death <= WINDOW_S", "now - death < WINDOW_S + 1"),
         (test_restart_policy.test_gives_up_exactly_when_the_window_holds_too_many_deaths,),
+    ),
+    (
+        Mutant("unbounded", peer_numbers, "_within", "0 <= value <= most", "0 <= value"),
+        (test_extreme_numbers.test_any_number_fits_the_field_that_it_is_made_for,),
     ),
     (
         Mutant("streak", RestartPolicy, "died", "self._streak = 0", "pass"),

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 
+from common import peer_numbers
 from tests.unit.mutants import OBJECTIONS, Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router.test_mutants import CAUGHT
@@ -26,7 +27,7 @@ from tests.unit.worker.engine import (
     test_step_costs,
 )
 from tests.unit.worker.ranks import test_batch_delta, test_frames
-from tests.unit.worker.session import test_cache_events, test_intake, test_outbox, test_session
+from tests.unit.worker.session import test_cache_events, test_extreme_numbers, test_intake, test_outbox, test_session
 from worker.engine.block_manager import BlockManager
 from worker.engine.context_cost import ContextCost
 from worker.engine.draft_lengths import DraftLengths
@@ -37,6 +38,7 @@ from worker.engine.prefix_cache import PrefixCache
 from worker.engine.prompt_filler import PromptFiller
 from worker.engine.step_costs import StepCosts
 from worker.model.forward_context import DPMetadata
+from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader
 from worker.session import outbox
@@ -58,6 +60,8 @@ _CACHE, _WEAK = test_block_manager.CacheMachine, test_block_manager.WeakHashMach
 _SCHEDULER = test_state_machine.SchedulerMachine
 _CHUNKS = test_lockstep.test_chunks_cover_each_engines_rows_once
 _CUTS = test_frames.test_messages_survive_any_cut
+_ANY_BYTES = test_frames.test_any_bytes_are_a_message_or_a_frame_error
+_ALL_WAITING = test_extreme_numbers.test_the_waiting_tokens_of_all_routers_fit_their_field
 _BATCHES = test_batch_delta.test_batches_arrive_as_they_were
 _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
 _CHOICES = test_draft_lengths.test_choices_are_beginnings_of_what_there_is
@@ -138,6 +142,8 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("chunk_stays", DPMetadata, "chunked_sizes", "self.local_sizes = whole", "pass"), _CHUNKS),
     (Mutant("rest_lost", FrameReader, "feed", "del self._buffer[:end]", "self._buffer.clear()"), _CUTS),
     (Mutant("one_frame", FrameReader, "feed", "yield decode(body)", "yield decode(body); return"), _CUTS),
+    (Mutant("some_errors", frames, "decode", "except Exception", "except KeyError"), _ANY_BYTES),
+    (Mutant("unbounded", peer_numbers, "_within", "0 <= value <= most", "0 <= value"), _ALL_WAITING),
     (Mutant("a_byte_late", FrameReader, "feed", "< end", "<= end"), _CUTS),
     (Mutant("not_replaced", BatchDecoder, "decode", "*table[:stays], *follows", "*table, *follows"), _BATCHES),
     (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
+import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import ApiError
@@ -25,39 +27,37 @@ _MOST = {
 _FLOATS = (0.0, -0.0, 1e-45, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan"))
 
 
-def fill(message: Message, data: st.DataObject, depth: int = 0) -> None:
+def fill(message: Message, rnd: random.Random, depth: int = 0) -> None:
     """Sets each number of a message to an end of its field's range, or near one; lists get up to two entries."""
     for field in message.DESCRIPTOR.fields:
-        if field.containing_oneof is not None and depth == 0:
-            continue
-        if not data.draw(st.booleans()):
+        if (field.containing_oneof is not None and depth == 0) or rnd.random() < 0.5:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             continue
-        count = data.draw(st.integers(1, 2)) if field.is_repeated else 1
+        count = rnd.choice([1, 2]) if field.is_repeated else 1
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             for _ in range(count):
                 inner = getattr(message, field.name)
-                fill(inner.add() if field.is_repeated else inner, data, depth + 1)
+                fill(inner.add() if field.is_repeated else inner, rnd, depth + 1)
             continue
-        values = [_value(field, data) for _ in range(count)]
+        values = [_value(field, rnd) for _ in range(count)]
         if field.is_repeated:
             getattr(message, field.name).extend(values)
         else:
             setattr(message, field.name, values[0])
 
 
-def _value(field: FieldDescriptor, data: st.DataObject) -> Any:
+def _value(field: FieldDescriptor, rnd: random.Random) -> Any:
     if field.type in _MOST:
         most = _MOST[field.type]
-        return data.draw(st.sampled_from([0, 1, 2, 299, most // 2, most - 1, most]))
+        return rnd.choice([0, 1, 2, 299, most // 2, most - 1, most])
     if field.type == FieldDescriptor.TYPE_FLOAT:
-        return data.draw(st.sampled_from(_FLOATS))
+        return rnd.choice(_FLOATS)
     if field.type == FieldDescriptor.TYPE_BOOL:
-        return data.draw(st.booleans())
+        return rnd.random() < 0.5
     if field.type == FieldDescriptor.TYPE_ENUM:
-        return data.draw(st.sampled_from([0, 1, 2, 2**31 - 1]))
-    return data.draw(st.sampled_from([b"", bytes(16)])) if field.type == FieldDescriptor.TYPE_BYTES else ""
+        return rnd.choice([0, 1, 2, 2**31 - 1])
+    return rnd.choice([b"", bytes(16)]) if field.type == FieldDescriptor.TYPE_BYTES else ""
 
 
 def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> SessionState:
@@ -72,26 +72,26 @@ def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> 
 def frames(state: SessionState, world: World) -> list[wpb.SessionResponse]:
     """What a Session writes, as it crosses."""
     found = []
-    while len(found) < 100 and (frame := state.next_frame(world.now)) is not None:
-        found.append(wpb.SessionResponse.FromString(frame.SerializeToString()))
+    try:
+        while len(found) < 100 and (frame := state.next_frame(world.now)) is not None:
+            found.append(wpb.SessionResponse.FromString(frame.SerializeToString()))
+    except ValueError as error:
+        pytest.fail(f"a number does not fit: {error}")
     return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_extreme_numbers_of_a_router_cost_others_nothing(data: st.DataObject) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_extreme_numbers_of_a_router_cost_others_nothing(seed: int) -> None:
     """L1: two Lane frames broke all Sessions of a worker."""
-    world = World()
+    rnd, world, hello = random.Random(seed), World(), wpb.Hello()
     honest = session_of(world, "honest")
-    hello = wpb.Hello()
-    fill(hello, data)
+    fill(hello, rnd)
     hostile = [session_of(world, "a", hello), session_of(world, "b")]
-    for _ in range(data.draw(st.integers(1, 6))):
-        state = data.draw(st.sampled_from(hostile))
-        kind = data.draw(st.sampled_from(["submit", "extend", "cancel", "lane", "adopt"]))
+    for _ in range(rnd.randrange(1, 7)):
+        state, kind = rnd.choice(hostile), rnd.choice(["submit", "extend", "cancel", "lane", "adopt"])
         frame = wpb.SessionRequest()
         getattr(frame, kind).SetInParent()
-        fill(getattr(frame, kind), data, depth=1)
+        fill(getattr(frame, kind), rnd, depth=1)
         with contextlib.suppress(ApiError):
             state.receive(frame, world.now)
         world.now += 1.0
