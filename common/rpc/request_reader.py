@@ -46,7 +46,7 @@ class MessageReads:
 
         Raises:
             RequestTimeoutError: it has not come within REQUEST_READ_TIMEOUT_S.
-            ApiError: RESOURCE_EXHAUSTED `TOO_MANY_CALLS`: `limit` later calls wait for their message too.
+            ApiError: RESOURCE_EXHAUSTED: `limit` later calls wait for their message too.
         """
         work, loop = Interruptible(), asyncio.get_running_loop()
         try:
@@ -70,7 +70,7 @@ class MessageReads:
         if work in self._ends:
             return RequestTimeoutError(REQUEST_READ_TIMEOUT_S)
         message = f"{self._limit} later calls wait for their message; this one's has not arrived"
-        return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_after_s=1.0, reason="TOO_MANY_CALLS")
+        return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_after_s=1.0, reason="REQUEST_TIMEOUT")
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:

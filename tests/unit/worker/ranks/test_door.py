@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import msgpack
 import pytest
@@ -58,8 +59,8 @@ def stranger_bytes(rnd: random.Random) -> bytes:
     nested = msgpack.packb(["x"])
     for _ in range(rnd.randrange(1, 2000)):
         nested = msgpack.packb(msgpack.ExtType(rnd.choice([1, 2]), nested))
-    values = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]]]
-    hello = ["hello", 1, 7, bytes(32)]
+    values: list[Any] = [None, True, 1, -1, 2**63, 1.5, "hello", b"x" * 32, [], {}, [[1]]]
+    hello: list[Any] = ["hello", 1, 7, bytes(32)]
     hello[rnd.randrange(4)] = rnd.choice(values)
     classes = ["SamplingParams", "ParallelConfig", "QuantizationConfig", "SpeculativeConfig", "Config", "Popen"]
     refused = msgpack.ExtType(1, msgpack.packb([rnd.choice(classes), *rnd.choices([-5, "x", None], k=3)]))

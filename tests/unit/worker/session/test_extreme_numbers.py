@@ -47,7 +47,7 @@ def fill(message: Message, rnd: random.Random, depth: int = 0) -> None:
             setattr(message, field.name, values[0])
 
 
-def _value(field: FieldDescriptor, rnd: random.Random) -> Any:
+def _value(field: Any, rnd: random.Random) -> Any:
     if field.type in _MOST:
         most = _MOST[field.type]
         return rnd.choice([0, 1, 2, 299, most // 2, most - 1, most])
@@ -71,7 +71,7 @@ def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> 
 
 def frames(state: SessionState, world: World) -> list[wpb.SessionResponse]:
     """What a Session writes, as it crosses."""
-    found = []
+    found: list[wpb.SessionResponse] = []
     try:
         while len(found) < 100 and (frame := state.next_frame(world.now)) is not None:
             found.append(wpb.SessionResponse.FromString(frame.SerializeToString()))
