@@ -93,9 +93,13 @@ def _modules(folder: Path) -> dict[str, str]:
         return {}
     try:
         modules = read_json_file(path, MAX_CONFIG_FILE_BYTES)
-        return {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+        found = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
     except (UnreadableFileError, TypeError, KeyError):
         raise ModelError(f"{path} is not a list of modules, each with type and path") from None
+    for name in found.values():
+        if name in (".", "..") or Path(name).name != name:
+            raise ModelError(f"{path} names {name!r}; folders in the same folder are valid")
+    return found
 
 
 def _token_ids(folder: str | Path, texts: object) -> list[int | None]:

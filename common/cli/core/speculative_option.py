@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from typing import Final
 
@@ -10,6 +9,7 @@ import click
 
 from common.config_parts import SpeculativeConfig
 from common.errors import InvalidFieldError
+from common.files import parse_json
 
 _EXAMPLE: Final = '{"method": "ngram", "num_speculative_tokens": 4}'
 _FIELDS: Final = tuple(field.name for field in fields(SpeculativeConfig))
@@ -23,7 +23,7 @@ def speculative_config(text: str) -> SpeculativeConfig:
         ValueError: it is none, or a field is missing, unknown or out of range; one line.
     """
     try:
-        given = json.loads(text)
+        given = parse_json(text)
     except ValueError:
         given = None
     if not isinstance(given, dict):

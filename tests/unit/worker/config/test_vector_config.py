@@ -84,6 +84,15 @@ def test_a_score_of_one_token_alone_is_no_relevance(tmp_path: Path) -> None:
     assert relevance_tokens(tmp_path, {}, 300) is None
 
 
+@pytest.mark.parametrize("name", ["../outside", "/outside", "..", "1_Pooling/deeper"])
+def test_modules_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    """C6: a file of a checkpoint names files of its own folder."""
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": name}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match="folders in the same folder are valid"):
+        checkpoint_pooling(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_files_that_are_no_json_are_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, "1_Pooling", content)
