@@ -11,6 +11,8 @@ MAX_END_MESSAGE_BYTES = 512
 MAX_OPEN_GROUPS = 64
 MAX_ASSEMBLING_BYTES = 128 * MIB
 MAX_ASSEMBLING_TOKENS = 1 << 24
+# The same of all Sessions of a worker; beyond it those that hold more than half of their share are closed.
+MAX_ALL_ASSEMBLING_BYTES = 256 * MIB
 # Sequences of one router: on their way in, running, and ended ones that have not gone out.
 MAX_ROUTER_SEQS = 1 << 16
 MAX_ROUTERS = 4096

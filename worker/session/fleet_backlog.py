@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.peer_numbers import counted
+from worker.session.assembly_room import AssemblyRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,14 @@ class _Lane:
 
 
 class FleetLanes:
-    """The newest Lane record of every session. Times are monotonic seconds of this machine."""
+    """The newest Lane record of every session. Times are monotonic seconds of this machine.
+
+    Attributes:
+        assembly: memory of the groups that are on their way in, of all sessions.
+    """
 
     def __init__(self) -> None:
+        self.assembly = AssemblyRoom()
         self._lanes: dict[int, _Lane] = {}
 
     def report(self, session: int, *, oldest_age_s: float, num_tokens: int, num_seqs: int, now: float) -> None:

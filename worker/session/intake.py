@@ -30,6 +30,7 @@ from worker.session.sequence_builder import EngineLimits, build_sequence, check_
 
 # Memory of a sequence besides the bytes of its record: its objects here.
 _DRAFT_BYTES = 512
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ class Inbox:
         self._earliest = math.inf
         self._groups: list[Group] = []
         self._refusals: dict[int, Refusal] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is on its way in."""
+        return self._num_bytes + _TOKEN_BYTES * self._num_tokens
 
     @property
     def num_seqs(self) -> int:

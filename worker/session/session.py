@@ -19,6 +19,7 @@ from common.errors import ApiError, InvalidFieldError, PermissionDeniedError
 from common.ids import check_id
 from common.limits import (
     HEARTBEAT_S,
+    MAX_ALL_ASSEMBLING_BYTES,
     MAX_FRAME_BYTES,
     MAX_FRAME_TOKENS,
     MAX_LEASE_S,
@@ -144,6 +145,13 @@ class SessionState:
         self._heard = now
         self._wake()
         check_bounds(frame)
+        try:
+            self._take(frame, now)
+        finally:
+            self._lanes.assembly.hold(self._number, self._inbox.num_bytes)
+        self._check_room()
+
+    def _take(self, frame: wpb.SessionRequest, now: float) -> None:
         kind = frame.WhichOneof("frame")
         if kind == "submit":
             self._submit(frame.submit, now)
@@ -173,11 +181,17 @@ class SessionState:
     # Writing.
 
     def next_frame(self, now: float) -> wpb.SessionResponse | None:
-        """The frame to write next; None when there is nothing to say."""
+        """The frame to write next; None when there is nothing to say.
+
+        Raises:
+            ApiError: the Session must be closed with this status.
+        """
         if self.is_closed:
             return None
         self._inbox.expire(now)
         self._move_on()
+        self._lanes.assembly.hold(self._number, self._inbox.num_bytes)
+        self._check_room()
         # Before the step, which would let nothing pass on a busy wire; they say nothing of the load.
         if self._welcomed and self._kv is not None and (events := self._kv.take(now)) is not None:
             return wpb.SessionResponse(kv_events=events)
@@ -210,6 +224,7 @@ class SessionState:
         """The stream is over; the sequences stay (`RouterSequences.detach`, `end`)."""
         self.is_closed = True
         self._lanes.remove(self._number)
+        self._lanes.assembly.hold(self._number, 0)
         self._sequences.orphans.unwatch(self._number)
         if self._kv is not None:
             self._kv.close()
@@ -286,6 +301,14 @@ class SessionState:
     def _cancel(self, rids: Iterable[int]) -> None:
         self._sequences.cancel([rid for rid in rids if not self._inbox.cancel(rid)])
         self._move_on()
+
+    def _check_room(self) -> None:
+        """Closes this Session if all together hold too much, and this one much of it."""
+        if self._lanes.assembly.must_go(self._number):
+            message = (
+                f"unfinished groups of all routers take more than {MAX_ALL_ASSEMBLING_BYTES} bytes, many of them here"
+            )
+            raise ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="SESSION_BOUNDS")
 
     def _move_on(self) -> None:
         """Hands complete groups to the engine, and ends what the inbox refused."""

@@ -27,6 +27,7 @@ from tests.unit.worker.session.support import (
     submit,
 )
 from tests.unit.worker.session.world import World, opened, run
+from worker.session import assembly_room
 from worker.session.session import check_hello, check_owner
 
 
@@ -371,3 +372,24 @@ def test_a_router_that_reads_may_send_as_many_sequences_as_it_likes(monkeypatch:
         router.write(submit(rid + 1, record(rid, [VOCAB_SIZE if rid % 2 else 1])))
         run(world, router, steps=10)
     assert len(router.reasons()) == 200
+
+
+def test_groups_that_never_end_on_many_sessions_close_those_that_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: each Session had a bound, all together none."""
+    monkeypatch.setattr(assembly_room, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
+    world = World()
+    honest, _ = opened(world, "honest")
+    hostile = [opened(world, f"r{i}")[0] for i in range(5)]
+
+    def flood() -> None:
+        for number in range(1, 200):
+            frame = submit(number, record(number))
+            frame.submit.more = True
+            hostile[number % 5].receive(frame, world.now)
+
+    with pytest.raises(ApiError) as caught:
+        flood()
+    assert caught.value.reason == "SESSION_BOUNDS"
+    # A whole group holds nothing, however much the others hold.
+    honest.receive(submit(1, record(1)), world.now)
+    assert not honest.is_closed
