@@ -14,6 +14,7 @@ from typing import Final
 
 from common.constraints import big_stack, faults, json_schema, lark, library
 from common.constraints.forms import GRAMMAR, JSON_SCHEMA, REGEX, Constraint
+from common.constraints.subschemas import SchemaError
 from common.errors import FieldViolation, InvalidFieldError
 from common.limits import MAX_GRAMMAR_BYTES
 
@@ -84,7 +85,7 @@ class GrammarChecker:
             plain = lark.canonical(constraint)
             # Which has a text to begin with whatever is behind the blank, so that it would hide some faults.
             text = lark.canonical(constraint, optional_space=True) if optional_space else plain
-        except (json_schema.SchemaError, lark.LarkError, library.GbnfError) as error:
+        except (SchemaError, lark.LarkError, library.GbnfError) as error:
             raise _refusal(constraint, str(error)) from None
         size, most = len(plain.encode()), MAX_GRAMMAR_BYTES - _SPACE_BYTES
         if size > most:

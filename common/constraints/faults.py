@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from common.constraints import json_schema
+from common.constraints.subschemas import SchemaError, children, definitions
 
 # `at LINE(COLUMN): MESSAGE`
 _PLACED: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
@@ -45,18 +46,18 @@ def of_expression(message: str) -> str:
     return _short(message if placed is None else placed[3])
 
 
-def of_schema(schema: Any, fault: Fault) -> json_schema.SchemaError:
+def of_schema(schema: Any, fault: Fault) -> SchemaError:
     """A fault in a schema: the innermost subschema that has it alone."""
     message, place, tried = _of_schema(fault(json_schema.dumped(schema))), "", 0
-    known = json_schema.definitions(schema)
-    inner = list(json_schema.children(schema))
+    known = definitions(schema)
+    inner = list(children(schema))
     while inner and tried < _MOST_TRIED:
         step, child = inner.pop(0)
         tried += 1
         if isinstance(child, dict) and _of_schema(fault(json_schema.dumped({**known, **child}))) == message:
             place += step
-            inner = list(json_schema.children(child))
-    return json_schema.SchemaError(place, message)
+            inner = list(children(child))
+    return SchemaError(place, message)
 
 
 def _of_schema(message: str) -> str:

@@ -1,8 +1,9 @@
 """Further schemas for what formats of JSON Schema say beyond the library's expressions for them.
 
 
-Some texts that a format has are left out as well, as not every validator takes them: the year 0, leap seconds, and
-host names with two hyphens in the third and fourth place, which are those of other alphabets if they are any.
+Some texts that a format has are left out as well, as not every validator takes them: the year 0, leap seconds, host
+names with two hyphens in the third and fourth place, which are those of other alphabets if they are any, addresses of
+mail at a host without a dot or at an IP address, and URIs without anything between the colon and the query.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ _DATES: Final = (
     {"pattern": "^[0-9]{0,3}[1-9]"},
 )
 _LABEL: Final = r"(?:[^.]{1,3}|[^.]{2}(?:[^.-][^.]|-[^.-])[^.]*)"
+_ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+_LONG: Final = "(?:[A-Za-z0-9]-?){0,30}[A-Za-z0-9]"
+_SHORT: Final = "(?:[A-Za-z0-9]-?){0,9}[A-Za-z0-9]"
+# Instead of the library's expressions: together with these, what bounds lengths would be too much work. A local part
+# has up to 64 characters (32 and the dots between them where it has some), a host up to 223.
+INSTEAD: Final[Mapping[str, str]] = {
+    "email": rf"^(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})@(?:{_LONG}\.){{1,2}}(?:{_SHORT}\.){{0,4}}{_SHORT}$",
+}
 FURTHER: Final[Mapping[str, tuple[dict[str, Any], ...]]] = {
     "date": _DATES,
     "date-time": (*_DATES, {"pattern": "^[^:]*:[0-9]{2}:[0-5]"}),
     "time": ({"pattern": "^[0-9]{2}:[0-9]{2}:[0-5]"},),
+    "uri": ({"pattern": "^[^:]*:[^?#]"},),
     "hostname": ({"maxLength": 253}, {"pattern": rf"^(?:{_LABEL}\.)*{_LABEL}\.?$"}),
 }

@@ -1,24 +1,29 @@
 """JSON Schemas (2020-12) that can be guaranteed: every keyword of them is enforced, or is a note for people.
 
-A keyword that neither is, is refused by name and place, so that no schema is weakened in silence. What a keyword's
-value must be, and whether anything satisfies the schema at all, the library says.
+A keyword that neither is, is refused by name and place, so that no schema is weakened in silence. Where the library
+reads a keyword otherwise than JSON Schema does, it gets another spelling (`library_form.py`). What a keyword's value
+must be, and whether anything satisfies the schema at all, the library says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any, Final, NoReturn
 
-from common.constraints.formats import FORMATS, FURTHER
+from common.constraints import numbers
+from common.constraints.formats import FORMATS
+from common.constraints.library import can_begin, has_longer
+from common.constraints.library_form import NOTES, has_plain_names, library_form
+from common.constraints.names import without_dead_ends
+from common.constraints.subschemas import MAPS, SchemaError, walk
 
-# Levels of subschemas: beyond them the library's own bound of nesting is near.
-MAX_DEPTH: Final = 48
 # Between the tokens of JSON: enough for indented output, and no endless row of blanks.
 WHITESPACE: Final = r"[ \n]{0,20}"
 # The library's options, by which a schema could be weakened; one of them is for callers.
 _OPTIONS: Final = "x-guidance"
 _FLEXIBLE: Final = "whitespace_flexible"
+# All but `\u`.
+_SHORT_ESCAPES: Final = 'nrbtf\\"'
 
 _ENFORCED: Final = frozenset(
     {
@@ -28,30 +33,8 @@ _ENFORCED: Final = frozenset(
         "allOf", "anyOf", "oneOf", "$ref", "$defs", "definitions", "$id", "$anchor", "$schema",
     }
 )  # fmt: skip
-# Of these validators say nothing either.
-_NOTES: Final = frozenset(
-    {
-        "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
-        "contentEncoding", "contentMediaType", "contentSchema",
-    }
-)  # fmt: skip
-KEYWORDS: Final = _ENFORCED | _NOTES
-_ONES: Final = ("items", "additionalProperties")
-_LISTS: Final = ("prefixItems", "allOf", "anyOf", "oneOf")
-_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
-_TEXTS: Final = ("$id", "$anchor", "$schema")
-
-
-class SchemaError(Exception):
-    """A schema cannot be guaranteed.
-
-    Attributes:
-        place: JSON Pointer of the subschema; empty for the whole.
-    """
-
-    def __init__(self, place: str, message: str) -> None:
-        super().__init__(f"at {place or 'its root'}: {message}")
-        self.place = place
+KEYWORDS: Final = _ENFORCED | NOTES
+_TEXTS: Final = ("$id", "$anchor", "$schema", "$ref", "pattern", "format")
 
 
 def canonical(text: str) -> str:
@@ -64,87 +47,59 @@ def canonical(text: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """The schema as Python values.
+    """The schema in the library's form, as Python values.
 
     Raises:
         SchemaError: as `canonical`.
     """
     try:
-        schema = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+        schema = json.loads(
+            text,
+            object_pairs_hook=_distinct,
+            parse_constant=_refuse_constant,
+            parse_float=numbers.Written.of,
+        )
     except RecursionError:
         raise SchemaError("", "it is nested too deeply") from None
     except ValueError as error:
         raise SchemaError("", f"it is not valid JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise SchemaError("", "it is another JSON value than an object or a boolean")
-    for place, subschema in subschemas(schema):
+    try:
+        return _served(schema)
+    except RecursionError:
+        raise SchemaError("", "it is nested too deeply") from None
+
+
+def _served(schema: Any) -> Any:
+    if not _is_unicode(schema):
+        raise SchemaError("", "it has half of a surrogate pair, which no answer can have")
+    for place, subschema in walk(schema):
         _check(place, subschema, is_root=not place)
-    return schema
+    return without_dead_ends(library_form(schema), lambda probe: can_begin(dumped(probe)), has_longer)
+
+
+def _is_unicode(schema: Any) -> bool:
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def dumped(schema: Any) -> str:
-    """A schema that `parsed` let pass, for the library."""
+    """A schema in the library's form, as text."""
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     flexible = schema.get(_OPTIONS, {}).get(_FLEXIBLE, True)
     options: dict[str, object] = {"whitespace_pattern": WHITESPACE} if flexible else {_FLEXIBLE: False}
+    if has_plain_names(schema):
+        options["json_allowed_escapes"] = _SHORT_ESCAPES
     try:
-        rest = _narrowed({name: value for name, value in schema.items() if name != _OPTIONS})
+        rest = {name: value for name, value in schema.items() if name != _OPTIONS}
         return json.dumps({_OPTIONS: options, **rest}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError):
         raise SchemaError("", "it has a number that is too large, or is nested too deeply") from None
-
-
-def _narrowed(schema: Any) -> Any:
-    """The schema with all that its formats say."""
-    if not isinstance(schema, dict):
-        return schema
-    made = {name: _narrowed_value(name, value) for name, value in schema.items()}
-    every = made.get("allOf", [])
-    if (further := FURTHER.get(schema.get("format", ""))) and isinstance(every, list):
-        made["allOf"] = [*every, *further]
-    return made
-
-
-def _narrowed_value(name: str, value: Any) -> Any:
-    if name in _ONES:
-        return _narrowed(value)
-    if name in _LISTS and isinstance(value, list):
-        return [_narrowed(each) for each in value]
-    if name in _MAPS and isinstance(value, dict):
-        return {key: _narrowed(each) for key, each in value.items()}
-    return value
-
-
-def subschemas(schema: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The schema and those in it, each with its JSON Pointer; the outer ones first.
-
-    Raises:
-        SchemaError: they are nested too deeply.
-    """
-    if depth > MAX_DEPTH:
-        raise SchemaError(place, f"it is nested too deeply: at most {MAX_DEPTH} levels")
-    yield place, schema
-    for step, inner in children(schema):
-        yield from subschemas(inner, place + step, depth + 1)
-
-
-def children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Subschemas directly in a schema, with the steps to them."""
-    if not isinstance(schema, Mapping):
-        return
-    for name, value in schema.items():
-        if name in _ONES:
-            yield f"/{name}", value
-        elif name in _LISTS and isinstance(value, list):
-            yield from ((f"/{name}/{i}", each) for i, each in enumerate(value))
-        elif name in _MAPS and isinstance(value, Mapping):
-            yield from ((f"/{name}/{_step(key)}", each) for key, each in value.items())
-
-
-def definitions(schema: Any) -> dict[str, Any]:
-    """Subschemas that others may refer to."""
-    return {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
 
 
 def _check(place: str, schema: Any, *, is_root: bool) -> None:
@@ -159,12 +114,23 @@ def _check(place: str, schema: Any, *, is_root: bool) -> None:
             raise SchemaError(place, f"{name!r} is not supported")
         elif name in _TEXTS and not isinstance(value, str):
             raise SchemaError(place, f"{name!r} is not text")
-        elif name in _MAPS and not isinstance(value, dict):
+        elif name in MAPS and not isinstance(value, dict):
             raise SchemaError(place, f"{name!r} is not an object")
     if schema.get("format", FORMATS[0]) not in FORMATS:
         raise SchemaError(place, f"format {schema['format']!r} is not supported; {', '.join(FORMATS)} are")
     if not _is_positive(schema.get("multipleOf", 1)):
         raise SchemaError(place, "'multipleOf' is not a number above 0")
+    _check_count_of_names(place, schema)
+
+
+def _check_count_of_names(place: str, schema: dict[str, Any]) -> None:
+    # The library counts a name that comes twice as two properties.
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    named = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > named + 1:
+        raise SchemaError(
+            place, f"'minProperties' {least} is not supported: at most one more than the {named} names of 'required' is"
+        )
 
 
 def _check_options(value: Any) -> None:
@@ -173,11 +139,7 @@ def _check_options(value: Any) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _step(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
+    return numbers.is_number(value) and numbers.exact(value) > 0
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from common.constraints import json_schema
+from common.constraints import json_schema, library
 from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, Constraint
 from common.constraints.library import lark_of_gbnf, lark_of_regex
+from common.constraints.subschemas import SchemaError
 
-# Forced text may be split into tokens in any way, as every other text.
-HEADER: Final = '%llguidance {"no_forcing": true}\n'
+HEADER: Final = library.HEADER
 _GBNF: Final = "::="
 _OBJECT: Final = '{"type": "object"}'
 # Strings, comments and expressions, in which nothing is looked for; and what is looked for.
@@ -84,7 +84,7 @@ def _checked_parts(text: str) -> Iterator[str]:
             end = _end_of_json(text, at)
             try:
                 schema = json_schema.canonical(text[at:end])
-            except json_schema.SchemaError as error:
+            except SchemaError as error:
                 raise LarkError(f"{_place(text, at)}: of its schema, {error}") from None
             yield text[done:at]
             yield schema

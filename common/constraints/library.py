@@ -7,7 +7,9 @@ fuel that a grammar is admitted with.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib.metadata import version
 from typing import Final
 
@@ -18,6 +20,10 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 ENGINE: Final = f"llguidance {version('llguidance')}"
 Matcher = llguidance.LLMatcher
 Vocabulary = llguidance.LLTokenizer
+
+
+# Of every grammar: forced text may be split into tokens in any way, as every other text.
+HEADER: Final = '%llguidance {"no_forcing": true}\n'
 
 
 class GbnfError(Exception):
@@ -41,6 +47,8 @@ ADMISSION: Final = _limits(1)
 RUNNING: Final = _limits(10)
 
 
+# Of a vocabulary of bytes: the token behind them.
+_PROBE_END: Final = 256
 # Of texts within quotes, in characters: more take memory and time when a vocabulary is made, and a look for each mask.
 _SLICED_LENGTHS: Final = (6, 10, 14, 20, 28, 40)
 
@@ -112,6 +120,40 @@ def compiled(text: str, vocab: Vocabulary, limits: llguidance.LLParserLimits) ->
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher
+
+
+@cache
+def _probe_vocabulary() -> Vocabulary:
+    return byte_vocabulary({}, {_PROBE_END})
+
+
+def can_begin(schema: str) -> bool:
+    """True if an object that satisfies a schema can have a first property, or if that cannot be told.
+
+    Args:
+        schema: of objects that have one, as the library gets it.
+    """
+    matcher = compiled(f"{HEADER}start: %json {schema}\n", _probe_vocabulary(), ADMISSION)
+    if matcher.is_error():
+        return "Unsatisfiable" not in matcher.get_error()
+    matcher.consume_token(ord("{"))
+    mask = matcher.compute_logit_bias()
+    return not matcher.is_error() and bool(mask[ord('"')])
+
+
+def is_match(expression: str, text: str) -> bool:
+    """True if an expression is found in a text, as `pattern` of a schema would, or if that cannot be told."""
+    return "Unsatisfiable" not in _fault_of({"type": "string", "pattern": expression, "const": text})
+
+
+def has_longer(expression: str, length: int) -> bool:
+    """True if an expression is found in a text of more than so many characters."""
+    return not _fault_of({"type": "string", "pattern": expression, "minLength": length + 1})
+
+
+def _fault_of(schema: Mapping[str, object]) -> str:
+    grammar = f"{HEADER}start: %json {json.dumps(schema, ensure_ascii=False)}\n"
+    return str(compiled(grammar, _probe_vocabulary(), ADMISSION).get_error())
 
 
 def lark_of_regex(expression: str) -> str:

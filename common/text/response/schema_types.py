@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Final
 
-from common.constraints import json_schema
+from common.constraints import subschemas
 from common.text.response.values import schema_types
 
 TEXT: Final = "string"
@@ -203,7 +203,7 @@ def with_root(schema: Any, root: Mapping[str, Any]) -> Any:
     references = [*_references(schema)]
     if not references:
         return schema
-    known = json_schema.definitions(root)
+    known = subschemas.definitions(root)
     if all(each.startswith(("#/$defs/", "#/definitions/")) for each in [*references, *_references(known)]):
         return {**schema, **known}
     # The references of a part are those of the whole, which comes along.
@@ -212,7 +212,7 @@ def with_root(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _references(schema: Any) -> list[str]:
-    found = [each["$ref"] for _, each in json_schema.subschemas(schema) if isinstance(each, Mapping) and "$ref" in each]
+    found = [each["$ref"] for _, each in subschemas.walk(schema) if isinstance(each, Mapping) and "$ref" in each]
     return [each for each in found if isinstance(each, str)]
 
 
