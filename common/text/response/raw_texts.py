@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import regex
 
+from common.constraints import ecma
+from common.constraints.formats import INSTEAD
 from common.constraints.library import lark_of_regex
 
 ANY: Final = r"/(.|\n)*/"
@@ -42,9 +44,9 @@ _IPV6: Final = "|".join(
         f":((:{_GROUP}){{1,7}}|:)",
     ]
 )
-_ATOM: Final = "[A-Za-z0-9!#$%&'*+=?^_`{|}~-]+"
 _OF_PATH: Final = f"([A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
 _BEHIND_PATH: Final = rf"(\?{_OF_PATH}*)?(#{_OF_PATH}*)?"
+_OF_HOST: Final = rf"\/\/{_HOST}(:[0-9]{{1,4}})?"
 _NO_YEAR: Final = "~/0000(.|\\n)*/"
 # Of JSON Schema's formats those of `common.constraints.formats`; some of their texts are left out as there.
 FORMATS: Final[Mapping[str, str]] = {
@@ -52,11 +54,11 @@ FORMATS: Final[Mapping[str, str]] = {
     "time": f"/{_TIME}/",
     "date-time": f"/{_DATE}T{_TIME}/ & {_NO_YEAR}",
     "duration": f"/P({_DAYS}(T{_OF_DAY})?|T{_OF_DAY}|{_COUNT}W)/",
-    "email": rf"/{_ATOM}(\.{_ATOM})*@{_HOST}/",
+    "email": f"/{lark_of_regex(INSTEAD['email'].strip('^$'))}/",
     "hostname": f"/{_HOST}/",
     "ipv4": rf"/{_OCTET}(\.{_OCTET}){{3}}/",
     "ipv6": f"/{_IPV6}/",
-    "uri": rf"/[A-Za-z][A-Za-z0-9+.-]*:(\/\/{_HOST}(:[0-9]{{1,4}})?)?(\/{_OF_PATH}+)*\/?{_BEHIND_PATH}/",
+    "uri": rf"/[A-Za-z][A-Za-z0-9+.-]*:({_OF_HOST}|({_OF_HOST})?((\/{_OF_PATH}+)+\/?|\/)){_BEHIND_PATH}/",
     "uuid": f"/{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}/",
 }
 # Of values that are no strings, as texts.
@@ -123,9 +125,13 @@ def found(pattern: str) -> str:
     """A terminal of the texts in which a pattern is found, as JSON Schema looks for it.
 
     Raises:
-        TextError: it has an anchor where a terminal can have none.
+        TextError: it has an anchor where a terminal can have none, or is no expression that can be rewritten.
     """
-    return f"({' | '.join(map(_alternative, _alternatives(pattern)))})"
+    try:
+        rewritten = ecma.rewritten(pattern, without=[])
+    except ecma.ExpressionError as error:
+        raise TextError(f"of its 'pattern', {error}") from None
+    return f"({' | '.join(map(_alternative, _alternatives(rewritten)))})"
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
@@ -146,20 +152,6 @@ def _alternative(pattern: str) -> str:
     inner = pieces[int(begins) : len(pieces) - int(ends)]
     if any(piece["sign"] in ("^", "$") for piece in inner):
         raise TextError("'pattern' has an anchor within")
-    body = "".join(_narrowed(piece) for piece in inner)
-    if regex.search(r"\(\?(?!:)", body):
-        raise TextError("'pattern' has a group that is more than one, such as look-around or flags")
+    body = "".join(piece[0] for piece in inner)
     around = [r"(.|\n)*" * (not begins), f"({lark_of_regex(body)})" if body else "", r"(.|\n)*" * (not ends)]
     return f"/{''.join(around)}/" if any(around) else '""'
-
-
-def _narrowed(piece: Any) -> str:
-    r"""A piece with `\w` and `\d` of ASCII alone."""
-    text: str = piece[0]
-    if piece["escape"]:
-        return {r"\w": "[0-9A-Za-z_]", r"\d": "[0-9]"}.get(text, text)
-    if piece["set"]:
-        if regex.search(r"\\[WDS]", text) or (text.startswith("[^") and regex.search(r"\\[wds]", text)):
-            raise TextError(f"'pattern' has {text!r}, of which it depends on the validator what it is")
-        return text.replace(r"\w", "0-9A-Za-z_").replace(r"\d", "0-9")
-    return text
