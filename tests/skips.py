@@ -30,6 +30,7 @@ ALLOWED = re.compile(
     r"|AITER is installed here"
     r"|this system has no large pages"
     r"|this machine lets no network namespace be made"
+    r"|a package registry is not reachable"
 )
 
 
