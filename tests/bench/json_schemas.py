@@ -2,9 +2,9 @@
 
 A folder has schemas as files; or, as JSONSchemaBench's `maskbench/data` and the official JSON-Schema-Test-Suite have
 them, schemas with instances that are said to be valid or not. Each schema is checked as a router does. For each that is
-served, random walks of its grammar that finish are validated by `jsonschema`, and its instances are compared with what
-the grammar has. Prints counts, refusals by keyword, and everything that is not as it is said; fails where an answer
-could be invalid. `--sample N` takes each N-th file.
+served, `jsonschema` and `jsonschema-rs` validate random walks of its grammar that finish, and its instances are
+compared with what the grammar has. Prints counts, refusals by keyword, and everything that is not as it is said; fails
+where an answer could be invalid or have no end. `--sample N` takes each N-th file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import jsonschema
-
 from common.constraints import library
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
+from tests.schema_checks import Judges, byte_walker, readings
 
 _END: Final = 256
 _VOCABULARY: Final = library.byte_vocabulary({}, {_END})
-_CLOSING: Final = set(b'"]}0')
+_WALKER: Final = byte_walker()
 _QUOTED: Final = re.compile(r"(?:at \S+: )?(.*)")
 _EXAMPLES: Final = 60
 
@@ -79,27 +78,6 @@ def cases(folder: Path, every: int) -> Iterator[Case]:
                 yield Case(name, group, [])
 
 
-def _check_pattern(validator: Any, pattern: str, instance: object, schema: object) -> Iterator[Any]:
-    """`pattern` with the letters and digits of JSON Schema's expressions, which are ASCII; blanks are not."""
-    flags = re.NOFLAG if r"\s" in pattern.lower() else re.ASCII
-    if isinstance(instance, str) and not re.search(pattern, instance, flags):
-        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
-
-
-_extend: Final[Any] = jsonschema.validators.extend
-_Validator: Final = _extend(jsonschema.Draft202012Validator, {"pattern": _check_pattern})
-
-
-def is_valid(schema: Any, value: Any) -> bool | None:
-    """True if jsonschema, formats included, takes a value; None where it cannot say."""
-    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    try:
-        return bool(_Validator(schema, format_checker=checker).is_valid(value))
-    # Expressions and references that are none for it.
-    except Exception:
-        return None
-
-
 def look(case: Case, found: Found, rnd: random.Random, walks: int) -> None:
     """Checks one schema, its instances, and walks of its grammar."""
     began = time.perf_counter()
@@ -112,22 +90,21 @@ def look(case: Case, found: Found, rnd: random.Random, walks: int) -> None:
         return
     found.milliseconds.append((time.perf_counter() - began) * 1e3)
     found.served += 1
-    start = library.compiled(text, _VOCABULARY, library.RUNNING)
+    start, judges = library.compiled(text, _VOCABULARY, library.RUNNING), Judges(case.schema)
     for description, value, valid in case.tests:
         said, has = ("valid" if valid else "invalid"), _has(start, value)
         found.instances[f"{said}, {'in' if has else 'not in'} the grammar"] += 1
         if has != valid:
-            also = "" if is_valid(case.schema, value) is not has else ", jsonschema sees it as the grammar does"
+            also = "" if bool(judges.refused_by(value)) is has else ", validators see it as the grammar does"
             found.note(f"{said}, but {'in' if has else 'not in'} the grammar{also}", f"{case.name}: {description}")
-    for _ in range(walks):
-        answer = _walk(start, rnd)
-        if answer is None:
-            found.walks["not finished"] += 1
-        elif (is_right := is_valid(case.schema, json.loads(answer))) is not False:
-            found.walks["valid" if is_right else "finished, and jsonschema cannot say"] += 1
-        else:
+    for walk in _WALKER.walks(text, rnd, walks, most=600):
+        found.walks[walk.end] += 1
+        if walk.end == "dead":
+            found.note("nothing can follow", f"{case.name}: {walk.text.decode(errors='replace')}")
+        values = readings(walk.text) if walk.end == "whole" else []
+        if by := next((by for value in values if (by := judges.refused_by(value))), ""):
             found.walks["INVALID"] += 1
-            found.note("finished, but not valid", f"{case.name}: {answer.decode()}")
+            found.note(f"whole, and refused by {by}", f"{case.name}: {walk.text.decode()}")
 
 
 def _reason(error: InvalidFieldError) -> str:
@@ -140,25 +117,6 @@ def _has(start: library.Matcher, value: Any) -> bool:
     matcher = start.deep_copy()
     data = list(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"))
     return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
-
-
-def _walk(start: library.Matcher, rnd: random.Random, most: int = 600) -> bytes | None:
-    """A random text of a grammar, byte by byte, mostly one that ends soon; None if it does not."""
-    matcher, text = start.deep_copy(), bytearray()
-    while len(text) < most:
-        if matcher.is_stopped():
-            return bytes(text)
-        mask = matcher.compute_logit_bias()
-        allowed = [token for token in range(_END + 1) if mask[token]]
-        if matcher.is_error() or not allowed:
-            return None
-        if _END in allowed and (rnd.random() < 0.5 or allowed == [_END]):
-            return bytes(text)
-        some = [token for token in allowed if token in _CLOSING] if rnd.random() < 0.6 else []
-        some = some or [token for token in allowed if token > 0x20 and token != _END] or allowed
-        text.append(token := rnd.choice([one for one in some if one != _END]))
-        matcher.consume_token(token)
-    return None
 
 
 def report(folder: Path, found: Found, seconds: float) -> None:
@@ -195,7 +153,7 @@ def main() -> None:
         for case in cases(folder, options.sample):
             look(case, found, rnd, options.walks)
         report(folder, found, time.perf_counter() - began)
-        failed |= bool(found.walks["INVALID"])
+        failed |= bool(found.walks["INVALID"] or found.walks["dead"])
     sys.exit(failed)
 
 
