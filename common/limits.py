@@ -81,6 +81,8 @@ MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
 # What a worker may say of itself: tokens of a KV block and of a sequence.
 MAX_BLOCK_TOKENS = 1 << 16
 MAX_MODEL_LEN = 1 << 30
+# Of JSON in a field: what renders it takes one of Python's 1,000 frames for each.
+MAX_JSON_LEVELS = 500
 # Entries of any list of messages: each is looked at in Python, which takes microseconds.
 MAX_LIST_ENTRIES = 65_536
 MAX_TEMPLATE_S = 2.0

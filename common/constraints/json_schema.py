@@ -8,7 +8,7 @@ must be, and whether anything satisfies the schema at all, the library says.
 from __future__ import annotations
 
 import json
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from common.constraints import numbers
 from common.constraints.formats import FORMATS
@@ -16,6 +16,7 @@ from common.constraints.library import can_begin, has_longer
 from common.constraints.library_form import NOTES, has_plain_names, library_form
 from common.constraints.names import without_dead_ends
 from common.constraints.subschemas import MAPS, SchemaError, walk
+from common.json_text import JsonError, json_value
 
 # Between the tokens of JSON: enough for indented output, and no endless row of blanks.
 WHITESPACE: Final = r"[ \n]{0,20}"
@@ -53,16 +54,9 @@ def parsed(text: str) -> Any:
         SchemaError: as `canonical`.
     """
     try:
-        schema = json.loads(
-            text,
-            object_pairs_hook=_distinct,
-            parse_constant=_refuse_constant,
-            parse_float=numbers.Written.of,
-        )
-    except RecursionError:
-        raise SchemaError("", "it is nested too deeply") from None
-    except ValueError as error:
-        raise SchemaError("", f"it is not valid JSON: {error}") from None
+        schema = json_value(text, numbers.Written.of)
+    except JsonError as error:
+        raise SchemaError(error.place, f"it {error.problem}") from None
     if not isinstance(schema, dict | bool):
         raise SchemaError("", "it is another JSON value than an object or a boolean")
     try:
@@ -72,19 +66,9 @@ def parsed(text: str) -> Any:
 
 
 def _served(schema: Any) -> Any:
-    if not _is_unicode(schema):
-        raise SchemaError("", "it has half of a surrogate pair, which no answer can have")
     for place, subschema in walk(schema):
         _check(place, subschema, is_root=not place)
     return without_dead_ends(library_form(schema), lambda probe: can_begin(dumped(probe)), has_longer)
-
-
-def _is_unicode(schema: Any) -> bool:
-    try:
-        json.dumps(schema, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def dumped(schema: Any) -> str:
@@ -140,17 +124,3 @@ def _check_options(value: Any) -> None:
 
 def _is_positive(value: object) -> bool:
     return numbers.is_number(value) and numbers.exact(value) > 0
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two values of one name neither may be dropped."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"{twice!r} stands twice in an object")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

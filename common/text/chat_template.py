@@ -119,10 +119,17 @@ class ChatTemplate:
             if MARK_START in value or MARK_END in value:
                 raise TemplateInputError("a string has one of the noncharacters U+FDD0 and U+FDD1")
             return mark_special(value, self._special)
+        # Loops, not comprehensions: those take a frame more for each of MAX_JSON_LEVELS.
         if isinstance(value, Mapping):
-            return {self._mark(key): self._mark(item) for key, item in value.items()}
+            marked = {}
+            for key, item in value.items():
+                marked[self._mark(key)] = self._mark(item)
+            return marked
         if isinstance(value, list | tuple):
-            return [self._mark(item) for item in value]
+            items = []
+            for item in value:
+                items.append(self._mark(item))  # noqa: PERF401
+            return items
         return value
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import regex
 
+from common.json_text import is_text
 from common.text.response.regions import Closed, Opened
 from common.text.response.template import CallForm, Field
 from common.text.response.values import part_value, schema_types, typed
@@ -102,12 +103,12 @@ def call_region(opened: Opened, tools: Tools) -> CallRegion:
 
 
 def _any(name: str) -> bool:
-    return bool(name)
+    return bool(name) and is_text(name)
 
 
 def dumps(value: Any) -> str:
-    """JSON as templates write it."""
-    return json.dumps(value, ensure_ascii=False)
+    """JSON as templates write it; half of a surrogate pair stays the escape that the model wrote."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 class _WholeRegion:
