@@ -29,6 +29,7 @@ ALLOWED = re.compile(
     rf"|({'|'.join(map(re.escape, TOOLS))}) is not installed"
     r"|AITER is installed here"
     r"|this system has no large pages"
+    r"|the package registry is not reachable"
     r"|this machine lets no network namespace be made"
     r"|a package registry is not reachable"
 )

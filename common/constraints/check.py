@@ -14,6 +14,7 @@ from typing import Final
 
 from common.constraints import big_stack, faults, json_schema, lark, library
 from common.constraints.forms import GRAMMAR, JSON_SCHEMA, REGEX, Constraint
+from common.constraints.gbnf.reader import GbnfError
 from common.constraints.subschemas import SchemaError
 from common.errors import FieldViolation, InvalidFieldError
 from common.limits import MAX_GRAMMAR_BYTES
@@ -40,6 +41,7 @@ class GrammarChecker:
 
     def __init__(self, special: Mapping[int, str], eos_token_ids: Collection[int]) -> None:
         self._special = dict(special)
+        self._names = frozenset(special.values())
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab: library.Vocabulary | None = None
         self._lock = threading.Lock()
@@ -82,10 +84,10 @@ class GrammarChecker:
 
     def _checked(self, constraint: Constraint, optional_space: bool) -> str:
         try:
-            plain = lark.canonical(constraint)
+            plain = lark.canonical(constraint, special=self._names)
             # Which has a text to begin with whatever is behind the blank, so that it would hide some faults.
-            text = lark.canonical(constraint, optional_space=True) if optional_space else plain
-        except (SchemaError, lark.LarkError, library.GbnfError) as error:
+            text = lark.canonical(constraint, optional_space=True, special=self._names) if optional_space else plain
+        except (SchemaError, lark.LarkError, GbnfError) as error:
             raise _refusal(constraint, str(error)) from None
         size, most = len(plain.encode()), MAX_GRAMMAR_BYTES - _SPACE_BYTES
         if size > most:
@@ -104,7 +106,10 @@ class GrammarChecker:
         if constraint.form == JSON_SCHEMA:
             schema = json_schema.parsed(constraint.texts[0])
             return str(faults.of_schema(schema, lambda text: self._fault(f"{lark.HEADER}start: %json {text}\n")))
-        return faults.of_expression(fault) if constraint.form == REGEX else faults.of_grammar(fault, _FIRST_LINE)
+        if constraint.form == REGEX:
+            return faults.of_expression(fault)
+        is_own_text = constraint.form == GRAMMAR and not lark.is_gbnf(constraint.texts[0])
+        return faults.of_grammar(fault, _FIRST_LINE if is_own_text else None)
 
 
 def _granted(result: str | FieldViolation) -> str:

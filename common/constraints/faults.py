@@ -14,6 +14,7 @@ from common.constraints.subschemas import SchemaError, children, definitions
 _PLACED: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _OF_PARSER: Final = "error: "
 # Of a first mask without a token.
+_PANIC: Final = "panic: "
 _SAID: Final = {"NoExtension": "no text satisfies it", "NoExtensionBias": "no text satisfies it"}
 _OF_SCHEMA: Final = "failed to compile JSON schema: "
 # Schemas that are compiled to find the place of a fault, at most.
@@ -24,14 +25,20 @@ _MOST_CHARACTERS: Final = 300
 Fault = Callable[[str], str]
 
 
-def of_grammar(message: str, first_line: int) -> str:
-    """A fault in a grammar that begins on a line of the canonical text."""
+def place(text: str, at: int) -> str:
+    """The line and column of an index of a text."""
+    line = text.count("\n", 0, at)
+    return f"line {line + 1}, column {at - (text.rfind(chr(10), 0, at) + 1) + 1}"
+
+
+def of_grammar(message: str, first_line: int | None) -> str:
+    """A fault in a grammar that begins on a line of the canonical text; None where this is not the client's text."""
     placed = _PLACED.match(message)
     if placed is None:
         return _short(message)
-    line = int(placed[1]) - first_line + 1
-    place = f"line {line}, column {placed[2]}: " if line > 0 else ""
-    return place + _short(placed[3])
+    line = 0 if first_line is None else int(placed[1]) - first_line + 1
+    where = f"line {line}, column {placed[2]}: " if line > 0 else ""
+    return where + _short(placed[3])
 
 
 def of_expression(message: str) -> str:
@@ -66,6 +73,8 @@ def _of_schema(message: str) -> str:
 
 def _short(message: str) -> str:
     """The line that says most, without what only the library's own callers could do."""
+    if message.startswith(_PANIC):
+        return "the library of grammars fails to compile it"
     lines = message.strip().splitlines() or [""]
     said = next((line.removeprefix(_OF_PARSER) for line in lines if line.startswith(_OF_PARSER)), lines[0])
     return _SAID.get(said, said.partition(". Enable ")[0][:_MOST_CHARACTERS])

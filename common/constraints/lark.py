@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from common.constraints import json_schema, library
+from common.constraints.faults import place
 from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, Constraint
-from common.constraints.library import lark_of_gbnf, lark_of_regex
+from common.constraints.gbnf.writer import lark_of_gbnf
+from common.constraints.lark_ends import endless_rule
+from common.constraints.library import lark_of_regex
 from common.constraints.subschemas import SchemaError
+from common.json_text import JsonError, end_of_value
 
 HEADER: Final = library.HEADER
 _GBNF: Final = "::="
@@ -22,7 +26,7 @@ _OBJECT: Final = '{"type": "object"}'
 # Strings, comments and expressions, in which nothing is looked for; and what is looked for.
 _PARTS: Final = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/'
-    r"|(?P<schema>%json\b\s*)|(?P<option>%llguidance\b|\b(?:temperature|capture|stop_capture)\s*=)"
+    r"|(?P<token><[^<>\s\[][^<>\s]*>)|(?P<schema>%json\b\s*)|(?P<option>%llguidance\b|\b(?:temperature|capture|stop_capture)\s*=)"
 )
 
 
@@ -30,13 +34,14 @@ class LarkError(Exception):
     """A grammar has what is not served; one line, with line and column."""
 
 
-def canonical(constraint: Constraint, *, optional_space: bool = False) -> str:
+def canonical(constraint: Constraint, *, optional_space: bool = False, special: Collection[str] | None = None) -> str:
     """The grammar of a constraint.
 
     Args:
         constraint: of a request.
         optional_space: True if a blank may come first, which the answer's text does not have: the first token of a
             text has one with SentencePiece's kind of tokenizers.
+        special: names of the model's special tokens; None for any.
 
     Raises:
         SchemaError, LarkError, GbnfError: there is none.
@@ -45,8 +50,18 @@ def canonical(constraint: Constraint, *, optional_space: bool = False) -> str:
     if constraint.form != GRAMMAR:
         return f"{HEADER}start: {space}{_body(constraint)}\n"
     (text,) = constraint.texts
-    made = lark_of_gbnf(text) if _GBNF in text else _with_schemas(text)
+    if is_gbnf(text):
+        return f"{HEADER}{lark_of_gbnf(text, optional_space=optional_space, special=special)}\n"
+    made = "".join(_checked_parts(text, special))
+    if (endless := endless_rule(text)) is not None:
+        name, at = endless
+        raise LarkError(f"{place(text, at)}: no text satisfies rule {name!r}: it never ends")
     return f"{HEADER}start: {space}%lark {{\n{made}\n}}\n" if space else f"{HEADER}{made}\n"
+
+
+def is_gbnf(text: str) -> bool:
+    """True if a grammar is in GBNF, not in Lark."""
+    return _GBNF in text
 
 
 def quoted(text: str) -> str:
@@ -69,38 +84,24 @@ def _expression(text: str) -> str:
     return f"/{lark_of_regex(text)}/" if text else '""'
 
 
-def _with_schemas(text: str) -> str:
+def _checked_parts(text: str, special: Collection[str] | None) -> Iterator[str]:
     """A grammar whose schemas are checked and written as the library gets them."""
-    return "".join(_checked_parts(text))
-
-
-def _checked_parts(text: str) -> Iterator[str]:
     done = at = 0
     while (part := _PARTS.search(text, at)) is not None:
         at = part.end()
         if part["option"]:
-            raise LarkError(f"{_place(text, part.start())}: {part['option'].rstrip(' =')!r} is not supported")
+            raise LarkError(f"{place(text, part.start())}: {part['option'].rstrip(' =')!r} is not supported")
+        if part["token"] and special is not None and part["token"] not in special:
+            raise LarkError(f"{place(text, part.start())}: unknown special token {part['token']!r}")
         if part["schema"]:
-            end = _end_of_json(text, at)
             try:
+                end = end_of_value(text, at)
                 schema = json_schema.canonical(text[at:end])
+            except JsonError as error:
+                raise LarkError(f"{place(text, at)}: the schema {error}") from None
             except SchemaError as error:
-                raise LarkError(f"{_place(text, at)}: of its schema, {error}") from None
+                raise LarkError(f"{place(text, at)}: of its schema, {error}") from None
             yield text[done:at]
             yield schema
             done = at = end
     yield text[done:]
-
-
-def _end_of_json(text: str, start: int) -> int:
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
-    except RecursionError:
-        raise LarkError(f"{_place(text, start)}: the schema is nested too deeply") from None
-    except ValueError as error:
-        raise LarkError(f"{_place(text, start)}: the schema is not valid JSON: {error}") from None
-
-
-def _place(text: str, at: int) -> str:
-    line = text.count("\n", 0, at)
-    return f"line {line + 1}, column {at - (text.rfind(chr(10), 0, at) + 1) + 1}"

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from typing import Final
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 # Part of what an answer depends on: masks are this version's.
 ENGINE: Final = f"llguidance {version('llguidance')}"
@@ -24,10 +23,6 @@ Vocabulary = llguidance.LLTokenizer
 
 # Of every grammar: forced text may be split into tokens in any way, as every other text.
 HEADER: Final = '%llguidance {"no_forcing": true}\n'
-
-
-class GbnfError(Exception):
-    """A text is no GBNF; one line, with the place where that is known."""
 
 
 def _limits(factor: int) -> llguidance.LLParserLimits:
@@ -159,21 +154,3 @@ def _fault_of(schema: Mapping[str, object]) -> str:
 def lark_of_regex(expression: str) -> str:
     """The expression as a grammar writes it between slashes."""
     return llguidance.regex_to_lark(expression, "")
-
-
-def lark_of_gbnf(text: str) -> str:
-    """The Lark form of a grammar in GBNF.
-
-    Raises:
-        GbnfError: it is none.
-    """
-    try:
-        # Behind its own header.
-        return gbnf_to_lark(text).removeprefix("%llguidance {}").lstrip("\n")
-    except GbnfToLarkError as error:
-        raise GbnfError(" ".join(str(error).split())) from None
-    except RecursionError:
-        raise GbnfError("it is nested too deeply") from None
-    # Of other faults, such as a rule that is missing, it raises a bare Exception.
-    except Exception as error:
-        raise GbnfError(" ".join(str(error).split())) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,39 @@ def test_forms(given: Any, good: str, bad: str) -> None:
     assert not takes(grammar, f" {good}")
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('start: "x" start', "line 1, column 1: no text satisfies rule 'start'"),
+        ('start: "a" | "b" x\nx: "c" x', "line 2, column 1: no text satisfies rule 'x'"),
+        ('start: a?\na: "x" a', "line 2, column 1: no text satisfies rule 'a'"),
+        ('start: (a | "y" b)+\na: "x" "y"\nb: ("z" | "w") b ~ 1..2', "line 3, column 1: no text satisfies rule 'b'"),
+        ('start: a\n  | b\n\n// c\n  | "c"\na: a{2} "x"\nb: "b"', "line 6, column 1: no text satisfies rule 'a'"),
+        ('start: a\na: %json {"const": "b: b"} a', "line 1, column 1: no text satisfies rule 'start'"),
+        ('start: "x" (start | "y")', ""),
+        ('start: "x" start? | start* start{0,3} start ~ 0..2 "z" [start]', ""),
+        ('start: a\na[lazy]: T // a: a\nT: /b: b/ | "c: c"\n  | "d"', ""),
+        ('start: %lark {\nstart: "}" y\ny: "a" "z"\n} "b"', ""),
+        ('%ignore / +/\nstart: ( "a" | [ "b" ] ) -> first\n | "c"', ""),
+        ('start: perm::0x0\nperm::_: "" %if is_ones([0:2])\n | "a" perm::set_bit(0) %if bit_clear(0)', ""),
+    ],
+)
+def test_lark_rule_without_end_refused(text: str, rule: str) -> None:
+    if rule:
+        with pytest.raises(InvalidFieldError, match=re.escape(rule)):
+            check({"grammar": text})
+    else:
+        check({"grammar": text})
+
+
+def test_unknown_special_token_of_model_without_any_refused_by_name() -> None:
+    """The library's own refusal was the text of a panic."""
+    checker = GrammarChecker({}, {5})
+    for text in ("start: <|unknown|>", "root ::= <|unknown|>"):
+        with pytest.raises(InvalidFieldError, match=r"line 1, column \d+: unknown special token '<\|unknown\|>'"):
+            checker.check(Constraint("grammar", (text,)), optional_space=False)
+
+
 def test_special_tokens_are_named_and_never_spelled() -> None:
     grammar = check({"grammar": 'start: <|tool|> "x" | /.*/'})
     assert takes(grammar, "x", TOOL)
@@ -79,14 +113,15 @@ def test_special_tokens_are_named_and_never_spelled() -> None:
         ({"regex": "a(?=b)"}, "regex", "character 2: look-around"),
         ({"grammar": 'start: "a'}, "grammar", "line 1, column 10: lexer error"),
         ({"grammar": 'start: foo\nfoo: "x" bar'}, "grammar", 'line 2, column 6: unknown name: "bar"'),
-        ({"grammar": "start: <|none|>"}, "grammar", "line 1, column 8: unknown special token"),
+        ({"grammar": "start: <|none|>"}, "grammar", "line 1, column 8: unknown special token '<|none|>'"),
         ({"grammar": 'start: "x"\nfoo[temperature=1]: /a/'}, "grammar", "line 2, column 5: 'temperature'"),
         ({"grammar": 'start: a\na[capture="x"]: /a/'}, "grammar", "line 2, column 3: 'capture'"),
         ({"grammar": '%llguidance {}\nstart: "x"'}, "grammar", "line 1, column 1: '%llguidance'"),
         ({"grammar": 'start: "x"\n  %json {"not": {}}'}, "grammar", "line 2, column 9: of its schema, at its root"),
         ({"grammar": 'start: "x" %json {"a": '}, "grammar", "line 1, column 18: the schema is not valid JSON"),
-        ({"grammar": "start: a\na: a"}, "grammar", "no text satisfies it"),
-        ({"grammar": "root ::= foo"}, "grammar", "Rule 'foo' not found"),
+        ({"grammar": "start: a\na: a"}, "grammar", "line 1, column 1: no text satisfies rule 'start': it never ends"),
+        ({"grammar": "start: <|unknown|>"}, "grammar", "line 1, column 8: unknown special token '<|unknown|>'"),
+        ({"grammar": "root ::= foo"}, "grammar", "line 1, column 10: there is no rule 'foo'"),
         ({"grammar": 'root ::= "a'}, "grammar", "line 1"),
         ({"grammar": 'root := "a" # ::='}, "grammar", "line 1"),
         ({"choices": []}, "choices.texts", "has 0 entries"),
@@ -155,6 +190,14 @@ HOSTILE: dict[str, Any] = {
     "all of references": {"json_schema": {"allOf": [{"$ref": "#/$defs/a0"}], "$defs": references(1600)}},
     "brackets": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
     "brackets of GBNF": {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
+    "aliases of GBNF": {"grammar": chain(lambda i: f"r{i}::=r{i + 1}\n", "root::=r0\n", 'r{}::="x"')},
+    "doubling of GBNF": {"grammar": chain(lambda i: f"r{i}::=r{i + 1} r{i + 1}\n", "root::=r0\n", "r{}::=[a-z]*")},
+    "literal of GBNF": {"grammar": f'root ::= ("(" root ")" | "{"ab" * 31_000}")*'},
+    "stars of GBNF": {"grammar": f'root ::= ("(" root ")" | {"[a-z]* " * 9_000})*'},
+    "words of GBNF": {
+        "grammar": 'root ::= "(" root ")" ' + " ".join(f'| "w{i * 7919 % 65537}" root' for i in range(2800))
+    },
+    "repeated repetitions of GBNF": {"grammar": f'root ::= ("(" root ")" | {"(" * 30}[a-z]{"{1,999})" * 30})*'},
     "groups": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
     "power of sets": {"json_schema": {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(20)]}},
     "repetitions": {"regex": "((((a{1,999}){1,999}){1,999}){1,999}){1,999}"},

@@ -1,0 +1,1 @@
+"""Grammars in GBNF, the form that llama.cpp has, as grammars of the library."""

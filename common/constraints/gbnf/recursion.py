@@ -1,0 +1,64 @@
+"""Repetitions for rules that end with themselves: `ws ::= ([ \\t\\n] ws)?` has the texts of `[ \\t\\n]*`.
+
+The library's parser takes a step more for each such end at every byte, and a rule that refers to itself is no terminal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.constraints.gbnf.reader import EMPTY, Choice, Node, Ref, Repeat, Sequence, children
+
+
+class _Parts(NamedTuple):
+    """A rule's body as alternatives.
+
+    Attributes:
+        again: what comes before the rule itself, in those that end with it.
+        ends: the others.
+    """
+
+    again: tuple[Node, ...]
+    ends: tuple[Node, ...]
+
+
+def with_repetition(name: str, body: Node) -> Node:
+    """The body of a rule as a repetition where it ends with itself, and refers to itself nowhere else in its body."""
+    parts = _split(name, body)
+    if parts is None or not parts.again or not parts.ends:
+        return body
+    return Sequence((Repeat(_choice(parts.again), 0, None), _choice(parts.ends)))
+
+
+def _split(name: str, node: Node) -> _Parts | None:
+    """None where the rule comes before the end of an alternative."""
+    if isinstance(node, Ref) and node.name == name:
+        return _Parts((EMPTY,), ())
+    if isinstance(node, Choice):
+        every = [_split(name, item) for item in node.items]
+        known = [parts for parts in every if parts is not None]
+        if len(known) < len(every):
+            return None
+        return _Parts(
+            tuple(one for parts in known for one in parts.again), tuple(one for parts in known for one in parts.ends)
+        )
+    if isinstance(node, Repeat) and (node.least, node.most) == (0, 1):
+        parts = _split(name, node.item)
+        return None if parts is None else _Parts(parts.again, (*parts.ends, EMPTY))
+    if isinstance(node, Sequence) and node.items:
+        *before, last = node.items
+        parts = _split(name, last)
+        if parts is None or any(_refers(name, item) for item in before):
+            return None
+        return _Parts(*(tuple(Sequence((*before, one)) for one in some) for some in parts))
+    return None if _refers(name, node) else _Parts((), (node,))
+
+
+def _refers(name: str, node: Node) -> bool:
+    if isinstance(node, Ref):
+        return node.name == name
+    return any(_refers(name, inner) for inner in children(node))
+
+
+def _choice(items: tuple[Node, ...]) -> Node:
+    return items[0] if len(items) == 1 else Choice(items)
