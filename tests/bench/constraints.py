@@ -56,6 +56,19 @@ def _schema(**of_texts: Any) -> dict[str, Any]:
     return {"constraint": {"json_schema": {"type": "array", "minItems": 1000, "items": person}}}
 
 
+# As llama.cpp's own grammar of JSON, with more rows than an answer has room for.
+_GBNF: Final = r"""
+root ::= "[" ws person ("," ws person){999,} "]"
+person ::= "{" ws "\"name\"" ws ":" ws string "," ws "\"data\"" ws ":" ws value "}" ws
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
 NONE: Final = "none"
 _ANY: Final[dict[str, Any]] = {"constraint": {"json_object": True}}
 WAYS: Final[dict[str, list[dict[str, Any]]]] = {
@@ -63,6 +76,7 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
     "JSON Schema": [_schema()],
     "the same, texts of at most 40 characters": [_schema(maxLength=40)],
     "any JSON object": [_ANY],
+    "JSON by a grammar in GBNF": [{"constraint": {"grammar": _GBNF}}],
     "every second answer the schema, others none": [{}, _schema()],
     # Drafts end these answers before the others, which then go on in smaller steps.
     "every second answer the schema without drafts, others none": [{}, {**_schema(), "num_drafts": 0}],
