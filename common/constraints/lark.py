@@ -13,7 +13,7 @@ from typing import Final
 
 from common.constraints import json_schema, library
 from common.constraints.faults import place
-from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, Constraint
+from common.constraints.forms import CHOICES, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
 from common.constraints.gbnf.writer import lark_of_gbnf
 from common.constraints.lark_ends import endless_rule
 from common.constraints.library import lark_of_regex
@@ -47,6 +47,9 @@ def canonical(constraint: Constraint, *, optional_space: bool = False, special: 
         SchemaError, LarkError, GbnfError: there is none.
     """
     space = '" "? ' if optional_space else ""
+    if space and constraint.form in (REGEX, CHOICES):
+        # One terminal: beside one that begins with a blank too, that of a blank alone would be given up too late.
+        return f"{HEADER}start: T\nT: {space}{_body(constraint)}\n"
     if constraint.form != GRAMMAR:
         return f"{HEADER}start: {space}{_body(constraint)}\n"
     (text,) = constraint.texts

@@ -64,6 +64,14 @@ def test_forms(given: Any, good: str, bad: str) -> None:
     assert not takes(grammar, f" {good}")
 
 
+@pytest.mark.parametrize("given", [{"choices": ["a", " ab"]}, {"regex": "a| ab"}])
+def test_optional_space_hides_no_text(given: Any) -> None:
+    grammar = check(given, optional_space=True)
+    for text in ("a", " a", " ab", "  ab"):
+        assert takes(grammar, text), text
+    assert not takes(grammar, "ab")
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
