@@ -14,8 +14,8 @@ from common.constraints.faults import place
 
 ROOT: Final = "root"
 # Brackets within each other, and nodes within each other: what recursion over a rule has room for.
-_MAX_BRACKETS: Final = 100
-MAX_DEPTH: Final = 300
+_MAX_BRACKETS: Final = 60
+MAX_DEPTH: Final = 200
 # Of one repetition: more than an answer has characters.
 MAX_TIMES: Final = 1_000_000
 _LAST_CHARACTER: Final = 0x10FFFF

@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import Final
 
+from common.constraints.gbnf.loops import with_whole_texts
 from common.constraints.gbnf.reader import (
     ROOT,
     Chars,
     Choice,
+    GbnfError,
     Node,
     Ref,
     Repeat,
@@ -47,9 +49,12 @@ def lark_of_gbnf(text: str, *, optional_space: bool = False, special: Collection
     start: Node = Ref(ROOT, 0)
     if optional_space:
         start = Sequence((Repeat(Chars(((0x20, 0x20),)), 0, 1), start))
-    read = {name: with_repetition(name, body) for name, body in parsed(text, special).items()}
-    rules = Rules({_START: start, **read}, _START)
-    return _Writer(rules, Terminals(rules)).written()
+    try:
+        read = {name: with_repetition(name, body) for name, body in parsed(text, special).items()}
+        rules = Rules(with_whole_texts(Rules({_START: start, **read}, _START)), _START)
+        return _Writer(rules, Terminals(rules)).written()
+    except RecursionError:
+        raise GbnfError("it is nested too deeply") from None
 
 
 class _Writer:

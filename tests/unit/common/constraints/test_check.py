@@ -203,7 +203,7 @@ HOSTILE: dict[str, Any] = {
     "literal of GBNF": {"grammar": f'root ::= ("(" root ")" | "{"ab" * 31_000}")*'},
     "stars of GBNF": {"grammar": f'root ::= ("(" root ")" | {"[a-z]* " * 9_000})*'},
     "words of GBNF": {
-        "grammar": 'root ::= "(" root ")" ' + " ".join(f'| "w{i * 7919 % 65537}" root' for i in range(2800))
+        "grammar": 'root ::= "z" | "(" root ")" ' + " ".join(f'| "w{i * 7919 % 65537}" root' for i in range(2800))
     },
     "repeated repetitions of GBNF": {"grammar": f'root ::= ("(" root ")" | {"(" * 30}[a-z]{"{1,999})" * 30})*'},
     "groups": {"regex": "(" * 30_000 + "a" + ")" * 30_000},

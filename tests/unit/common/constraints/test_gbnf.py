@@ -59,8 +59,16 @@ note ::= "//" [^\n]* "\n"
 block-note ::= "/*" ( [^*] | ("*" [^/]) )* "*/"
 blank ::= [ \t\n]+
 """
+MARKED = r"""
+root ::= content
+content ::= ([^<{] | "\n"+ | element | block)*
+element ::= "<" tag ">" content "</" tag ">"
+block ::= "{" line+ "}"
+line ::= [^{}]+ "\n" | block "\n"?
+tag ::= [a-z]+
+"""
 FENCED = 'root ::= "```" code "```"\ncode ::= [^~]*'
-GRAMMARS = {"arithmetic": ARITHMETIC, "JSON": OLD_JSON, "program": PROGRAM, "fenced": FENCED}
+GRAMMARS = {"arithmetic": ARITHMETIC, "JSON": OLD_JSON, "program": PROGRAM, "fenced": FENCED, "marked": MARKED}
 
 
 def check(text: str, *, optional_space: bool = False) -> str:
@@ -127,6 +135,9 @@ def takes(grammar: str, text: str, *before: int) -> bool:
         ('root ::= a | "r"\na ::= b\nb ::= root "s" | "t"', ["r", "tss", "rs"], ["s"]),
         # One text in two spellings, of which the library's trees of literals made a panic.
         ('root ::= ("a" "bc" | a ("b" "c"){1} | "abc" | "è" "è" | "èè") "d"\na ::= "a" | "a"', ["abcd", "èèd"], ["a"]),
+        # Loops of texts and of what recurs.
+        ('root ::= ([a-c] | "(" root ")")*', ["", "ab(c)a", "()(())"], ["(", "ab)"]),
+        ('root ::= item+\nitem ::= word | "(" item* ")" | item "!"\nword ::= [a-z]+ | "-"', ["ab!", "-(a-())x!!"], []),
         # Alternatives without an end are not begun.
         ('root ::= "a" | "b" x | y\nx ::= "c" x\ny ::= [z-a] root', ["a"], ["b", "bc"]),
         ('root ::= "a" x?\nx ::= "c" x', ["a"], ["ac"]),

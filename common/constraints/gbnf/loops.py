@@ -1,0 +1,90 @@
+"""Loops of texts and of what recurs: `([^<] | element)*` has the texts of `[^<]* (element [^<]*)*`.
+
+In the first form a text may follow another one, so that each is read by characters; in the second one `[^<]*` is a
+terminal.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from common.constraints.gbnf.reader import Choice, Node, Ref, Repeat, Sequence, children
+from common.constraints.gbnf.rules import Rules
+
+# Rules that are looked into for the alternatives of a loop, within each other.
+_MOST_RULES: Final = 8
+
+
+class _Parts(NamedTuple):
+    """Alternatives of a node: those that may be terminals, and the others."""
+
+    texts: tuple[Node, ...]
+    others: tuple[Node, ...]
+
+
+def with_whole_texts(rules: Rules) -> dict[str, Node]:
+    """The rules with such loops in the second form."""
+    return _Loops(rules).rewritten()
+
+
+class _Loops:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        # Of rules that loops refer to, the alternatives as rules of their own; no rule of a grammar has such a name.
+        self._made: dict[str, Node] = {}
+        self._parts: dict[str, _Parts] = {}
+
+    def rewritten(self) -> dict[str, Node]:
+        made = {name: self._node(body) for name, body in self._rules.rules.items()}
+        # More are found meanwhile.
+        for name in (waiting := list(self._made)):
+            known = len(self._made)
+            made[name] = self._node(self._made[name])
+            waiting += list(self._made)[known:]
+        return made
+
+    def _node(self, node: Node) -> Node:
+        if not children(node) or self._rules.sizes.get(node) is not None:
+            return node
+        if isinstance(node, Sequence | Choice):
+            return type(node)(tuple(self._node(item) for item in node.items))
+        assert isinstance(node, Repeat)
+        texts, others = self._split(node.item, 0)
+        if not texts or not others or node.most is not None or node.least > 1:
+            return Repeat(self._node(node.item), node.least, node.most)
+        some = Repeat(_choice(texts), 0, None)
+        turn = Sequence((_choice(tuple(self._node(other) for other in others)), some))
+        if node.least == 0:
+            return Sequence((some, Repeat(turn, 0, None)))
+        one = Sequence((Repeat(_choice(texts), 1, None), Repeat(turn, 0, None)))
+        return Choice((one, Repeat(turn, 1, None)))
+
+    def _split(self, node: Node, depth: int) -> _Parts:
+        if self._rules.sizes.get(node) is not None:
+            return _Parts((node,), ())
+        if isinstance(node, Ref) and depth < _MOST_RULES:
+            if node.name not in self._parts:
+                # As it is, where the rule refers to itself.
+                self._parts[node.name] = _Parts((), (node,))
+                self._parts[node.name] = self._split_rule(node, depth + 1)
+            return self._parts[node.name]
+        if not isinstance(node, Choice):
+            return _Parts((), (node,))
+        every = [self._split(item, depth) for item in node.items]
+        return _Parts(
+            tuple(one for parts in every for one in parts.texts), tuple(one for parts in every for one in parts.others)
+        )
+
+    def _split_rule(self, ref: Ref, depth: int) -> _Parts:
+        body = self._rules.rules.get(ref.name, ref)
+        texts, others = self._split(body, depth) if isinstance(body, Choice) else _Parts((), (body,))
+        if not texts or not others:
+            return _Parts((), (ref,))
+        text, other = f"{ref.name} text", f"{ref.name} other"
+        self._made[text] = _choice(texts)
+        self._made[other] = _choice(others)
+        return _Parts((Ref(text, ref.at),), (Ref(other, ref.at),))
+
+
+def _choice(items: tuple[Node, ...]) -> Node:
+    return items[0] if len(items) == 1 else Choice(items)
