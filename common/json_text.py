@@ -138,7 +138,7 @@ def _decoder(read_float: Callable[[str], float]) -> json.JSONDecoder:
             value = read_float(digits)
         except ValueError:
             value = math.inf
-        return value if math.isfinite(value) else _Fault("is a number that 64 bits cannot hold")
+        return value if math.isfinite(value) else _Fault("is a number that is too large: 64 bits are served")
 
     return json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=number, parse_constant=_constant)
 
