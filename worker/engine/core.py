@@ -265,7 +265,8 @@ class EngineCore:
         """Ends sequences whose grammars do not compile; the others can be scheduled when theirs are there."""
         for seq in self._compiling:
             if seq.compiling is not None and seq.compiling.done() and (error := seq.compiling.exception()):
-                self.scheduler.abort(seq.id, now=now, reason=EndReason.INVALID, message=str(error))
+                # It was admitted, and takes more work with the model's own tokens than it may.
+                self.scheduler.abort(seq.id, now=now, reason=EndReason.CONSTRAINT_FAILED, message=str(error))
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:

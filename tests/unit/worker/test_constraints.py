@@ -355,7 +355,7 @@ def test_a_sequence_waits_for_its_grammar_and_nobody_for_it(runner: ModelRunner)
     grammars.futures["bad"].set_exception(GrammarError("the grammar does not compile: so"))
     (output,) = core.step().outputs
     assert output.end is not None
-    assert (output.request_id, output.end.reason) == (bad.id, EndReason.INVALID)
+    assert (output.request_id, output.end.reason) == (bad.id, EndReason.CONSTRAINT_FAILED)
     assert output.end.message == "the grammar does not compile: so"
     grammars.futures[text].set_result(None)
     reasons = [out.end_reason for _ in range(6) for out in core.step().outputs if out.finished]

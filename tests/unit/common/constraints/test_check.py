@@ -199,7 +199,6 @@ HOSTILE: dict[str, Any] = {
     "brackets": {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
     "brackets of GBNF": {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
     "aliases of GBNF": {"grammar": chain(lambda i: f"r{i}::=r{i + 1}\n", "root::=r0\n", 'r{}::="x"')},
-    "doubling of GBNF": {"grammar": chain(lambda i: f"r{i}::=r{i + 1} r{i + 1}\n", "root::=r0\n", "r{}::=[a-z]*")},
     "literal of GBNF": {"grammar": f'root ::= ("(" root ")" | "{"ab" * 31_000}")*'},
     "stars of GBNF": {"grammar": f'root ::= ("(" root ")" | {"[a-z]* " * 9_000})*'},
     "words of GBNF": {
