@@ -29,6 +29,7 @@ from common.config_parts import NGRAM
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig
+from worker.engine.drafter import Proposer
 from worker.engine.finished_answers import MOST_OF_PREFIX, FinishedAnswers
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
@@ -41,7 +42,7 @@ PROMPT = 32
 LONGEST = 1024
 
 
-class Right:
+class Right(Proposer):
     """Proposes what comes, each token with a given probability; something else behind the first wrong one."""
 
     def __init__(self, streams: Mapping[int, list[int]], share: float, rnd: random.Random) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from worker.engine.drafter import Proposer
 from worker.engine.sequence import Sequence
 from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.rejection_sampler import RejectionSampler
@@ -22,7 +23,7 @@ def streams_of(answers: Iterable[Mapping[str, Any]]) -> Streams:
     return {(answer["seed"], answer["index"]): answer["token_ids"] for answer in answers}
 
 
-class RandomProposer:
+class RandomProposer(Proposer):
     """Knows what comes, and says so for a while.
 
     Args:

@@ -40,6 +40,9 @@ class Proposer(Protocol):
         """At most `most` token ids of the model's vocabulary, which may be wrong; none where there is no guess."""
         ...
 
+    def forget(self, seq: Sequence) -> None:
+        """Frees what is kept of an ended sequence. One that keeps nothing has nothing to do."""
+
 
 def make_answers(spec: SpeculativeConfig | None) -> FinishedAnswers | None:
     """The finished answers that a proposer looks through; None where it does not."""
@@ -92,6 +95,12 @@ class Drafter:
         self.proposer = proposer
         self.lengths = lengths
 
+    def forget(self, seq: Sequence) -> None:
+        """Frees what is kept of an ended sequence."""
+        self._forced.forget(seq)
+        if self.proposer is not None:
+            self.proposer.forget(seq)
+
     def fill(self, step: Step) -> None:
         """Adds drafts to the decodes of a step, in their order."""
         if not self._limits.mtp_k and not self._forced:
@@ -138,10 +147,10 @@ class Drafter:
             return
         for seq in batch.columns.rows:
             self._forced.come(seq)
-            if seq.id in runs:
+            # One that was aborted meanwhile is forgotten already.
+            if seq.id in runs and not seq.is_finished:
                 first, token_ids = runs[seq.id]
                 self._forced.note(seq, first, tuple(token_ids))
-        self._forced.keep(self._lifecycle.live)
 
     def ask(self, batch: ScheduledBatch) -> None:
         """Notes in a batch how many drafts of each sequence the runner is to propose, whose KV has slots; and the

@@ -7,7 +7,6 @@ the tokens that come, verified or not.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -70,6 +69,6 @@ class ForcedText:
         run = self._runs.get(seq.id)
         return self._rates if run is None else run.rates
 
-    def keep(self, live: Container[int]) -> None:
-        """Forgets the sequences that are not among these ids."""
-        self._runs = {seq_id: run for seq_id, run in self._runs.items() if seq_id in live}
+    def forget(self, seq: Sequence) -> None:
+        """Frees what is kept of an ended sequence."""
+        self._runs.pop(seq.id, None)

@@ -154,6 +154,7 @@ class Scheduler:
             return False
         stop = Stop("aborted", reason)
         self.lifecycle.end(seq, stop, now)
+        self.drafter.forget(seq)
         self.lifecycle.emit_end(seq, [], stop, message=message)
         return True
 
@@ -257,8 +258,9 @@ class Scheduler:
         finished = self.landing.take(seqs, batch, fwd_output, now)
         self._ended = now if self.lifecycle.live else None
         self.drafter.note_forced(batch, fwd_output.forced_token_ids or {})
-        if self._answers is not None:
-            for seq in finished:
+        for seq in finished:
+            self.drafter.forget(seq)
+            if self._answers is not None:
                 self._answers.add(seq)
         if stream_output_queue is not None:
             stream_output_queue.put_nowait(self.take_outputs())

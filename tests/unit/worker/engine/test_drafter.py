@@ -19,6 +19,7 @@ from tests.unit.worker.engine.test_deferred import land
 from worker.engine import ngram_proposer
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
+from worker.engine.drafter import Proposer
 from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
@@ -27,7 +28,7 @@ from worker.simulation.runner import SimulatedRunner
 VOCAB, EOS, SIZE = 40, 0, 16
 
 
-class Fixed:
+class Fixed(Proposer):
     """Proposes these drafts, whatever there is."""
 
     def __init__(self, *drafts: int) -> None:
@@ -37,7 +38,7 @@ class Fixed:
         return self.drafts[:most]
 
 
-class Knowing:
+class Knowing(Proposer):
     """Proposes what comes, and something else after a while."""
 
     def __init__(self, runner: SimulatedRunner, rnd: random.Random) -> None:
@@ -268,3 +269,28 @@ def test_lookup_takes_nothing_from_another_sequence_of_that_id() -> None:
     proposer = NgramProposer(1, 2)
     assert proposer.propose(Sequence([1, 2, 1], SIZE, id=7), 1) == [2]
     assert proposer.propose(Sequence([1, 3, 1], SIZE, id=7), 1) == [3]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_lookup_keeps_live_sequences_alone(deferred: bool) -> None:
+    """Beside preemptions and aborts, with steps in flight: what ended holds no tokens, and what is counted is kept."""
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        rnd = random.Random(seed)
+        settings = config(3, num_kvcache_blocks=6, max_num_batched_tokens=24, deferred_output=deferred)
+        core = EngineCore(settings, SimulatedRunner(3, EOS, num_blocks=6, eos_every=60))
+        proposer, lifecycle = core.scheduler.drafter.proposer, core.scheduler.lifecycle
+        assert isinstance(proposer, NgramProposer)
+        seqs = [Sequence([1, 2] * 9, SIZE, SamplingParams(max_tokens=rnd.randint(9, 40)), seed=i) for i in range(6)]
+        core.add_group(seqs)
+        while core.has_unfinished():
+            if rnd.random() < 0.03:
+                seen["aborts"] += core.abort(rnd.choice(seqs).id)
+            core.step()
+            assert proposer._kept.keys() <= lifecycle.live.keys()
+            assert proposer._num_kept == sum(kept.size for kept in proposer._kept.values())
+            seen["kept"] += len(proposer._kept)
+        core.close()
+        assert not proposer._kept
+        seen["preemptions"] += lifecycle.num_preemptions
+    assert min(seen["aborts"], seen["kept"], seen["preemptions"]) > 0

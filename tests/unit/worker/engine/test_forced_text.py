@@ -41,7 +41,7 @@ def check(steps: list[Event]) -> None:
             every.learn(position, is_right, 0.01)
         assert forced.rates(seq) == own.get(place, every)
         assert forced.of(seq) == left(known[place], seq)
-    forced.keep({seqs[1].id})
+    forced.forget(seqs[0])
     assert forced.of(seqs[0]) == []
     assert forced.of(seqs[1]) == left(known[1], seqs[1])
     assert bool(forced) == (known[1] is not None)
@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant("goes on behind a wrong one", ForcedText, "come", "run.token_ids = ()", "pass"),
     Mutant("compares twice", ForcedText, "come", "run.first + run.count :", "run.first :"),
     Mutant("from the beginning", ForcedText, "of", "seq.num_tokens - run.first", "0"),
-    Mutant("keeps all", ForcedText, "keep", "if seq_id in live", ""),
+    Mutant("keeps all", ForcedText, "forget", "self._runs.pop(seq.id, None)", "pass"),
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tests.checkpoints import make_checkpoint
 from tests.parity.drafts import Streams, launched, sampled, streams_of
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.drafter import Proposer
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
@@ -137,9 +138,8 @@ def test_right_drafts_save_steps(folder: Path) -> None:
         Config(**{**vars(config), "speculative_config": SpeculativeConfig(4, NGRAM, adaptive=False)}), runner=runner
     )
 
-    class Right:
-        def propose(self, seq: object, most: int) -> list[int]:
-            assert hasattr(seq, "output_tokens")
+    class Right(Proposer):
+        def propose(self, seq: Sequence, most: int) -> list[int]:
             return list(answer["token_ids"][len(seq.output_tokens) :][:most])
 
     drafting.core.scheduler.drafter.proposer = Right()
