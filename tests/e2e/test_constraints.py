@@ -132,6 +132,23 @@ def test_a_broken_stream_goes_on_from_every_token(form: str, service: Service) -
     assert rests == [whole.token_ids[have:] for have in range(1, len(whole.token_ids))]
 
 
+def test_constraint_complete_at_max_tokens_ends_with_stop(service: Service) -> None:
+    """And so it does for a client that has all tokens but not their end; a token less is cut by its length."""
+    whole = generate(service.stub, asking(CONSTRAINTS["choices"]))
+    for count, reason in ((len(whole.token_ids), pb.FINISH_REASON_STOP), (1, pb.FINISH_REASON_LENGTH)):
+        asked = asking(CONSTRAINTS["choices"], max_tokens=count)
+        answer = generate(service.stub, asked)
+        assert answer.token_ids == whole.token_ids[:count]
+        asked.request_id = f"full-{count}"
+        asked.resume.answers.add(index=0).token_ids.ids.extend(answer.token_ids)
+        again = generate(service.stub, asked)
+        assert again.token_ids == []
+        for one in (answer, again):
+            assert one.finish is not None
+            assert one.finish.reason == reason
+            assert one.finish.stop.constraint == (reason == pb.FINISH_REASON_STOP)
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_changes_no_token(tmp_path: Path) -> None:
     """Streams of both workers go on at the other one, in the middle of their documents; plain ones beside them too."""

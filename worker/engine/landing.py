@@ -305,6 +305,10 @@ class Landing:
         taken: list[int] = []
         stop, history = None, seq.draft_history
         for token_id in token_ids:
+            if seq.num_tokens >= seq.length_limit:
+                # It came with all its tokens, to find out whether these complete its constraint.
+                stop = _COMPLETE if token_id == NO_TOKEN and constraint_end == "" else self._stop_rules.check(seq)
+                break
             if token_id == NO_TOKEN:
                 stop = self._without_token(constraint_end)
                 break
@@ -316,8 +320,9 @@ class Landing:
                 stop = self._stop_rules.check(seq)
                 if stop is not None:
                     break
-        if stop is None and constraint_end is not None:
-            stop = _COMPLETE
+        if constraint_end is not None and len(taken) == len(token_ids):
+            # A constraint that is complete has its answer whole, however long that may be.
+            stop = _COMPLETE if stop is None or stop.end_reason is EndReason.LENGTH else stop
         if seq.status is SequenceStatus.WAITING:
             self._lifecycle.waiting.grew(len(taken))
         return taken, stop

@@ -13,7 +13,7 @@ from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
-from worker.engine.sequence import Sequence, SequenceStatus
+from worker.engine.sequence import EndReason, Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.stop_rules import Stop, StopRules
 
@@ -59,9 +59,10 @@ class Lifecycle:
         self.live[seq.id] = seq
         self._stop_rules.prepare(seq)
         queue.append(seq)
-        # Tokens of an earlier attempt may have ended the stream already (rule S5).
+        # Tokens of an earlier attempt may have ended the stream already (rule S5). If they fill it, a step of its own
+        # finds out whether they complete its constraint.
         stop = self._stop_rules.check(seq)
-        if stop is not None:
+        if stop is not None and not (stop.end_reason is EndReason.LENGTH and seq.sampling_params.grammar):
             self.end(seq, stop, seq.arrive_time)
             self.emit_end(seq, [], stop)
         return True

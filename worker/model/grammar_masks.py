@@ -124,14 +124,18 @@ class GrammarMasks:
 
         A state that has gone on with them is the one that the next step wants.
         """
-        state = self._states.get(history.seq_id)
+        state, new = self._states.get(history.seq_id), list(tokens)
         if state is None or state.tokens is not history.tokens or state.count != history.num_output:
-            return False
-        if not state.matcher.consume_tokens(list(tokens)):
+            # Of nobody's: a step may be using the states meanwhile.
+            matcher, new = self._grammars.begin(history.params.grammar).result().deep_copy(), history.output_ids + new
+        else:
+            matcher = state.matcher
+        if not matcher.consume_tokens(new):
             # The next step finds out why.
             return False
-        state.count += len(tokens)
-        return state.matcher.is_stopped()
+        if state is not None and matcher is state.matcher:
+            state.count += len(tokens)
+        return matcher.is_stopped()
 
     def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
         """The usual tokens of the text that a grammar forces behind a history and tokens that were drawn, but for one

@@ -333,7 +333,8 @@ class ModelRunner:
             self._draft(self.draft_proposer, batch, step, last, hidden)
         self.sampler.end_complete(batch)
         forced = self.sampler.forced(batch) if self.forces else {}
-        return lambda: _with_forced(last.output, forced)
+        with_ends = self.sampler.later_ends(batch)
+        return lambda: _with_forced(with_ends(last.output), forced)
 
     @torch.inference_mode()
     def _draft(

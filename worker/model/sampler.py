@@ -273,10 +273,27 @@ class Sampler:
 
         Elsewhere the next step is launched before, and finds out: to know it earlier, steps would wait for the device.
         """
-        if self._grammars is None or self.waits_for_tokens or not (self._fetches and self._confined):
+        if not self.waits_for_tokens:
+            self._end_complete(batch, self.last.output, self._confined)
+
+    def later_ends(self, batch: ScheduledBatch) -> Callable[[ScheduledBatchOutput], ScheduledBatchOutput]:
+        """Ends likewise, when the tokens of the last step have come, sequences that no further step has: full ones."""
+        confined = self._confined if self.waits_for_tokens else {}
+
+        def with_ends(output: ScheduledBatchOutput) -> ScheduledBatchOutput:
+            drawn = {i: len(output.token_ids.get(batch.req_ids[i], ())) for i in confined}
+            full = {i: own for i, own in confined.items() if own.num_output + drawn[i] >= own.params.max_tokens}
+            self._end_complete(batch, output, full)
+            return output
+
+        return with_ends
+
+    def _end_complete(
+        self, batch: ScheduledBatch, output: ScheduledBatchOutput, confined: dict[int, TokenHistory]
+    ) -> None:
+        if self._grammars is None or not (self._fetches and confined):
             return
-        output = self.last.output
-        for i, history in self._confined.items():
+        for i, history in confined.items():
             tokens = output.token_ids.get(seq_id := batch.req_ids[i], ())
             if tokens and tokens[-1] != NO_TOKEN and self._grammars.completes(history, tokens):
                 output.constraint_ends = {**(output.constraint_ends or {}), seq_id: COMPLETE}

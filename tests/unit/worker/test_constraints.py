@@ -159,6 +159,52 @@ def test_it_goes_on_from_every_position(runner: ModelRunner, name: str) -> None:
     assert len(set(ends.values())) == 1
 
 
+@pytest.mark.parametrize("way", ["together", "launched ahead", "beside lookup", "deferred"])
+def test_constraint_complete_at_max_tokens_ends_as_complete(
+    runner: ModelRunner, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a token less it ends by its length; the tokens are the same. So it is for a sequence that comes whole."""
+    answered = zip(asked(seed=3), generate(engine_of(runner), asked(seed=3)), strict=True)
+    kept, whole = zip(*((params, one) for params, one in answered if one["finish_reason"] == "constraint"), strict=True)
+    assert len(whole) > 2
+
+    def engine_of_way() -> LLMEngine:
+        engine = engine_of(
+            runner,
+            deferred_output=way in ("launched ahead", "deferred"),
+            speculative_config=SpeculativeConfig(4, NGRAM, adaptive=False) if way == "beside lookup" else None,
+        )
+        if way == "launched ahead":
+            monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
+            engine.core.executor = PipelinedExecutor(runner.launch, time.monotonic)
+        return engine
+
+    prompt = Tokenizer.from_folder(DEMO).encode(PROMPT)
+    for fewer, reason, end in ((0, "constraint", EndReason.CONSTRAINT), (1, "max_tokens", EndReason.LENGTH)):
+        lengths = [len(one["token_ids"]) - fewer for one in whole]
+        given = [{**one, "max_tokens": length} for one, length in zip(kept, lengths, strict=True)]
+        engine = engine_of_way()
+        answers = generate(engine, given)
+        tokens = [one["token_ids"][:length] for one, length in zip(whole, lengths, strict=True)]
+        assert [one["token_ids"] for one in answers] == tokens
+        assert [one["finish_reason"] for one in answers] == [reason] * len(answers)
+        core = engine_of_way().core
+        core.add_group(
+            Sequence(
+                prompt + own,
+                CONFIG.kv_cache_block_size,
+                engine.io.sampling_params(one),
+                num_prompt_tokens=len(prompt),
+                seed=3,
+            )
+            for own, one in zip(tokens, given, strict=True)
+        )
+        ends = list[tuple[list[int], EndReason | None]]()
+        while core.has_unfinished():
+            ends += [(out.output_tokens, out.end_reason) for out in core.step().outputs]
+        assert ends == [([], end)] * len(answers)
+
+
 def test_steps_that_are_launched_ahead(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a mask waits for the token that it is behind, others' rows take theirs on the device."""
     params = [*asked(), *[{"max_tokens": 30, "seed": i, "repetition_penalty": 1.2} for i in range(2)]]
