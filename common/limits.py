@@ -55,6 +55,12 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 # Of a constraint, as it comes and as workers get it: what the stack of who compiles it has room for.
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+# Results of checked constraints that a router keeps, by tokenizer: how many, and their bytes together.
+MAX_CHECKED_GRAMMARS = 256
+MAX_CHECKED_GRAMMAR_BYTES = 8 * MIB
+# Compiled grammars that a worker keeps, and bytes of these and of those in use together.
+MAX_COMPILED_GRAMMARS = 128
+MAX_GRAMMARS_BYTES = 512 * MIB
 # Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -62,8 +68,11 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SPECULATIVE_TOKENS = 16
 # Tokens of finished answers that a worker may keep, 4 bytes each.
 MAX_FINISHED_TOKENS = 1 << 28
-# Drafts of a sequence and step that are text which a grammar forces.
+# Drafts of a sequence and step that are text which a grammar forces; the text that is looked at for them; and texts
+# whose tokens a worker keeps.
 MOST_FORCED = 16
+MAX_FORCED_TEXT_BYTES = 128
+MAX_FORCED_TEXTS = 1024
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
 # Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.

@@ -1,29 +1,39 @@
 """Grammars of a worker's sequences, each compiled once, off the thread that computes steps.
 
 What a matcher allows is a function of its grammar and the tokens that it has been given, so every sequence starts with
-a copy of the compiled one.
+a copy of the compiled one. Copies share what the library finds out about its expressions, which grows with use. The
+library does not say how large that is, so bytes are reckoned from its CPU time (`_BYTES_PER_SECOND`): of all grammars
+that are kept or in use together there are at most MAX_GRAMMARS_BYTES.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 from common.constraints import big_stack, library
+from common.limits import MAX_COMPILED_GRAMMARS, MAX_FORCED_TEXTS, MAX_GRAMMARS_BYTES
 from common.text.tokenizer import Tokenizer, TokenizerError
 
-# Compiled grammars that are kept; one takes up to some megabytes.
-_MOST_KEPT: Final = 128
+# Most that a second of the library's CPU time adds to what it keeps: 30 to 220 MB for thirteen hostile grammars.
+_BYTES_PER_SECOND: Final = 250e6
+# Of a grammar that does nothing yet, beside what compiling it has made.
+_LEAST_BYTES: Final = 1 << 16
+# A grammar of this share of MAX_GRAMMARS_BYTES is compiled anew for new sequences, and for those that use it while
+# all together hold too much.
+_LARGE_SHARE: Final = 8
 _COMPILE_THREADS: Final = 2
-# Texts that grammars force whose tokens are kept: keys of objects mostly.
-_MOST_TEXTS: Final = 1024
 # Bytes of letters, digits and blanks; of other alphabets any that are no ASCII.
 _WORD: Final = re.compile(rb"[A-Za-z0-9 \x80-\xff]+")
+
+Compiled: TypeAlias = "Future[library.Matcher]"
 
 
 class GrammarError(Exception):
@@ -37,16 +47,25 @@ class Grammars:
         vocab: of the model.
         encode: gives the tokens of a text behind other text; None where nobody asks for any.
         words: by id, 1 for a token that is made of letters, digits and blanks alone.
+        no_text: ids of tokens that are no text: special ones, and those that end a sequence.
     """
 
     def __init__(
-        self, vocab: library.Vocabulary, encode: Callable[[str], list[int]] | None = None, words: bytes = b""
+        self,
+        vocab: library.Vocabulary,
+        encode: Callable[[str], list[int]] | None = None,
+        words: bytes = b"",
+        no_text: Collection[int] = (),
     ) -> None:
         self._vocab = vocab
         self._words = words
-        self._usual = lru_cache(_MOST_TEXTS)(encode or _no_tokens)
+        self._no_text = frozenset(no_text)
+        # Texts have MAX_FORCED_TEXT_BYTES at most (worker/model/text_ahead.py).
+        self._usual = lru_cache(MAX_FORCED_TEXTS)(encode or _no_tokens)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[library.Matcher]] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], Compiled] = OrderedDict()
+        # Bytes that each is taken to hold, as long as somebody has it.
+        self._bytes: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "grammars")
 
     @property
@@ -54,23 +73,42 @@ class Grammars:
         """Token ids that masks are about."""
         return self._vocab.vocab_size
 
-    def begin(self, text: str) -> Future[library.Matcher]:
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that all compiled grammars are taken to hold, kept ones and those in use."""
+        return sum(self._bytes.values())
+
+    def begin(self, text: str, salt: bytes = b"") -> Compiled:
         """Begins to compile a grammar, or finds it; gives a matcher that must not be changed.
 
         The future raises GrammarError where it does not compile.
+
+        Args:
+            text: of the grammar.
+            salt: the cache salt of a sequence; those of another one do not find it, since that would tell them that
+                somebody uses this grammar.
         """
         with self._lock:
-            if text in self._kept:
-                self._kept.move_to_end(text)
-                return self._kept[text]
-            while len(self._kept) >= _MOST_KEPT:
+            key = salt, text
+            if (found := self._kept.get(key)) is not None:
+                if self._bytes.get(found, 0) * _LARGE_SHARE <= MAX_GRAMMARS_BYTES:
+                    self._kept.move_to_end(key)
+                    return found
+                del self._kept[key]
+            while len(self._kept) >= MAX_COMPILED_GRAMMARS:
                 self._kept.popitem(last=False)
-            made = self._kept[text] = self._threads.submit(self._compile, text)
-            return made
+            made: Compiled = Future()
+            self._kept[key], self._bytes[made] = made, _LEAST_BYTES + len(text)
+        self._threads.submit(self._compile, text, made)
+        return made
 
     def is_word(self, token: int) -> bool:
         """True if a token is known to be letters, digits and blanks alone, which hardly ever end a text."""
         return token < len(self._words) and self._words[token] == 1
+
+    def text_of(self, token: int) -> bytes | None:
+        """The bytes of a token; None for one that is no text."""
+        return None if token in self._no_text else self._vocab.decode_bytes([token])
 
     def usual_tokens(self, text: bytes) -> list[int]:
         """Tokens into which a text is cut as a rule, up to bytes that are none."""
@@ -81,23 +119,46 @@ class Grammars:
         except TokenizerError:
             return []
 
-    def forget(self, text: str, compiled: Future[library.Matcher]) -> None:
+    def worked(self, compiled: Compiled, cpu_s: float) -> bool:
+        """Charges a compiled grammar for CPU time that the library has worked on it.
+
+        Returns:
+            False if all grammars hold too much together, and this one is large: whoever uses it should do without.
+        """
+        with self._lock:
+            own = self._bytes[compiled] = self._bytes.get(compiled, 0) + cpu_s * _BYTES_PER_SECOND
+            # What nobody uses is free at once.
+            while self.num_bytes > MAX_GRAMMARS_BYTES and self._kept:
+                self._kept.popitem(last=False)
+            return self.num_bytes <= MAX_GRAMMARS_BYTES or own * _LARGE_SHARE <= MAX_GRAMMARS_BYTES
+
+    def forget(self, text: str, salt: bytes, compiled: Compiled) -> None:
         """Has a grammar compiled anew when it is needed next, if it is still kept as `compiled`.
 
         Copies of a matcher share what they find out about its expressions: it counts for all of them, and once it is
         too much all of them fail.
         """
         with self._lock:
-            if self._kept.get(text) is compiled:
-                del self._kept[text]
+            if self._kept.get((salt, text)) is compiled:
+                del self._kept[salt, text]
 
-    def _compile(self, text: str) -> library.Matcher:
-        compiling = big_stack.begin(lambda: library.compiled(text, self._vocab, library.RUNNING), "grammar")
-        matcher = compiling.result()
-        if matcher.is_error():
-            lines = str(matcher.get_error()).splitlines() or ["no reason is known"]
-            raise GrammarError(f"the grammar does not compile: {lines[0][:300]}")
-        return matcher
+    def _compile(self, text: str, made: Compiled) -> None:
+        try:
+            matcher, cpu_s = big_stack.begin(lambda: _timed(text, self._vocab), "grammar").result()
+            if matcher.is_error():
+                lines = str(matcher.get_error()).splitlines() or ["no reason is known"]
+                raise GrammarError(f"the grammar does not compile: {lines[0][:300]}")
+        except BaseException as error:
+            made.set_exception(error)
+        else:
+            self.worked(made, cpu_s)
+            made.set_result(matcher)
+
+
+def _timed(text: str, vocab: library.Vocabulary) -> tuple[library.Matcher, float]:
+    """A compiled grammar, and the CPU seconds that it has taken."""
+    begin = time.thread_time()
+    return library.compiled(text, vocab, library.RUNNING), time.thread_time() - begin
 
 
 def model_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> Grammars:
@@ -116,8 +177,9 @@ def model_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozens
     ends = {token_id for token_id in eos_token_ids if token_id < len(tokens)}
     words = bytes(_WORD.fullmatch(token) is not None for token in tokens)
     longest = max((len(text) for token_id, text in enumerate(tokens) if token_id not in special), default=1)
-    vocab = library.vocabulary(tokens, {*special, *ends}, ends, library.text_slices(longest))
-    return Grammars(vocab, tokenizer.encode_inside, words)
+    no_text = {*special, *ends}
+    vocab = library.vocabulary(tokens, no_text, ends, library.text_slices(longest))
+    return Grammars(vocab, tokenizer.encode_inside, words, no_text)
 
 
 def _no_tokens(text: str) -> list[int]:

@@ -6,6 +6,7 @@ room for whatever rules MAX_GRAMMAR_BYTES of text can have.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -17,9 +18,8 @@ from common.constraints.forms import GRAMMAR, JSON_SCHEMA, REGEX, Constraint
 from common.constraints.gbnf.reader import GbnfError
 from common.constraints.subschemas import SchemaError
 from common.errors import FieldViolation, InvalidFieldError
-from common.limits import MAX_GRAMMAR_BYTES
+from common.limits import MAX_CHECKED_GRAMMAR_BYTES, MAX_CHECKED_GRAMMARS, MAX_GRAMMAR_BYTES
 
-_MOST_REMEMBERED: Final = 256
 # Room for the blank that may come first.
 _SPACE_BYTES: Final = 64
 _VALID: Final = {
@@ -46,41 +46,55 @@ class GrammarChecker:
         self._vocab: library.Vocabulary | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, str | FieldViolation] = OrderedDict()
+        self._num_bytes = 0
 
-    def known(self, constraint: Constraint, *, optional_space: bool) -> str | None:
-        """The grammar of a constraint that has been checked before.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the results that are kept: at most MAX_CHECKED_GRAMMAR_BYTES."""
+        return self._num_bytes
+
+    def known(self, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str | None:
+        """The grammar of a constraint that has been checked before for the same salt.
 
         Raises:
             InvalidFieldError: as `check` has raised.
         """
         with self._lock:
-            found = self._known.get(key := _key(constraint, optional_space))
+            found = self._known.get(key := _key(constraint, optional_space, salt))
             if found is not None:
                 self._known.move_to_end(key)
         return None if found is None else _granted(found)
 
-    def check(self, constraint: Constraint, *, optional_space: bool) -> str:
+    def check(self, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str:
         """The grammar of a constraint; may take a second or two.
 
         Args:
             constraint: of a request.
             optional_space: as of `lark.canonical`.
+            salt: the cache salt in force. Requests of another salt do not find the result, whose speed would tell them
+                that somebody has asked for this constraint.
 
         Raises:
             InvalidFieldError: it cannot be guaranteed; says why, and where.
         """
-        if (found := self.known(constraint, optional_space=optional_space)) is not None:
+        if (found := self.known(constraint, optional_space=optional_space, salt=salt)) is not None:
             return found
         result: str | FieldViolation
         try:
             result = big_stack.begin(lambda: self._checked(constraint, optional_space), "grammar").result()
         except InvalidFieldError as error:
             (result,) = error.violations
-        with self._lock:
-            self._known[_key(constraint, optional_space)] = result
-            while len(self._known) > _MOST_REMEMBERED:
-                self._known.popitem(last=False)
+        self._remember(_key(constraint, optional_space, salt), result)
         return _granted(result)
+
+    def _remember(self, key: bytes, result: str | FieldViolation) -> None:
+        with self._lock:
+            if (before := self._known.pop(key, None)) is not None:
+                self._num_bytes -= _size(before)
+            self._known[key] = result
+            self._num_bytes += _size(result)
+            while len(self._known) > MAX_CHECKED_GRAMMARS or self._num_bytes > MAX_CHECKED_GRAMMAR_BYTES:
+                self._num_bytes -= _size(self._known.popitem(last=False)[1])
 
     def _checked(self, constraint: Constraint, optional_space: bool) -> str:
         try:
@@ -122,9 +136,15 @@ def _refusal(constraint: Constraint, why: str) -> InvalidFieldError:
     return InvalidFieldError(constraint.path, f"cannot be served: {why}", _VALID.get(constraint.form, "another one"))
 
 
-def _key(constraint: Constraint, optional_space: bool) -> bytes:
+def _size(result: str | FieldViolation) -> int:
+    """Bytes that a result takes."""
+    if isinstance(result, FieldViolation):
+        return sys.getsizeof(result.path) + sys.getsizeof(result.problem) + sys.getsizeof(result.valid)
+    return sys.getsizeof(result)
+
+
+def _key(constraint: Constraint, optional_space: bool, salt: bytes) -> bytes:
     digest = blake2b(f"{constraint.form}/{optional_space}".encode(), digest_size=16)
-    for text in constraint.texts:
-        data = text.encode()
+    for data in (salt, *(text.encode() for text in constraint.texts)):
         digest.update(len(data).to_bytes(4, "little") + data)
     return digest.digest()

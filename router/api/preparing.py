@@ -140,7 +140,12 @@ class Preparing:
                     ids = await self._encoder.bad_words(params.bad_words, model, tenant)
                     params = replace(params, bad_words_token_ids=ids)
                 grammar = await self._encoder.answer_grammar(
-                    params.constraint, prompt, model, is_message=not kind.continues, tenant=tenant
+                    params.constraint,
+                    prompt,
+                    model,
+                    is_message=not kind.continues,
+                    tenant=tenant,
+                    cache_salt=asked.cache_salt,
                 )
                 params = replace(params, constraint=None, grammar=grammar)
                 prompt_text = await self._prompt_text(request.output_options, prompt, model, tenant)

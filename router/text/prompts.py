@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
@@ -243,6 +243,7 @@ class PromptEncoder:
         *,
         is_message: bool,
         tenant: str = "",
+        cache_salt: bytes = b"",
     ) -> str:
         """The grammar of an answer, by its constraint, its tools and its reasoning; "" for none.
 
@@ -252,6 +253,7 @@ class PromptEncoder:
             model: as of `grammar`, like the rest.
             is_message: as of `grammar`.
             tenant: as of `grammar`.
+            cache_salt: as of `grammar`.
 
         Raises:
             ApiError: as `grammar`, or workers serve no grammars.
@@ -260,26 +262,27 @@ class PromptEncoder:
         field = "sampling_params.constraint" if constraint is not None else confinement.field if confinement else ""
         if field and not model.serves_constraints:
             raise UnservedByWorkersError(field, model.name)
-        own = "" if confinement is None else await self._own(confinement, model, is_message=is_message, tenant=tenant)
+
+        def check(one: Constraint) -> Awaitable[str]:
+            return self.grammar(one, model, is_message=is_message, tenant=tenant, cache_salt=cache_salt)
+
+        own = "" if confinement is None else await _own_grammar(confinement, check)
         if constraint is None:
             return own
-        grammar = await self.grammar(constraint, model, is_message=is_message, tenant=tenant)
+        grammar = await check(constraint)
         if confinement is None:
             return grammar
         return _headed(confinement.around(grammar.removeprefix(HEADER), own.removeprefix(HEADER)))
 
-    async def _own(self, confinement: Confinement, model: ServedModel, *, is_message: bool, tenant: str) -> str:
-        """The grammar of an answer by its tools and its reasoning; arguments as of `grammar`."""
-        if not confinement.grammar:
-            return ""
-        for path, schema in confinement.schemas:
-            with _of_field(path):
-                await self.grammar(Constraint(JSON_SCHEMA, (schema,)), model, is_message=is_message, tenant=tenant)
-        with _of_field(confinement.field):
-            own = Constraint(GRAMMAR, (confinement.grammar,))
-            return await self.grammar(own, model, is_message=is_message, tenant=tenant)
-
-    async def grammar(self, constraint: Constraint, model: ServedModel, *, is_message: bool, tenant: str = "") -> str:
+    async def grammar(
+        self,
+        constraint: Constraint,
+        model: ServedModel,
+        *,
+        is_message: bool,
+        tenant: str = "",
+        cache_salt: bytes = b"",
+    ) -> str:
         """The grammar of a constraint, as workers get it.
 
         Args:
@@ -287,6 +290,7 @@ class PromptEncoder:
             model: that answers.
             is_message: True if the answer's text does not begin with the space that its first token may have.
             tenant: whose turn it takes where the constraint is not known yet.
+            cache_salt: in force: a result is known to requests of the same salt alone.
 
         Raises:
             ApiError: it cannot be guaranteed, no tokenizer, or too many requests wait.
@@ -294,9 +298,9 @@ class PromptEncoder:
         tokenizer = _tokenizer_of(model)
         checker = self._checker(model, tokenizer)
         space = is_message and tokenizer.hides_first_space
-        if (known := checker.known(constraint, optional_space=space)) is not None:
+        if (known := checker.known(constraint, optional_space=space, salt=cache_salt)) is not None:
             return known
-        steps = _once(lambda: checker.check(constraint, optional_space=space))
+        steps = _once(lambda: checker.check(constraint, optional_space=space, salt=cache_salt))
         # Among the long texts: a second of somebody's grammar keeps nobody's short prompt waiting.
         size = sum(len(text.encode()) for text in constraint.texts)
         return await self._run(steps, size, tenant, TextPool.LONG)
@@ -385,6 +389,17 @@ def _of_field(path: str) -> Iterator[None]:
     except InvalidFieldError as error:
         (violation,) = error.violations
         raise InvalidFieldError(path, violation.problem, violation.valid) from None
+
+
+async def _own_grammar(confinement: Confinement, check: Callable[[Constraint], Awaitable[str]]) -> str:
+    """The grammar of an answer by its tools and its reasoning, which `check` gives."""
+    if not confinement.grammar:
+        return ""
+    for path, schema in confinement.schemas:
+        with _of_field(path):
+            await check(Constraint(JSON_SCHEMA, (schema,)))
+    with _of_field(confinement.field):
+        return await check(Constraint(GRAMMAR, (confinement.grammar,)))
 
 
 def _headed(grammar: str) -> str:

@@ -34,6 +34,7 @@ class TokenHistory:
         tokens: the sequence's own list, in which the output is from `begin` up to `end`.
         late: a further output token, sampled by the runner's last step.
         drafts: further ones behind all of these, if they are right.
+        cache_salt: of the sequence: its compiled grammar is found by sequences of the same salt alone.
     """
 
     seq_id: int
@@ -44,13 +45,15 @@ class TokenHistory:
     end: int
     late: int = NO_TOKEN
     drafts: tuple[int, ...] = ()
+    cache_salt: bytes = b""
 
     @classmethod
     def of(cls, seq: Sequence) -> TokenHistory:
         """The history of `seq` up to now."""
         params = seq.sampling_params
         prompt_ids = seq.distinct_prompt_ids if params.repetition_penalty != 1.0 else _NO_IDS
-        return cls(seq.id, params, prompt_ids, seq.token_ids, seq.num_prompt_tokens, len(seq.token_ids))
+        begin, end = seq.num_prompt_tokens, len(seq.token_ids)
+        return cls(seq.id, params, prompt_ids, seq.token_ids, begin, end, cache_salt=seq.cache_salt)
 
     @property
     def num_output(self) -> int:
@@ -526,6 +529,8 @@ class ScheduledBatchOutput:
     `constraint_ends` has the sequences whose grammar has ended behind their tokens: completely (empty), or why it
     cannot go on. What is found out only when the next token is drawn has NO_TOKEN for it.
 
+    `slow_constraints` has CPU seconds of masks, by sequence, where these took long.
+
     `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
     without meaning.
     """
@@ -539,6 +544,7 @@ class ScheduledBatchOutput:
     pooled: dict[int, bytes] | None = None
     constraint_ends: dict[int, str] | None = None
     forced_token_ids: dict[int, tuple[int, list[int]]] | None = None
+    slow_constraints: dict[int, float] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -49,8 +49,9 @@ class EngineDeadError(Exception):
 class GrammarCompiler(Protocol):
     """Compiles grammars on threads of its own."""
 
-    def begin(self, text: str) -> Future[Any]:
-        """Begins to compile a grammar; the future raises where it does not compile."""
+    def begin(self, text: str, salt: bytes = b"") -> Future[Any]:
+        """Begins to compile a grammar, or finds it among those of a cache salt; the future raises where it does not
+        compile."""
         ...
 
 
@@ -186,7 +187,7 @@ class EngineCore:
         """Looks after what happens to a sequence by itself: its deadline, and the end of its grammar's compilation."""
         self._deadlines.add(seq)
         if seq.sampling_params.grammar and self._grammars is not None:
-            seq.compiling = self._grammars.begin(seq.sampling_params.grammar)
+            seq.compiling = self._grammars.begin(seq.sampling_params.grammar, seq.cache_salt)
             self._compiling.append(seq)
 
     def abort(self, seq_id: int) -> bool:
@@ -267,6 +268,9 @@ class EngineCore:
             if seq.compiling is not None and seq.compiling.done() and (error := seq.compiling.exception()):
                 # It was admitted, and takes more work with the model's own tokens than it may.
                 self.scheduler.abort(seq.id, now=now, reason=EndReason.CONSTRAINT_FAILED, message=str(error))
+            elif not seq.waits_for_grammar:
+                # Whoever keeps the sequence does not keep its grammar.
+                seq.compiling = None
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:

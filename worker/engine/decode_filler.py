@@ -27,6 +27,9 @@ class DecodeFiller:
         lifecycle: the sequences.
         in_flight: the steps that are being computed, oldest first.
         drafter: says who will have drafts.
+
+    Attributes:
+        held: sequences that steps do not decode now (worker/engine/constraint_pace.py).
     """
 
     def __init__(self, lifecycle: Lifecycle, in_flight: deque[Step], drafter: Drafter) -> None:
@@ -36,6 +39,7 @@ class DecodeFiller:
         self._drafter = drafter
         # Decodes that the last step had no place for, in the order in which the next one takes them.
         self._left_out: list[int] = []
+        self.held: frozenset[int] = frozenset()
 
     def fill(self, step: Step, kept: int = 0) -> None:
         """Adds decodes, but for `kept` tokens of the budget, which are for prompts."""
@@ -60,7 +64,7 @@ class DecodeFiller:
         columns = self._lifecycle.decode_columns()
         left_out: list[int] = []
         # Kept while all go on: whoever has seen these columns need not look at them again.
-        if self._in_flight and not all(map(self._goes_on, columns.rows)):
+        if (self._in_flight or self.held) and not all(map(self._goes_on, columns.rows)):
             columns = SequenceColumns([seq for seq in columns.rows if self._goes_on(seq)])
         if len(columns.rows) > most:
             rows, left_out = self._in_turn(columns.rows, most)
@@ -89,6 +93,8 @@ class DecodeFiller:
 
     def _goes_on(self, seq: Sequence) -> bool:
         """True if a decode can be scheduled before the output in flight is there."""
+        if seq.id in self.held:
+            return False
         if not seq.num_placeholder:
             return True
         most = len(seq.token_ids) + seq.num_placeholder + seq.num_inflight_drafts

@@ -29,6 +29,7 @@ from common.delay_gate import DelayGate
 from common.errors import InvalidFieldError, PromptTooLongError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
+from worker.engine.constraint_pace import ConstraintPace
 from worker.engine.decode_filler import DecodeFiller
 from worker.engine.draft_lengths import DraftLengths
 from worker.engine.drafter import Drafter, make_answers, make_proposer
@@ -100,6 +101,7 @@ class Scheduler:
         self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
         self.spec_stats, self.forced_stats = self.landing.spec_stats, self.landing.forced_stats
         self._num_prefill_steps = 0
+        self._pace = ConstraintPace()
         # The end of the newest step, None if there was nothing more to do; and what the step took that now has ended.
         self._ended: float | None = None
         self._duration_s: float | None = None
@@ -207,11 +209,12 @@ class Scheduler:
         self._open_gate(now)
         prefill_cost = self.meter.step_cost(has_decodes=self.lifecycle.num_decoding > 0)
         step = Step(self.max_num_batched_tokens, prefill_cost)
-        if self.limits.mixes:
-            self._decodes.fill(step, kept=self._prompts.share())
-            self._prompts.fill(step)
-        else:
-            self._fill_one_kind(step)
+        self._decodes.held = self._pace.held(now)
+        self._fill(step)
+        if not step.seqs and self._decodes.held:
+            # Nobody else has anything to compute, so nobody would wait for them.
+            self._decodes.held = frozenset()
+            self._fill(step)
         if not step.seqs:
             return None
         self.drafter.fill(step)
@@ -252,6 +255,8 @@ class Scheduler:
         Returns:
             The sequences that have ended, whose blocks are free.
         """
+        if fwd_output.slow_constraints:
+            self._pace.charge(fwd_output.slow_constraints, self._duration_s or 0.0, now)
         if self._duration_s is not None:
             self.drafter.took(batch, self._duration_s, None if self._ended is None else now - self._ended)
             self._duration_s = None
@@ -290,6 +295,13 @@ class Scheduler:
         if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
             while self.gated:
                 self.waiting.append(self.gated.popleft())
+
+    def _fill(self, step: Step) -> None:
+        if self.limits.mixes:
+            self._decodes.fill(step, kept=self._prompts.share())
+            self._prompts.fill(step)
+        else:
+            self._fill_one_kind(step)
 
     def _fill_one_kind(self, step: Step) -> None:
         """Prompts, or else decodes; after `max_consecutive_prefill_steps` the other way round."""

@@ -14,8 +14,8 @@ Where a grammar leaves one text only, its tokens are likely, and are proposed as
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -25,8 +25,9 @@ import numpy.typing as npt
 from common.constraints.library import Matcher
 from kernels.interface import AllowedBits
 from worker.engine.batch import TokenHistory
-from worker.grammars import GrammarError, Grammars
+from worker.grammars import Compiled, GrammarError, Grammars
 from worker.model.logit_masks import LogitMasks
+from worker.model.text_ahead import TextAhead
 
 Bits = npt.NDArray[np.uint32]
 # Masks of rows; and rows that have ended, with the reason.
@@ -41,6 +42,13 @@ COMPLETE: Final = ""
 # Searches for forced text, one after the other, that have found none: a sequence is in the middle of a free text then,
 # in which nothing is looked for behind words.
 _FREE_TEXT: Final = 4
+# CPU time of a mask that finds out nothing new, in any vocabulary; what is more may have made the grammar larger. It is
+# charged when it has come to so much.
+_WARM_S: Final = 1e-5
+_CHARGED_S: Final = 1e-3
+# CPU time of a sequence's masks in one step, from which on they are slow (worker/engine/constraint_pace.py): most take
+# some ten microseconds.
+_SLOW_S: Final = 2.5e-4
 
 
 class _Ended(Exception):
@@ -57,14 +65,18 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class _State:
-    """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, and
-    how many searches for forced text have found none since one did."""
+    """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, the
+    text that is known to be forced behind it, how many searches for such text have found none since one did, and CPU
+    seconds: of the last mask, and those that its grammar is not charged for yet."""
 
     tokens: list[int]
     count: int
     matcher: Matcher
-    compiled: Future[Matcher]
+    compiled: Compiled
+    ahead: TextAhead | None = None
     misses: int = 0
+    mask_s: float = 0.0
+    owed_s: float = 0.0
 
 
 class GrammarMasks:
@@ -81,12 +93,20 @@ class GrammarMasks:
         self._others = others
         self._eos = sorted(token for token in eos_token_ids if token < grammars.num_ids)
         self._states: dict[int, _State] = {}
+        self._ahead_bits = np.empty(-(-grammars.num_ids // _WORD_BITS), np.uint32)
+        # Sequences whose work on this step was slow, in CPU seconds.
+        self._slow: dict[int, float] = {}
+
+    def take_slow(self) -> dict[int, float]:
+        """CPU seconds that the masks of sequences have taken since the last call, where that is long."""
+        slow, self._slow = self._slow, {}
+        return slow
 
     def begin(self, histories: Mapping[int, TokenHistory]) -> None:
         """Begins to compile grammars that a step is going to need."""
         for history in histories.values():
             if history.params.grammar and history.seq_id not in self._states:
-                self._grammars.begin(history.params.grammar)
+                self._grammars.begin(history.params.grammar, history.cache_salt)
 
     def confined(self, histories: Mapping[int, TokenHistory]) -> Confined:
         """Masks of the rows that are the keys and have a grammar; and rows that have ended, with the reason.
@@ -103,6 +123,8 @@ class GrammarMasks:
         rows, ended, address = list[int](), dict[int, str](), bits.ctypes.data
         # By sequence, where the mask of its last row so far is.
         newest: dict[int, int] = {}
+        spent: dict[int, float] = {}
+        began = time.thread_time()
         for row, history in given.items():
             before, place = newest.pop(history.seq_id, None), len(rows)
             if history.drafts and (before is None or not _has(bits[before], history.drafts[-1])):
@@ -115,6 +137,10 @@ class GrammarMasks:
             else:
                 newest[history.seq_id] = place
                 rows.append(row)
+            began, before_it = time.thread_time(), began
+            self._charge(history, began - before_it)
+            spent[history.seq_id] = spent.get(history.seq_id, 0.0) + began - before_it
+        self._slow |= {seq_id: cpu_s for seq_id, cpu_s in spent.items() if cpu_s >= _SLOW_S}
         if not rows:
             return None, ended
         return AllowedBits(np.array(rows, np.int64), bits[: len(rows)]), ended
@@ -126,43 +152,54 @@ class GrammarMasks:
         """
         state, new = self._states.get(history.seq_id), list(tokens)
         if state is None or state.tokens is not history.tokens or state.count != history.num_output:
-            # Of nobody's: a step may be using the states meanwhile.
-            matcher, new = self._grammars.begin(history.params.grammar).result().deep_copy(), history.output_ids + new
-        else:
-            matcher = state.matcher
-        if not matcher.consume_tokens(new):
-            # The next step finds out why.
-            return False
-        if state is not None and matcher is state.matcher:
-            state.count += len(tokens)
-        return matcher.is_stopped()
+            # A matcher of its own: a step may be using the states meanwhile.
+            compiled = self._grammars.begin(history.params.grammar, history.cache_salt)
+            matcher = compiled.result().deep_copy()
+            return matcher.consume_tokens(history.output_ids + new) and matcher.is_stopped()
+        # Where it fails the next step finds out why.
+        return self._consume(state, new) and state.matcher.is_stopped()
 
     def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
         """The usual tokens of the text that a grammar forces behind a history and tokens that were drawn, but for one
         that ends the sequence; none where there is a choice, or nothing is looked for."""
         state = self._states.get(history.seq_id)
-        if state is not None and state.misses >= _FREE_TEXT and tokens and self._grammars.is_word(tokens[-1]):
+        if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
             return []
-        try:
-            run = self._search(history, tokens)
-        except _Ended:
+        # Slow masks are better made while the next step computes.
+        if state.mask_s >= _SLOW_S or state.matcher.is_error() or state.matcher.is_stopped():
             return []
-        state = self._states[history.seq_id]
+        if state.misses >= _FREE_TEXT and tokens and self._grammars.is_word(tokens[-1]):
+            return []
+        began = time.thread_time()
+        state.ahead = state.ahead or TextAhead(state.matcher)
+        state.ahead.look(self._grammars, self._ahead_bits)
+        self._charge(history, time.thread_time() - began)
+        run = self._grammars.usual_tokens(state.ahead.text)
+        run = run[:-1] if state.ahead.is_complete else run
         state.misses = 0 if run else state.misses + 1
         return run
 
-    def _search(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
-        state = self._states.get(history.seq_id)
-        if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
-            matcher = self._matcher(history.with_drafts(list(tokens)) if tokens else history)
-        else:
-            matcher = state.matcher
-        if matcher.is_error() or matcher.is_stopped():
-            return []
-        # Not of the state itself: it may fail at it, and masks may not depend on that.
-        ahead = matcher.deep_copy()
-        run = self._grammars.usual_tokens(ahead.compute_ff_bytes())
-        return run[:-1] if run and ahead.consume_tokens(run) and ahead.is_stopped() else run
+    def _consume(self, state: _State, tokens: list[int]) -> bool:
+        """Gives a state's matcher further tokens; False if it has failed at them."""
+        if not state.matcher.consume_tokens(tokens):
+            return False
+        state.count += len(tokens)
+        if state.ahead is not None:
+            state.ahead = state.ahead.moved([self._grammars.text_of(token) for token in tokens], state.matcher)
+        return True
+
+    def _charge(self, history: TokenHistory, cpu_s: float) -> None:
+        """Charges a sequence's grammar for work; the sequence starts anew where that holds more than there is room
+        for."""
+        if (state := self._states.get(history.seq_id)) is None:
+            return
+        state.mask_s = cpu_s
+        state.owed_s += max(0.0, cpu_s - _WARM_S)
+        if state.owed_s >= _CHARGED_S:
+            has_room = self._grammars.worked(state.compiled, state.owed_s)
+            state.owed_s = 0.0
+            if not has_room:
+                self._start_anew(history)
 
     def _fill(self, history: TokenHistory, bits: Bits, address: int) -> None:
         """Writes the mask of a row, all words of it, which are at that address."""
@@ -193,7 +230,7 @@ class GrammarMasks:
         count = history.num_output - len(history.drafts)
         # Another list of tokens; or a step that had given it a token was interrupted.
         if state is None or state.tokens is not history.tokens or state.count > count:
-            compiled = self._grammars.begin(history.params.grammar)
+            compiled = self._grammars.begin(history.params.grammar, history.cache_salt)
             try:
                 fresh = compiled.result().deep_copy()
             except GrammarError as error:
@@ -201,9 +238,8 @@ class GrammarMasks:
             state = self._states[history.seq_id] = _State(history.tokens, 0, fresh, compiled)
         while state.count < count:
             new = history.output_from(state.count)[: min(count - state.count, _MOST_AT_ONCE)]
-            if not state.matcher.consume_tokens(new):
+            if not self._consume(state, new):
                 return state.matcher
-            state.count += len(new)
         if not history.drafts:
             return state.matcher
         ahead = state.matcher.deep_copy()
@@ -213,7 +249,7 @@ class GrammarMasks:
     def _start_anew(self, history: TokenHistory) -> None:
         """Forgets a state, and what it is a copy of."""
         state = self._states.pop(history.seq_id)
-        self._grammars.forget(history.params.grammar, state.compiled)
+        self._grammars.forget(history.params.grammar, history.cache_salt, state.compiled)
 
     def _forget(self, histories: Mapping[int, TokenHistory]) -> None:
         """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""

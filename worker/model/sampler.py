@@ -61,6 +61,7 @@ class SampledTokens:
         kv_digests: waits for those of KV blocks; None where there are none.
         pooled: waits for hidden states of those that are embedded; None where none is.
         constraint_ends: by row, as of ScheduledBatchOutput.
+        slow_constraints: as of ScheduledBatchOutput.
 
     Attributes:
         place: by sequence of the F that were sampled, its place among them.
@@ -78,8 +79,10 @@ class SampledTokens:
         kv_digests: KvDigests | None = None,
         pooled: Pooled | None = None,
         constraint_ends: dict[int, str] | None = None,
+        slow_constraints: dict[int, float] | None = None,
     ) -> None:
         self.ids = ids
+        self._slow_constraints = slow_constraints
         self._token_ids = token_ids
         self._constraint_ends = constraint_ends
         self._digests = digests
@@ -100,7 +103,9 @@ class SampledTokens:
         """Waits; may be asked for by two threads at once."""
         rows = self._rows
         tokens = self._accepted_tokens(rows.metadata, self._fetched())
-        output = ScheduledBatchOutput(dict(zip(rows.seq_ids, tokens, strict=True)))
+        output = ScheduledBatchOutput(
+            dict(zip(rows.seq_ids, tokens, strict=True)), slow_constraints=self._slow_constraints
+        )
         if self._launched is not None:
             output.draft_token_ids = self._launched(output.token_ids)
         if self._digests is not None:
@@ -248,7 +253,10 @@ class Sampler:
     ) -> SampledTokens:
         """Notes what a step of these tokens has sampled, for the next one, and what is to be put out with it."""
         ends, self._constraint_ends = self._constraint_ends, {}
-        self.last = SampledTokens(rows, ids, token_ids, self._fetch, digests, logprobs, given, kv_digests, pooled, ends)
+        slow = None if self._grammars is None else self._grammars.take_slow()
+        self.last = SampledTokens(
+            rows, ids, token_ids, self._fetch, digests, logprobs, given, kv_digests, pooled, ends, slow
+        )
         return self.last
 
     def keep_drafts(self, drafts: LaunchedDrafts) -> None:
@@ -273,12 +281,12 @@ class Sampler:
 
         Elsewhere the next step is launched before, and finds out: to know it earlier, steps would wait for the device.
         """
-        if not self.waits_for_tokens:
+        if self._fetches and self._confined and not self.waits_for_tokens:
             self._end_complete(batch, self.last.output, self._confined)
 
     def later_ends(self, batch: ScheduledBatch) -> Callable[[ScheduledBatchOutput], ScheduledBatchOutput]:
         """Ends likewise, when the tokens of the last step have come, sequences that no further step has: full ones."""
-        confined = self._confined if self.waits_for_tokens else {}
+        confined = self._confined if self._fetches and self.waits_for_tokens else {}
 
         def with_ends(output: ScheduledBatchOutput) -> ScheduledBatchOutput:
             drawn = {i: len(output.token_ids.get(batch.req_ids[i], ())) for i in confined}
@@ -291,11 +299,9 @@ class Sampler:
     def _end_complete(
         self, batch: ScheduledBatch, output: ScheduledBatchOutput, confined: dict[int, TokenHistory]
     ) -> None:
-        if self._grammars is None or not (self._fetches and confined):
-            return
         for i, history in confined.items():
             tokens = output.token_ids.get(seq_id := batch.req_ids[i], ())
-            if tokens and tokens[-1] != NO_TOKEN and self._grammars.completes(history, tokens):
+            if tokens and tokens[-1] != NO_TOKEN and self._grammars and self._grammars.completes(history, tokens):
                 output.constraint_ends = {**(output.constraint_ends or {}), seq_id: COMPLETE}
 
     def forced(self, batch: ScheduledBatch) -> dict[int, tuple[int, list[int]]]:

@@ -17,7 +17,7 @@ from worker.engine.batch import ScheduledBatch, TokenHistory
 # Tokens that are kept, or twice those of a batch if that is more; beyond them both ends begin anew.
 _MAX_TOKENS: Final = 1 << 20
 # News of a history: facts sent once per sequence, the end of its output, and the new tokens.
-_Once = tuple[SamplingParams, npt.NDArray[np.int64]]
+_Once = tuple[SamplingParams, npt.NDArray[np.int64], bytes]
 _News = tuple[_Once | None, int, list[int]]
 
 
@@ -42,7 +42,7 @@ class HistoryEncoder:
         tokens, count = self._told.get(history.seq_id, (None, 0))
         once = None
         if tokens is not history.tokens:
-            once, count = (history.params, history.prompt_ids), 0
+            once, count = (history.params, history.prompt_ids, history.cache_salt), 0
         new = history.output_from(count)
         self._told[history.seq_id] = history.tokens, count + len(new)
         self._num_told += len(new)
@@ -65,6 +65,6 @@ class HistoryDecoder:
     def _history(self, seq_id: int, once: _Once | None, end: int, new: list[int]) -> TokenHistory:
         if once is not None:
             self._told[seq_id] = once, []
-        (params, prompt_ids), tokens = self._told[seq_id]
+        (params, prompt_ids, cache_salt), tokens = self._told[seq_id]
         tokens.extend(new)
-        return TokenHistory(seq_id, params, prompt_ids, tokens, 0, end)
+        return TokenHistory(seq_id, params, prompt_ids, tokens, 0, end, cache_salt=cache_salt)

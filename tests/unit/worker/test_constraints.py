@@ -383,7 +383,7 @@ class Compiling:
     def __init__(self) -> None:
         self.futures: dict[str, Future[Any]] = {}
 
-    def begin(self, text: str) -> Future[Any]:
+    def begin(self, text: str, salt: bytes = b"") -> Future[Any]:
         return self.futures.setdefault(text, Future())
 
 

@@ -25,6 +25,7 @@ from worker.engine.batch import TokenHistory
 from worker.grammars import GrammarError, Grammars, grammars_to_check, model_grammars
 from worker.model.grammar_masks import COMPLETE, GrammarMasks
 from worker.model.logit_masks import LogitMasks
+from worker.model.text_ahead import TextAhead
 
 DEMO = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 TOKENIZER = Tokenizer.from_folder(DEMO)
@@ -239,17 +240,19 @@ def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.Mon
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     given = {**schema, "required": ["name", "age"], "x-guidance": {"whitespace_flexible": False}}
     params, masks, output = params_of({"json_schema": given}), new_masks(), TOKENIZER.encode_inside('{"name":"')
-    begin, found, searched, usual = len(output), dict[int, list[int]](), list[int](), grammars().usual_tokens
+    begin, found, searched, look = len(output), dict[int, list[int]](), list[int](), TextAhead.look
 
-    def counted(text: bytes) -> list[int]:
+    def counted(self: TextAhead, *arguments: Any) -> None:
         searched.append(len(output))
-        return usual(text)
+        look(self, *arguments)
 
-    monkeypatch.setattr(grammars(), "usual_tokens", counted)
+    monkeypatch.setattr(TextAhead, "look", counted)
+    assert allowed(masks, output, params)
     text = [token for letter in "abcdefghij" for token in TOKENIZER.encode_inside(letter)]
     for token in [*text, *TOKENIZER.encode_inside("!"), *text[:3], *TOKENIZER.encode_inside('"')]:
         before = history(output, params)
         output.append(token)
+        assert not masks.completes(before, [token])
         if run := masks.forced(before, [token]):
             found[len(output)] = run
         assert allowed(masks, output, params)
