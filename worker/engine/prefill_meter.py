@@ -29,7 +29,6 @@ class PrefillMeter:
         max_num_batched_tokens: tokens of a full step.
 
     Attributes:
-        last_step_s: seconds of the last step.
         last_prompt_latency: seconds of the last one that computed prompt tokens.
         rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
         num_samples: steps that have been.
@@ -38,7 +37,6 @@ class PrefillMeter:
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._max_tokens = max_num_batched_tokens
-        self.last_step_s = 0.0
         self.last_prompt_latency = 0.0
         self.rate = 0.0
         self.num_samples = 0
@@ -46,7 +44,6 @@ class PrefillMeter:
 
     def note(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Takes note of how long a batch took."""
-        self.last_step_s = duration_s
         if batch.total_tokens_num_prefill == 0:
             return
         self.last_prompt_latency = duration_s

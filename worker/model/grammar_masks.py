@@ -42,6 +42,9 @@ COMPLETE: Final = ""
 # Searches for forced text, one after the other, that have found none: a sequence is in the middle of a free text then,
 # in which nothing is looked for behind words.
 _FREE_TEXT: Final = 4
+# Steps in which what was found was not verified, after which it is looked for in every second one of these, and so on.
+_UNUSED: Final = 4
+_MOST_REST: Final = 64
 # CPU time of a mask that finds out nothing new, in any vocabulary; what is more may have made the grammar larger. It is
 # charged when it has come to so much.
 _WARM_S: Final = 1e-5
@@ -66,8 +69,9 @@ class _Failed(Exception):
 @dataclass(slots=True)
 class _State:
     """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, the
-    text that is known to be forced behind it, how many searches for such text have found none since one did, and CPU
-    seconds: of the last mask, and those that its grammar is not charged for yet."""
+    text that is known to be forced behind it, how many searches for such text have found none since one did, in how many
+    steps no draft of what one has found was right or verified, and CPU seconds: of the last mask, and those that its
+    grammar is not charged for yet."""
 
     tokens: list[int]
     count: int
@@ -75,6 +79,8 @@ class _State:
     compiled: Compiled
     ahead: TextAhead | None = None
     misses: int = 0
+    unused: int = 0
+    seen: int = 0
     mask_s: float = 0.0
     owed_s: float = 0.0
 
@@ -170,6 +176,8 @@ class GrammarMasks:
             return []
         if state.misses >= _FREE_TEXT and tokens and self._grammars.is_word(tokens[-1]):
             return []
+        if self._rests(state):
+            return []
         began = time.thread_time()
         state.ahead = state.ahead or TextAhead(state.matcher)
         state.ahead.look(self._grammars, self._ahead_bits)
@@ -178,6 +186,14 @@ class GrammarMasks:
         run = run[:-1] if state.ahead.is_complete else run
         state.misses = 0 if run else state.misses + 1
         return run
+
+    @staticmethod
+    def _rests(state: _State) -> bool:
+        """True if steps do not verify what is found, so that it is looked for less and less often."""
+        moved, state.seen = state.count - state.seen, state.count
+        is_unused = moved == 1 and state.ahead is not None and bool(state.ahead.text)
+        state.unused = state.unused + 1 if is_unused else 0
+        return state.unused > _UNUSED and state.unused % _MOST_REST != 0 and state.unused.bit_count() > 1
 
     def _consume(self, state: _State, tokens: list[int]) -> bool:
         """Gives a state's matcher further tokens; False if it has failed at them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from common.constraints import check as check_module
 from common.constraints import library
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
@@ -176,6 +178,28 @@ def test_a_constraint_is_checked_once() -> None:
         checker.known(bad, optional_space=False)
     assert str(first.value) == str(again.value)
     assert first.value is not again.value
+
+
+def test_checked_constraint_is_known_to_the_same_salt_alone() -> None:
+    checker, good = GrammarChecker(SPECIAL, {END}), Constraint("regex", ("a+",))
+    grammar = checker.check(good, optional_space=False, salt=b"alice")
+    assert checker.known(good, optional_space=False, salt=b"bob") is None
+    assert checker.known(good, optional_space=False) is None
+    assert checker.known(good, optional_space=False, salt=b"alice") == grammar
+
+
+def test_checked_constraints_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large ones few are kept; faults count too."""
+    monkeypatch.setattr(check_module, "MAX_CHECKED_GRAMMAR_BYTES", 1 << 20)
+    checker, kept = GrammarChecker(SPECIAL, {END}), list[Constraint]()
+    for number in range(60):
+        kept.append(Constraint("regex", (f"{number}" + "x" * 50_000,) if number % 3 else (f"({number}",)))
+        with contextlib.suppress(InvalidFieldError):
+            checker.check(kept[-1], optional_space=False)
+        assert checker.num_bytes <= 1 << 20
+    assert checker.known(kept[-1], optional_space=False)
+    assert checker.known(kept[1], optional_space=False) is None
+    assert 15 <= len(checker._known) <= 35
 
 
 def chain(rule: Callable[[int], str], first: str, last: str) -> str:

@@ -1,0 +1,151 @@
+"""Rate of a plain stream beside hostile constraints: `python -m tests.bench.hostile_constraints [--seconds 2]`.
+
+A service of one worker with the demo model. A client has one stream after the other; beside it are as many streams as
+`--beside` says, begun again whenever one ends: plain ones, and then those of each hostile constraint, in turns. A ratio
+is that of medians of turns; a constraint that is refused has the word. Also what the worker's memory has grown by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from tests.e2e.service import Service, running_service
+from tests.unit.common.constraints.test_check import HOSTILE
+
+_DEMO: Final = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
+_PLAIN: Final = "plain"
+# Admitted ones: a harmless one to compare with, and others that have long forced texts, masks that take long, or much that is found out about them.
+ADMITTED: Final[dict[str, Any]] = {
+    "harmless": {"regex": "[a-z ]{300,500}"},
+    "forced letters": {"regex": "a{100000}"},
+    "forced chain": {
+        "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60: "7a"\n'
+    },
+    "forced text": {"grammar": f'start: "{"abcdefghij" * 6000}"'},
+    "counted blanks": {"regex": "(.{0,50}a){1,400}"},
+    "counted groups": {"regex": "(a|b|[ab]{2,5}|.{3,900}){1,900}"},
+}
+
+
+def request(given: Any | None, seed: int, tokens: int) -> pb.GenerateRequest:
+    """A request with a constraint, or without."""
+    params = pb.SamplingParams(max_tokens=tokens, seed=seed, temperature=0.8, ignore_eos=True)
+    if given is not None:
+        ((form, content),) = given.items()
+        text = content if isinstance(content, str) else json.dumps(content)
+        setattr(params.constraint, form, text)
+    return pb.GenerateRequest(text="Tell me a story.", sampling_params=params)
+
+
+class Beside:
+    """Streams that begin again whenever they end, until it is told to stop."""
+
+    def __init__(self, stub: InferenceServiceStub, given: Any | None, count: int, tokens: int) -> None:
+        self._stub, self._given, self._tokens = stub, given, tokens
+        self._stop = threading.Event()
+        self._calls: dict[int, grpc.Call] = {}
+        self.codes: list[str] = []
+        self._threads = [threading.Thread(target=self._stream, args=(i,), daemon=True) for i in range(count)]
+
+    def __enter__(self) -> Beside:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for call in list(self._calls.values()):
+            call.cancel()
+        for thread in self._threads:
+            thread.join()
+
+    def _stream(self, place: int) -> None:
+        for seed in itertools.count(place, 100):
+            if self._stop.is_set():
+                return
+            try:
+                self._calls[place] = call = self._stub.Generate(request(self._given, seed, self._tokens), timeout=60)
+                for _ in call:
+                    pass
+                self.codes.append("OK")
+            except grpc.RpcError as error:
+                self.codes.append(error.code().name)
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    return
+
+
+def rate(stub: InferenceServiceStub, seconds: float) -> float:
+    """Tokens per second of plain streams, one after the other."""
+    count, began = 0, time.monotonic()
+    for seed in itertools.count():
+        asked = request(None, seed, 400)
+        asked.output_options.return_token_ids = True
+        call = stub.Generate(asked, timeout=60)
+        for part in call:
+            count += len(part.token_ids)
+            if time.monotonic() - began > seconds:
+                call.cancel()
+                return count / (time.monotonic() - began)
+    raise AssertionError
+
+
+def turns(service: Service, options: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
+    """Name, outcome, and the neighbour's rate, round after round."""
+    every = {_PLAIN: None, **ADMITTED, **HOSTILE}
+    for _ in range(options.rounds):
+        for name in options.only or every:
+            with Beside(service.stub, every[name], options.beside, options.tokens) as beside:
+                time.sleep(0.3)
+                found = rate(service.stub, options.seconds)
+            codes = ", ".join(f"{beside.codes.count(code)} {code}" for code in sorted({*beside.codes}))
+            yield name, codes, found
+
+
+def memory_mb(service: Service) -> float:
+    """Resident memory of the worker."""
+    status = Path(f"/proc/{service.workers[0].running.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def main() -> None:
+    """Prints a line for each constraint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--only", nargs="*")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_service(Path(folder), _DEMO, workers=1, environment={"FISSILE_LOG_LEVEL": "warning"}) as service,
+    ):
+        rate(service.stub, 1.0)
+        before = memory_mb(service)
+        rates: dict[str, list[float]] = {}
+        said: dict[str, str] = {}
+        for name, codes, found in turns(service, options):
+            rates.setdefault(name, []).append(found)
+            said[name] = codes
+        plain = statistics.median(rates[_PLAIN])
+        for name, found_rates in rates.items():
+            own = statistics.median(found_rates)
+            print(f"{name}: {own:.0f} tokens/s, ratio {own / plain:.2f}; {said[name]}")
+        print(f"worker's memory: {before:.0f} -> {memory_mb(service):.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Sequences whose masks take long do not make others wait in every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import SCHEDULING_POLICIES, Config
+from common.sampling_params import SamplingParams
+from worker.engine.batch import ScheduledBatchOutput
+from worker.engine.constraint_pace import SHARE, ConstraintPace
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+
+MASK_S, STEP_S = 0.03, 0.002
+
+
+def test_all_pay_into_one_account() -> None:
+    pace = ConstraintPace()
+    pace.charge({1: 0.01, 2: 0.02}, 0.03, now=5.0)
+    assert pace.held(5.0) == {1, 2}
+    assert pace.held(5.0 + 0.0101 / SHARE) == {2}
+    pace.charge({3: 0.01}, 0.01, now=5.0 + 0.0101 / SHARE)
+    assert pace.held(5.0 + 0.0301 / SHARE) == {3}
+    assert pace.held(5.0 + 0.0401 / SHARE) == frozenset()
+
+
+def test_work_that_is_no_share_of_a_step_is_free() -> None:
+    pace = ConstraintPace()
+    pace.charge({1: 0.001, 2: 0.001}, 0.002 / SHARE, now=0.0)
+    assert pace.held(0.0) == frozenset()
+
+
+def steps(policy: str, slow: set[int], seqs: list[Sequence]) -> tuple[float, dict[int, int]]:
+    """Time until the first sequence has ended, and the tokens of each by then."""
+    sched = Scheduler(Config(num_kvcache_blocks=200, max_model_len=512, eos_token_id=0, scheduling_policy=policy))
+    sched.add_group(seqs)
+    now = 0.0
+    while not seqs[0].is_finished:
+        scheduled = sched.schedule(now)
+        assert scheduled is not None
+        batch, rows = scheduled
+        spent = {seq_id: MASK_S for seq_id in rows if seq_id in slow and batch.total_seqs_num_decode}
+        now += max([STEP_S, sum(spent.values())])
+        sched.record_step(batch, max([STEP_S, sum(spent.values())]))
+        tokens = {seq_id: (7,) for seq_id, final in zip(batch.req_ids, batch.is_final, strict=True) if final}
+        sched.postprocess(rows.values(), ScheduledBatchOutput(tokens, slow_constraints=spent), batch=batch, now=now)
+        sched.check_integrity()
+    return now, {seq.id: len(seq.output_tokens) for seq in seqs}
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence([5, 6, 7], 16, SamplingParams(max_tokens=400), id=i) for i in range(count)]
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_neighbour_keeps_nine_tenths_of_its_rate_beside_slow_masks(policy: str) -> None:
+    """Steps of 2 ms beside four sequences whose masks take 30 ms each; these go on, slowly."""
+    alone, _ = steps(policy, set(), sequences(5))
+    beside, tokens = steps(policy, {1, 2, 3, 4}, sequences(5))
+    # But for the first step, in which nobody knows.
+    assert beside - 4 * MASK_S <= alone / 0.9
+    assert min(tokens.values()) > 0
+    assert max(tokens[i] for i in range(1, 5)) < 40
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_slow_masks_are_not_held_back_alone(policy: str) -> None:
+    """With nobody who would wait, they are decoded in every step."""
+    taken, tokens = steps(policy, {0, 1}, sequences(2))
+    assert set(tokens.values()) == {400}
+    assert taken == pytest.approx(399 * 2 * MASK_S + STEP_S, rel=0.01)

@@ -1,0 +1,147 @@
+"""Text that grammars force: what the library says, and no more work than a step uses."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.constraints.library import Matcher
+from common.limits import MAX_FORCED_TEXT_BYTES
+from tests.bench.hostile_constraints import ADMITTED
+from tests.unit.worker.model.test_grammar_masks import (
+    SIZE,
+    TEXTS,
+    choose,
+    grammar_of,
+    grammars,
+    history,
+    new_masks,
+    params_of,
+    schemas,
+)
+from worker.model.grammar_masks import GrammarMasks
+from worker.model.text_ahead import MOST_MASKS, TextAhead
+
+ROOM = np.empty(-(-SIZE // 32), np.uint32)
+LONGEST = max(map(len, TEXTS))
+FORCED = ["forced letters", "forced chain", "forced text"]
+
+
+def compiled(grammar: str) -> Matcher:
+    return grammars().begin(grammar).result().deep_copy()
+
+
+def looked(matcher: Matcher) -> TextAhead:
+    ahead = TextAhead(matcher)
+    ahead.look(grammars(), ROOM)
+    return ahead
+
+
+def test_text_is_what_the_library_forces() -> None:
+    """Along random walks; where the library has some, so has this, but for text that has tokens of many kinds behind."""
+    forced = [params.grammar for _, params in islice(schemas(3), 25)]
+    forced += [
+        grammar_of(one) for one in ({"choices": ["yes", "yes please", "no"]}, {"regex": "ab{2}(-[0-9]{2}){1,3}c"})
+    ]
+    number = found = 0
+    for place, grammar in enumerate(forced):
+        rnd, matcher = random.Random(place), compiled(grammar)
+        for _ in range(60):
+            if matcher.is_stopped():
+                break
+            text, expected = looked(matcher).text, matcher.deep_copy().compute_ff_bytes()
+            assert expected.startswith(text)
+            number, found = number + bool(expected), found + (text == expected)
+            matcher.unsafe_compute_mask_ptr(ROOM.ctypes.data, ROOM.nbytes)
+            ids = np.flatnonzero(np.unpackbits(ROOM.view(np.uint8), bitorder="little")).tolist()
+            matcher.consume_token(choose(rnd, ids))
+    assert number > 40
+    assert found > 0.9 * number
+
+
+class Counting:
+    """A matcher that counts its masks, and those of its copies."""
+
+    def __init__(self, matcher: Matcher, counts: list[int]) -> None:
+        self._matcher, self.counts = matcher, counts
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "compute_ff_bytes"
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> Counting:
+        return Counting(self._matcher.deep_copy(), self.counts)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self.counts[-1] += 1
+        self._matcher.unsafe_compute_mask_ptr(address, size)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
+    """A first look, and later ones that only extend what is known."""
+    counts = [0]
+    matcher: Any = Counting(compiled(grammar_of(ADMITTED[name])), counts)
+    ahead = TextAhead(matcher)
+    ahead.look(grammars(), ROOM)
+    assert 0 < counts[-1] <= MOST_MASKS
+    assert 0 < len(ahead.text) < MAX_FORCED_TEXT_BYTES + LONGEST
+    for _ in range(40):
+        token = grammars().usual_tokens(ahead.text)[0]
+        assert matcher.consume_token(token)
+        before = ahead
+        ahead = ahead.moved([TEXTS[token]], matcher)
+        assert ahead is before
+        counts.append(0)
+        ahead.look(grammars(), ROOM)
+        assert counts[-1] <= MOST_MASKS
+        assert len(ahead.text) < MAX_FORCED_TEXT_BYTES + LONGEST
+    assert sum(counts) < MOST_MASKS + 40 * LONGEST
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, output, masks = params_of(ADMITTED[name]), list[int](), new_masks()
+    texts, usual = list[bytes](), grammars().usual_tokens
+    monkeypatch.setattr(grammars(), "usual_tokens", lambda text: (texts.append(text), usual(text))[1])
+    for _ in range(30):
+        before = history(output, params)
+        masks.confined({0: before})
+        run = masks.forced(before, []) or [1]
+        drawn = usual(texts[-1])[: 1 + len(output) % 3] if texts[-1] else run[:1]
+        output += drawn
+        masks.completes(before, drawn)
+    assert len(output) > 40
+    assert max(map(len, texts)) < MAX_FORCED_TEXT_BYTES + LONGEST
+
+
+def test_text_that_no_step_verifies_is_looked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts do not pay; once they are verified it is looked for again in each step."""
+    params, output, masks, looks = params_of(ADMITTED["forced letters"]), list[int](), new_masks(), list[int]()
+    look = TextAhead.look
+
+    def counted(self: TextAhead, *arguments: Any) -> None:
+        looks.append(len(output))
+        look(self, *arguments)
+
+    monkeypatch.setattr(TextAhead, "look", counted)
+    (a,) = grammars().usual_tokens(b"a")
+    masks.confined({0: history(output, params)})
+
+    def step(masks: GrammarMasks, drawn: list[int]) -> None:
+        before = history(output, params)
+        output.extend(drawn)
+        assert not masks.completes(before, drawn)
+        masks.forced(before, drawn)
+
+    for _ in range(200):
+        step(masks, [a])
+    assert 4 < len(looks) < 40
+    looks.clear()
+    for _ in range(10):
+        step(masks, [a, a, a])
+    assert len(looks) == 10
