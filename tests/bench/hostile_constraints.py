@@ -27,7 +27,7 @@ from tests.unit.common.constraints.test_check import HOSTILE
 
 _DEMO: Final = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
 _PLAIN: Final = "plain"
-# Admitted ones: a harmless one to compare with, and others that have long forced texts, masks that take long, or much that is found out about them.
+# Admitted ones: a harmless one to compare with; others force long texts, have slow masks or become large.
 ADMITTED: Final[dict[str, Any]] = {
     "harmless": {"regex": "[a-z ]{300,500}"},
     "forced letters": {"regex": "a{100000}"},

@@ -17,7 +17,10 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
+from common.constraints.check import GrammarChecker
+from common.constraints.forms import Constraint
 from common.constraints.library import ENGINE
+from router.api.tenants import TENANT_KEY, TenantPolicy
 from tests.covering import slow_but
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
@@ -193,6 +196,30 @@ async def test_only_workers_with_the_routers_library_get_constraints() -> None:
         assert "sampling_params.constraint" in str(error.details())
         model = await b.stub.GetModel(pb.GetModelRequest())
         assert pb.CAPABILITY_CONSTRAINTS not in model.model.capabilities
+
+
+async def test_isolated_tenants_find_no_constraint_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own checked once; without the option all share what is known."""
+    known, found = GrammarChecker.known, list[bool]()
+
+    def watched(self: GrammarChecker, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str | None:
+        result = known(self, constraint, optional_space=optional_space, salt=salt)
+        found.append(result is not None)
+        return result
+
+    for isolate, expected in ((True, [False, True, False, True]), (False, [False, True, True, True])):
+        able = FakeWorker(FILES, worker_id="able", description={"grammar_engine": ENGINE, "eos_token_ids": [EOS]})
+        async with bench(able, tenants=TenantPolicy(isolate=isolate)) as b:
+            hits = []
+            for tenant in ("alice", "alice", "bob", "bob"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(GrammarChecker, "known", watched)
+                    found.clear()
+                    asked = request(params={"constraint": pb.Constraint(regex="[a-z]+")})
+                    await collect(b.stub.Generate(asked, metadata=((TENANT_KEY, tenant),)))
+                hits.append(found[0])
+            assert hits == expected
+            assert len({record.cache_salt for record in able.submitted}) == 1 + isolate
 
 
 async def test_bad_constraints_are_refused_with_their_place_and_reach_no_worker() -> None:

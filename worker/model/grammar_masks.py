@@ -69,9 +69,8 @@ class _Failed(Exception):
 @dataclass(slots=True)
 class _State:
     """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, the
-    text that is known to be forced behind it, how many searches for such text have found none since one did, in how many
-    steps no draft of what one has found was right or verified, and CPU seconds: of the last mask, and those that its
-    grammar is not charged for yet."""
+    text that is known to be forced behind it, how many searches for such text have found none since one did, how many
+    steps have verified none of it, and CPU seconds: of the last mask, and those that its grammar is not charged for."""
 
     tokens: list[int]
     count: int

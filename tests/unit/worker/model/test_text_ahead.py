@@ -42,7 +42,7 @@ def looked(matcher: Matcher) -> TextAhead:
 
 
 def test_text_is_what_the_library_forces() -> None:
-    """Along random walks; where the library has some, so has this, but for text that has tokens of many kinds behind."""
+    """Along random walks: it begins what the library says, and nearly always is all of that."""
     forced = [params.grammar for _, params in islice(schemas(3), 25)]
     forced += [
         grammar_of(one) for one in ({"choices": ["yes", "yes please", "no"]}, {"regex": "ab{2}(-[0-9]{2}){1,3}c"})
