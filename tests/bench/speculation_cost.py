@@ -43,7 +43,7 @@ NUM_BLOCKS = 200_000
 TOKEN, WRONG = 7, 8
 
 
-class Given:
+class Given(Proposer):
     """Proposes the same drafts always, of which half are right."""
 
     def __init__(self) -> None:

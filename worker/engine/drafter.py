@@ -42,6 +42,7 @@ class Proposer(Protocol):
 
     def forget(self, seq: Sequence) -> None:
         """Frees what is kept of an ended sequence. One that keeps nothing has nothing to do."""
+        return
 
 
 def make_answers(spec: SpeculativeConfig | None) -> FinishedAnswers | None:

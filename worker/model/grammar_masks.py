@@ -52,6 +52,8 @@ _CHARGED_S: Final = 1e-3
 # CPU time of a sequence's masks in one step, from which on they are slow (worker/engine/constraint_pace.py): most take
 # some ten microseconds.
 _SLOW_S: Final = 2.5e-4
+# Of all masks of a step: 60 us are what a thread costs one answer at a time.
+_QUICK_S: Final = 6e-5
 
 
 class _Ended(Exception):
@@ -113,6 +115,12 @@ class GrammarMasks:
             if history.params.grammar and history.seq_id not in self._states:
                 self._grammars.begin(history.params.grammar, history.cache_salt)
 
+    def are_quick(self, histories: Mapping[int, TokenHistory]) -> bool:
+        """True if the masks of these rows probably take less time than handing them to another thread, which has to be
+        woken up and to get the interpreter's lock."""
+        own = [self._states.get(history.seq_id) for history in histories.values() if history.params.grammar]
+        return sum(_SLOW_S if state is None else state.mask_s for state in own) <= _QUICK_S
+
     def confined(self, histories: Mapping[int, TokenHistory]) -> Confined:
         """Masks of the rows that are the keys and have a grammar; and rows that have ended, with the reason.
 
@@ -143,6 +151,8 @@ class GrammarMasks:
                 newest[history.seq_id] = place
                 rows.append(row)
             began, before_it = time.thread_time(), began
+            if (state := self._states.get(history.seq_id)) is not None:
+                state.mask_s = began - before_it
             self._charge(history, began - before_it)
             spent[history.seq_id] = spent.get(history.seq_id, 0.0) + began - before_it
         self._slow |= {seq_id: cpu_s for seq_id, cpu_s in spent.items() if cpu_s >= _SLOW_S}
@@ -208,7 +218,6 @@ class GrammarMasks:
         for."""
         if (state := self._states.get(history.seq_id)) is None:
             return
-        state.mask_s = cpu_s
         state.owed_s += max(0.0, cpu_s - _WARM_S)
         if state.owed_s >= _CHARGED_S:
             has_room = self._grammars.worked(state.compiled, state.owed_s)

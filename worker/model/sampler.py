@@ -274,7 +274,12 @@ class Sampler:
         self._grammars.begin(batch.histories)
         if not self.waits_for_tokens:
             histories, _ = self._histories(batch, rows)
-            self._begun = batch, histories, self._threads.submit(self._grammars.confined, histories)
+            if self._grammars.are_quick(histories):
+                masks: Future[Confined] = Future()
+                masks.set_result(self._grammars.confined(histories))
+            else:
+                masks = self._threads.submit(self._grammars.confined, histories)
+            self._begun = batch, histories, masks
 
     def end_complete(self, batch: ScheduledBatch) -> None:
         """Ends sequences whose grammars allow nothing behind the tokens of the last step, if these are here already.

@@ -42,7 +42,8 @@ def steps(policy: str, slow: set[int], seqs: list[Sequence]) -> tuple[float, dic
         spent = {seq_id: MASK_S for seq_id in rows if seq_id in slow and batch.total_seqs_num_decode}
         now += max([STEP_S, sum(spent.values())])
         sched.record_step(batch, max([STEP_S, sum(spent.values())]))
-        tokens = {seq_id: (7,) for seq_id, final in zip(batch.req_ids, batch.is_final, strict=True) if final}
+        finals = (seq_id for seq_id, final in zip(batch.req_ids, batch.is_final, strict=True) if final)
+        tokens: dict[int, tuple[int, ...]] = dict.fromkeys(finals, (7,))
         sched.postprocess(rows.values(), ScheduledBatchOutput(tokens, slow_constraints=spent), batch=batch, now=now)
         sched.check_integrity()
     return now, {seq.id: len(seq.output_tokens) for seq in seqs}

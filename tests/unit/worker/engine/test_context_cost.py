@@ -130,7 +130,8 @@ def test_followers_of_a_long_prompt_are_admitted_one_a_step() -> None:
         batch, rows = scheduled
         admitted += [waiting - len(sched.waiting)] if seqs[0].first_token_time is not None else []
         sched.record_step(batch, 10.0)
-        tokens = {seq_id: (7,) for seq_id, final in zip(batch.req_ids, batch.is_final, strict=True) if final}
+        finals = (seq_id for seq_id, final in zip(batch.req_ids, batch.is_final, strict=True) if final)
+        tokens: dict[int, tuple[int, ...]] = dict.fromkeys(finals, (7,))
         sched.postprocess(rows.values(), ScheduledBatchOutput(tokens), batch=batch, now=0.0)
     assert all(seq.num_cached_tokens == 100_000 for seq in seqs[1:])
     assert max(admitted) == 1

@@ -107,7 +107,12 @@ def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
 def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params, output, masks = params_of(ADMITTED[name]), list[int](), new_masks()
     texts, usual = list[bytes](), grammars().usual_tokens
-    monkeypatch.setattr(grammars(), "usual_tokens", lambda text: (texts.append(text), usual(text))[1])
+
+    def watched(text: bytes) -> list[int]:
+        texts.append(text)
+        return usual(text)
+
+    monkeypatch.setattr(grammars(), "usual_tokens", watched)
     for _ in range(30):
         before = history(output, params)
         masks.confined({0: before})
