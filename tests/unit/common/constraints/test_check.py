@@ -240,6 +240,14 @@ HOSTILE: dict[str, Any] = {
     "loop": {"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
     "nested": {"json_schema": '{"items":' * 6000 + "{}" + "}" * 6000},
     "long string": {"json_schema": {"type": "string", "minLength": 2**31, "pattern": "^(ab|cd)*$"}},
+    # Taken: they force long texts, have slow masks, or become large.
+    "forced letters": {"regex": "a{100000}"},
+    "forced chain": {
+        "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60: "7a"\n'
+    },
+    "forced text": {"grammar": f'start: "{"abcdefghij" * 6000}"'},
+    "counted blanks": {"regex": "(.{0,50}a){1,400}"},
+    "counted groups": {"regex": "(a|b|[ab]{2,5}|.{3,900}){1,900}"},
 }
 PROGRAM = """
 import json, sys

@@ -11,7 +11,7 @@ import pytest
 
 from common.constraints.library import Matcher
 from common.limits import MAX_FORCED_TEXT_BYTES
-from tests.bench.hostile_constraints import ADMITTED
+from tests.unit.common.constraints.test_check import HOSTILE
 from tests.unit.worker.model.test_grammar_masks import (
     SIZE,
     TEXTS,
@@ -85,7 +85,7 @@ class Counting:
 def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
     """A first look, and later ones that only extend what is known."""
     counts = [0]
-    matcher: Any = Counting(compiled(grammar_of(ADMITTED[name])), counts)
+    matcher: Any = Counting(compiled(grammar_of(HOSTILE[name])), counts)
     ahead = TextAhead(matcher)
     ahead.look(grammars(), ROOM)
     assert 0 < counts[-1] <= MOST_MASKS
@@ -105,7 +105,7 @@ def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORCED)
 def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, output, masks = params_of(ADMITTED[name]), list[int](), new_masks()
+    params, output, masks = params_of(HOSTILE[name]), list[int](), new_masks()
     texts, usual = list[bytes](), grammars().usual_tokens
 
     def watched(text: bytes) -> list[int]:
@@ -126,7 +126,7 @@ def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytes
 
 def test_text_that_no_step_verifies_is_looked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafts do not pay; once they are verified it is looked for again in each step."""
-    params, output, masks, looks = params_of(ADMITTED["forced letters"]), list[int](), new_masks(), list[int]()
+    params, output, masks, looks = params_of(HOSTILE["forced letters"]), list[int](), new_masks(), list[int]()
     look = TextAhead.look
 
     def counted(self: TextAhead, *arguments: Any) -> None:
