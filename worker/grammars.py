@@ -26,8 +26,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 _BYTES_PER_SECOND: Final = 250e6
 # Of a grammar that does nothing yet, beside what compiling it has made.
 _LEAST_BYTES: Final = 1 << 16
-# A grammar of this share of MAX_GRAMMARS_BYTES is compiled anew for new sequences, and for those that use it while
-# all together hold too much.
+# While all together hold too much, a grammar of more than this share is compiled anew for those that use it.
 _LARGE_SHARE: Final = 8
 _COMPILE_THREADS: Final = 2
 # Bytes of letters, digits and blanks; of other alphabets any that are no ASCII.
@@ -91,10 +90,8 @@ class Grammars:
         with self._lock:
             key = salt, text
             if (found := self._kept.get(key)) is not None:
-                if self._bytes.get(found, 0) * _LARGE_SHARE <= MAX_GRAMMARS_BYTES:
-                    self._kept.move_to_end(key)
-                    return found
-                del self._kept[key]
+                self._kept.move_to_end(key)
+                return found
             while len(self._kept) >= MAX_COMPILED_GRAMMARS:
                 self._kept.popitem(last=False)
             made: Compiled = Future()

@@ -209,7 +209,7 @@ class Scheduler:
         self._open_gate(now)
         prefill_cost = self.meter.step_cost(has_decodes=self.lifecycle.num_decoding > 0)
         step = Step(self.max_num_batched_tokens, prefill_cost)
-        self._decodes.held = self._pace.held(now)
+        self._decodes.held = self._pace.held(now, (seq.id for seq in self.running))
         self._fill(step)
         if not step.seqs and self._decodes.held:
             # Nobody else has anything to compute, so nobody would wait for them.

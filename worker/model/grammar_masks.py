@@ -47,7 +47,7 @@ _UNUSED: Final = 4
 _MOST_REST: Final = 64
 # CPU time of a mask that finds out nothing new, in any vocabulary; what is more may have made the grammar larger. It is
 # charged when it has come to so much.
-_WARM_S: Final = 1e-5
+_WARM_S: Final = 3e-5
 _CHARGED_S: Final = 1e-3
 # CPU time of a sequence's masks in one step, from which on they are slow (worker/engine/constraint_pace.py): most take
 # some ten microseconds.
