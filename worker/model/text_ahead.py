@@ -37,11 +37,13 @@ class TextAhead:
     Attributes:
         text: from the sequence's newest token on; at most MAX_FORCED_TEXT_BYTES.
         is_complete: True if nothing more is allowed behind the text.
+        choice: two tokens that begin differently and are both allowed behind the text; empty if none are known.
     """
 
     def __init__(self, matcher: Matcher) -> None:
         self.text = b""
         self.is_complete = False
+        self.choice: tuple[int, ...] = ()
         # At the end of the text.
         self._matcher = matcher
         self._is_own = False
@@ -89,13 +91,14 @@ class TextAhead:
 
     def _only_token(self, grammars: Grammars, bits: Bits) -> tuple[int, bytes] | None:
         """The token that all others of a mask begin, or one that begins all others, with its text; None for neither."""
-        if np.count_nonzero(bits) > _MOST_TOKENS:
-            return None
         texts, first = dict[bytes, int](), b""
         for token in _tokens_of(bits):
             # Most choices show in the first two tokens.
             text = grammars.text_of(token)
-            if not text or len(texts) == _MOST_TOKENS or (texts and not text.startswith(first)):
+            if not text or len(texts) == _MOST_TOKENS:
+                return None
+            if texts and not text.startswith(first):
+                self.choice = (next(iter(texts.values())), token)
                 return None
             first, texts[text] = text[:1], token
         if not texts:
