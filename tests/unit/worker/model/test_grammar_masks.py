@@ -236,8 +236,7 @@ def test_slices_of_the_vocabulary_change_no_mask() -> None:
 
 
 def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor behind anything else, while the choice is there that was found; a quote ends the text, and then what follows is
-    found as if always searched."""
+    """Nor behind anything else, while the choice that was found is still there; a quote ends the text."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     given = {**schema, "required": ["name", "age"], "x-guidance": {"whitespace_flexible": False}}
     params, masks, output = params_of({"json_schema": given}), new_masks(), TOKENIZER.encode_inside('{"name":"')
