@@ -58,20 +58,28 @@ def killed_router(seed: int) -> None:
 
 def ended_before(_: int) -> None:
     """A stream that had ended is submitted again: it ends at once, without another token (S5)."""
+    full = record(1, [5, 6, 7], max_tokens=2)
+    stopped = record(1, [5, 6, 7], max_tokens=9)
+    stopped.params.stop_token_ids.append(9)
+    for resumed, reason in ((full, wpb.END_REASON_LENGTH), (stopped, wpb.END_REASON_STOP_TOKEN)):
+        assert ends_of_resumed(resumed, [8, 9]) == [(5, reason)]
+
+
+def ends_of_resumed(resumed: wpb.SubmitSequence, answer: list[int]) -> list[tuple[int, int]]:
+    """Positions and reasons of the ends in the first frame behind a sequence that comes with an answer."""
     now = 1000.0
     engine = SteppedEngine(simulated_core(clock=lambda: now), lambda: now)
     sequences = RouterSequences("r", FACTS, engine, Tracing())
     hello = wpb.Hello(router_id="r", lease_ms=5000)
     state = SessionState(hello, sequences, FACTS, engine, FleetLanes(), now, lambda: None)
-    resumed = record(1, [5, 6, 7], max_tokens=2)
-    resumed.token_ids.extend([8, 9])
+    resumed.token_ids.extend(answer)
     state.receive(submit(1, resumed), now)
     engine.step()
     assert state.next_frame(now)
     frame = state.next_frame(now)
     assert frame is not None
     assert not frame.step_output.token_ids
-    assert [(end.end_pos, end.reason) for end in frame.step_output.ends] == [(5, wpb.END_REASON_LENGTH)]
+    return [(end.end_pos, end.reason) for end in frame.step_output.ends]
 
 
 def repeated(_: int) -> None:
