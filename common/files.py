@@ -1,4 +1,4 @@
-"""Reads files whose kind, size and depth somebody else decides: no device, no named pipe, never more than a bound."""
+"""Reads files that others provide: refuses devices and named pipes, and bounds size and nesting."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def is_regular(path: str | Path) -> bool:
-    """True if the path, or what it links to, is a regular file."""
+    """True if the path is a regular file or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
@@ -73,7 +73,7 @@ def _check_kind(path: str | Path, descriptor: int) -> None:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return
-    # A pipe without a name is one that a shell has made, with its writer.
+    # The shell made a pipe that has no name; such a pipe has its writer.
     if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):
         return
     if stat.S_ISDIR(mode):

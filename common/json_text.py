@@ -1,4 +1,4 @@
-"""Strict JSON of clients: what a parser gives is checked here, once, before anything else sees it."""
+"""Parses the JSON of clients strictly: checks each value once, before any other code sees it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from common.limits import MAX_JSON_LEVELS
 
-# Python's own limit, of reading and writing.
+# Python's own limit for reading and writing an integer.
 _MOST_DIGITS: Final = 4300
 _MOST_PLACE: Final = 200
 
 
 class JsonError(ValueError):
-    """A text is not the JSON that is served; one line.
+    """A text is not JSON, or has a value that is not supported; one line.
 
     Attributes:
-        place: JSON Pointer of the value; empty for the whole, or where the text is no JSON.
+        place: JSON Pointer of the value; empty for the whole, or if the text is not JSON.
         problem: what is wrong with it.
     """
 
@@ -32,25 +32,25 @@ class JsonError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Stands where the parser read what has no value."""
+    """Placeholder in a parsed value for a number, constant or object that is refused."""
 
     problem: str
 
 
-# A place in a value: of the outer one, and the key or index there.
+# A place in a value: the outer value's place, and the key or index there. None is the root.
 _Path = tuple[Any, object] | None
 
 
 def json_value(text: str, read_float: Callable[[str], float] = float) -> Any:
-    """The value of a JSON text, every string of which can be encoded and every number of which can be written.
+    """Parses a JSON text. All strings of the value can be encoded, and all its numbers can be written.
 
     Args:
         text: of a client.
         read_float: reads a number with a fraction or an exponent; a ValueError means that it has no value.
 
     Raises:
-        JsonError: no JSON, a name that stands twice in an object, half of a surrogate pair, a number without a finite
-            value or with too many digits, or more than MAX_JSON_LEVELS levels.
+        JsonError: the text is not JSON, or has a duplicate name in an object, half of a surrogate pair, a number
+            without a finite value or with too many digits, or more than MAX_JSON_LEVELS levels.
     """
     try:
         value = (_DECODER if read_float is float else _decoder(read_float)).decode(text)
@@ -64,10 +64,10 @@ def json_value(text: str, read_float: Callable[[str], float] = float) -> Any:
 
 
 def end_of_value(text: str, start: int) -> int:
-    """The index behind a JSON value that begins at an index of a text.
+    """The index after the JSON value that begins at `start`.
 
     Raises:
-        JsonError: none does.
+        JsonError: no JSON value begins there.
     """
     try:
         return _DECODER.raw_decode(text, start)[1]

@@ -11,7 +11,7 @@ MAX_END_MESSAGE_BYTES = 512
 MAX_OPEN_GROUPS = 64
 MAX_ASSEMBLING_BYTES = 128 * MIB
 MAX_ASSEMBLING_TOKENS = 1 << 24
-# The same of all Sessions of a worker; beyond it those that hold more than half of their share are closed.
+# Bytes of unfinished groups of all Sessions of a worker. Beyond it, Sessions with over half an equal share are closed.
 MAX_ALL_ASSEMBLING_BYTES = 256 * MIB
 # Sequences of one router: on their way in, running, and ended ones that have not gone out.
 MAX_ROUTER_SEQS = 1 << 16
@@ -58,7 +58,7 @@ MAX_CHOICES = 1024
 # Results of checked constraints that a router keeps, by tokenizer: how many, and their bytes together.
 MAX_CHECKED_GRAMMARS = 256
 MAX_CHECKED_GRAMMAR_BYTES = 8 * MIB
-# Compiled grammars that a worker keeps, and bytes of these and of those in use together.
+# Compiled grammars that a worker keeps, and bytes of these plus those in use.
 MAX_COMPILED_GRAMMARS = 128
 MAX_GRAMMARS_BYTES = 512 * MIB
 # Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
@@ -68,8 +68,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_SPECULATIVE_TOKENS = 16
 # Tokens of finished answers that a worker may keep, 4 bytes each.
 MAX_FINISHED_TOKENS = 1 << 28
-# Drafts of a sequence and step that are text which a grammar forces; the text that is looked at for them; and texts
-# whose tokens a worker keeps.
+# Text that grammars force: drafts of it per sequence and step, bytes of it examined for these, and texts whose tokens a
+# worker keeps.
 MOST_FORCED = 16
 MAX_FORCED_TEXT_BYTES = 128
 MAX_FORCED_TEXTS = 1024
@@ -87,10 +87,10 @@ MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
-# What a worker may say of itself: tokens of a KV block and of a sequence.
+# Most tokens of a KV block and of a sequence that a worker may announce.
 MAX_BLOCK_TOKENS = 1 << 16
 MAX_MODEL_LEN = 1 << 30
-# Of JSON in a field: what renders it takes one of Python's 1,000 frames for each.
+# Levels of JSON in a field: rendering takes one of Python's 1,000 frames for each level.
 MAX_JSON_LEVELS = 500
 # Entries of any list of messages: each is looked at in Python, which takes microseconds.
 MAX_LIST_ENTRIES = 65_536
@@ -122,7 +122,7 @@ MAX_SIDE_UNREAD_CALLS = 512
 MAX_HEALTH_WATCHES = 512
 MAX_SERVICE_NAME_CHARS = 256
 MAX_HEALTH_MESSAGE_BYTES = 4096
-# Log lines of calls that were refused before their request was understood: at once, and a second. Further ones are
+# Log lines of calls that were refused before their request was understood: at once, and per second. Others are
 # counted in one line a second.
 MAX_REFUSAL_LINES = 1000
 REFUSAL_LINES_PER_S = 100
@@ -183,11 +183,11 @@ MAX_RECENT_TOKENS = 1 << 20
 KV_DIGEST_WAIT_S = 10.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
-# Files of a checkpoint: a JSON file of its configuration; its index of weights, and the header of a file of weights,
+# Bytes of a checkpoint's files: a JSON configuration file; the index of weights or the header of a file of weights,
 # which name each tensor.
 MAX_CONFIG_FILE_BYTES = 16 * MIB
 MAX_WEIGHT_INDEX_BYTES = 100 * MIB
-# A configuration file of options, and the values that its aliases make of it.
+# Bytes of a configuration file of options, and its values with aliases written out.
 MAX_OPTIONS_FILE_BYTES = MIB
 MAX_OPTIONS_VALUES = 100_000
 TOKENIZER_TIMEOUT_S = 30.0

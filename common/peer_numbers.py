@@ -1,7 +1,7 @@
-"""Numbers that a peer has sent, on their way into arithmetic and into fields with a bound.
+"""Clamps numbers of a peer before they enter arithmetic and bounded protobuf fields.
 
-A sum of numbers that each fit a field need not fit it: protobuf then raises ValueError wherever the sum is written.
-That costs all those who are told of the sum, not the peer who sent the number.
+Numbers may each fit a field while their sum does not: protobuf then raises ValueError where the sum is written. The
+error hits all receivers of the sum, not the peer that sent the number.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def as_uint64(value: float) -> int:
 
 
 def counted(value: int) -> int:
-    """A peer's count, no more than can be true."""
+    """A peer's count, clamped to 0 to MOST_COUNTED."""
     return _within(value, MOST_COUNTED)
 
 
 def rate(value: float) -> float:
-    """A peer's rate; 0, which means unknown, for what is none."""
+    """A peer's rate; 0, which means unknown, unless it is finite and positive."""
     return value if math.isfinite(value) and value > 0 else 0.0
 
 
 def _within(value: float, most: int) -> int:
-    # NaN is below nothing and above nothing.
+    # Both comparisons are false for NaN, which becomes 0.
     return round(value) if 0 <= value <= most else most if value > most else 0

@@ -12,7 +12,7 @@ def json_object(path: str, text: str) -> dict[str, Any]:
     """A JSON object as Python values, in their order.
 
     Raises:
-        InvalidFieldError: it is none, or has what no request may have, by `json_value`; names the place in it.
+        InvalidFieldError: the text is no JSON object, or `json_value` refuses it; the error names the place.
     """
     try:
         value = json_value(text)

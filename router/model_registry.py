@@ -179,7 +179,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
     """The model that a worker serves.
 
     Raises:
-        WorkerRefusedError: a number of it can be none of a model.
+        WorkerRefusedError: the block size or the longest sequence is out of range.
     """
     if not 1 <= description.block_size <= MAX_BLOCK_TOKENS:
         raise WorkerRefusedError(f"block_size is {description.block_size}, not 1 to {MAX_BLOCK_TOKENS}")

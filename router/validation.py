@@ -383,7 +383,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
 
 def _check_digest(path: str, digest: pb.TextDigest) -> None:
     """Checks a text's length and digest. The first tokens of an answer may have no text: the head of a tool call."""
-    # A digest of nothing is one only.
+    # Without text only the digest of no bytes is valid.
     has_text = digest.bytes > 0 or (digest.tokens > 0 and digest.sha256 == _NO_TEXT)
     if not has_text or len(digest.sha256) != _SHA256_BYTES:
         valid = f"at least 1 byte of text, or tokens that have none, and {_SHA256_BYTES} bytes of sha256"

@@ -27,9 +27,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORK = Path(tempfile.gettempdir(), "fissile-gpu")
-# Most bytes of a file that is brought back from the machine.
+# Most bytes of a file that is copied back from the machine.
 CACHE_BYTES = 15 << 20
-# Processes of kernels' checks and of tiles, which compile side by side.
+# Processes that check kernels, and processes that time tiles; they compile side by side.
 VERIFIERS, TUNERS = 5, 6
 # Lines of a log in the report; a part's own lines about failures come first.
 SHOWN_LINES, FAILURE_LINES = 60, 30
@@ -49,7 +49,7 @@ WAYS = (
 )
 
 
-# Says what the machine is and what it can do.
+# Prints the machine's GPU and versions, its memory bandwidth and its rate of products.
 _MACHINE = """
 import os, subprocess, sys
 import torch, transformers, triton
@@ -65,10 +65,10 @@ print(f"{found.name}: a copy moves {found.bandwidth / 1e9:.0f} GB/s, a product {
 
 @dataclass(frozen=True)
 class Part:
-    """One process.
+    """One process of a stage.
 
     Attributes:
-        name: of its log.
+        name: of the process and of its log.
         command: arguments of Python.
         limit_s: seconds after which it is stopped.
         shown: lines of its log in the report, from the end.
@@ -85,7 +85,7 @@ class Stage:
     """Parts that run side by side.
 
     Attributes:
-        name: as `--stages` has it.
+        name: its name in `--stages`.
         parts: in the order in which they begin.
         at_once: processes that run at a time.
     """
@@ -97,7 +97,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Folders:
-    """Places of what is written.
+    """Folders for the files of a run.
 
     Attributes:
         out: report, logs and figures.
@@ -165,7 +165,7 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
         Part("large-checkpoint", checkpoint(folders.large, "tiny" if is_tiny else "qwen3-8b"), 150, 5),
     ]
     yield Stage("kernels", [*checkpoints, *verifiers], at_once=2 + VERIFIERS)
-    # Interpreted products depend on the number of rows, which drafts may not; and no interpreter waits for a GPU.
+    # Interpreted products depend on the number of rows, so drafts would differ. And no interpreter waits for a GPU.
     ways = [way for way in WAYS if not is_tiny or way not in ("lookup drafts", "model drafts", "forbidden waits")]
     yield Stage("streams", [_streams(way, folders, is_tiny) for way in ways], at_once=2 if is_tiny else 6)
     files = [str(_streams_file(folders, way)) for way in ways]
@@ -188,7 +188,7 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
     trace = ["-m", "tests.bench.gpu_trace", "--model", str(folders.large), "--json", str(folders.out / "trace.json")]
     trace += ["--batches", "1", "8", "64", "256"]
     yield Stage("trace", [Part("trace", trace, 100)])
-    # A process for each way: memory of an engine's graphs is free when its process has ended.
+    # A process for each way: memory of an engine's graphs is freed only when its process ends.
     for name, tiny, limit in (
         ("steps", ["--batches", "1", "--prefill", "16", "--context", "8", "--steps", "3"], 100),
         ("batch", ["--requests", "2", "--context", "8", "--tokens", "3"], 150),
@@ -237,7 +237,7 @@ def run_part(part: Part, report: Report, folders: Folders, deadline: float) -> N
 
 
 def keep_cache(folder: Path, archive: Path) -> None:
-    """Packs what Triton has compiled, without what only people read, if it is small enough to be brought back."""
+    """Packs compiled Triton kernels without human-readable stages; deletes an archive beyond CACHE_BYTES."""
     with tarfile.open(archive, "w:gz", compresslevel=6) as packed:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix not in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):

@@ -1,4 +1,4 @@
-"""A reader of GBNF and a recognizer of its texts, made from llama.cpp's guide and by characters: for tests alone.
+"""Reference for tests: reads GBNF as llama.cpp's guide describes it, and recognizes texts character by character.
 
 It shares nothing with the service. Grammars become productions, which Earley's algorithm reads; `sample` walks them.
 """
@@ -14,7 +14,7 @@ from typing import TypeAlias
 Chars: TypeAlias = tuple[bool, tuple[tuple[int, int], ...]]
 Item: TypeAlias = str | Chars
 Bodies: TypeAlias = list[tuple[Item, ...]]
-# What of a rule has been read up to a place: its name, the items that are left, and where it began.
+# Earley items at one place of a text: the rule's name, its remaining items, and the place where it began.
 Row: TypeAlias = set[tuple[str, tuple[Item, ...], int]]
 
 _ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([trn\\"\[\]-]))|([^\\])', re.DOTALL)
@@ -33,7 +33,7 @@ def matches(chars: Chars, char: str) -> bool:
 
 
 class Reference:
-    """A grammar."""
+    """A GBNF grammar that recognizes and samples texts."""
 
     def __init__(self, text: str) -> None:
         self.rules: dict[str, Bodies] = {}
@@ -52,25 +52,25 @@ class Reference:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is any text of the grammar."""
+        """True if the grammar has any text."""
         return self._lengths["root"] < _NO_END
 
     def accepts(self, text: str) -> bool:
-        """Whether a text is one of the grammar's."""
+        """True if the grammar has this text."""
         row = self._read(text)
         return any(sym == "root" and start == 0 and not rest for sym, rest, start in row)
 
     def begins(self, text: str) -> bool:
-        """Whether a text of the grammar begins with this one."""
+        """True if a text of the grammar begins with this one."""
         return bool(self._read(text))
 
     @cached_property
     def _ending(self) -> dict[str, Bodies]:
-        """The rules without what reaches no end."""
+        """The rules without alternatives that never end."""
         return {n: [b for b in bodies if self._length(b) < _NO_END] for n, bodies in self.rules.items()}
 
     def sample(self, rng: random.Random, size: int = 30) -> str:
-        """A text of the grammar; beyond a number of characters by the shortest way to an end."""
+        """A random text of the grammar; beyond `size` characters it takes the shortest way to an end."""
         made, todo = "", list[Item](["root"])
         while todo:
             item = todo.pop()
@@ -90,7 +90,7 @@ class Reference:
         return str(rng.choice(fit))
 
     def _length(self, body: tuple[Item, ...]) -> int:
-        # A rule counts itself: one that comes back to where it began is never the shortest.
+        # Each rule adds one, so a body that leads back to its own rule is never the shortest.
         return min(_NO_END, sum(1 + self._lengths.get(item, _NO_END) if isinstance(item, str) else 1 for item in body))
 
     @cached_property
@@ -245,6 +245,6 @@ def _random_item(rng: random.Random, names: list[str], depth: int) -> str:
 
 
 def mutated(text: str, rng: random.Random, alphabet: str) -> str:
-    """A text with one character more, less or of another kind, or cut."""
+    """The text with one character inserted, removed or replaced, or cut off at a random place."""
     i, char = rng.randint(0, len(text)), rng.choice(alphabet)
     return rng.choice([text[:i] + char + text[i:], text[:i] + text[i + 1 :], text[:i], text[:i] + char + text[i + 1 :]])

@@ -1,7 +1,7 @@
-r"""Random JSON Schemas of keywords that libraries read in different ways, put together in every way.
+r"""Random JSON Schemas from keywords that libraries interpret in different ways.
 
 Escaped and odd names, expressions in which ECMA-262 and Rust differ, numbers that a double rounds, narrow bounds,
-counts of properties, recursion and dead ends. Many are refused; of the others every answer has to be valid.
+counts of properties, recursion and dead ends. Many are refused; for all others every answer must be valid.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Make = Callable[[random.Random, int], dict[str, Any]]
 
 
 def hostile_schema(rnd: random.Random) -> dict[str, Any]:
-    """A schema."""
+    """A random schema."""
     made = _schema(rnd, 3)
-    # References lead to these, and back.
+    # Definitions that references name; they may refer back.
     made = {"$defs": {"p": _schema(rnd, 2), "q": _schema(rnd, 1)}, **made} if "$ref" in repr(made) else made
     if rnd.random() < 0.1:
         made = {"$schema": rnd.choice(DRAFTS), **made}

@@ -1,7 +1,7 @@
-"""Walks through the grammars of JSON Schemas at random, and two independent validators for what comes out.
+"""Random walks through the grammars of JSON Schemas, and two independent validators for the resulting answers.
 
-An answer is read strictly: of a name that comes twice both values count, and integers stay exact. Validators see the
-schema as the request had it.
+Answers are read strictly: both values of a name that occurs twice count, and integers stay exact. Validators see the
+request's own schema.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from common.constraints.forms import JSON_SCHEMA, Constraint
 from common.errors import InvalidFieldError
 
 _CLOSING: Final = frozenset('"]}0')
-# Characters that have been mistaken: quotes, escapes, and what the dialects of expressions differ about.
+# Characters that were misread before: quotes, escapes, and characters on which dialects of expressions differ.
 _HOSTILE: Final = frozenset('"\\u&-~[\r\t\x7f\x85\u2028\ufeff0.e,')
 _PIECES: Final = re.compile(
     r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u\{[0-9A-Fa-f]+\}|\\u....|\\x..|\\c.|\\.|\[\^\]|\[\^?|\(\?<(?![=!])|.",
     re.DOTALL,
 )
-# Shorthands within brackets. What they leave out is spelled out as well, so that Python's own ones are never asked.
+# Ranges for shorthands within brackets, negated ones too, so that Python's own shorthands are never used.
 _IN_SET: Final = {
     r"\d": "0-9",
     r"\D": r"\x00-/:-\U0010ffff",
@@ -61,7 +61,7 @@ def grammar_of(schema: Any) -> str | None:
 
 
 def faults(schema: Any, walks: Iterator[Walk]) -> Iterator[str]:
-    """What is wrong with the walks through a schema's grammar: answers that a validator refuses, and dead ends."""
+    """Faults of walks through a schema's grammar: answers that a validator refuses, and dead ends."""
     judges = Judges(schema)
     for walk in walks:
         if walk.end == "dead":
@@ -76,9 +76,9 @@ class Walk:
     """A random path through a grammar.
 
     Attributes:
-        text: what was chosen.
-        end: "whole" where the grammar may end, "cut" where the walk was too long, "spent" where the work for a mask
-            came to its bound, "dead" where nothing can follow.
+        text: bytes of the chosen tokens.
+        end: "whole" where the grammar may end, "cut" where the walk was too long, "spent" where a mask reached
+            its bound of work, "dead" where nothing can follow.
     """
 
     text: bytes
@@ -90,7 +90,7 @@ class Walker:
 
     Args:
         compiled: compiles a grammar as a worker does.
-        tokens: bytes of each token; None for those that no text has.
+        tokens: bytes of each token; None for tokens without text.
         end: the token of the end.
     """
 
@@ -106,7 +106,7 @@ class Walker:
         return {i for i, text in enumerate(self._tokens) if text in wanted}
 
     def walks(self, grammar: str, rnd: random.Random, count: int, most: int = 300) -> Iterator[Walk]:
-        """Random walks from the beginning of a grammar; each third is one towards an early end, or of odd signs."""
+        """Random walks through a grammar; one third prefer closing signs, one third hostile ones."""
         start = self._compiled(grammar)
         assert not start.is_error(), start.get_error()
         for i in range(count):
@@ -124,7 +124,7 @@ class Walker:
                 return Walk(bytes(text), "spent" if is_spent else "dead")
             if self._end in allowed and (rnd.random() < 0.5 or len(allowed) == 1):
                 return Walk(bytes(text), "whole")
-            # Behind half of the way, every walk tries to end.
+            # In its second half, every walk tries to end.
             wanted = self._by_kind["closing"] if steps > most // 2 else self._by_kind.get(kind, set())
             some = [token for token in allowed if token in wanted] if rnd.random() < 0.6 else []
             some = some or [token for token in allowed if token not in self._blank and token != self._end]
@@ -142,7 +142,7 @@ def byte_walker() -> Walker:
 
 
 def readings(text: bytes) -> list[Any]:
-    """Values that parsers may read from an answer: of a name that comes twice, the first or the last value.
+    """Values that parsers may read from an answer: the first or the last value of a name that occurs twice.
 
     Raises:
         ValueError: it is no JSON.
@@ -167,7 +167,7 @@ class Judges:
         self._first = _extend(own_class, _OWN)(plain, format_checker=own_class.FORMAT_CHECKER)
         try:
             self._second: Any = of_rust(plain, validate_formats=True)
-        # Schemas and expressions that it does not take.
+        # It does not support all schemas and expressions.
         except (ValueError, jsonschema_rs.ReferencingError):
             self._second = None
 
@@ -176,13 +176,13 @@ class Judges:
         try:
             if not self._first.is_valid(value):
                 return "jsonschema"
-        # References that are none for it, and properties of Unicode.
+        # It does not resolve all references, and knows no properties of Unicode.
         except (re.error, referencing.exceptions.Unresolvable, RecursionError):
             pass
         try:
             if self._second is not None and not _has_infinity(value) and not self._second.is_valid(value):
                 return "jsonschema-rs"
-        # Integers that it cannot read.
+        # It cannot read all integers.
         except ValueError:
             pass
         return ""

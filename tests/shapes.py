@@ -35,7 +35,7 @@ QWEN3_60M: Final[dict[str, Any]] = {
     "intermediate_size": 1536,
     "vocab_size": 32_000,
 }
-# By the names that commands have for them.
+# Shapes by their names in commands.
 NAMED: Final = {
     "tiny": {"num_hidden_layers": 1},
     "qwen3-60m": QWEN3_60M,

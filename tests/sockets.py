@@ -13,7 +13,7 @@ _LISTEN: Final = "0A"
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it has started, and those have."""
+    """Ids of a process and of all its descendants."""
     found = [pid]
     for each in found:
         for task in Path(f"/proc/{each}/task").glob("*/children"):

@@ -1,9 +1,9 @@
 """Grammars of a worker's sequences, each compiled once, off the thread that computes steps.
 
-What a matcher allows is a function of its grammar and the tokens that it has been given, so every sequence starts with
-a copy of the compiled one. Copies share what the library finds out about its expressions, which grows with use. The
-library does not say how large that is, so bytes are reckoned from its CPU time (`_BYTES_PER_SECOND`): of all grammars
-that are kept or in use together there are at most MAX_GRAMMARS_BYTES.
+A matcher's masks depend only on its grammar and the tokens that it has been given, so every sequence starts with a copy
+of the compiled matcher. Copies share the library's data about its expressions, which grows with use. The library does
+not tell the size of that data, so bytes are estimated from its CPU time (`_BYTES_PER_SECOND`). All grammars that are
+kept or in use have at most MAX_GRAMMARS_BYTES together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from common.constraints import big_stack, library
 from common.limits import MAX_COMPILED_GRAMMARS, MAX_FORCED_TEXTS, MAX_GRAMMARS_BYTES
 from common.text.tokenizer import Tokenizer, TokenizerError
 
-# Most that a second of the library's CPU time adds to what it keeps: 30 to 220 MB for thirteen hostile grammars.
+# Most bytes that a second of the library's CPU time adds to its data: 30 to 220 MB for thirteen hostile grammars.
 _BYTES_PER_SECOND: Final = 250e6
-# Of a grammar that does nothing yet, beside what compiling it has made.
+# Bytes charged for each grammar, besides its text and the CPU time spent on it.
 _LEAST_BYTES: Final = 1 << 16
-# While all together hold too much, a grammar of more than this share is compiled anew for those that use it.
+# While all grammars hold too much together, one above 1 / _LARGE_SHARE of the limit is compiled anew for its sequences.
 _LARGE_SHARE: Final = 8
 _COMPILE_THREADS: Final = 2
 # Bytes of letters, digits and blanks; of other alphabets any that are no ASCII.
@@ -63,7 +63,7 @@ class Grammars:
         self._usual = lru_cache(MAX_FORCED_TEXTS)(encode or _no_tokens)
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[bytes, str], Compiled] = OrderedDict()
-        # Bytes that each is taken to hold, as long as somebody has it.
+        # Bytes charged to each compiled grammar, for as long as anything refers to it.
         self._bytes: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "grammars")
 
@@ -74,7 +74,7 @@ class Grammars:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that all compiled grammars are taken to hold, kept ones and those in use."""
+        """Estimated bytes of all compiled grammars, kept ones and those in use."""
         return sum(self._bytes.values())
 
     def begin(self, text: str, salt: bytes = b"") -> Compiled:
@@ -84,8 +84,8 @@ class Grammars:
 
         Args:
             text: of the grammar.
-            salt: the cache salt of a sequence; those of another one do not find it, since that would tell them that
-                somebody uses this grammar.
+            salt: cache salt of the sequence. Sequences of another salt do not find the grammar, since a hit would tell
+                them that it is in use.
         """
         with self._lock:
             key = salt, text
@@ -117,23 +117,23 @@ class Grammars:
             return []
 
     def worked(self, compiled: Compiled, cpu_s: float) -> bool:
-        """Charges a compiled grammar for CPU time that the library has worked on it.
+        """Charges a compiled grammar for CPU time that the library has spent on it.
 
         Returns:
-            False if all grammars hold too much together, and this one is large: whoever uses it should do without.
+            False if all grammars hold too much together and this one is large: its sequences should compile it anew.
         """
         with self._lock:
             own = self._bytes[compiled] = self._bytes.get(compiled, 0) + cpu_s * _BYTES_PER_SECOND
-            # What nobody uses is free at once.
+            # A grammar that no sequence uses is freed at once.
             while self.num_bytes > MAX_GRAMMARS_BYTES and self._kept:
                 self._kept.popitem(last=False)
             return self.num_bytes <= MAX_GRAMMARS_BYTES or own * _LARGE_SHARE <= MAX_GRAMMARS_BYTES
 
     def forget(self, text: str, salt: bytes, compiled: Compiled) -> None:
-        """Has a grammar compiled anew when it is needed next, if it is still kept as `compiled`.
+        """Drops a kept grammar if it is still `compiled`, so that its next use compiles it anew.
 
-        Copies of a matcher share what they find out about its expressions: it counts for all of them, and once it is
-        too much all of them fail.
+        Copies of a matcher share their data about its expressions. Once the data exceeds the library's limit, all
+        copies fail.
         """
         with self._lock:
             if self._kept.get((salt, text)) is compiled:
@@ -153,7 +153,7 @@ class Grammars:
 
 
 def _timed(text: str, vocab: library.Vocabulary) -> tuple[library.Matcher, float]:
-    """A compiled grammar, and the CPU seconds that it has taken."""
+    """A compiled grammar, and the CPU seconds that compiling it took."""
     begin = time.thread_time()
     return library.compiled(text, vocab, library.RUNNING), time.thread_time() - begin
 

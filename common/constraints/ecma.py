@@ -2,7 +2,8 @@ r"""Rewrites ECMA-262 regular expressions (flag `u`) for llguidance, whose expre
 
 `pattern` and `patternProperties` of JSON Schema are ECMA-262. The two dialects read the same text differently: `.`,
 `\s`, and `&&`, `--`, `~~` or `[` in a class. A rewritten expression has neither shorthand classes nor set operators,
-so both dialects agree about it. What is no ECMA-262 expression, or cannot be rewritten, is refused by name.
+so both dialects agree about it. A text that is not an ECMA-262 expression, or that cannot be rewritten, is refused by
+name.
 
 Identity escapes of ASCII punctuation (`\-`, `\_`) are taken as the character. Flag `u` forbids them, but many published
 schemas have them, and every validator that takes them agrees.
@@ -53,29 +54,29 @@ _CATEGORIES: Final = frozenset(
 _BINARY: Final = frozenset(["Alphabetic", "ASCII", "Any", "Lowercase", "Uppercase", "White_Space"])
 _SCRIPT: Final = re.compile(r"(?:Script|sc|Script_Extensions|scx)=([A-Z][a-z]+(?:_[A-Z][a-z]+)*)")
 _MOST_GROUPS: Final = 100
-# In what becomes of a negated property.
+# Part of the rewritten form of a negated property.
 UNASSIGNED: Final = r"\p{Cn}"
 
-# The library quotes a class with all control characters for JSON as if it had the quote and the backslash, too
-# (llguidance 1.9.1). Without U+0000 it quotes every class exactly.
+# If a class has all control characters, the library (llguidance 1.9.1) quotes it for JSON as if it also had the quote
+# and the backslash. Without U+0000 it quotes every class exactly.
 NUL: Final[Ranges] = [(0, 0)]
-# Characters that JSON writes by `\u` alone.
+# Characters that JSON can only write as `\u` escapes.
 UNSPELLABLE: Final[Ranges] = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]
 
 
 class ExpressionError(ValueError):
-    """A text is no expression that can be rewritten; says why, and at which character."""
+    """An expression cannot be rewritten; the message says why, and at which character."""
 
 
 def rewritten(expression: str, without: Ranges = NUL) -> str:
-    """An ECMA-262 expression (flag `u`) as llguidance reads it.
+    """Rewrites an ECMA-262 expression (flag `u`) for llguidance.
 
     Args:
         expression: as a schema has it.
-        without: characters that no match has. They are dropped from classes, and refused where they stand alone.
+        without: characters that no match may have. Classes lose them; a literal one is refused.
 
     Raises:
-        ExpressionError: it is no ECMA-262 expression, or has look-around, a back reference or a word boundary.
+        ExpressionError: it is not an ECMA-262 expression, or has look-around, a back reference or a word boundary.
     """
     return _Rewriter(expression, without).rewritten()
 
@@ -259,7 +260,7 @@ class _Rewriter:
         without = "".join(map(_written, self._without))
         made = f"[{'^' * negated}{items}]"
         if negated or any(name.startswith("\\P") for name in properties):
-            # Other versions of Unicode have other properties of characters that this one does not know.
+            # Unassigned characters are left out: other versions of Unicode give them other properties.
             made = f"[{made}&&[^{UNASSIGNED}{without}]]"
         elif without:
             made = f"[{made}--[{without}]]"
@@ -300,7 +301,7 @@ def _united(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _negated(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Characters outside of the ranges; halves of surrogate pairs are none."""
+    """Characters outside the ranges, without halves of surrogate pairs."""
     taken = _united([*ranges, _SURROGATES])
     edges = [-1, *(edge for low, high in taken for edge in (low, high)), _LAST + 1]
     return [(a + 1, b - 1) for i, (a, b) in enumerate(pairwise(edges)) if i % 2 == 0 and a + 1 <= b - 1]

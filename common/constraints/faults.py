@@ -13,8 +13,8 @@ from common.constraints.subschemas import SchemaError, children, definitions
 # `at LINE(COLUMN): MESSAGE`
 _PLACED: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _OF_PARSER: Final = "error: "
-# Of a first mask without a token.
 _PANIC: Final = "panic: "
+# The library says this of a first mask without a token.
 _SAID: Final = {"NoExtension": "no text satisfies it", "NoExtensionBias": "no text satisfies it"}
 _OF_SCHEMA: Final = "failed to compile JSON schema: "
 # Schemas that are compiled to find the place of a fault, at most.
@@ -32,7 +32,10 @@ def place(text: str, at: int) -> str:
 
 
 def of_grammar(message: str, first_line: int | None) -> str:
-    """A fault in a grammar that begins on a line of the canonical text; None where this is not the client's text."""
+    """Describes a fault in a grammar.
+
+    `first_line` is its first line in the canonical text; None if that is not the client's text.
+    """
     placed = _PLACED.match(message)
     if placed is None:
         return _short(message)

@@ -1,11 +1,11 @@
-"""Finds subschemas that no finite value satisfies, where the library sees no fault in them.
+"""Finds subschemas that no finite value satisfies although the library accepts them.
 
-Two kinds are such: those that need another value of themselves within, for ever, and numbers of which no multiple lies
-between the bounds. The library would begin such a value and never end it.
+There are two kinds. Each value has to contain another value of the same subschema, without end. Or no multiple of
+`multipleOf` lies between the bounds. The library would begin such a value and never end it.
 
-Subschemas that apply to the same value (`allOf`, `$ref`, one property of several objects) are looked at together, as a
-`State`. A state is satisfiable if one of its alternatives is: these are computed twice, as a least fixed point (what is
-so) and as a greatest one with the two kinds left out (what the library sees). What is in the second alone is wanted.
+Subschemas that apply to the same value (`allOf`, `$ref`, one property of several objects) form a `State`. A state is
+satisfiable if one of its alternatives is. The least fixed point gives the states that are satisfiable. The greatest
+one, which ignores both kinds, gives those that the library takes for satisfiable. The difference is the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.constraints.subschemas import step
 State = frozenset[str]
 # Each clause needs one satisfiable state.
 Clauses = tuple[tuple[State, ...], ...]
-# Keywords that say something of a value.
+# Keywords that constrain a value.
 _SAYING: Final = frozenset(
     {
         "type", "enum", "const", *numbers.BOUNDS, "multipleOf", "maxLength", "minLength", "pattern", "format",
@@ -34,14 +34,13 @@ _SAYING: Final = frozenset(
         "patternProperties", "additionalProperties", "allOf", "anyOf", "oneOf",
     }
 )  # fmt: skip
-# A pattern and a name.
+# Takes a pattern and a name; True if the pattern matches the name.
 Fits = Callable[[str, str], bool]
-# More alternatives of a state, more states, or more work for all of them, are not looked at: then all of it counts as
-# satisfiable.
+# Most alternatives of a state, most states, and most work for a schema. What exceeds them counts as satisfiable.
 _MOST_ALTERNATIVES: Final = 512
 _MOST_STATES: Final = 4_000
 _MOST_WORK: Final = 200_000
-# References and applicators within each other.
+# Most levels of nested references and applicators.
 _MOST_LEVELS: Final = 150
 _TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 _APPLICATORS: Final = ("allOf", "anyOf", "oneOf")
@@ -56,8 +55,8 @@ class _Alternative:
     """A way to satisfy a state.
 
     Attributes:
-        clauses: all are needed.
-        is_seen: False if the library takes it for possible and it is not.
+        clauses: conditions that must all hold.
+        is_seen: False if the library takes this alternative for possible although it is not.
     """
 
     clauses: Clauses
@@ -65,12 +64,12 @@ class _Alternative:
 
 
 def endless(subschemas: Mapping[str, Any], references: Mapping[str, str], fits: Fits) -> list[State]:
-    """States that the library would begin and never end: single subschemas, and those that apply together.
+    """States that the library accepts although no finite value satisfies them: subschemas, alone or in combination.
 
     Args:
-        subschemas: by their JSON Pointers.
-        references: places of subschemas with `$ref`, with the places that they mean.
-        fits: says whether a pattern of `patternProperties` matches a name.
+        subschemas: all subschemas by JSON Pointer.
+        references: for each subschema with `$ref`, the place that it refers to.
+        fits: tells whether a pattern of `patternProperties` matches a name.
     """
     if not references and not any(isinstance(each, Mapping) and "multipleOf" in each for each in subschemas.values()):
         return []
@@ -110,7 +109,7 @@ class _States:
         self._left = _MOST_WORK
 
     def meant(self, place: str) -> str:
-        """The place that says what a place does: another one for a subschema that is a reference alone."""
+        """Follows references: the target's place for a subschema that is nothing but a `$ref`, else `place` itself."""
         seen = {place}
         while place in self._references and _SAYING.isdisjoint(self._subschemas[place]):
             place = self._references[place]
@@ -120,7 +119,7 @@ class _States:
         return place
 
     def discovered(self) -> dict[State, list[_Alternative] | None]:
-        """States within a schema with their alternatives; None for too many."""
+        """Alternatives of each state of the schema; None for a state that has too many."""
         known: dict[State, list[_Alternative] | None] = {}
         waiting = [State({place}) for place in self._subschemas]
         while waiting and len(known) < _MOST_STATES:
@@ -143,7 +142,7 @@ class _States:
         return replace(alternative, clauses=clauses)
 
     def _flat(self, state: Iterable[str]) -> list[State | None]:
-        """Sets of subschemas without applicators, of which a value satisfies one; None for one that is never whole."""
+        """Alternatives of a state: sets of subschemas that must all hold; None for one that never ends."""
         found: list[State | None] = [State()]
         for place in state:
             found = self._joined(found, self._flat_of(place, State()))
@@ -201,7 +200,7 @@ class _States:
                 yield _Alternative((), is_seen=not is_numeric or _has_number(schemas, is_integer=kind == "integer"))
 
     def _allows(self, part: State, value: Any, *, with_multiples: bool) -> bool:
-        """True if a value of `enum` or `const` satisfies all, as far as their keywords of numbers say."""
+        """True if a value of `enum` or `const` satisfies the numeric keywords of all subschemas of `part`."""
         if numbers.is_number(value):
             number = numbers.exact(value)
             schemas = [self._subschemas[place] for place in part]
@@ -228,7 +227,7 @@ class _States:
         yield from ((self._property(part, name),) for name in names)
         least = max((_count(self._subschemas[place], "minProperties") for place in part), default=0)
         if least > len(names):
-            # An empty state is satisfiable: names that nothing is said of.
+            # Without `additionalProperties` this state is empty and so satisfiable: any other name will do.
             others = State(place for place in self._steps(part, "additionalProperties"))
             yield (*self._named(part, exclude=required), others)
 
@@ -248,7 +247,7 @@ class _States:
         yield from (self._item(part, i) for i in range(listed + 1))
 
     def _named(self, part: State, exclude: Iterable[str]) -> list[State]:
-        """States of the properties and patterns that are listed."""
+        """States of the names in `properties`, less `exclude`, and of the patterns in `patternProperties`."""
         names = [name for place in part for name in _map(self._subschemas[place], "properties")]
         patterns = [
             State({f"{place}/patternProperties/{step(pattern)}"})
@@ -285,7 +284,7 @@ class _States:
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     given = schema.get("type", _TYPES)
     given = [given] if isinstance(given, str) else given
-    # Of what is no type, the library says so.
+    # An invalid `type` is passed over here, since the library refuses it.
     names = {each for each in given if isinstance(each, str)} if isinstance(given, list | tuple) else set(_TYPES)
     return frozenset(names | {"integer"} if "number" in names else names)
 

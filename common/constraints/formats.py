@@ -21,8 +21,8 @@ _LABEL: Final = r"(?:[^.]{1,3}|[^.]{2}(?:[^.-][^.]|-[^.-])[^.]*)"
 _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _LONG: Final = "(?:[A-Za-z0-9]-?){0,30}[A-Za-z0-9]"
 _SHORT: Final = "(?:[A-Za-z0-9]-?){0,9}[A-Za-z0-9]"
-# Instead of the library's expressions: together with these, what bounds lengths would be too much work. A local part
-# has up to 64 characters (32 and the dots between them where it has some), a host up to 223.
+# Replace the library's expressions: bounds on lengths, added to these, would be too much work. A local part has up to
+# 64 characters (with dots, 32 besides them), a host up to 223.
 INSTEAD: Final[Mapping[str, str]] = {
     "email": rf"^(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})@(?:{_LONG}\.){{1,2}}(?:{_SHORT}\.){{0,4}}{_SHORT}$",
 }

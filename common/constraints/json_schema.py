@@ -1,8 +1,8 @@
 """JSON Schemas (2020-12) that can be guaranteed: every keyword of them is enforced, or is a note for people.
 
-A keyword that neither is, is refused by name and place, so that no schema is weakened in silence. Where the library
-reads a keyword otherwise than JSON Schema does, it gets another spelling (`library_form.py`). What a keyword's value
-must be, and whether anything satisfies the schema at all, the library says.
+Any other keyword is refused by name and place, so that no schema is weakened in silence. If the library reads a keyword
+otherwise than JSON Schema does, it gets another spelling (`library_form.py`). The library checks the values of
+keywords, and whether any value satisfies the schema.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHITESPACE: Final = r"[ \n]{0,20}"
 # The library's options, by which a schema could be weakened; one of them is for callers.
 _OPTIONS: Final = "x-guidance"
 _FLEXIBLE: Final = "whitespace_flexible"
-# All but `\u`.
+# JSON's escapes except `\u`.
 _SHORT_ESCAPES: Final = 'nrbtf\\"'
 
 _ENFORCED: Final = frozenset(

@@ -23,7 +23,7 @@ from common.json_text import JsonError, end_of_value
 HEADER: Final = library.HEADER
 _GBNF: Final = "::="
 _OBJECT: Final = '{"type": "object"}'
-# Strings, comments and expressions, in which nothing is looked for; and what is looked for.
+# Strings, comments and expressions, which are skipped; special tokens, schemas and options, which are checked.
 _PARTS: Final = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/'
     r"|(?P<token><[^<>\s\[][^<>\s]*>)|(?P<schema>%json\b\s*)|(?P<option>%llguidance\b|\b(?:temperature|capture|stop_capture)\s*=)"
@@ -31,7 +31,7 @@ _PARTS: Final = re.compile(
 
 
 class LarkError(Exception):
-    """A grammar has what is not served; one line, with line and column."""
+    """A Lark grammar has a construct that is not supported; one line, with line and column."""
 
 
 def canonical(constraint: Constraint, *, optional_space: bool = False, special: Collection[str] | None = None) -> str:
@@ -44,11 +44,11 @@ def canonical(constraint: Constraint, *, optional_space: bool = False, special: 
         special: names of the model's special tokens; None for any.
 
     Raises:
-        SchemaError, LarkError, GbnfError: there is none.
+        SchemaError, LarkError, GbnfError: the constraint cannot be served.
     """
     space = '" "? ' if optional_space else ""
     if space and constraint.form in (REGEX, CHOICES):
-        # One terminal: beside one that begins with a blank too, that of a blank alone would be given up too late.
+        # One terminal: the library gives up a separate one for the blank too late if the text begins with a blank too.
         return f"{HEADER}start: T\nT: {space}{_body(constraint)}\n"
     if constraint.form != GRAMMAR:
         return f"{HEADER}start: {space}{_body(constraint)}\n"
@@ -68,7 +68,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """A text as grammars write it."""
+    """Quotes a text as a string of a grammar."""
     # The library's lexer takes no raw control character, and JSON escapes all but this one.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
@@ -88,7 +88,7 @@ def _expression(text: str) -> str:
 
 
 def _checked_parts(text: str, special: Collection[str] | None) -> Iterator[str]:
-    """A grammar whose schemas are checked and written as the library gets them."""
+    """Pieces of a grammar, with its schemas checked and in the library's form."""
     done = at = 0
     while (part := _PARTS.search(text, at)) is not None:
         at = part.end()

@@ -1,7 +1,7 @@
-"""Rules of a grammar in Lark that reach no end: `list: item list`, whose every text goes on with another one.
+"""Finds rules of a Lark grammar that never reach an end, such as `list: item list`.
 
-An answer that enters such a rule could only run to its last token. What is not read here counts as reaching an end: the
-library says what else is wrong with a grammar.
+An answer that enters such a rule can only run to its last token. A grammar with a construct that is not read here
+counts as reaching an end. The library reports all other faults of a grammar.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _END: Final = ("line", "\n", 0)
 
 
 class _UnreadError(Exception):
-    """A grammar has a form that is not read here."""
+    """A grammar has a construct that is not read here."""
 
 
 @dataclass(slots=True)
 class _Rule:
-    """A rule's index in the text, and its alternatives: the rules that each needs, by name.
+    """A rule: its index in the text, and for each alternative the names of the rules that it needs.
 
-    Groups are rules of their own, without an index.
+    A group is a rule of its own, without an index.
     """
 
     at: int = -1
@@ -41,7 +41,7 @@ class _Rule:
 
 
 def endless_rule(text: str) -> tuple[str, int] | None:
-    """The name and the index of the first rule that reaches no end; None where each does, or that is not known."""
+    """Name and index of the first rule that never reaches an end; None if there is none, or if that is unknown."""
     try:
         rules = _Reader(text).rules()
     except _UnreadError:
@@ -53,7 +53,7 @@ def endless_rule(text: str) -> tuple[str, int] | None:
 
 def _ending(rules: dict[str, _Rule]) -> set[str]:
     """Names of the rules with an alternative whose rules all reach an end."""
-    # By alternative: its rule, and how many of its rules are not known to end.
+    # For each alternative: its rule, and how many of the rules that it needs are not known to end.
     open_needs: list[tuple[str, int]] = []
     users: dict[str, list[int]] = {}
     ending, waiting = set[str](), deque[str]()
@@ -78,7 +78,7 @@ def _ending(rules: dict[str, _Rule]) -> set[str]:
 
 
 class _Reader:
-    """Reads rules, whose groups become rules of their own."""
+    """Parser of a grammar's rules; each group becomes a rule of its own."""
 
     def __init__(self, text: str) -> None:
         self._pieces = list(_pieces(text))
@@ -104,8 +104,8 @@ class _Reader:
         return self._rules
 
     def _choice(self) -> list[set[str]]:
-        """Alternatives up to the end of a line that none goes on behind."""
-        # By bracket that is open: the one that closes it, and its alternatives.
+        """Parses alternatives, up to a line end that no further alternative follows."""
+        # For each open bracket: the bracket that closes it, and its alternatives.
         groups: list[tuple[str, list[set[str]]]] = [("", [set()])]
         while True:
             kind, text, _ = self._next() if self._at < len(self._pieces) or len(groups) > 1 else _END
@@ -138,7 +138,7 @@ class _Reader:
             needs.add(text.lstrip("!?"))
 
     def _is_optional(self) -> bool:
-        """True if the last item may be left out, by the number of times behind it, which is read."""
+        """True if the last item may be left out; reads the repetition after the item, if there is one."""
         mark = self._pieces[self._at][1] if self._at < len(self._pieces) else ""
         if mark in ("*", "?", "+"):
             self._at += 1
@@ -158,7 +158,7 @@ class _Reader:
         return False
 
     def _goes_on(self) -> bool:
-        """True if the next line with anything in it goes on with an alternative."""
+        """True if the next line that is not empty begins with `|`; then moves there."""
         at = self._at
         while at < len(self._pieces) and self._pieces[at][0] == "line":
             at += 1
@@ -174,7 +174,7 @@ class _Reader:
 
     def _skip_to(self, mark: str) -> None:
         while (piece := self._next())[1] != mark:
-            # A rule with parameters, whose alternatives have conditions.
+            # A rule with parameters: its alternatives may have conditions.
             if piece[1] in ("::", "{") or piece[0] == "line":
                 raise _UnreadError
 
@@ -217,7 +217,7 @@ def _pieces(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _end_of_nested(text: str, at: int) -> int:
-    """The index behind the bracket that a nested grammar ends with; strings in it have brackets of their own."""
+    """The index after the bracket that closes a nested grammar; brackets inside strings do not count."""
     level = 1
     while level:
         found = _PIECE.match(text, at)

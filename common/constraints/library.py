@@ -1,8 +1,8 @@
 """The library that grammars are compiled by, llguidance: the only file that imports it.
 
 Its matchers never raise for what a grammar or a token does: they enter an error state, which they do not leave.
-Nothing in it reads a clock; what bounds its work is fuel, which depends on what is warm. So workers have ten times the
-fuel that a grammar is admitted with.
+The library reads no clock: fuel bounds its work. How much fuel a grammar takes depends on what is warm. So workers have
+ten times the fuel that a grammar is admitted with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Matcher = llguidance.LLMatcher
 Vocabulary = llguidance.LLTokenizer
 
 
-# Of every grammar: forced text may be split into tokens in any way, as every other text.
+# Begins every grammar: forced text may be split into tokens in any way, like all other text.
 HEADER: Final = '%llguidance {"no_forcing": true}\n'
 
 
@@ -37,19 +37,19 @@ def _limits(factor: int) -> llguidance.LLParserLimits:
     )
 
 
-# Of a grammar that is checked, and of one that an answer is made by.
+# Limits for checking a grammar, and for generating with it.
 ADMISSION: Final = _limits(1)
 RUNNING: Final = _limits(10)
 
 
-# Of a vocabulary of bytes: the token behind them.
+# Id of the end token in the vocabulary of 256 bytes.
 _PROBE_END: Final = 256
-# Of texts within quotes, in characters: more take memory and time when a vocabulary is made, and a look for each mask.
+# Characters of the slices for quoted texts. Each further slice costs memory, time at the start, and a look per mask.
 _SLICED_LENGTHS: Final = (6, 10, 14, 20, 28, 40)
 
 
 class _Tokens:
-    """Tokens as the library asks for them; nothing is tokenized, since no text is forced."""
+    """Tokens in the form that the library asks for. It never tokenizes, since no grammar forces text."""
 
     def __init__(self, tokens: list[bytes], special: Collection[int], eos_token_id: int) -> None:
         self.tokens = tokens
@@ -67,14 +67,14 @@ def vocabulary(
     eos_token_ids: Collection[int],
     slices: list[str] | None = None,
 ) -> Vocabulary:
-    """A vocabulary: the bytes of each token, the names of special ones; grammars may name these, no text gives them.
+    """Makes a vocabulary from the bytes of each token. Grammars may name special tokens; no text matches them.
 
     Args:
         tokens: by id; empty for an id that there is not.
         special: ids of special tokens.
         eos_token_ids: those that may end what a grammar has accepted.
-        slices: expressions of texts that are often allowed all together or not at all, which then takes one look. The
-            masks are the same with any. None for the library's own.
+        slices: expressions. Tokens that match one are often all allowed or all forbidden, which then takes one look.
+            Masks are the same with any slices. None for the library's own.
     """
     ends = sorted(eos_token_ids)
     made = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0]))
@@ -82,11 +82,11 @@ def vocabulary(
 
 
 def text_slices(longest: int) -> list[str]:
-    """Slices for tokens up to so many bytes: blanks, and texts within JSON's quotes, by their lengths.
+    """Slices for tokens of at most `longest` bytes: blanks, and texts within JSON's quotes by length.
 
-    Where a text may go on for at least so many characters, all tokens of a slice are allowed. The library's own slices
-    are of 10 and 30 characters and of any number. Since those of any number are never allowed as a whole where there is
-    a `maxLength`, the longest has a slice of its own.
+    If a text may continue for a slice's length, all tokens of the slice are allowed. The library's own slices have 10,
+    30 and any number of characters. With a `maxLength` the last is never allowed as a whole, so `longest` has a slice
+    of its own.
     """
     blanks, text = llguidance.LLTokenizer.json_slices()[0], r'[^"\\\x00-\x1F\x7F]'
     lengths = [*(length for length in _SLICED_LENGTHS if length < longest), longest]
@@ -94,7 +94,7 @@ def text_slices(longest: int) -> list[str]:
 
 
 def byte_vocabulary(special: Mapping[int, str], eos_token_ids: Collection[int]) -> Vocabulary:
-    """A vocabulary to check grammars with: single bytes, and special tokens with the ids that they have."""
+    """A vocabulary to check grammars with: single bytes, and special tokens with their ids."""
     size = max((*special, *eos_token_ids), default=-1) + 1
     taken = {*special, *eos_token_ids}
     free = [i for i in range(size + 256) if i not in taken][:256]
@@ -107,9 +107,9 @@ def byte_vocabulary(special: Mapping[int, str], eos_token_ids: Collection[int]) 
 
 
 def compiled(text: str, vocab: Vocabulary, limits: llguidance.LLParserLimits) -> Matcher:
-    """A matcher at the beginning of a grammar, which has made its first mask: some faults show only there.
+    """Compiles a grammar and computes its first mask, since some faults show only there.
 
-    To be called on a thread with a large stack (`big_stack`); the matcher may be used and copied on any.
+    Call it on a thread with a large stack (`big_stack`). Any thread may use and copy the matcher.
     """
     matcher = Matcher(vocab, text, log_level=0, limits=limits)
     if not matcher.is_error():
@@ -123,10 +123,10 @@ def _probe_vocabulary() -> Vocabulary:
 
 
 def can_begin(schema: str) -> bool:
-    """True if an object that satisfies a schema can have a first property, or if that cannot be told.
+    """True if an object that satisfies a schema can have a first property, or if that is unknown.
 
     Args:
-        schema: of objects that have one, as the library gets it.
+        schema: in the library's form, of objects with at least one property.
     """
     matcher = compiled(f"{HEADER}start: %json {schema}\n", _probe_vocabulary(), ADMISSION)
     if matcher.is_error():
@@ -137,12 +137,12 @@ def can_begin(schema: str) -> bool:
 
 
 def is_match(expression: str, text: str) -> bool:
-    """True if an expression is found in a text, as `pattern` of a schema would, or if that cannot be told."""
+    """True if an expression matches within a text, as `pattern` of a schema does, or if that is unknown."""
     return "Unsatisfiable" not in _fault_of({"type": "string", "pattern": expression, "const": text})
 
 
 def has_longer(expression: str, length: int) -> bool:
-    """True if an expression is found in a text of more than so many characters."""
+    """True if an expression matches within some text of more than `length` characters."""
     return not _fault_of({"type": "string", "pattern": expression, "minLength": length + 1})
 
 

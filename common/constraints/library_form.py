@@ -1,6 +1,6 @@
-"""JSON Schemas as the library gets them: it reads these as JSON Schema reads the originals.
+"""Rewrites JSON Schemas so that the library reads them as JSON Schema reads the originals.
 
-What no spelling of the library's enforces is refused here. Places stay: each subschema is where it was.
+A keyword that the library enforces in no spelling is refused here. Each subschema keeps its place.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ NOTES: Final = frozenset(
         "contentEncoding", "contentMediaType", "contentSchema",
     }
 )  # fmt: skip
-# Where references lead is known before the library sees them, and the dialect is always the same.
+# Left out for the library: references are resolved before, and the dialect is always the same.
 _IDENTITY: Final = frozenset({"$schema", "$id", "$anchor"})
-# Draft 2020-12 and what follows it.
+# Draft 2020-12 and later ones.
 _OF_TODAY: Final = ("https://json-schema.org/draft/2020-12/", "https://json-schema.org/draft/next/")
 _OLD: Final = ("http://json-schema.org/", "https://json-schema.org/draft")
 
-# The library has common multiples of 32 bits.
+# The library computes common multiples in 32 bits.
 _MOST_MULTIPLE: Final = 2**32
 
 
 def library_form(schema: Any) -> Any:
-    """A checked schema as the library gets it.
+    """Rewrites a checked schema into the library's form.
 
     Raises:
-        SchemaError: a keyword of it can be enforced in no way.
+        SchemaError: the library enforces a keyword in no spelling.
     """
     return _Form(schema).made("", schema)
 
 
 def has_plain_names(schema: Any) -> bool:
-    r"""True if no `\u` may be in an answer, since another spelling of a name would get past what is said of it."""
+    r"""True if answers may have no `\u` escape: a name spelled with one would bypass its own subschema."""
     return any(
         isinstance(each, Mapping)
         and (each.get("properties") or each.get("patternProperties") or each.get("required"))
@@ -72,7 +72,7 @@ class _Form:
                     raise SchemaError(place, "'prefixItems' is not of the draft that '$schema' names; 2020-12 has it")
 
     def _check_names(self, places: Mapping[str, Any]) -> None:
-        """Refuses names of which the rewritten patterns would say something else than the original ones."""
+        """Refuses names with control characters, which the rewritten patterns do not match as the originals do."""
         schemas = [(place, each) for place, each in places.items() if isinstance(each, Mapping)]
         if not any(each.get("patternProperties") for _, each in schemas):
             return
@@ -83,7 +83,7 @@ class _Form:
                 raise SchemaError(place, "a name with a control character is not supported beside 'patternProperties'")
 
     def _check_multiples(self, places: Mapping[str, Any]) -> None:
-        """Refuses values of `multipleOf` whose common multiples the library may compute beyond 32 bits."""
+        """Refuses values of `multipleOf` whose common multiple may exceed the library's 32 bits."""
         steps = {
             place: numbers.exact(each["multipleOf"])
             for place, each in places.items()
@@ -124,7 +124,7 @@ class _Form:
         return library.is_match(self._expression("", pattern), name)
 
     def made(self, place: str, schema: Any) -> Any:
-        """One subschema with those in it."""
+        """Rewrites one subschema and those inside it."""
         if not isinstance(schema, Mapping):
             return schema
         form: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class _Form:
 
 
 def _further(format_name: str) -> list[dict[str, Any]]:
-    """Schemas that say what a format says beyond the library's expression for it."""
+    """Schemas for what a format demands beyond the library's expression for it."""
     if format_name in INSTEAD:
         return [{"pattern": INSTEAD[format_name]}]
     return list(FURTHER.get(format_name, ()))

@@ -1,7 +1,7 @@
-"""Finds names of properties that a grammar would begin and never end: those that no name is left for.
+"""Finds objects in which the library would begin a further property although no name is left for it.
 
-Library grammars allow a comma wherever another property may follow. Where every name that a pattern matches is listed
-among `properties`, or patterns leave no other name, nothing can follow it.
+The library's grammars allow a comma wherever another property may follow. No name is left for that property if
+`properties` lists every name that a pattern matches, or if the patterns forbid all other names.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any, Final
 
 from common.constraints.subschemas import SchemaError, changed, walk
 
-# The library is asked about each; published schemas have up to 60.
+# Each pattern costs a query to the library. Published schemas have up to 60 patterns.
 _MOST_PATTERNS: Final = 128
-# Patterns of which no text is longer than any listed name, times the names that the library leaves out of each.
+# Patterns without a match longer than the longest listed name, times listed names: the library excludes each name.
 _MOST_ASKED: Final = 10_000
 _ANY: Final = {"const": 1}
 _COMBINED: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
-# True if an object can begin that satisfies a schema and has a property.
+# Takes a schema; True if an object that satisfies it can have a first property.
 Begins = Callable[[dict[str, Any]], bool]
 
-# True if a pattern matches a text of more characters.
+# Takes a pattern and a length; True if the pattern matches a text of more characters.
 HasLonger = Callable[[str, int], bool]
 
 
 def without_dead_ends(schema: Any, begins: Begins, has_longer: HasLonger) -> Any:
-    """A schema, in the library's form, in which each name that may begin can end.
+    """Returns a schema, in the library's form, in which every property name that can begin can also end.
 
     Args:
-        schema: the whole.
+        schema: the whole schema.
         begins: asks the library.
-        has_longer: asks it, too; a pattern with longer names than those that are listed has names of its own.
+        has_longer: asks the library. A pattern that matches longer names than the listed ones has names of its own.
 
     Raises:
-        SchemaError: a pattern has no name of its own.
+        SchemaError: a pattern matches no name of its own, or there are too many patterns.
     """
     places = {place: each for place, each in walk(schema) if isinstance(each, Mapping)}
     if not any("patternProperties" in each for each in places.values()):
@@ -75,7 +75,7 @@ def without_dead_ends(schema: Any, begins: Begins, has_longer: HasLonger) -> Any
 
 
 def _check_forbidden(places: Mapping[str, Mapping[str, Any]], names: Iterable[str], begins: Begins) -> None:
-    """Refuses patterns that forbid every name together, if several objects may apply at once."""
+    """Refuses `false` patterns that together forbid every name; for schemas that combine several objects."""
     forbidden = {
         pattern: place
         for place, each in places.items()

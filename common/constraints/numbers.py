@@ -1,7 +1,7 @@
 """Rewrites numbers of a JSON Schema for the library, which reads them as doubles and writes them by its own rules.
 
-A bound that a double or the library would round is moved inward, to a number of 15 digits: the answers are fewer by
-some numbers of more digits, and none is outside. What `const` and `enum` say cannot move, and is refused.
+A bound that a double or the library would round is moved inward, to a number of 15 digits. Answers then lack some
+numbers of more digits, but none is outside the bound. A number of `const` or `enum` cannot move, so it is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 LARGEST: Final = 2**53
 # The library's bounds are integers of 64 bits.
 _MOST: Final = Decimal("9223372036854770000")
-# Each decimal number of so many digits, and exponents up to this one, is a double of its own, and the library reads it
-# exactly (it may be off by one unit where there are more).
+# Decimal numbers of at most _DIGITS digits, with at most _EXPONENT of them after the point, are distinct doubles. The
+# library reads these exactly; with more digits it may be off by one unit.
 _DIGITS: Final = 15
 _EXPONENT: Final = 22
-# More than any text of a number that is kept has.
+# More digits than any number that is kept has as text.
 _MOST_DIGITS: Final = 400
 # (exclusive keyword, inclusive keyword, how to round inward, direction of inward)
 _SIDES: Final = (
@@ -27,16 +27,16 @@ _SIDES: Final = (
     ("exclusiveMaximum", "maximum", ROUND_FLOOR, -1),
 )
 BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-# Of the room between two bounds, what is given up where the library would take the lower one as well.
+# Largest share of the gap between two bounds by which `_apart` moves an exclusive bound.
 _SHARE: Final = Decimal("1e-6")
 
 
 class NumberError(ValueError):
-    """A number cannot be kept as it is; says which and why."""
+    """A number of a schema cannot be kept as it is; the message says which and why."""
 
 
 class Written(float):
-    """A number with a fraction or an exponent, with the text that the schema has for it."""
+    """A number with a fraction or an exponent that keeps its text from the schema."""
 
     text: str
 
@@ -45,7 +45,7 @@ class Written(float):
         """Reads a number.
 
         Raises:
-            ValueError: no double is near it.
+            ValueError: the number is too large or too small.
         """
         made = cls(text)
         if math.isinf(made) or Decimal(text).adjusted() < -_MOST_DIGITS:
@@ -55,12 +55,12 @@ class Written(float):
 
 
 def exact(value: object) -> Decimal:
-    """The number that a schema says."""
+    """The exact decimal value of a number in a schema."""
     return Decimal(value.text if isinstance(value, Written) else repr(value))
 
 
 def is_number(value: object) -> bool:
-    """True if a value is one of JSON's numbers; booleans are none."""
+    """True if a value is a JSON number, which a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -68,7 +68,7 @@ def check_constant(value: Any) -> None:
     """Checks the numbers in a value of `const` or `enum`.
 
     Raises:
-        NumberError: one would be another number in an answer.
+        NumberError: an answer would have another number in place of one of them.
     """
     for each in _numbers(value):
         if not _is_kept(each):
@@ -111,14 +111,14 @@ def _list(value: Any) -> list[Any]:
 
 
 def rewritten(schema: Mapping[str, Any], every: Iterable[Decimal]) -> dict[str, Any]:
-    """Bounds of one subschema as the library gets them: at most one of each side.
+    """Bounds of one subschema in the library's form: at most one lower and one upper bound.
 
     Args:
         schema: one subschema.
-        every: bounds of all subschemas, of which any may apply to the same number.
+        every: bounds of all subschemas: any of them may apply to the same number.
 
     Raises:
-        NumberError: a bound is no number, or cannot be kept.
+        NumberError: a bound is not a number, or cannot be kept.
     """
     made: dict[str, Any] = {}
     for exclusive, inclusive, rounding, inward in _SIDES:
@@ -139,7 +139,7 @@ def rewritten(schema: Mapping[str, Any], every: Iterable[Decimal]) -> dict[str, 
 
 
 def _of_draft_4(schema: Mapping[str, Any], exclusive: str, inclusive: str) -> dict[str, Any]:
-    """Bounds of a side; booleans of draft 4 as the numbers that they mean."""
+    """Bounds of one side; draft 4's boolean `exclusive...` becomes an exclusive number."""
     given = {name: schema[name] for name in (inclusive, exclusive) if name in schema}
     if given.get(exclusive) is False:
         del given[exclusive]
@@ -169,7 +169,7 @@ def _inward(limit: Decimal, rounding: str, inward: int, *, is_strict: bool) -> D
 
 
 def _is_outside(moved: Decimal, limit: Decimal, inward: int, *, is_strict: bool) -> bool:
-    """True if what the library makes of a number is not inside of the bound."""
+    """True if `moved`, or the double that the library makes of it, is not inside the bound."""
     for made in (moved, Decimal(float(moved))):
         gap = (made - limit) * inward
         if gap < 0 or (is_strict and gap == 0):
@@ -178,10 +178,10 @@ def _is_outside(moved: Decimal, limit: Decimal, inward: int, *, is_strict: bool)
 
 
 def _apart(number: Decimal, inward: int, every: Iterable[Decimal]) -> Decimal:
-    """An exclusive bound as the library gets it.
+    """Moves an exclusive integer bound inward if another bound is less than 1 away.
 
-    Where both bounds have the same integer before the point, and the one nearer to zero is that integer and exclusive,
-    the library takes it as if it was inclusive (llguidance 1.9.1).
+    If both bounds have the same integer before the point, and the one nearer to zero is that integer and exclusive,
+    the library takes it as inclusive (llguidance 1.9.1).
     """
     if number != number.to_integral_value() or number * inward < 0:
         return number

@@ -1,6 +1,6 @@
-"""Resolves the `$ref`s of a JSON Schema to the subschemas that they mean.
+"""Resolves the `$ref`s of a JSON Schema to the subschemas that they refer to.
 
-The library gets pointers from the root alone: `$id`, `$anchor` and `$schema` change how it reads keywords beside them.
+The library only gets pointers from the root: `$id`, `$anchor` and `$schema` change how it reads keywords beside them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
-# Characters that a URI's fragment may have as they are.
+# Characters that need no escape in a URI's fragment.
 _SAFE: Final = "/~!$&'()*+,;=:@-._?"
 
 
 class UnresolvedError(ValueError):
-    """A reference means no subschema; says why.
+    """A `$ref` refers to no subschema, or to no single one; the message says why.
 
     Attributes:
-        place: JSON Pointer of the subschema that has it.
+        place: JSON Pointer of the subschema that has the `$ref`.
     """
 
     def __init__(self, place: str, message: str) -> None:
@@ -26,13 +26,13 @@ class UnresolvedError(ValueError):
 
 
 def resolved(subschemas: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Places of subschemas with `$ref`, each with the place that it means.
+    """For each subschema with `$ref`, the place that it refers to.
 
     Args:
-        subschemas: all of a schema with their JSON Pointers, outer ones first.
+        subschemas: all subschemas of a schema with their JSON Pointers, outer ones first.
 
     Raises:
-        UnresolvedError: a reference means no subschema, or one of several.
+        UnresolvedError: a `$ref` refers to no subschema, or to no single one.
     """
     known = _Known()
     for place, schema in subschemas:
@@ -41,17 +41,17 @@ def resolved(subschemas: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def pointer(place: str) -> str:
-    """The reference to a place."""
+    """The `$ref` that refers to a place."""
     return "#" + quote(place, safe=_SAFE)
 
 
 class _Known:
-    """Subschemas of a schema by what references call them."""
+    """Subschemas of a schema by the names that references use."""
 
     def __init__(self) -> None:
         self.references: dict[str, str] = {}
         self._bases: dict[str, str] = {}
-        # Of a name that two subschemas have, neither is meant.
+        # None for a name that two subschemas have, so that no `$ref` resolves to it.
         self._named: dict[str, str | None] = {}
 
     def add(self, place: str, schema: Any) -> None:
@@ -66,7 +66,7 @@ class _Known:
         if not place or own != base:
             self._name(own, place)
         self._bases[place] = own
-        # Drafts 6 and 7 write anchors so.
+        # Drafts 6 and 7 write an anchor as the fragment of `$id`.
         anchors = {schema.get("$anchor"), fragment if not fragment.startswith("/") else None} - {None, ""}
         for anchor in anchors:
             self._name(f"{own}#{anchor}", place)
@@ -77,7 +77,7 @@ class _Known:
         self._named[name] = place if self._named.get(name, place) == place else None
 
     def target(self, place: str, reference: str) -> str:
-        """The place that a reference means."""
+        """The place that a reference resolves to."""
         uri, fragment = urldefrag(_joined(self._bases[place], reference))
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-# Levels of subschemas: beyond them the library's own bound of nesting is near.
+# Most levels of subschemas: the library's own bound on nesting is not far beyond.
 MAX_DEPTH: Final = 48
 ONES: Final = ("items", "additionalProperties")
 LISTS: Final = ("prefixItems", "allOf", "anyOf", "oneOf")
@@ -25,7 +25,7 @@ class SchemaError(Exception):
 
 
 def step(key: str) -> str:
-    """A key as JSON Pointers have it."""
+    """Escapes a key as a step of a JSON Pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -61,8 +61,8 @@ def changed(name: str, value: Any, place: str, change: Callable[[str, Any], Any]
     Args:
         name: the keyword.
         value: its value.
-        place: of the subschema that has it.
-        change: gets a place and the subschema there.
+        place: of the subschema that has the keyword.
+        change: takes a place and the subschema there; returns the new subschema.
     """
     if name in ONES:
         return change(f"{place}/{name}", value)

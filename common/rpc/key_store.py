@@ -15,7 +15,7 @@ from common.rpc.api_keys import ApiKey, KeyFileError, KeyRing, parse_keys
 
 log = structlog.get_logger(__name__)
 
-# How long a call waits for the file when it is looked at: once in KEY_FILE_LOOK_S.
+# How long a call waits for a check of the file, which happens once in KEY_FILE_LOOK_S.
 _READ_S = 0.02
 
 
@@ -47,7 +47,7 @@ class KeyStore:
         now = self._clock()
         if now - self._looked >= KEY_FILE_LOOK_S and (self._reader is None or not self._reader.is_alive()):
             self._looked = now
-            # A mount that is dead answers never; one that is alive answers before the event loop would notice.
+            # A dead mount never answers; a live one answers before the event loop would notice.
             self._reader = threading.Thread(target=self._follow, name="API keys", daemon=True)
             self._reader.start()
             self._reader.join(_READ_S)

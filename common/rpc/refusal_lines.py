@@ -33,7 +33,7 @@ class RefusalLines:
         return False
 
     def take_unwritten(self) -> dict[str, int]:
-        """Number of calls without a line by status, since the last time."""
+        """Number of calls without a line, by status, since this was called last."""
         counted = dict(self._unwritten)
         self._unwritten.clear()
         return counted

@@ -29,10 +29,10 @@ NOT_A_MESSAGE = (
 
 
 class MessageReads:
-    """Reads of calls whose message has not arrived, with one timer for all: nearly all end long before it matters.
+    """Reads the messages of calls, with one timer for all: nearly all messages arrive long before it matters.
 
     Args:
-        limit: reads at a time; one more ends the oldest, so that calls without a message take bounded memory.
+        limit: unfinished reads; one more ends the oldest, so that calls without a message take bounded memory.
     """
 
     def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
@@ -45,7 +45,7 @@ class MessageReads:
         """The next message of a call.
 
         Raises:
-            RequestTimeoutError: it has not come within REQUEST_READ_TIMEOUT_S.
+            RequestTimeoutError: it has not arrived within REQUEST_READ_TIMEOUT_S.
             ApiError: RESOURCE_EXHAUSTED: `limit` later calls wait for their message too.
         """
         work, loop = Interruptible(), asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class MessageReads:
 class RequestReader(grpc.aio.ServerInterceptor):
     """Reads the request of every method that takes one.
 
-    Of those that take a stream, it reads for generators; a coroutine sees to that itself.
+    For a method that takes a stream, it reads the messages if the method is a generator; a coroutine reads them itself.
 
     Args:
         limit: calls at a time whose message has not arrived.

@@ -92,11 +92,11 @@ class PortBounds:
     """Bounds on what the callers of one port take together.
 
     Attributes:
-        connections: gives the number of connections; more are closed as they come.
+        connections: returns the most connections; further ones are closed as they arrive.
         streams: calls at a time on one connection.
         unfreed: calls of one connection that have ended and are not freed yet.
-        unaccepted: calls of all connections that the event loop has not taken; beyond it gRPC drops some.
-        unaccepted_hard: the same; beyond it gRPC drops all.
+        unaccepted: calls of all connections that the event loop has not accepted; beyond it gRPC drops some.
+        unaccepted_hard: number of such calls beyond which gRPC drops all.
         unread: calls of all connections whose message has not arrived.
     """
 
@@ -116,7 +116,7 @@ MAIN_PORT: Final = PortBounds(
     MAX_UNACCEPTED_CALLS_HARD,
     MAX_UNREAD_CALLS,
 )
-# Of operators and probes.
+# Bounds for the ports of operators and probes.
 SIDE_PORT: Final = PortBounds(
     max_side_connections,
     MAX_SIDE_STREAMS_PER_CONNECTION,
@@ -134,8 +134,8 @@ def server_options(
 
     Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
     queued request is, or without a call; with them only floods of pings end a connection. Without `so_reuseport` 0 two
-    servers share one port silently. No client of ours compresses its requests; without the argument about it 15 KB
-    would become 15 MB on gRPC's threads.
+    servers share one port silently. No client of ours compresses its requests; without the argument for compression
+    15 KB would become 15 MB on gRPC's threads.
     """
     age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
@@ -209,7 +209,7 @@ class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
 
 
 async def _check_name(request: health_pb2.HealthCheckRequest, context: Any) -> None:
-    """Refuses a name that is too long for any service: a watch keeps it."""
+    """Refuses a service name that is too long, since a watch keeps it in memory."""
     if len(request.service) > MAX_SERVICE_NAME_CHARS:
         problem = f"service has {len(request.service)} characters; at most {MAX_SERVICE_NAME_CHARS} are valid"
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)

@@ -119,7 +119,7 @@ class ChatTemplate:
             if MARK_START in value or MARK_END in value:
                 raise TemplateInputError("a string has one of the noncharacters U+FDD0 and U+FDD1")
             return mark_special(value, self._special)
-        # Loops, not comprehensions: those take a frame more for each of MAX_JSON_LEVELS.
+        # Loops, since a comprehension takes one more frame for each of MAX_JSON_LEVELS.
         if isinstance(value, Mapping):
             marked = {}
             for key, item in value.items():

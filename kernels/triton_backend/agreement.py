@@ -1,7 +1,7 @@
-"""Check at start: do tiles of different shapes give a row the same bits on this GPU?
+"""Checks at start whether tiles of different shapes give a row the same bits on this GPU.
 
-A tile's shape decides which rows and columns a program has. The order in which numbers of K are added does not follow
-from it, since every tile walks K forward; but whether matrix instructions of different shapes add alike is up to the
+A tile's shape decides which rows and columns a program has. It does not decide the order in which numbers of K are
+added, since every tile walks K forward. But whether matrix instructions of different shapes add alike depends on the
 hardware and the compiler. Results are compared in float32: a difference in the last bit shows in one of some 10,000
 numbers of bfloat16. On an H200 with Triton 3.6 tiles agree (docs/kernels.md). Where they do, batch-invariant kernels
 take the tiles that suit the number of rows; where they do not, they take one tile for all, and are slower.
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 # Rows, columns and K of the products that are compared: several tiles of each kind, some not full.
 _ROWS, _COLUMNS, _INNER = 300, 768, 1024
-# Query heads, key heads, keys and rows of the attention that is compared, in blocks of so many tokens.
+# Query heads, key heads, keys and rows of the attention that is compared, and tokens of its KV blocks.
 _HEADS, _KV_HEADS, _KEYS, _LAST_ROWS, _BLOCK_SIZE = 8, 2, 1300, 40, 16
 _MEASURED_TARGETS = frozenset(["sm_90"])
 
@@ -53,7 +53,7 @@ class TileAgreement:
         return self._products[dtype]
 
     def of_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """True if tiles of all ROW_SIZES give the same bits in a prompt's step and in decodes', dealt out or not."""
+        """True if tiles of all ROW_SIZES give the same bits in prompts and decodes, whether key tiles are dealt out."""
         key = dtype, head_dim
         if key not in self._attention:
             agrees = self._settings.target.name in _MEASURED_TARGETS and self._compare_attention(dtype, head_dim)
@@ -87,7 +87,7 @@ class TileAgreement:
         return self._all_equal("attention", results)
 
     def _step(self, blocks: int, *spans: tuple[int, int]) -> plan.StepPlan:
-        """Rows [start, end) of one sequence, as sequences of their own that share its blocks."""
+        """Plans a step: each span [start, end) of one sequence is a sequence of its own that shares the blocks."""
         starts, ends = np.array(spans, np.int64).T
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), (ends - starts).cumsum())),

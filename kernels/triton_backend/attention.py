@@ -34,11 +34,11 @@ from kernels.triton_backend.target import Settings
 WHOLE = 1 << 30
 # Programs that fill any GPU that we know a few times over, since sequences differ in length.
 PROGRAMS = 512
-# Bytes of key tiles' results that may wait for their merge; where it would be more, programs merge what they compute.
+# Most bytes of key tiles' results that wait for the merge kernel. Beyond it, each program merges its own key tiles.
 PARTIAL_BYTES = 256 << 20
 # Heads of a program that merges.
 _MERGE_HEADS = 1
-# Rows of a program: of decodes, of a few tokens, of prompts. Others are not compared at start (agreement.py).
+# Rows of a program: for decodes, for a few tokens, for prompts. agreement.py compares only these at start.
 ROW_SIZES = (16, 64, 128)
 _LOG2_E = math.log2(math.e)
 
@@ -68,7 +68,7 @@ def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
 def _merge(m, total, values, other_m, other_total, other_values):
     """Joins two softmaxes: largest scores (powers of 2) and sums [M], weighted values [M, D]; (-inf, 0, 0) is neutral.
 
-    With `tl.fma` written out and no other fusion allowed, no compiler chooses what is rounded.
+    `tl.fma` is written out and no other fusion is allowed, so that the compiler cannot choose what is rounded.
     """
     highest = tl.maximum(m, other_m)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -147,8 +147,8 @@ def _attend_tile(
     m = tl.max(scores, 1) * factor
     base = tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp2(tl.fma(scores, factor, -base[:, None])).to(q.dtype)
-    # A product with ones adds in the order of keys; in what order a reduction adds follows from how threads share the
-    # tile, and so from its number of rows. All columns are equal.
+    # A product with ones adds in the order of keys. The order of a reduction depends on how threads share the tile, and
+    # so on its number of rows. All columns are equal.
     total = tl.max(tl.dot(p, tl.full((BLOCK_N, 8), 1.0, q.dtype), input_precision="ieee"), 1)
     if MASKED or BLOCK_D > D:
         v = tl.load(values + places, mask=mask, other=0.0).to(q.dtype)
@@ -196,7 +196,7 @@ def _attend_tiles(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Merges key tiles first, first + dealt, ... below `end`; stores each too where they are dealt out."""
+    """Merges key tiles first, first + dealt, ... below `end`; with `dealt` > 1 it also stores each tile's result."""
     table = tables + seq.to(tl.int64) * table_stride
     for index in tl.range(first, end, dealt, num_stages=STAGES):
         tile_m, tile_total, tile_weighted = _attend_tile(
@@ -298,7 +298,7 @@ def _attention_kernel(
     # Every row sees all keys of the tiles before this one.
     whole = 0 if WINDOWED else tl.minimum(context + first_token + 1, high) // BLOCK_N
     first = low // BLOCK_N + tl.program_id(2)
-    # The first of this program's tiles that is not below `whole`. They are few, and not worth a pipeline's memory.
+    # This program's first tile from `whole` on. Such tiles are few, and not worth a pipeline's memory.
     first_masked = first + tl.maximum(whole - first + dealt - 1, 0) // dealt * dealt
     m, total, weighted = _attend_tiles(
         m, total, weighted, first, whole, dealt, queries, keys, values, partials, softmaxes, tables, seq, kv_head,
@@ -482,7 +482,7 @@ def attention(
 def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> Tiles:
     """Tiles for a step whose rows see `reach` tokens.
 
-    In batch-invariant settings `dealt` alone depends on the step, and rows of a program where these agree.
+    In batch-invariant settings only `dealt` depends on the step, and `block_m` too if tiles agree.
     """
     _, num_heads, head_dim = q.shape
     group = num_heads // cache.num_kv_heads
@@ -513,7 +513,7 @@ def shaped_tiles(rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVC
 
 
 def _dealt(tiles: Tiles, q: torch.Tensor, num_kv_heads: int, shape: Shape, reach: int) -> int:
-    """Programs for the key tiles of a query tile, so that there are enough of them in all."""
+    """Number of programs that share the key tiles of a query tile, so that all programs fill the GPU."""
     rows, num_heads, head_dim = q.shape
     slots = tiles.slots(shape, reach)
     if rows * num_heads * slots * (head_dim + 2) * 4 > PARTIAL_BYTES:
@@ -534,7 +534,7 @@ def attend(
     tiles: Tiles,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`attention` in given tiles; in float32 sums show that q's dtype rounds away."""
+    """`attention` with given tiles; `out_dtype` float32 keeps digits that q's dtype rounds away."""
     rows, num_heads, head_dim = q.shape
     out = q.new_empty(rows, num_heads, head_dim, dtype=out_dtype or q.dtype)
     if rows == 0:

@@ -426,7 +426,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.T
 def linear_in(
     x: torch.Tensor, packed: PackedWeight, plan: Cut, settings: Settings, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """`linear` in a given division; in float32 sums show that the model dtype rounds away."""
+    """`linear` with a given `plan`; `out_dtype` float32 keeps digits that the model dtype rounds away."""
     _check(x, packed)
     out = x.new_empty(x.shape[0], packed.columns, dtype=out_dtype or x.dtype)
     _multiply(x.unsqueeze(1), packed, out, plan, settings)

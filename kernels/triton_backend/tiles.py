@@ -43,10 +43,10 @@ class Table:
 
     Attributes:
         invariant: those for any number of rows.
-        by_rows: (largest number of rows, tiles), in rising order; the last serve any more. Of several tiles the widest
-            is taken that gives most processors a program, else the last.
-        part_columns: columns of a program by which parts of K are counted where bits must not depend on rows; 0 takes
-            those of `invariant`.
+        by_rows: (largest number of rows, tiles), in rising order; the last serves any number. Of several tiles, the
+            first is taken that gives most processors a program, else the last.
+        part_columns: columns per program from which the number of parts of K follows in batch-invariant settings; 0
+            takes those of `invariant`.
     """
 
     invariant: Tiles
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def all(self) -> list[Tiles]:
-        """Every tile once."""
+        """All distinct tiles of the table."""
         return list(dict.fromkeys((self.invariant, *(each for _, tiles in self.by_rows for each in tiles))))
 
 
@@ -170,11 +170,11 @@ def cut(
 ) -> Cut:
     """Chooses how to multiply x [rows, inner] by a weight [columns, inner], for each of `heads`.
 
-    In batch-invariant settings the bits follow from the weight's shape alone: parts do; so do tiles, unless they agree.
+    In batch-invariant settings the bits follow from the weight's shape alone. So do parts, and tiles unless they agree.
 
     Args:
         settings: of the back end.
-        operands: what is multiplied.
+        operands: kind of the operands.
         rows, columns, inner: T, N and K.
         heads: products of this shape.
         tiles_agree: True if tiles of any shape give the same bits.
@@ -189,7 +189,7 @@ def cut(
         parts = _parts(-(-columns // width) * heads, processors, inner, least_inner)
     else:
         parts = _parts(programs, processors, inner, tiles.inner)
-    # Whole groups of scales, and whole tiles: of any tile where several serve the same weight.
+    # A part has whole groups of scales and whole tiles: of every tile in the table if several serve the same weight.
     unit = max(GROUP, *(each.inner for each in (table.all if tiles_agree else [tiles])))
     length = -(-inner // (parts * unit)) * unit
     return Cut(tiles, parts, length, parts > 1 and programs < processors)

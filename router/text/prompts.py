@@ -290,7 +290,7 @@ class PromptEncoder:
             model: that answers.
             is_message: True if the answer's text does not begin with the space that its first token may have.
             tenant: whose turn it takes where the constraint is not known yet.
-            cache_salt: in force: a result is known to requests of the same salt alone.
+            cache_salt: of the request; only requests of the same salt share a checked constraint.
 
         Raises:
             ApiError: it cannot be guaranteed, no tokenizer, or too many requests wait.
@@ -392,7 +392,7 @@ def _of_field(path: str) -> Iterator[None]:
 
 
 async def _own_grammar(confinement: Confinement, check: Callable[[Constraint], Awaitable[str]]) -> str:
-    """The grammar of an answer by its tools and its reasoning, which `check` gives."""
+    """The grammar of an answer by its tools and its reasoning; `check` makes the grammar of a constraint."""
     if not confinement.grammar:
         return ""
     for path, schema in confinement.schemas:

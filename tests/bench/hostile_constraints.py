@@ -1,8 +1,9 @@
 """Rate of a plain stream beside hostile constraints: `python -m tests.bench.hostile_constraints [--seconds 2]`.
 
-A service of one worker with the demo model. A client has one stream after the other; beside it are as many streams as
-`--beside` says, begun again whenever one ends: plain ones, and then those of each hostile constraint, in turns. A ratio
-is that of medians of turns; a constraint that is refused has the word. Also what the worker's memory has grown by.
+The service has one worker with the demo model. A client runs one plain stream after the other. `--beside` other streams
+run at the same time and start again whenever they end: in turns plain ones, and those of each hostile constraint. A
+ratio is the median rate of a constraint's turns, divided by that of the plain turns. The statuses of the other streams
+and the worker's memory are printed too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.unit.common.constraints.test_check import HOSTILE
 
 _DEMO: Final = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
 _PLAIN: Final = "plain"
-# Asks for as many tokens, and harms nobody.
+# A constraint with equally long answers and quick masks, for comparison.
 _HARMLESS: Final = {"harmless": {"regex": "[a-z ]{300,500}"}}
 
 
@@ -42,7 +43,7 @@ def request(given: Any | None, seed: int, tokens: int) -> pb.GenerateRequest:
 
 
 class Beside:
-    """Streams that begin again whenever they end, until it is told to stop."""
+    """Streams that start again whenever they end, until the context is left."""
 
     def __init__(self, stub: InferenceServiceStub, given: Any | None, count: int, tokens: int) -> None:
         self._stub, self._given, self._tokens = stub, given, tokens

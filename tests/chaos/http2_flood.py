@@ -19,12 +19,12 @@ import hpack
 from tests.chaos.raw_http2 import PREFACE
 
 Kind = Literal["reset", "close", "hold"]
-# Of one connection: as many as SETTINGS of the main port allow.
+# Calls of one connection: as many as the SETTINGS of the main port allow.
 _CALLS: Final = 4_000
 _SETTINGS: Final = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS_ACK: Final = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 _HEADERS, _RST_STREAM = 1, 3
-# How long a connection lives that does not hold its calls, and how often it looks for answers.
+# Seconds that a connection stays open unless it holds its calls, and seconds between its reads of answers.
 _TURN_S: Final = 0.2
 _LOOK_S: Final = 0.05
 _MOST_READ: Final = 1 << 20
@@ -88,8 +88,8 @@ class Flood:
         connection.sendall(self._payload)
         self.begun += _CALLS
         self.sent += len(self._payload)
-        # A connection that is closed with answers unread is reset, and its calls are lost before the server sees them.
-        # What the answers are is not looked at, so that the flood takes little of a processor that it shares.
+        # Answers are read: closing a connection with unread answers resets it, and the server would not see its calls.
+        # Answers are not parsed, so that the flood uses little of a processor that it shares with the service.
         end = time.monotonic() + _TURN_S
         while not self._stop.is_set() and (self._kind == "hold" or time.monotonic() < end):
             if select.select([connection], [], [], _LOOK_S)[0] and not connection.recv(_MOST_READ):

@@ -1,4 +1,4 @@
-"""Six connections without a key that begin calls by the thousand: what each port's callers may cost its process.
+"""Six connections without a key begin calls by the thousand: memory of the process that is flooded stays bounded.
 
 Each docstring begins with the code of its fault.
 """
@@ -37,13 +37,13 @@ _PATHS: Final = (
 _KINDS: Final = ("reset", "close", "hold")
 _CONNECTIONS: Final = 6
 _PORTS: Final = ("router", "router admin", "router health", "worker", "worker health")
-# A port beside the main one takes less than this of a process, MiB.
+# Most memory in MiB that a flood of a side port adds to a process.
 _SIDE_MIB: Final = 256
 
 
 @pytest.fixture(scope="module")
 def ports() -> dict[str, int]:
-    """Ports beside the main ones."""
+    """Side ports: those for admin calls and health."""
     return {name: free_port() for name in _PORTS if " " in name}
 
 
@@ -77,7 +77,7 @@ def flood(port: int, kind: str, path: str) -> Iterator[None]:
 
 
 class Honest:
-    """A client that asks a port for its health all the while, and how it was answered."""
+    """A client that keeps asking a port for its health, and counts the answers."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -113,7 +113,7 @@ def _check(stub: health_pb2_grpc.HealthStub) -> str:
 
 
 def highest_rss_mib(process: Process, seconds: float) -> float:
-    """The most memory that a process has within a time."""
+    """Highest resident memory of a process within some seconds."""
     end, highest = time.monotonic() + seconds, 0.0
     while time.monotonic() < end:
         highest = max(highest, rss_mib(process))
@@ -149,6 +149,6 @@ def test_floods_of_calls_stay_within_the_manifests_memory(
         assert highest < limits[component]
         assert " " not in name or highest - before < _SIDE_MIB
         assert honest.codes["OK"] > 0
-    # Nothing is lost by it.
+    # The service still gives the same answer.
     assert generate(service.stub, request(1, 24)).token_ids == answer.token_ids
     assert "Traceback" not in service.router.log.read_text() + service.workers[0].log.read_text()

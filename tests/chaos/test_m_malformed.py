@@ -99,7 +99,8 @@ def ask(target: Target, body: bytes, headers: tuple[tuple[str, str], ...] = (), 
         client.close()
 
 
-# What is sent, and the statuses it may get. A flag of compression without an encoding is gRPC's own INTERNAL.
+# Body, headers and allowed statuses of each malformed message. gRPC itself answers a compression flag without an
+# encoding with INTERNAL.
 NOT_MESSAGES: dict[str, tuple[bytes, tuple[tuple[str, str], ...], set[grpc.StatusCode]]] = {
     "no protobuf": (frame(b"\x0a\xff\xff\xff\xff\x0f"), (), {INVALID}),
     "truncated message": (frame(b"abc", length=100), (), {INVALID}),

@@ -108,7 +108,7 @@ def callers_of(b: Bench, request: pb.ChatRequest) -> list[Any]:
 
 
 async def outcome_of(call: Any) -> tuple[grpc.StatusCode, str, list[str]]:
-    """Status of a call, what it says, and the fields that it names."""
+    """Status of a call, its message, and the fields that its violations name."""
     try:
         async with asyncio.timeout(60):
             await (collect(call) if hasattr(call, "read") else call)
@@ -129,7 +129,7 @@ async def test_bad_json_is_refused_with_field_and_place(name: str, capsys: pytes
             for call in callers_of(b, made(value)):
                 code, message, fields = await outcome_of(call())
                 assert (code, fields) == (INVALID, [path]), (kind, message)
-                # What is no value leaves its surroundings without one.
+                # Text that is no JSON value makes the whole JSON around it invalid.
                 assert said in message or "is not valid JSON" in message, kind
         await b.empty()
     assert "Traceback" not in capsys.readouterr().out
@@ -142,7 +142,7 @@ async def test_odd_json_is_served_or_refused_by_name(name: str) -> None:
         for kind, value in ODD.items():
             for call in callers_of(b, made(value)):
                 code, message, fields = await outcome_of(call())
-                # Thousands of digits are more tokens than the model takes.
+                # Thousands of digits need more tokens than the model accepts.
                 is_too_long = code is grpc.StatusCode.OUT_OF_RANGE and kind in ("digits", "lists")
                 is_fine = code is grpc.StatusCode.OK or is_too_long or (code, fields) == (INVALID, [path])
                 assert is_fine, (kind, code, message)
@@ -159,7 +159,7 @@ async def test_odd_json_is_served_or_refused_by_name(name: str) -> None:
     ],
 )
 async def test_half_a_character_of_a_model_ends_no_stream(call: str, name: str) -> None:
-    """It stays the escape that it is; a name with one is no name, and the call is content."""
+    """Half a surrogate pair stays an escape in arguments. In a name it makes the call plain content."""
     text = f"<tool_call>\n{call}\n</tool_call>"
     async with bench(worker(text)) as b:
         parts = await collect(b.stub.Chat(chat()))

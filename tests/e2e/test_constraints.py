@@ -136,7 +136,7 @@ def test_a_broken_stream_goes_on_from_every_token(form: str, service: Service) -
 
 
 def test_constraint_complete_at_max_tokens_ends_with_stop(service: Service) -> None:
-    """And so it does for a client that has all tokens but not their end; a token less is cut by its length."""
+    """This also holds if a client resumes with all tokens. With a smaller max_tokens the answer ends by its length."""
     whole = generate(service.stub, asking(CONSTRAINTS["choices"]))
     for count, reason in ((len(whole.token_ids), pb.FINISH_REASON_STOP), (1, pb.FINISH_REASON_LENGTH)):
         asked = asking(CONSTRAINTS["choices"], max_tokens=count)
@@ -199,7 +199,7 @@ async def test_only_workers_with_the_routers_library_get_constraints() -> None:
 
 
 async def test_isolated_tenants_find_no_constraint_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own checked once; without the option all share what is known."""
+    """With isolation the router checks a constraint once per tenant, without it once for all tenants."""
     known, found = GrammarChecker.known, list[bool]()
 
     def watched(self: GrammarChecker, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str | None:

@@ -129,7 +129,7 @@ def test_a_stream_goes_on_behind_a_text_and_the_number_of_its_tokens(simulated: 
 
 
 def test_a_stream_goes_on_behind_tokens_without_text(simulated: Service) -> None:
-    """C7: tokens that have no text yet could only be named by their ids."""
+    """C7: a client could resume behind tokens without text only if it had their ids."""
     found = 0
     for seed in range(40):
         asked = request([seed + 1, 5, 9], max_tokens=8)
@@ -146,7 +146,7 @@ def test_a_stream_goes_on_behind_tokens_without_text(simulated: Service) -> None
         rest = list(simulated.stub.Generate(again, timeout=60))
         assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
         assert text_of(rest) == text_of(whole)
-        # All of them have a text, and nothing has another digest.
+        # The tokens of the whole answer have text, and no text has only one digest.
         for wrong, code in (
             (pb.TextDigest(sha256=digest.sha256, tokens=len(tokens_of(whole)) - 1), grpc.StatusCode.DATA_LOSS),
             (pb.TextDigest(sha256=bytes(32), tokens=digest.tokens), grpc.StatusCode.INVALID_ARGUMENT),

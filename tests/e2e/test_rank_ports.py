@@ -1,4 +1,4 @@
-"""Ports of ranks: on loopback where all ranks are on one machine, and closed to whoever does not know the secret."""
+"""Ports of ranks: on loopback if all ranks are on one machine, and closed to clients without the secret."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stop(*processes: Process) -> None:
 
 
 def assert_on_loopback(*workers: Process) -> None:
-    """Shows what is listened on: also the ports of gloo and of the ranks' store."""
+    """Checks that all ports of the workers and their ranks, gloo's and the store's included, are on loopback."""
     found = listening([pid for worker in workers for pid in descendants(worker.running.pid)])
     assert {worker.port for worker in workers} <= {port for _, port in found}
     assert len(found) > len(workers) + 1, "no port of a rank was seen"
@@ -74,7 +74,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_engines_in_lockstep_listen_where_they_meet(experts: Path, tmp_path: Path) -> None:
-    """R1: likewise the store of engines, at the known port of --dist-init."""
+    """R1: the store of engines listened on all interfaces, at the known port of --dist-init."""
     port = free_port()
     common = ["--enable-expert-parallel", "--dp-size", "2", "--dist-init", f"tcp://127.0.0.1:{port}"]
     first, second = (

@@ -301,7 +301,7 @@ class Verifier:
 
     def stored(self, rows: int, columns: int) -> tuple[QuantizedWeight, QuantizedWeight]:
         """A weight as a checkpoint has it, on the device and on the CPU."""
-        # Within the range: before PyTorch 2.13 what is beyond becomes NaN.
+        # Clamped to FP8's range: before PyTorch 2.13, larger numbers become NaN.
         numbers = self.draw(rows, columns, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn)
         shape = (-(-rows // 128), columns // 128)
         scales = (1 + torch.rand(shape, generator=self._random)) * 0.01 * columns**-0.5

@@ -34,7 +34,7 @@ class TokenHistory:
         tokens: the sequence's own list, in which the output is from `begin` up to `end`.
         late: a further output token, sampled by the runner's last step.
         drafts: further ones behind all of these, if they are right.
-        cache_salt: of the sequence: its compiled grammar is found by sequences of the same salt alone.
+        cache_salt: of the sequence; only sequences of the same salt share its compiled grammar.
     """
 
     seq_id: int
@@ -529,7 +529,7 @@ class ScheduledBatchOutput:
     `constraint_ends` has the sequences whose grammar has ended behind their tokens: completely (empty), or why it
     cannot go on. What is found out only when the next token is drawn has NO_TOKEN for it.
 
-    `slow_constraints` has CPU seconds of masks, by sequence, where these took long.
+    `slow_constraints` has the CPU seconds of slow masks, by sequence.
 
     `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
     without meaning.

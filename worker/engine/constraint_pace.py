@@ -1,9 +1,9 @@
-"""Paces sequences whose constraints take long, so that others do not wait for these in every step. Pure.
+"""Paces sequences with slow masks, so that other sequences do not wait for these masks in every step. Pure.
 
-A step waits for the masks of all its rows, and a mask may take tens of milliseconds. So each sequence pays for the CPU
-time of its masks: until that is a `SHARE` of the time that passes it is not decoded, while others are that never had to
-pay. All of them pay into one account, so that many have no larger share than one. What a new grammar takes until its
-masks are quick is free, as far as little was charged before (`FREE_S`).
+A step waits for the masks of all its rows, and one mask may take tens of milliseconds. So each sequence pays for the
+CPU time of its masks. It is not decoded until that time is a `SHARE` of the time that has passed, as long as a running
+sequence exists that was never charged. All sequences pay into one account, so many of them have no larger share than
+one. The first masks of a new grammar are slow, so `FREE_S` seconds are free if little was charged before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-# Of the engine's time, for constraints that take long: a neighbour keeps the rest.
+# Share of the engine's time for slow masks; other sequences keep the rest.
 SHARE: Final = 1 / 20
 # CPU seconds that are free after a while without any charge.
 FREE_S: Final = 0.25
@@ -22,17 +22,17 @@ class ConstraintPace:
     """Accounts of sequences that pay for their masks."""
 
     def __init__(self) -> None:
-        # When everything is paid, and by sequence.
+        # Times at which the account is balanced: the whole, and each sequence's part.
         self._paid_at = -math.inf
         self._held: dict[int, float] = {}
         self._charged: set[int] = set()
 
     def charge(self, spent: Mapping[int, float], step_s: float, now: float) -> None:
-        """Charges sequences for a step, unless the masks of all are a share of it anyway.
+        """Charges sequences for their masks in one step, unless all masks together took at most `SHARE` of it.
 
         Args:
-            spent: CPU seconds of their masks, of those that took long.
-            step_s: that the step took.
+            spent: CPU seconds of slow masks, by sequence.
+            step_s: seconds that the step took.
             now: monotonic seconds.
         """
         if sum(spent.values()) <= SHARE * step_s:
@@ -42,7 +42,7 @@ class ConstraintPace:
         self._charged.update(spent)
 
     def held(self, now: float, running: Iterable[int]) -> frozenset[int]:
-        """Sequences that have not paid yet; none where no running one would wait for them that never had to."""
+        """Sequences whose masks are not paid for yet; empty if every running sequence has been charged."""
         if not self._charged:
             return frozenset()
         ids = set(running)

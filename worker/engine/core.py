@@ -50,8 +50,10 @@ class GrammarCompiler(Protocol):
     """Compiles grammars on threads of its own."""
 
     def begin(self, text: str, salt: bytes = b"") -> Future[Any]:
-        """Begins to compile a grammar, or finds it among those of a cache salt; the future raises where it does not
-        compile."""
+        """Begins to compile a grammar, or finds it among the grammars of this cache salt.
+
+        The future raises if the grammar does not compile.
+        """
         ...
 
 
@@ -266,10 +268,10 @@ class EngineCore:
         """Ends sequences whose grammars do not compile; the others can be scheduled when theirs are there."""
         for seq in self._compiling:
             if seq.compiling is not None and seq.compiling.done() and (error := seq.compiling.exception()):
-                # It was admitted, and takes more work with the model's own tokens than it may.
+                # The request's check passed; with the model's own tokens the grammar takes more work than allowed.
                 self.scheduler.abort(seq.id, now=now, reason=EndReason.CONSTRAINT_FAILED, message=str(error))
             elif not seq.waits_for_grammar:
-                # Whoever keeps the sequence does not keep its grammar.
+                # A sequence that is kept must not keep its grammar in memory.
                 seq.compiling = None
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 

@@ -41,7 +41,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Frees what is kept of an ended sequence. One that keeps nothing has nothing to do."""
+        """Frees the proposer's data of an ended sequence; does nothing unless a proposer overrides it."""
         return
 
 
@@ -97,7 +97,7 @@ class Drafter:
         self.lengths = lengths
 
     def forget(self, seq: Sequence) -> None:
-        """Frees what is kept of an ended sequence."""
+        """Frees the forced text and the proposer's data of an ended sequence."""
         self._forced.forget(seq)
         if self.proposer is not None:
             self.proposer.forget(seq)
@@ -148,7 +148,7 @@ class Drafter:
             return
         for seq in batch.columns.rows:
             self._forced.come(seq)
-            # One that was aborted meanwhile is forgotten already.
+            # A sequence that was aborted during the step is forgotten already.
             if seq.id in runs and not seq.is_finished:
                 first, token_ids = runs[seq.id]
                 self._forced.note(seq, first, tuple(token_ids))

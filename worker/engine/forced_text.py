@@ -70,5 +70,5 @@ class ForcedText:
         return self._rates if run is None else run.rates
 
     def forget(self, seq: Sequence) -> None:
-        """Frees what is kept of an ended sequence."""
+        """Frees the forced text of an ended sequence."""
         self._runs.pop(seq.id, None)

@@ -306,7 +306,7 @@ class Landing:
         stop, history = None, seq.draft_history
         for token_id in token_ids:
             if seq.num_tokens >= seq.length_limit:
-                # It came with all its tokens, to find out whether these complete its constraint.
+                # The sequence arrived full: this step only finds out whether its tokens complete its constraint.
                 stop = _COMPLETE if token_id == NO_TOKEN and constraint_end == "" else self._stop_rules.check(seq)
                 break
             if token_id == NO_TOKEN:
@@ -321,7 +321,7 @@ class Landing:
                 if stop is not None:
                     break
         if constraint_end is not None and len(taken) == len(token_ids):
-            # A constraint that is complete has its answer whole, however long that may be.
+            # A complete constraint has its whole answer, also at the length limit.
             stop = _COMPLETE if stop is None or stop.end_reason is EndReason.LENGTH else stop
         if seq.status is SequenceStatus.WAITING:
             self._lifecycle.waiting.grew(len(taken))

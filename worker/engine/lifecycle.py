@@ -59,8 +59,8 @@ class Lifecycle:
         self.live[seq.id] = seq
         self._stop_rules.prepare(seq)
         queue.append(seq)
-        # Tokens of an earlier attempt may have ended the stream already (rule S5). If they fill it, a step of its own
-        # finds out whether they complete its constraint.
+        # Tokens of an earlier attempt may have ended the stream already (rule S5). If they reach the length
+        # limit, one further step finds out whether they complete the constraint.
         stop = self._stop_rules.check(seq)
         if stop is not None and not (stop.end_reason is EndReason.LENGTH and seq.sampling_params.grammar):
             self.end(seq, stop, seq.arrive_time)

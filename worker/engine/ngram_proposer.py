@@ -16,8 +16,8 @@ import numpy.typing as npt
 from worker.engine.finished_answers import END, FinishedAnswers, Tokens
 from worker.engine.sequence import Sequence
 
-# Tokens of live sequences that are kept as arrays, 6 bytes each: making one of a long list takes longer than a search.
-# The lists themselves belong to the sequences, which is why an ended one is forgotten.
+# Most tokens of live sequences kept as arrays, 6 bytes each: making an array of a long list takes longer than a search.
+# Each entry also refers to its sequence's own list, so an ended sequence must be forgotten.
 MOST_KEPT: Final = 1 << 22
 _SMALLEST: Final = 256
 # Places that are looked at one by one, from the latest on; more are looked at together.
@@ -103,7 +103,7 @@ class NgramProposer:
         return continuation(seq.token_ids, place, most) if length >= self._shortest else []
 
     def forget(self, seq: Sequence) -> None:
-        """Frees what is kept of an ended sequence."""
+        """Frees the token arrays of an ended sequence."""
         if (kept := self._kept.pop(seq.id, None)) is not None:
             self._num_kept -= kept.size
 

@@ -21,9 +21,9 @@ from worker.engine.prefix_followers import PrefixFollowers
 from worker.engine.sequence import Sequence, SequenceType
 from worker.engine.step import Step, StepLimits
 
-# Waiting sequences that a step looks at, and blocks of cached prefixes after which it admits no further one. Looking up
-# and taking a block costs 1 us, and running sequences wait for it: 64 followers of a prompt of 100,000 tokens, all
-# admitted in one step since the step before had been long, took 459 ms.
+# Most waiting sequences that a step looks at, and cached prefix blocks after which it admits no further sequence.
+# Looking up and taking a block costs 1 us, and running sequences wait for it. A step behind a long one once admitted
+# all 64 followers of a prompt of 100,000 tokens, which took 459 ms.
 _MOST_LOOKED_AT: Final = 1024
 _MOST_LOOKUPS: Final = 4096
 

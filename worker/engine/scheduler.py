@@ -212,7 +212,7 @@ class Scheduler:
         self._decodes.held = self._pace.held(now, (seq.id for seq in self.running))
         self._fill(step)
         if not step.seqs and self._decodes.held:
-            # Nobody else has anything to compute, so nobody would wait for them.
+            # No other sequence has anything to compute, so none waits for the masks of the held ones.
             self._decodes.held = frozenset()
             self._fill(step)
         if not step.seqs:

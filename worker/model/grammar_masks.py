@@ -42,17 +42,18 @@ COMPLETE: Final = ""
 # Searches for forced text, one after the other, that have found none: a sequence is in the middle of a free text then,
 # in which nothing is looked for behind words.
 _FREE_TEXT: Final = 4
-# Steps in which what was found was not verified, after which it is looked for in every second one of these, and so on.
+# Steps in a row that verified no forced text, after which searches become rarer: at powers of two of these steps, and
+# at multiples of `_MOST_REST`.
 _UNUSED: Final = 4
 _MOST_REST: Final = 64
-# CPU time of a mask that finds out nothing new, in any vocabulary; what is more may have made the grammar larger. It is
-# charged when it has come to so much.
+# CPU time of a mask that adds nothing to the library's data, in any vocabulary. Time beyond `_WARM_S` may have made the
+# grammar larger; it is charged to the grammar as soon as `_CHARGED_S` of it are owed.
 _WARM_S: Final = 3e-5
 _CHARGED_S: Final = 1e-3
-# CPU time of a sequence's masks in one step, from which on they are slow (worker/engine/constraint_pace.py): most take
-# some ten microseconds.
+# Least CPU time of a sequence's slow masks in one step (worker/engine/constraint_pace.py). Most masks take some ten
+# microseconds.
 _SLOW_S: Final = 2.5e-4
-# Of all masks of a step: 60 us are what a thread costs one answer at a time.
+# Most CPU time of a step's masks made without another thread, which costs 60 us with one answer at a time.
 _QUICK_S: Final = 6e-5
 
 
@@ -70,10 +71,21 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class _State:
-    """A sequence's list of tokens, how many of its output the matcher has been given, that, what that is a copy of, the
-    text that is known to be forced behind it, how many searches for such text have found none since one did, the choice
-    that the last one has found instead, how many steps have verified no text, and CPU seconds: of the last mask, and
-    those that its grammar is not charged for."""
+    """The matcher of one sequence, and its searches for forced text.
+
+    Attributes:
+        tokens: the sequence's own list.
+        count: output tokens that the matcher has been given.
+        matcher: a copy of that of `compiled`.
+        compiled: the grammar.
+        ahead: text that is known to be forced behind the tokens; None before the first search.
+        misses: searches without a result since the last one that found text.
+        choice: tokens between which the last search found a choice instead of text.
+        unused: steps in a row that verified no forced text.
+        seen: `count` when `unused` was last set.
+        mask_s: CPU seconds of the last mask.
+        owed_s: CPU seconds that the grammar is not charged for yet.
+    """
 
     tokens: list[int]
     count: int
@@ -103,11 +115,11 @@ class GrammarMasks:
         self._eos = sorted(token for token in eos_token_ids if token < grammars.num_ids)
         self._states: dict[int, _State] = {}
         self._ahead_bits = np.empty(-(-grammars.num_ids // _WORD_BITS), np.uint32)
-        # Sequences whose work on this step was slow, in CPU seconds.
+        # CPU seconds of slow masks, by sequence.
         self._slow: dict[int, float] = {}
 
     def take_slow(self) -> dict[int, float]:
-        """CPU seconds that the masks of sequences have taken since the last call, where that is long."""
+        """CPU seconds of slow masks since the last call, by sequence."""
         slow, self._slow = self._slow, {}
         return slow
 
@@ -173,7 +185,7 @@ class GrammarMasks:
             compiled = self._grammars.begin(history.params.grammar, history.cache_salt)
             matcher = compiled.result().deep_copy()
             return matcher.consume_tokens(history.output_ids + new) and matcher.is_stopped()
-        # Where it fails the next step finds out why.
+        # If the matcher fails, the next step finds out why.
         return self._consume(state, new) and state.matcher.is_stopped()
 
     def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
@@ -187,7 +199,7 @@ class GrammarMasks:
             return []
         if state.misses >= _FREE_TEXT and tokens and self._grammars.is_word(tokens[-1]):
             return []
-        # In a free text the choice that there was is still there: to see that is quicker than a mask.
+        # In a free text the last choice is usually still allowed; checking that is quicker than a mask.
         if state.misses and state.choice and all(state.matcher.validate_tokens([token]) for token in state.choice):
             state.misses += 1
             return []
@@ -204,7 +216,7 @@ class GrammarMasks:
 
     @staticmethod
     def _rests(state: _State) -> bool:
-        """True if steps do not verify what is found, so that it is looked for less and less often."""
+        """True if this step makes no search, since recent steps did not verify the forced text."""
         moved, state.seen = state.count - state.seen, state.count
         is_unused = moved == 1 and state.ahead is not None and bool(state.ahead.text)
         state.unused = state.unused + 1 if is_unused else 0
@@ -220,8 +232,7 @@ class GrammarMasks:
         return True
 
     def _charge(self, history: TokenHistory, cpu_s: float) -> None:
-        """Charges a sequence's grammar for work; the sequence starts anew where that holds more than there is room
-        for."""
+        """Charges a sequence's grammar for CPU time; if the grammar has become too large, the sequence starts anew."""
         if (state := self._states.get(history.seq_id)) is None:
             return
         state.owed_s += max(0.0, cpu_s - _WARM_S)

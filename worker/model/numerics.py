@@ -101,7 +101,7 @@ def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence
 
 
 def _no_numbers(runner: ModelRunner) -> str:
-    """Causes of NaN or infinity; packed weights have no checksum of their numbers."""
+    """The error for NaN or infinity. Packed weights may be the cause, since their numbers have no checksum."""
     problem = f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity"
     if not runner.mapped_file:
         return problem

@@ -290,7 +290,10 @@ class Sampler:
             self._end_complete(batch, self.last.output, self._confined)
 
     def later_ends(self, batch: ScheduledBatch) -> Callable[[ScheduledBatchOutput], ScheduledBatchOutput]:
-        """Ends likewise, when the tokens of the last step have come, sequences that no further step has: full ones."""
+        """A function that ends full sequences with complete grammars, once the last step's output is there.
+
+        No further step would do so: a full sequence has none.
+        """
         confined = self._confined if self._fetches and self.waits_for_tokens else {}
 
         def with_ends(output: ScheduledBatchOutput) -> ScheduledBatchOutput:

@@ -1,11 +1,11 @@
-"""Text that a grammar leaves no choice about behind a sequence, as far as one step uses it.
+"""Text that a grammar forces behind a sequence's tokens, as much of it as one step uses.
 
-The library gives all such text at once, which may be hundreds of kilobytes for a grammar of some bytes. So it is found
-token by token, from masks: where all tokens that may come are beginnings of the longest one, that one probably comes.
+The library gives all such text at once, which may be hundreds of kilobytes for a grammar of some bytes. So the text is
+found token by token, from masks. If all allowed tokens are beginnings of the longest one, that one probably comes.
 Each look takes a bounded number of masks whatever the grammar forces, and the sequence's next step needs the first of
-these anyway. What was found moves along with the sequence, so that no byte is looked for twice.
+these anyway. The text moves along with the sequence, so no byte is looked for twice.
 
-It is a guess: behind a part of a token another text may be allowed for which the vocabulary has no token of its own.
+The text is a guess: behind a part of a token, the grammar may allow text for which the vocabulary has no token.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from common.limits import MAX_FORCED_TEXT_BYTES, MOST_FORCED
 from worker.grammars import Grammars
 
 Bits = npt.NDArray[np.uint32]
-# Masks of one look: a step that verifies all drafts brings one token more.
+# Masks of one look: a step whose drafts are all right samples one token more.
 MOST_MASKS: Final = MOST_FORCED + 1
-# Tokens of a mask; where there are more, there is a choice.
+# Most tokens of a mask that is examined; more tokens count as a choice.
 _MOST_TOKENS: Final = 64
 _WORD_BITS: Final = 32
 
@@ -32,7 +32,7 @@ class TextAhead:
     """The text that is forced behind one sequence.
 
     Args:
-        matcher: of the sequence. Its mask is computed, which is all that happens to it.
+        matcher: of the sequence. Only its mask is computed; it is given no tokens.
 
     Attributes:
         text: from the sequence's newest token on; at most MAX_FORCED_TEXT_BYTES.
@@ -44,10 +44,10 @@ class TextAhead:
         self.text = b""
         self.is_complete = False
         self.choice: tuple[int, ...] = ()
-        # At the end of the text.
+        # Has been given the text.
         self._matcher = matcher
         self._is_own = False
-        # Whether more may be found behind the text.
+        # True if the next look may find more text.
         self._is_open = True
 
     def look(self, grammars: Grammars, bits: Bits) -> None:
@@ -67,7 +67,7 @@ class TextAhead:
                 return
             token, text = found
             if not self._is_own:
-                # The sequence's own may fail at a token, and its masks must not depend on that.
+                # The sequence's own matcher might fail at a token, and its masks must not depend on that.
                 self._matcher, self._is_own = self._matcher.deep_copy(), True
             if not self._matcher.consume_token(token):
                 self._is_open = False
@@ -77,11 +77,11 @@ class TextAhead:
             self._is_open = not self.is_complete
 
     def moved(self, texts: list[bytes | None], matcher: Matcher) -> TextAhead:
-        """Moves it behind further tokens of the sequence: what is left, or a new one where the tokens differ.
+        """The forced text behind further tokens of the sequence: its rest, or a new TextAhead if the tokens differ.
 
         Args:
-            texts: of these tokens.
-            matcher: of the sequence, behind them.
+            texts: bytes of these tokens; None for one that is no text.
+            matcher: of the sequence; it has been given these tokens.
         """
         text = b"".join(text for text in texts if text is not None)
         if not self._is_own or None in texts or not self.text.startswith(text):
@@ -90,7 +90,10 @@ class TextAhead:
         return self
 
     def _only_token(self, grammars: Grammars, bits: Bits) -> tuple[int, bytes] | None:
-        """The token that all others of a mask begin, or one that begins all others, with its text; None for neither."""
+        """The token that a mask forces, with its text; None if the mask leaves a choice.
+
+        That is the longest token if all others are beginnings of it, else the shortest if all others begin with it.
+        """
         texts, first = dict[bytes, int](), b""
         for token in _tokens_of(bits):
             # Most choices show in the first two tokens.
@@ -109,7 +112,7 @@ class TextAhead:
         return (texts[shortest], shortest) if all(text.startswith(shortest) for text in texts) else None
 
     def _is_forced(self, texts: dict[bytes, int], longest: bytes) -> bool:
-        """True if the other texts begin the longest one, and the grammar may end behind none of them."""
+        """True if all other texts are beginnings of the longest one, and the grammar can end behind none of them."""
         for text, token in texts.items():
             if text is longest:
                 continue

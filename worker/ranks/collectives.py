@@ -35,7 +35,7 @@ _SLICED_FROM = 1 << 18
 def open_store(host: str, port: int = 0) -> tuple[Any, int]:
     """A store where ranks find each other, which this rank holds, and its port. It listens on `host` alone.
 
-    By itself torch listens on all interfaces, whatever the host.
+    Without `master_listen_fd` torch would listen on all interfaces, whatever `host` is.
     """
     listener = listen(host, port)
     port = int(listener.getsockname()[1])

@@ -1,10 +1,10 @@
-"""The door of ranks at `--dist-init`: it lets in who knows the secret; whatever a stranger sends costs one refusal.
+"""Port at `--dist-init` where ranks of other processes prove the secret; all other connections are refused.
 
-The door sends a challenge, and the rank answers with a hello that has an HMAC of it: the secret itself never crosses.
+The door sends a challenge, and the rank answers with a hello that has an HMAC of it. The secret itself is never sent.
 
 Invariants:
-  * No stranger ends the process or holds others up: all who knock are read side by side, MAX_RANK_GUESTS at most.
-  * A hello has at most MAX_HELLO_BYTES, so nothing large or deep is decoded for a stranger.
+  * No connection ends the process or delays others: all are read side by side, MAX_RANK_GUESTS at most.
+  * A hello has at most MAX_HELLO_BYTES, so nothing large or deep is decoded before the secret is proved.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _WELCOME: Final = ("welcome",)
 
 @dataclass(eq=False, slots=True)
 class Guest:
-    """A connection that has knocked.
+    """A connection to the door.
 
     Attributes:
-        rank: that it proved to be; -1 before.
+        rank: the rank that it proved to be; -1 before.
     """
 
     sock: socket.socket
@@ -57,7 +57,7 @@ class Door:
     Args:
         host: address to listen on.
         port: 0 takes any.
-        secret: of the ranks; empty lets in whoever reaches the port.
+        secret: of all ranks; empty admits any rank that reaches the port.
         clock: monotonic seconds.
 
     Raises:
@@ -91,7 +91,7 @@ class Door:
         return None
 
     def close(self) -> None:
-        """Ends the listening, and whoever has not been admitted."""
+        """Stops listening, and closes the connections that are not admitted."""
         for guest in self._guests:
             guest.sock.close()
         self._guests.clear()
@@ -102,7 +102,7 @@ class Door:
         try:
             sock, address = self._listener.accept()
         except OSError:
-            # Whoever knocked has gone already.
+            # The client has closed the connection already.
             return
         sock.setblocking(False)
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -144,7 +144,7 @@ def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str
     """The rank that a hello proves.
 
     Raises:
-        FrameError: it is none, of no missing rank, or its sender does not know the secret.
+        FrameError: the message is no hello, its rank is not missing, or its proof is of another secret.
     """
     if not isinstance(message, tuple) or len(message) != 4 or message[0] != "hello":
         raise FrameError("it sent no hello")
@@ -159,17 +159,17 @@ def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str
 
 
 def prove(secret: str, nonce: bytes, rank: int) -> bytes:
-    """Shows knowledge of the secret to whoever has sent the nonce."""
+    """HMAC by which a rank proves to the sender of `nonce` that it knows the secret."""
     return hmac.digest(secret.encode(), b"rank %d " % rank + nonce, hashlib.sha256)
 
 
 def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
-    """Answers the challenge of a door, and waits until it lets this rank in. Returns the reader for what follows.
+    """Answers the challenge of a door, and waits until it admits this rank. Returns the reader of further messages.
 
     Raises:
         OSError: the connection broke, or the door does not answer within the socket's timeout.
-        EOFError: the door has refused this rank, or is gone.
-        FrameError: what answers is no door.
+        EOFError: the door has refused this rank, or is closed.
+        FrameError: the peer is no door.
     """
     reader = FrameReader()
     messages = _messages(sock, reader)
@@ -184,7 +184,7 @@ def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
 
 
 def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[socket.socket, FrameReader]:
-    """Knocks at a door until it is there and lets this rank in. The socket has a timeout of RANK_TCP_TIMEOUT_S."""
+    """Connects to a door until it admits this rank. The socket has a timeout of RANK_TCP_TIMEOUT_S."""
     told = -_REFUSED_LOG_S
     while True:
         with contextlib.ExitStack() as stack:
@@ -197,7 +197,7 @@ def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[
                     why = str(error) or "it refused this rank: --dist-secret must be the same everywhere"
                     log.warning("no way in at --dist-init", address=f"{host}:{port}", why=why)
             except OSError:
-                # Nobody listens yet.
+                # The door does not listen yet.
                 pass
             else:
                 stack.pop_all()
@@ -206,7 +206,7 @@ def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[
 
 
 def _messages(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
-    """Messages until the connection ends, which raises."""
+    """Messages of a connection; its end raises."""
     while True:
         yield from receive(sock, reader)
 

@@ -1,4 +1,4 @@
-"""The store of engines in lockstep, whose port their ranks are told at the door of `--dist-init`."""
+"""Store of engines in lockstep; their ranks learn its port at the door of `--dist-init`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoreDoor:
         host: address of both.
         port: of the door.
         places: numbers of the other ranks among those of all engines.
-        secret: that they show.
+        secret: that they prove to know.
 
     Attributes:
         store: of all ranks of all engines.
@@ -57,7 +57,7 @@ class StoreDoor:
 
     def _tell(self) -> None:
         while not self._stop.is_set():
-            # A rank that was lost on its way comes again, so each may come any number of times.
+            # A rank whose connection broke connects again, so each rank may be admitted any number of times.
             guest = self._door.admit(self._places, _ADMIT_S)
             if guest is not None:
                 with contextlib.suppress(OSError), guest.sock:
@@ -65,7 +65,7 @@ class StoreDoor:
 
 
 def find_store(host: str, port: int, place: int, secret: str) -> Any:
-    """The store whose port the door at `host` and `port` tells; asks again while it cannot be reached."""
+    """Asks the door at `host` and `port` for the store's port, until the store is reached."""
     within = datetime.timedelta(seconds=RANK_TCP_TIMEOUT_S)
     while True:
         sock, reader = knock_until_admitted(host, port, place, secret)

@@ -1,7 +1,7 @@
 """Frames between an engine and its ranks: a length, then msgpack, over a socket pair or TCP.
 
 What crosses is data only: numbers, strings, arrays and the classes named here. Nothing that is received can name code.
-Whatever is received, decoding it gives a message or raises FrameError.
+Decoding any received bytes gives a message or raises FrameError.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def decode(body: bytes) -> Any:
     try:
         return _decode(body, 0)
     except Exception as error:
-        # Of msgpack, of numpy, or of a class that refuses its values: whatever it is, the sender's bytes are the cause.
+        # msgpack, numpy or a class that refuses its values may raise; the cause is always the sender's bytes.
         raise FrameError(f"a damaged frame: {type(error).__name__}: {error}") from error
 
 
@@ -80,7 +80,7 @@ def _decode(body: bytes, depth: int) -> Any:
 
 
 class FrameReader:
-    """Puts frames together from what a socket brings.
+    """Assembles frames from the bytes that a socket receives.
 
     Args:
         max_bytes: of a frame.

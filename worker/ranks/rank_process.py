@@ -127,8 +127,11 @@ class Rank:
             self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
 
     def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
-        """Joins the ranks of the other engines. The first of all holds their store, and tells the others its port at
-        the door that it opens at `host` and `port`."""
+        """Joins the ranks of the other engines.
+
+        The first rank of all engines holds the store. It opens a door at `host` and `port`, where the others learn the
+        store's port.
+        """
         from worker.model.sharding import DataParallel  # noqa: PLC0415
         from worker.ranks.collectives import address_towards, join, part_of_store  # noqa: PLC0415
         from worker.ranks.engines import StoreDoor, find_store  # noqa: PLC0415
@@ -307,7 +310,7 @@ def _answer_failed(link: Link, serial: int, error: BaseException) -> None:
 
 
 def _connect(target: str, rank: int) -> tuple[socket.socket, FrameReader]:
-    """The connection that was inherited, or one to the engine's machine, as soon as it lets this rank in."""
+    """The inherited connection, or one to the engine's machine once its door admits this rank."""
     if target.startswith("fd:"):
         return socket.socket(fileno=int(target.removeprefix("fd:"))), FrameReader()
     host, _, port = target.rpartition(":")

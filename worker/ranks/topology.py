@@ -23,7 +23,7 @@ class Topology:
             other engines; empty without others.
         dp_size: engines in lockstep, each a worker of its own.
         dp_rank: of this engine.
-        dist_secret: that ranks of other machines and engines show at `dist_init`; empty lets in whoever reaches it.
+        dist_secret: that ranks of other machines and engines prove at `dist_init`; empty admits any rank.
 
     Raises:
         InvalidFieldError: they do not fit together.

@@ -23,7 +23,7 @@ class FleetLanes:
     """The newest Lane record of every session. Times are monotonic seconds of this machine.
 
     Attributes:
-        assembly: memory of the groups that are on their way in, of all sessions.
+        assembly: memory of the unfinished groups of all Sessions.
     """
 
     def __init__(self) -> None:

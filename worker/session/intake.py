@@ -108,7 +108,7 @@ class Inbox:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what is on its way in."""
+        """Estimated bytes of the sequences on their way in."""
         return self._num_bytes + _TOKEN_BYTES * self._num_tokens
 
     @property

@@ -303,7 +303,7 @@ class SessionState:
         self._move_on()
 
     def _check_room(self) -> None:
-        """Closes this Session if all together hold too much, and this one much of it."""
+        """Raises ApiError to close this Session if all Sessions hold too much together, and this one much of it."""
         if self._lanes.assembly.must_go(self._number):
             message = (
                 f"unfinished groups of all routers take more than {MAX_ALL_ASSEMBLING_BYTES} bytes, many of them here"

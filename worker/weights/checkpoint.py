@@ -284,7 +284,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _regular(files: list[Path]) -> list[Path]:
-    """The files; a device has no end, and a named pipe waits for a writer for ever."""
+    """The files, if all are regular: a device has no end, and a named pipe waits for a writer for ever."""
     for file in files:
         if not is_regular(file):
             raise ModelError(f"{file} is not a regular file; download the checkpoint again")

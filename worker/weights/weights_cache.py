@@ -103,7 +103,7 @@ class Keeper(Protocol):
 
     @property
     def mapped_file(self) -> str:
-        """Path of that file; empty without one."""
+        """Path of the mapped file; empty without one."""
         ...
 
     @property
@@ -371,7 +371,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     for _ in range(_PART_TRIES):
         # Not by the process id: that of a container's process is 1 in all containers which share the folder.
         part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
-        # Whatever the umask, nobody else writes to it.
+        # Only this user can write to the file, whatever the umask.
         stream = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb")
         # Before it is locked, another may take it for one that was left.
         if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
@@ -402,7 +402,7 @@ def _is_at(path: Path, stream: BinaryIO) -> bool:
 
 
 def _warn_of_others(*paths: Path) -> None:
-    """Warns if somebody else can change an entry: it decides what the model answers, and has no checksum."""
+    """Warns if another user can change one of the paths: an entry decides the model's answers and has no checksum."""
     for path in paths:
         with contextlib.suppress(OSError):
             found = path.stat()

@@ -169,7 +169,7 @@ def sections(text: str, path: Path) -> Mapping[str, Any]:
 
 
 def _check_size(content: object, path: Path) -> None:
-    """Counts the values as they are written out: with aliases a short file has any number of them.
+    """Counts the values with aliases written out: with these a short file can have any number of values.
 
     Raises:
         CommandError: there are more than MAX_OPTIONS_VALUES.

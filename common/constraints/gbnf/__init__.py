@@ -1,1 +1,1 @@
-"""Grammars in GBNF, the form that llama.cpp has, as grammars of the library."""
+"""Converts grammars in GBNF, llama.cpp's format, to the library's dialect of Lark."""

@@ -1,7 +1,7 @@
-"""Loops of texts and of what recurs: `([^<] | element)*` has the texts of `[^<]* (element [^<]*)*`.
+"""Rewrites loops over texts and recursive rules: `([^<] | element)*` becomes `[^<]* (element [^<]*)*`.
 
-In the first form a text may follow another one, so that each is read by characters; in the second one `[^<]*` is a
-terminal.
+Both forms have the same texts. In the first form one text may follow another, so each is read character by character.
+In the second form `[^<]*` is a terminal.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from typing import Final, NamedTuple
 from common.constraints.gbnf.reader import Choice, Node, Ref, Repeat, Sequence, children
 from common.constraints.gbnf.rules import Rules
 
-# Rules that are looked into for the alternatives of a loop, within each other.
+# Most levels of rules that are searched for the alternatives of a loop.
 _MOST_RULES: Final = 8
 
 
 class _Parts(NamedTuple):
-    """Alternatives of a node: those that may be terminals, and the others."""
+    """Alternatives of a node: `texts` may be terminals, `others` may not."""
 
     texts: tuple[Node, ...]
     others: tuple[Node, ...]
 
 
 def with_whole_texts(rules: Rules) -> dict[str, Node]:
-    """The rules with such loops in the second form."""
+    """Rules in which each loop over texts and recursive rules has the second form."""
     return _Loops(rules).rewritten()
 
 
 class _Loops:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        # Of rules that loops refer to, the alternatives as rules of their own; no rule of a grammar has such a name.
+        # New rules for alternatives of rules that loops refer to. Their names have a blank, as no name in a grammar.
         self._made: dict[str, Node] = {}
         self._parts: dict[str, _Parts] = {}
 
     def rewritten(self) -> dict[str, Node]:
         made = {name: self._node(body) for name, body in self._rules.rules.items()}
-        # More are found meanwhile.
+        # `_node` may add further rules to `_made`.
         for name in (waiting := list(self._made)):
             known = len(self._made)
             made[name] = self._node(self._made[name])
@@ -64,7 +64,7 @@ class _Loops:
             return _Parts((node,), ())
         if isinstance(node, Ref) and depth < _MOST_RULES:
             if node.name not in self._parts:
-                # As it is, where the rule refers to itself.
+                # A rule that refers to itself is not split there.
                 self._parts[node.name] = _Parts((), (node,))
                 self._parts[node.name] = self._split_rule(node, depth + 1)
             return self._parts[node.name]

@@ -13,10 +13,10 @@ from typing import Final, NoReturn, TypeAlias
 from common.constraints.faults import place
 
 ROOT: Final = "root"
-# Brackets within each other, and nodes within each other: what recursion over a rule has room for.
+# Most nested brackets and most nested nodes: recursion over a rule has room for these.
 _MAX_BRACKETS: Final = 60
 MAX_DEPTH: Final = 200
-# Of one repetition: more than an answer has characters.
+# Most times of one repetition: more than any answer has characters.
 MAX_TIMES: Final = 1_000_000
 _LAST_CHARACTER: Final = 0x10FFFF
 _SURROGATES: Final = (0xD800, 0xDFFF)
@@ -26,13 +26,13 @@ _TOKEN: Final = re.compile(r"<\[[0-9]{1,9}\]>|<[^<>\s\[\]][^<>\s]*>")
 _SPACE: Final = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES: Final = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _ESCAPED: Final = {"t": "\t", "r": "\r", "n": "\n", **{char: char for char in '\\"[]-'}}
-# Digits of a character by its number.
+# Number of hex digits of each kind of escape.
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 _TIMES: Final[dict[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class GbnfError(Exception):
-    """A text is no GBNF, or has what is not served; one line, with line and column where there is one."""
+    """A text is not GBNF, or has a construct that is not supported; one line, with line and column if known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class SpecialToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ref:
-    """A rule by its name, at an index of the grammar's text."""
+    """A reference to rule `name`, at index `at` of the grammar's text."""
 
     name: str
     at: int
@@ -59,21 +59,21 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
-    """Nodes, one behind the other; none for the empty text."""
+    """Nodes one after another; the empty text if `items` is empty."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """One of some nodes."""
+    """Alternatives, any one of which may be taken."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeat:
-    """A node `least` to `most` times; None for any number."""
+    """`item` repeated `least` to `most` times; None means without a maximum."""
 
     item: Node
     least: int
@@ -85,27 +85,27 @@ EMPTY: Final = Sequence(())
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """Nodes directly in a node; a rule is not in a reference to it."""
+    """Nodes directly inside a node; a reference has none."""
     if isinstance(node, Sequence | Choice):
         return node.items
     return (node.item,) if isinstance(node, Repeat) else ()
 
 
 def parsed(text: str, special: Collection[str] | None = None) -> dict[str, Node]:
-    """Rules of a grammar, in their order.
+    """Parses a grammar: its rules by name, in their order.
 
     Args:
         text: a grammar.
         special: names of the model's special tokens; None for any.
 
     Raises:
-        GbnfError: the text is no GBNF, has what is not served, or refers to a rule that it does not have.
+        GbnfError: the text is not GBNF, has an unsupported construct, or refers to a rule that it does not define.
     """
     return _Reader(text, special).rules()
 
 
 class _Reader:
-    """A position in the text of a grammar."""
+    """Parser of one grammar; `at` is its position in the text."""
 
     def __init__(self, text: str, special: Collection[str] | None) -> None:
         self.text = text
@@ -154,7 +154,7 @@ class _Reader:
         return items[0] if len(items) == 1 else self._made(Sequence(tuple(items)), begin)
 
     def _item(self, before: list[Node], in_brackets: bool) -> Node | None:
-        """The next item, or what is made of the last one of `before` by a repetition, which is taken from there."""
+        """Parses the next item; None at the end. A repetition removes the last item of `before` and repeats it."""
         char = self.text[self.at : self.at + 1]
         if char in ("*", "+", "?", "{"):
             begin, (least, most) = self.at, self._times(in_brackets)
@@ -221,7 +221,7 @@ class _Reader:
         return least, most
 
     def _made(self, node: Node, at: int) -> Node:
-        """A node whose levels are counted."""
+        """Records how deeply a node is nested, and returns the node."""
         levels = 1 + max((self.levels.get(inner, 1) for inner in children(node)), default=0)
         if levels > MAX_DEPTH:
             self._refuse(f"it is nested too deeply: at most {MAX_DEPTH} levels", at)
@@ -253,7 +253,7 @@ class _Reader:
                 self.at += 1
                 last = self._character(begin)
             ranges.append((first, last))
-        # As llama.cpp has it: a class without characters is the empty text, negated or not.
+        # As in llama.cpp, a class without characters is the empty text, negated or not.
         if not ranges:
             return EMPTY
         ranges = _merged(ranges)
@@ -311,7 +311,7 @@ class _Reader:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order and apart; those whose end is before their beginning have no character."""
+    """Sorted ranges that neither overlap nor touch; a range that ends before it begins is dropped."""
     made: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         last = min(end, _LAST_CHARACTER)

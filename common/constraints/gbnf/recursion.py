@@ -1,6 +1,7 @@
-"""Repetitions for rules that end with themselves: `ws ::= ([ \\t\\n] ws)?` has the texts of `[ \\t\\n]*`.
+"""Rewrites rules that end with themselves as repetitions: `ws ::= ([ \\t\\n] ws)?` becomes `[ \\t\\n]*`.
 
-The library's parser takes a step more for each such end at every byte, and a rule that refers to itself is no terminal.
+For each open level of such a rule, the library's parser takes one more step at every byte. And a rule that refers to
+itself cannot be a terminal.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ class _Parts(NamedTuple):
     """A rule's body as alternatives.
 
     Attributes:
-        again: what comes before the rule itself, in those that end with it.
-        ends: the others.
+        again: for each alternative that ends with the rule itself, the part before it.
+        ends: the other alternatives.
     """
 
     again: tuple[Node, ...]
@@ -23,7 +24,7 @@ class _Parts(NamedTuple):
 
 
 def with_repetition(name: str, body: Node) -> Node:
-    """The body of a rule as a repetition where it ends with itself, and refers to itself nowhere else in its body."""
+    """Rewrites a rule's body as a repetition if the rule refers to itself only at the end of alternatives."""
     parts = _split(name, body)
     if parts is None or not parts.again or not parts.ends:
         return body
@@ -31,7 +32,7 @@ def with_repetition(name: str, body: Node) -> Node:
 
 
 def _split(name: str, node: Node) -> _Parts | None:
-    """None where the rule comes before the end of an alternative."""
+    """Splits a body into alternatives; None if the rule refers to itself before the end of one."""
     if isinstance(node, Ref) and node.name == name:
         return _Parts((EMPTY,), ())
     if isinstance(node, Choice):

@@ -1,4 +1,4 @@
-"""Rules of a GBNF grammar, and facts of their texts: whether there are any, how they begin, what follows them."""
+"""Rules of a GBNF grammar, and facts about their texts: whether any exist, their first bytes, the bytes after them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from common.constraints.gbnf.reader import (
 )
 
 T = TypeVar("T")
-# Characters that one terminal names.
+# Most character positions in one terminal.
 MOST_POSITIONS: Final = 4096
-# Nodes that are looked at for one grammar, each in about a microsecond.
+# Most visits to nodes for one grammar, about a microsecond each.
 _MOST_LOOKS: Final = 3_000_000
-# What a special token begins with, where a text's first byte would be: no text has it.
+# Stands for the first byte of a special token: no text has the byte 0xFF.
 _TOKEN_BYTE: Final = 1 << 0xFF
-# The first code points of one to four bytes in UTF-8, and what the first byte of these begins with and leaves out.
+# Per length in UTF-8: first and last code point, the first byte's marker, and the bits that this byte leaves out.
 _LENGTHS: Final = ((0, 0x7F, 0, 0), (0x80, 0x7FF, 0xC0, 6), (0x800, 0xFFFF, 0xE0, 12), (0x10000, 0x10FFFF, 0xF0, 18))
 
 
@@ -36,7 +36,7 @@ class TooMuchWorkError(Exception):
 
 
 class Looks:
-    """Bounds the work for a grammar by a count, so that what becomes of it does not depend on a clock."""
+    """Bounds the work for a grammar by a count of looks, so that the outcome does not depend on a clock."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -45,7 +45,7 @@ class Looks:
         """Counts looks.
 
         Raises:
-            TooMuchWorkError: there have been too many.
+            TooMuchWorkError: there are more than `most` in all.
         """
         self._left -= number
         if self._left < 0:
@@ -53,14 +53,14 @@ class Looks:
 
 
 class Size(NamedTuple):
-    """Characters that a node without recursion names, and how deep its nodes and rules are within each other."""
+    """Size of a node without recursion: its character positions, and the depth of its nested nodes and rules."""
 
     positions: int
     depth: int
 
 
 class Rules:
-    """The rules of a grammar that reach an end, without the alternatives that reach none.
+    """The rules of a grammar, without rules and alternatives that never reach an end.
 
     Args:
         rules: by name.
@@ -68,7 +68,7 @@ class Rules:
 
     Attributes:
         sizes: by node; None for one that is recursive, has a special token, or is too large for a terminal.
-        is_nullable: nodes that have the empty text.
+        is_nullable: by node, True if the empty text is one of its texts.
         first: by node, the bytes that its texts begin with, one bit each.
         follow: by node that the start refers to, the bytes that may follow its texts.
 
@@ -93,11 +93,11 @@ class Rules:
             raise GbnfError("its rules refer to each other in too many ways") from None
 
     def inner(self, node: Node) -> tuple[Node, ...]:
-        """Nodes directly in a node; of a reference, what its rule is."""
+        """Nodes directly inside a node; for a reference, the body of its rule."""
         return (self.rules[node.name],) if isinstance(node, Ref) else children(node)
 
     def _least(self, value: Callable[[Node, list[T]], T], bottom: T) -> dict[Node, T]:
-        """The least fixed point of a value that each node has by the values of its inner nodes."""
+        """Least fixed point, by node, of a value that `value` computes from the values of the inner nodes."""
         found: dict[Node, T] = {}
         outer: dict[Node, list[Node]] = {}
         for name in reversed(self.rules):
@@ -173,7 +173,7 @@ def first_bytes(chars: Chars) -> int:
 
 
 def _inner_first(node: Node) -> Iterator[Node]:
-    """A node and all within it, without what it refers to."""
+    """A node and all nodes inside it, inner ones first; references are not followed."""
     found, waiting = [], [node]
     while waiting:
         found.append(one := waiting.pop())
@@ -208,7 +208,7 @@ def _size(node: Node, inner: list[Size | None]) -> Size | None:
 
 
 def _pruned(node: Node, ends: Mapping[Node, bool]) -> Node:
-    """A node that reaches an end, without what in it reaches none."""
+    """Removes the alternatives and repetitions that never reach an end from a node that reaches one."""
     if isinstance(node, Sequence) and node.items:
         return Sequence(tuple(_pruned(item, ends) for item in node.items))
     if isinstance(node, Choice):

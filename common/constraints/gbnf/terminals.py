@@ -1,8 +1,8 @@
 """Terminals of a GBNF grammar: the parts that the library's lexer may read as one piece without changing the language.
 
-That lexer reads as far as any terminal goes on, and never takes a shorter one for what follows. So a part is a terminal
-only if no byte that may follow one of its texts goes on in a terminal, itself included, that began with that text.
-Single characters always are. Everything here errs to one side: what cannot be shown is read character by character.
+That lexer takes the longest match of any terminal, and never a shorter one for the sake of what follows. So a part is a
+terminal only if no byte that may follow one of its texts continues a terminal, itself included, that began with that
+text. Single characters are always terminals. If this cannot be shown, a part is read character by character.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 from common.constraints.gbnf.reader import Chars, Node, Ref, Repeat, Sequence
 from common.constraints.gbnf.rules import MOST_POSITIONS, Looks, Rules, Size, TooMuchWorkError, first_bytes, is_looping
 
-# Pairs of positions that are looked at for one grammar, each in about a microsecond.
+# Most pairs of positions compared for one grammar, about a microsecond each.
 _MOST_LOOKS: Final = 1_000_000
 
 
 class Run(NamedTuple):
-    """Neighbours in a sequence that are one terminal; or one node, in no sequence."""
+    """Neighbours in `sequence`, from index `begin`, that form one terminal; or one node without a sequence."""
 
     items: tuple[Node, ...]
     sequence: Sequence | None = None
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 class _Clash(NamedTuple):
-    """Items of a run: a shorter terminal may end within the one, and the other goes on."""
+    """Indices of a run's items: a shorter terminal may end in `item`, after which `next_item` continues the run."""
 
     item: int
     next_item: int
@@ -35,12 +35,12 @@ class _Clash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Positions:
-    """The characters that a run names, in order, and which may come behind which. Sets of them have a bit for each.
+    """Character positions of a run, and which may follow which. A set of positions has one bit for each.
 
     Attributes:
         bytes: by position, the bytes that its characters begin with.
         items: by position, the item of the run that it is in.
-        follow: by position, those that may come behind it.
+        follow: by position, the positions that may follow it.
     """
 
     bytes: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Positions:
     _by_bytes: dict[int, int] = field(default_factory=dict)
 
     def overlapping(self, mask: int) -> int:
-        """Positions that have a character with one of these first bytes."""
+        """Positions whose characters may begin with one of the bytes of `mask`."""
         if mask not in self._by_bytes:
             self._by_bytes[mask] = sum(1 << i for i, own in enumerate(self.bytes) if own & mask)
         return self._by_bytes[mask]
@@ -65,7 +65,7 @@ class Terminals:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._looks = Looks(_MOST_LOOKS)
-        # Nodes that are no terminals though they could be, and indices of sequences between whose items a run ends.
+        # Nodes that a clash keeps from being terminals, and (sequence, index) pairs before which a run ends.
         self._opened: set[Node] = set()
         self._cuts: set[tuple[Sequence, int]] = set()
         self._are_characters = False
@@ -85,7 +85,7 @@ class Terminals:
         return self._rules.sizes[node] is not None and node not in self._opened
 
     def runs(self, sequence: Sequence) -> Iterator[Run]:
-        """Items of a sequence: neighbours that are one terminal together, and each other one alone."""
+        """Splits a sequence into runs: neighbours that form one terminal, and each other item alone."""
         begin = positions = 0
         for i, item in enumerate(sequence.items):
             size = self._size(item)
@@ -121,7 +121,7 @@ class Terminals:
                 waiting += self._rules.inner(node)
 
     def _clashing(self) -> list[tuple[Run, _Clash]]:
-        """Terminals that go on where a shorter one may end."""
+        """Terminals that may continue where a shorter one may end, each with its clash."""
         users: dict[_Positions, list[Run]] = {}
         ends: dict[tuple[_Positions, int], None] = {}
         for run in self._terminals():
@@ -156,7 +156,7 @@ class Terminals:
         return self._clashes[key]
 
     def _searched(self, shorter: _Positions, follow: int, longer: _Positions) -> _Clash | None:
-        """Reads both at once: by each position of the shorter one, where the longer one may be behind the same text."""
+        """Walks both over the same text: by position of `shorter`, tracks the possible positions of `longer`."""
         goes_on = longer.overlapping(follow)
         reached: dict[int, int] = {}
         waiting = [(position, longer.first) for position in _bits(shorter.first)]
@@ -185,7 +185,7 @@ class Terminals:
         return self._positions[key]
 
     def _joined(self, made: _Positions, items: tuple[Node, ...], whose: int | None) -> tuple[bool, int, int]:
-        """Adds items of a sequence; gives whether they have the empty text, their first and their last positions."""
+        """Adds items of a sequence; returns whether they can be empty, their first and their last positions."""
         is_nullable, first, last = True, 0, 0
         for i, item in enumerate(items):
             empty, begin, end = self._added(made, item, i if whose is None else whose)

@@ -1,4 +1,4 @@
-"""Grammars in GBNF as the library gets them, in its dialect of Lark."""
+"""Writes grammars in GBNF as the library's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from common.constraints.gbnf.terminals import Run, Terminals
 # No rule of a grammar has this name.
 _START: Final = ""
 _NOTHING: Final = '""'
-# Brackets of a rule; the library takes 30.
+# Most nested brackets in a rule; the library accepts 30.
 _MOST_NESTED: Final = 12
-# What needs no brackets before a number of times: a name, a literal, a class.
+# Texts that need no brackets before a repetition: a name, a literal, a class.
 _ONE: Final = re.compile(r'\w+|"(?:[^"\\]|\\.)*"|/\[[^\]]*\]/')
 
 
@@ -44,7 +44,7 @@ def lark_of_gbnf(text: str, *, optional_space: bool = False, special: Collection
         special: names of the model's special tokens; None for any.
 
     Raises:
-        GbnfError: it is none, has what is not served, or no text satisfies it.
+        GbnfError: the text is not GBNF, has an unsupported construct, or no text satisfies it.
     """
     start: Node = Ref(ROOT, 0)
     if optional_space:
@@ -61,7 +61,7 @@ class _Writer:
     def __init__(self, rules: Rules, terminals: Terminals) -> None:
         self._rules = rules.rules
         self._terminals = terminals
-        # By the name of a rule, or by a node that is nested too deeply for where it is: as a rule, within terminals.
+        # Names in Lark of rules and of parts of terminals. Keys: GBNF names, and nodes nested too deeply.
         self._names: dict[str | Node, str] = {_START: "start"}
         self._parts: dict[str | Node, str] = {}
         # One spelling for each text: the library fails where an alternative is `"a" "bc"` and another one `"abc"`.
@@ -72,7 +72,7 @@ class _Writer:
     def written(self) -> str:
         lines = []
         for known, written, of in ((self._names, self._rule, self._texts), (self._parts, self._terminal, {})):
-            # More are found meanwhile.
+            # Writing one may add further ones to `known`.
             waiting = list(known)
             for key in waiting:
                 number = len(known)
@@ -124,7 +124,7 @@ class _Writer:
         return " ".join(self._items(node.items, depth + 1))
 
     def _items(self, items: tuple[Node, ...], depth: int) -> list[str]:
-        """Items of a terminal, with literals that follow each other as one."""
+        """Texts of a terminal's items; neighbouring literals are joined."""
         made = []
         for is_literal, group in groupby(items, lambda item: self._literal(item) is not None):
             if not is_literal:
@@ -134,7 +134,7 @@ class _Writer:
         return made
 
     def _literal(self, node: Node) -> str | None:
-        """The text of a node of a terminal that has one text alone."""
+        """The text of a node that has exactly one text, else None."""
         if node not in self._literals:
             self._literals[node] = self._one_text(node)
         return self._literals[node]
@@ -172,7 +172,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _escaped(point: int) -> str:
-    # Others by their number: no character has a meaning of its own in a class then.
+    # Other characters are written by number, so that none has a special meaning in a class.
     is_plain = chr(point).isalnum() if point < 0x80 else chr(point).isprintable()
     return chr(point) if is_plain else rf"\x{{{point:X}}}"
 

@@ -125,7 +125,7 @@ def found(pattern: str) -> str:
     """A terminal of the texts in which a pattern is found, as JSON Schema looks for it.
 
     Raises:
-        TextError: it has an anchor where a terminal can have none, or is no expression that can be rewritten.
+        TextError: the pattern has an anchor where a terminal cannot have one, or cannot be rewritten.
     """
     try:
         rewritten = ecma.rewritten(pattern, without=[])

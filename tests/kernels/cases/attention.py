@@ -18,9 +18,9 @@ DECODE = Shape(rows=8, seqs=8, blocks=512, max_seqlen_q=1, max_seqlen_k=8000)
 # 8 k tokens: one program walks all keys.
 PREFILL = Shape(rows=8192, seqs=2, blocks=512, max_seqlen_q=8000, max_seqlen_k=8000)
 MATRIX = frozenset({"_attention_kernel"})
-# On sm_90 a program keeps two sums of weighted values, that of a key tile and that of all before it, and spills some of
-# the second: measured on an H200, 48 % of the matrix rate in tiles of 128 rows, against 37 % in smaller ones that spill
-# less. On AMD's, scalar registers go to vector ones.
+# On sm_90 a program keeps two sums of weighted values, one of a key tile and one of all tiles before. It spills part of
+# the second. Measured on an H200: 48 % of the matrix rate in tiles of 128 rows, 37 % in smaller tiles that spill less.
+# On AMD GPUs, scalar registers spill to vector registers.
 SPILLS = (("_attention_kernel", 120),)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

@@ -1,4 +1,4 @@
-"""Tiles by rows serve where they give the same bits, which is tried; else one tile does."""
+"""Tiles by rows are used if a trial shows that they give the same bits; otherwise one tile is used."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_attention_whose_bits_follow_from_the_tile_disagrees(
 
 
 def test_the_answer_is_remembered(compared: TileAgreement, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step asks again, and must launch nothing for it."""
+    """The second question launches no kernel, as a captured step requires."""
     assert compared.of_products(FP32)
     monkeypatch.setattr(linear, "linear_in", None)
     assert compared.of_products(FP32)
@@ -108,7 +108,7 @@ def test_an_interpreted_backend_takes_one_tile() -> None:
     ("columns", "inner"), [(6144, 4096), (4096, 12_288), (1024, 2048), (256, 7168), (151_936, 4096)]
 )
 def test_parts_of_agreeing_tiles_follow_from_the_weight_alone(columns: int, inner: int) -> None:
-    """In any tile, where each has whole tiles of K."""
+    """The parts of K are the same for any number of rows, and each has whole tiles of K."""
     parts = set()
     for rows in range(1, 1500, 7):
         found = cut(AGREEING, "half", rows, columns, inner, tiles_agree=True)
@@ -125,7 +125,7 @@ def test_agreeing_tiles_follow_the_rows() -> None:
 
 
 def test_few_columns_have_narrow_tiles() -> None:
-    """So that most processors have a program."""
+    """Narrow tiles give most processors a program."""
     wide, narrow = (cut(AGREEING, "half", 64, columns, 4096, tiles_agree=True).tiles for columns in (24_576, 4096))
     assert wide.columns > narrow.columns
 

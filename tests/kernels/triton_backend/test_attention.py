@@ -255,7 +255,7 @@ def test_no_rows(settings: Settings) -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_invariant_tiles_are_those_of_every_step(target: str, dim: int) -> None:
-    """Only how key tiles are dealt out depends on the step, and what waits to be merged is bounded."""
+    """Only the number of dealt parts depends on the step, and the memory of unmerged sums is bounded."""
     cache = DeviceKVCache(torch.empty(1, 2, 1, 16, 8, dim, dtype=BF16, device="meta"), dim)
     tiles = set()
     for rows, seqs, longest in ((1, 1, 100_000), (1, 1, 5), (256, 256, 3000), (64, 64, 131_072), (8192, 1, 8192)):

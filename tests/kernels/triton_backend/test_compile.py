@@ -40,7 +40,7 @@ def test_kernels_compile(target: str, area: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("area", ["linear", "attention"])
 def test_kernels_compile_where_tiles_agree(area: str) -> None:
-    """With the tiles by rows that an H200 takes."""
+    """Compiles with the tiles by rows that an H200 uses."""
     check("sm_90", compiled_for("sm_90", "agreeing", area), area)
 
 

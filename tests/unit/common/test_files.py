@@ -1,4 +1,4 @@
-"""Files whose kind, size and depth somebody else decides are refused by name, soon."""
+"""Files of the wrong kind, too large or nested too deeply are refused soon, with their name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_devices_pipes_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_a_shell_has_made_is_read() -> None:
-    """`--api-keys <(command)`."""
+    """Options like `--api-keys <(command)` read such a pipe."""
     program = "import sys; from common.files import read_file; print(read_file(sys.argv[1], 5))"
     command = f"{sys.executable} -c '{program}' <(sleep 0.2; printf hello)"
     done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -44,7 +44,7 @@ def test_a_pipe_that_a_shell_has_made_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000])
 def test_json_that_is_too_deep_is_refused(tmp_path: Path, text: str) -> None:
-    """C7: a traceback and exit code 1."""
+    """C7: deep JSON ended the command with a traceback and exit code 1."""
     with pytest.raises(ValueError, match="it is nested too deeply"):
         parse_json(text)
     (tmp_path / "a.json").write_text(text)

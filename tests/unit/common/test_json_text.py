@@ -1,4 +1,4 @@
-"""JSON of clients: what can be encoded, written and nested is taken; all else is refused with its place."""
+"""JSON of clients is accepted if the service can encode, write and nest it; other JSON is refused with the place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.json_text import JsonError, end_of_value, json_value
 from common.limits import MAX_JSON_LEVELS
 
-# Texts of values, each of which is refused wherever it is, and what is said.
+# Texts of values that are refused at any place, with the error message.
 BAD = {
     "first half": (r'"\ud800"', "half of a surrogate pair"),
     "second half": (r'"x\udfff"', "half of a surrogate pair"),
@@ -36,7 +36,7 @@ BAD = {
     "control": ('"\x01"', "is not valid JSON"),
     "nothing": ("", "is not valid JSON"),
 }
-# Texts of values that are taken though they are unusual.
+# Texts of unusual values that are accepted.
 ODD = {
     "pair": r'"\ud83d\ude00"',
     "noncharacters": r'"\uffff\ufdcf\u0000"',

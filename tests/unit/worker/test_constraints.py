@@ -163,7 +163,7 @@ def test_it_goes_on_from_every_position(runner: ModelRunner, name: str) -> None:
 def test_constraint_complete_at_max_tokens_ends_as_complete(
     runner: ModelRunner, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a token less it ends by its length; the tokens are the same. So it is for a sequence that comes whole."""
+    """With one token less the sequence ends by its length. The same holds for a sequence that arrives full."""
     answered = zip(asked(seed=3), generate(engine_of(runner), asked(seed=3)), strict=True)
     kept, whole = zip(*((params, one) for params, one in answered if one["finish_reason"] == "constraint"), strict=True)
     assert len(whole) > 2

@@ -1,4 +1,4 @@
-"""Compiled grammars: what is kept is bounded in bytes, and found by sequences of the same cache salt alone."""
+"""Kept grammars are bounded in bytes, and only sequences of the same cache salt find them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_grammar_is_found_by_the_same_cache_salt_alone() -> None:
 
 
 def test_kept_grammars_are_bounded_in_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is charged as bytes; those that nobody uses go, the one that was used least recently first."""
+    """Work is charged as bytes. Unused grammars are dropped, the least recently used one first."""
     monkeypatch.setattr(module, "MAX_GRAMMARS_BYTES", 64 << 20)
     second = 1 / module._BYTES_PER_SECOND
     grammars = made()
@@ -63,7 +63,7 @@ def test_grammars_in_use_count_and_a_large_one_has_to_go(monkeypatch: pytest.Mon
     small, large, largest = (begun(grammars, number) for number in range(3))
     assert grammars.worked(small, (1 << 20) * second)
     assert grammars.worked(large, (40 << 20) * second)
-    # It counts while somebody has it.
+    # A grammar's bytes count while anything refers to it.
     assert not grammars.worked(largest, (40 << 20) * second)
     assert grammars.worked(small, second)
     del largest

@@ -100,7 +100,7 @@ def test_lark_rule_without_end_refused(text: str, rule: str) -> None:
 
 
 def test_unknown_special_token_of_model_without_any_refused_by_name() -> None:
-    """The library's own refusal was the text of a panic."""
+    """The library refused such a grammar with the text of a panic."""
     checker = GrammarChecker({}, {5})
     for text in ("start: <|unknown|>", "root ::= <|unknown|>"):
         with pytest.raises(InvalidFieldError, match=r"line 1, column \d+: unknown special token '<\|unknown\|>'"):
@@ -189,7 +189,7 @@ def test_checked_constraint_is_known_to_the_same_salt_alone() -> None:
 
 
 def test_checked_constraints_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large ones few are kept; faults count too."""
+    """Few large constraints are kept, and the bytes of refused ones count too."""
     monkeypatch.setattr(check_module, "MAX_CHECKED_GRAMMAR_BYTES", 1 << 20)
     checker, kept = GrammarChecker(SPECIAL, {END}), list[Constraint]()
     for number in range(60):

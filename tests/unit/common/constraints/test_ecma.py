@@ -1,4 +1,4 @@
-"""Expressions of `pattern`: what ECMA-262 means by them, and what is refused."""
+"""Expressions of `pattern` mean what ECMA-262 says, or are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.hostile_schemas import PATTERNS
 from tests.schema_checks import of_python
 from tests.unit.common.constraints.test_json_schema import accepted
 
-# Characters that the dialects of expressions differ about, and some that they do not.
+# Characters on which dialects of expressions differ, and some on which they agree.
 SIGNS = 'abcx10A_-+&~[]"\\/#,. \t\r\n\x0b\x01\x7f\x85\xa0\u2028\u2029\ufeffé😀Ä'
 
 
@@ -36,9 +36,9 @@ def test_expression_matches_what_ecma_262_says(pattern: str) -> None:
     "pattern", [r"^[^\"]$", r"^[^\\]$", r"^[^/\\]$", r'^[^<>"]$', r'^[^" ]$', r"^[a-z\x00-\x1f]$", r'^[^"\n]$']
 )
 def test_class_with_all_control_characters_lets_no_quote_through(pattern: str) -> None:
-    """The answer's text is read, so that a quote has to come as an escape."""
+    """A quote must be escaped in an answer, since it would end the string."""
     expected = of_python(pattern)
-    # JSON has it as an escape alone.
+    # This character occurs in answers only as an escape.
     signs = SIGNS.replace("\x7f", "")
     found = accepted({"type": "string", "pattern": pattern}, signs)
     assert found == [sign for sign in signs if expected.search(sign)]

@@ -1,4 +1,4 @@
-"""Keywords that the library reads otherwise than JSON Schema does: each is enforced exactly, or refused by name."""
+"""Keywords that the library and JSON Schema interpret differently are enforced exactly or refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("a", "größe", "名前", "😀", 'q"', "back\\slash", "x y", "a/b", "t
 
 
 def takes(schema: Any, *texts: str) -> list[str]:
-    """Those of the texts that the grammar of a schema has."""
+    """The texts among `texts` that the grammar of a schema accepts."""
     grammar = CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
     start = library.compiled(grammar, library.byte_vocabulary({}, {256}), library.RUNNING)
     found = []
@@ -32,14 +32,14 @@ def takes(schema: Any, *texts: str) -> list[str]:
 
 
 def refusal(schema: Any) -> str:
-    """What is said of a schema that is refused."""
+    """Error message of a schema that is refused."""
     with pytest.raises(InvalidFieldError) as refused:
         CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
     return str(refused.value)
 
 
 def spellings(name: str) -> list[str]:
-    """A name as JSON may have it: plain, as `json.dumps` writes it, and in escapes alone."""
+    """JSON spellings of a name: plain, as `json.dumps` writes it, and in escapes only."""
     units = name.encode("utf-16-be")
     escaped = "".join(f"\\u{units[i]:02x}{units[i + 1]:02X}" for i in range(0, len(units), 2))
     return [json.dumps(name, ensure_ascii=False), json.dumps(name), f'"{escaped}"']
@@ -288,14 +288,14 @@ def test_schema_that_no_finite_value_satisfies_counts_as_false(name: str) -> Non
 
 
 def begins(schema: Any, text: str) -> bool:
-    """True if an answer may begin so."""
+    """True if an answer may begin with `text`."""
     grammar = CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
     matcher = library.compiled(grammar, library.byte_vocabulary({}, {256}), library.RUNNING)
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode())
 
 
 def test_conflict_that_the_library_sees_leaves_a_property_out() -> None:
-    """It is refused by nobody, as long as the property is optional."""
+    """Neither the router nor the library refuses the schema, as long as the property is optional."""
     one = {"properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}}
     for other in ({"type": "string"}, {"minimum": 3}, False, {"type": "integer", "multipleOf": 2, "maximum": 0}):
         schema = {"type": "object", "allOf": [one, {"properties": {"a": other}}]}

@@ -22,7 +22,7 @@ from worker.grammars import model_grammars
 
 DEMO = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 CACHE = Path(__file__).parents[4] / "build" / "llama-cpp-python"
-# Its source distribution has llama.cpp's grammars; an old one is small, and has those that were copied most.
+# Its source distributions contain llama.cpp's grammars. An old one is small, and has the most copied grammars.
 PACKAGE = "llama-cpp-python"
 VERSIONS = ("0.2.11", "0.3.16")
 THINK, END = 300, 301
@@ -30,7 +30,7 @@ SPECIAL = {THINK: "<think>", END: "<|end|>"}
 CHECKER = GrammarChecker(SPECIAL, {END})
 VOCAB = library.byte_vocabulary(SPECIAL, {END})
 
-# In the manner of the grammars that people write: blanks that rules end with, names before keywords, comments.
+# Grammars like those that people write: rules that end with blanks, names before keywords, comments.
 ARITHMETIC = r"""
 root ::= (sum "=" blank factor "\n")+
 sum ::= factor ([-+*/] factor)*
@@ -76,7 +76,7 @@ def check(text: str, *, optional_space: bool = False) -> str:
 
 
 def judged(matcher: library.Matcher, text: str, *before: int) -> tuple[bool, bool]:
-    """Whether a text begins one of the grammar's, and whether it is one."""
+    """Whether a text of the grammar begins with this one, and whether the grammar has this text."""
     fresh, ids = matcher.deep_copy(), [*before, *text.encode()]
     taken = fresh.try_consume_tokens(ids) == len(ids)
     return taken, taken and fresh.is_accepting()
@@ -89,7 +89,7 @@ def takes(grammar: str, text: str, *before: int) -> bool:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        # What follows a repetition may be what it repeats.
+        # The text behind a repetition may look like one more repetition.
         ('root ::= word "z"\nword ::= [a-z]+', ["az", "zz", "azbz"], ["z", "az1", "a"]),
         ("root ::= key \":\" key\nkey ::= [a-z:]+", ["a:b", ":::", "a::b"], ["a:", "ab"]),
         (FENCED, ["``````", "```a`b```", "````````"], ["```~```", "```a``"]),
@@ -112,11 +112,11 @@ def takes(grammar: str, text: str, *before: int) -> bool:
         (r"root ::= [\U00010000-\U0010FFFF]", ["😀", "\U0010ffff"], ["a", "\uffff"]),
         (r"root ::= [\u0000-\uFFFF]", ["a", "\uffff", "\x00"], ["😀"]),
         ('root ::= "a\nb"', ["a\nb"], ["a"]),
-        # Any character, that of a new line too.
+        # Any character, a line end too.
         ("root ::= . . .", ["a\n😀", "\r\n\x00", "\u2028\u0085."], ["ab", "abcd"]),
         ("root ::= [^a]", ["\n", "é"], ["a", ""]),
         ("root ::= [^z-a]", ["a", "\n"], [""]),
-        # Times.
+        # Repetition counts.
         ('root ::= "ab"{2} [0-9]{1,3}', ["abab1", "abab123"], ["ab1", "abab", "abab1234"]),
         ('root ::= ("a" | b){2,} "c"{0,1} "d"{ 0 }\nb ::= "b"', ["ab", "bbbc"], ["a", "abd", "abcc"]),
         ('root ::= "a"{0,0} "b"*+?', ["", "bb"], ["a"]),
@@ -127,18 +127,18 @@ def takes(grammar: str, text: str, *before: int) -> bool:
         ('root ::=\n\n"a"', ["a"], [""]),
         ('root ::= ""', [""], ["a"]),
         ("root ::= [] [^] | | x\nx ::= ( )", [""], ["a"]),
-        # Recursion at the end, at the beginning, in the middle, and round about.
+        # Recursion at the end, at the beginning, in the middle, and through other rules.
         ('root ::= "{" ws "}" ws\nws ::= ([ \\t\\n] ws)?', ["{}", "{ }\n ", "{\t\n}"], ["{", "}"]),
         ('root ::= "x" | [a-z] root', ["x", "xxax"], ["", "a"]),
         ('root ::= root "a" | "b"', ["b", "baa"], ["", "ab"]),
         ('root ::= "(" root ")" root | ""', ["", "(())()"], ["(", ")("]),
         ('root ::= a | "r"\na ::= b\nb ::= root "s" | "t"', ["r", "tss", "rs"], ["s"]),
-        # One text in two spellings, of which the library's trees of literals made a panic.
+        # One text in two spellings, which made the library's trees of literals panic.
         ('root ::= ("a" "bc" | a ("b" "c"){1} | "abc" | "è" "è" | "èè") "d"\na ::= "a" | "a"', ["abcd", "èèd"], ["a"]),
-        # Loops of texts and of what recurs.
+        # Repetitions of texts and of recursive rules.
         ('root ::= ([a-c] | "(" root ")")*', ["", "ab(c)a", "()(())"], ["(", "ab)"]),
         ('root ::= item+\nitem ::= word | "(" item* ")" | item "!"\nword ::= [a-z]+ | "-"', ["ab!", "-(a-())x!!"], []),
-        # Alternatives without an end are not begun.
+        # The grammar never enters alternatives without an end.
         ('root ::= "a" | "b" x | y\nx ::= "c" x\ny ::= [z-a] root', ["a"], ["b", "bc"]),
         ('root ::= "a" x?\nx ::= "c" x', ["a"], ["ac"]),
     ],
@@ -152,7 +152,7 @@ def test_gbnf_text_accepted_by_characters(grammar: str, good: list[str], bad: li
 
 
 def test_gbnf_optional_space_hides_no_text() -> None:
-    """The blank before an answer is one more alternative: it takes nothing from a text that begins with one."""
+    """The optional blank before an answer is one more alternative, so texts that begin with a blank stay possible."""
     made = check('root ::= "a" | " ab" | " " root', optional_space=True)
     for text in ("a", " a", "  a", " ab", "  ab", "   ab"):
         assert takes(made, text), text
@@ -245,7 +245,7 @@ def test_written_gbnf_judged_as_by_reference(name: str) -> None:
 
 
 def judge(grammar: str, rng: random.Random, texts: int) -> None:
-    """Compares texts of a grammar, and such as are nearly its texts, with the reference."""
+    """Compares matcher and reference on texts of a grammar and on mutations of these."""
     reference = Reference(grammar)
     matcher = library.compiled(check(grammar), VOCAB, library.RUNNING)
     for _ in range(texts):
@@ -256,7 +256,7 @@ def judge(grammar: str, rng: random.Random, texts: int) -> None:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_gbnf_masks_allow_exactly_what_goes_on(name: str) -> None:
-    """Token by token through a worker's masks: a token is allowed if and only if a text goes on with it."""
+    """A worker's mask allows a token if and only if a text of the grammar continues with it."""
     tokenizer, rng = Tokenizer.from_folder(DEMO), random.Random(name)
     grammars = model_grammars(tokenizer, 1024, frozenset({1023}))
     texts = tokenizer.token_bytes()
@@ -277,7 +277,7 @@ def test_gbnf_masks_allow_exactly_what_goes_on(name: str) -> None:
 
 
 def whole(data: bytes) -> str | None:
-    """The text of a token that is made of whole characters."""
+    """The text of a token, if it consists of whole characters."""
     try:
         return data.decode() or None
     except UnicodeDecodeError:

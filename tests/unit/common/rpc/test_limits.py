@@ -157,7 +157,7 @@ async def test_compressed_requests_are_refused_on_every_port(size: int) -> None:
 
 
 async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: watches of a stranger stayed open, as many as there are connections times 4,096."""
+    """H1: a client without a key could keep 4,096 watches open on each connection."""
     monkeypatch.setattr(server_module, "MAX_HEALTH_WATCHES", 2)
     async with (
         asyncio.timeout(60),
@@ -186,7 +186,7 @@ async def test_health_refuses_names_that_no_service_has(method: str) -> None:
 
 @pytest.mark.slow
 async def test_a_reflection_stream_without_a_question_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: it stayed open for as long as its client liked."""
+    """H1: such a stream stayed open until its client ended it."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
         call: Any = channel.stream_stream(REFLECTION)()

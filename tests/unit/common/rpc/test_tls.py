@@ -217,7 +217,7 @@ def test_files_that_can_not_be_used_at_start_are_named(content: dict[str, Any], 
 
 @pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
 def test_files_that_are_devices_are_refused(name: str, ca: Authority, tmp_path: Path) -> None:
-    """S4: the read never ended."""
+    """S4: reading a device never ended."""
     pair = ca.issue("server", *LOOPBACK)
     paths = {"server.pem": pair.cert, "server.key": pair.key, "ca.pem": ca.cert}
     paths[name] = tmp_path / "device" / name

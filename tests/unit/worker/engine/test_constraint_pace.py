@@ -1,4 +1,4 @@
-"""Sequences whose masks take long do not make others wait in every step."""
+"""Sequences with slow masks do not make others wait in every step."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def sequences(count: int) -> list[Sequence]:
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 def test_neighbour_keeps_nine_tenths_of_its_rate_beside_slow_masks(policy: str) -> None:
-    """Steps of 2 ms beside four sequences whose masks take 30 ms each; these go on, slowly."""
+    """Steps take 2 ms, and each mask of the four other sequences 30 ms; these sequences continue slowly."""
     alone, _ = steps(policy, set(), sequences(5))
     beside, tokens = steps(policy, {1, 2, 3, 4}, sequences(5))
-    # But for what is free, and one step in which nobody knows.
+    # Not counted: the free time, and the first step, before the scheduler knows which masks are slow.
     assert beside - FREE_S - 4 * MASK_S <= alone / 0.9
     assert min(tokens.values()) > 0
     assert max(tokens[i] for i in range(1, 5)) < 40
@@ -77,7 +77,7 @@ def test_neighbour_keeps_nine_tenths_of_its_rate_beside_slow_masks(policy: str) 
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 def test_slow_masks_are_not_held_back_alone(policy: str) -> None:
-    """With nobody who would wait, they are decoded in every step."""
+    """If all sequences have slow masks, every step decodes all of them."""
     taken, tokens = steps(policy, {0, 1}, sequences(2))
     assert set(tokens.values()) == {400}
     assert taken == pytest.approx(399 * 2 * MASK_S + STEP_S, rel=0.01)

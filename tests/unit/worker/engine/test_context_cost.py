@@ -115,7 +115,7 @@ def test_nothing_is_known_of_contexts_that_were_not_seen() -> None:
 
 
 def test_followers_of_a_long_prompt_are_admitted_one_a_step() -> None:
-    """However long the step before was: looking up 6,250 cached blocks takes milliseconds, and 64 times that 459 ms."""
+    """Also behind a long step: looking up 6,250 cached blocks takes milliseconds, and 64 such lookups 459 ms."""
     config = Config(num_kvcache_blocks=7000, max_model_len=110_000, max_num_batched_tokens=8192, eos_token_id=0)
     sched, prompt = Scheduler(replace(config, enable_prefix_caching=True)), list(range(1, 100_001))
     seqs = [Sequence([*prompt, i, i, i], 16, SamplingParams(max_tokens=20), id=i) for i in range(1, 10)]

@@ -273,7 +273,7 @@ def test_lookup_takes_nothing_from_another_sequence_of_that_id() -> None:
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_lookup_keeps_live_sequences_alone(deferred: bool) -> None:
-    """Beside preemptions and aborts, with steps in flight: what ended holds no tokens, and what is counted is kept."""
+    """With preemptions, aborts and steps in flight, ended sequences keep no arrays, and the token count is right."""
     seen: Counter[str] = Counter()
     for seed in range(20):
         rnd = random.Random(seed)

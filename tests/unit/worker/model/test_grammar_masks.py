@@ -237,7 +237,7 @@ def test_slices_of_the_vocabulary_change_no_mask() -> None:
 
 
 def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor behind anything else, while the choice that was found is still there; a quote ends the text."""
+    """Searches also stop while the last choice is still allowed; they start again when a quote ends the text."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     given = {**schema, "required": ["name", "age"], "x-guidance": {"whitespace_flexible": False}}
     params, masks, output = params_of({"json_schema": given}), new_masks(), TOKENIZER.encode_inside('{"name":"')

@@ -1,4 +1,4 @@
-"""Text that grammars force: what the library says, and no more work than a step uses."""
+"""Forced text equals the library's, and a look does no more work than a step uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORCED = ["forced letters", "forced chain", "forced text"]
 
 @pytest.fixture(autouse=True)
 def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine one may look so."""
+    """Masks never count as slow here, though they may be on a busy machine."""
     monkeypatch.setattr(grammar_masks, "_SLOW_S", 1e9)
 
 
@@ -49,7 +49,7 @@ def looked(matcher: Matcher) -> TextAhead:
 
 
 def test_text_is_what_the_library_forces() -> None:
-    """Along random walks: it begins what the library says, and nearly always is all of that."""
+    """On random walks the text is a beginning of the library's text, and nearly always all of it."""
     forced = [params.grammar for _, params in islice(schemas(3), 25)]
     forced += [
         grammar_of(one) for one in ({"choices": ["yes", "yes please", "no"]}, {"regex": "ab{2}(-[0-9]{2}){1,3}c"})
@@ -71,7 +71,7 @@ def test_text_is_what_the_library_forces() -> None:
 
 
 class Counting:
-    """A matcher that counts its masks, and those of its copies."""
+    """A matcher that counts the masks computed by itself and by its copies."""
 
     def __init__(self, matcher: Matcher, counts: list[int]) -> None:
         self._matcher, self.counts = matcher, counts
@@ -90,7 +90,7 @@ class Counting:
 
 @pytest.mark.parametrize("name", FORCED)
 def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
-    """A first look, and later ones that only extend what is known."""
+    """The first look takes at most MOST_MASKS masks; later looks only extend the known text."""
     counts = [0]
     matcher: Any = Counting(compiled(grammar_of(HOSTILE[name])), counts)
     ahead = TextAhead(matcher)
@@ -132,7 +132,7 @@ def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytes
 
 
 def test_text_that_no_step_verifies_is_looked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where drafts do not pay; once they are verified it is looked for again in each step."""
+    """Searches become rarer while no drafts are verified; once they are, each step searches again."""
     params, output, masks, looks = params_of(HOSTILE["forced letters"]), list[int](), new_masks(), list[int]()
     look = TextAhead.look
 

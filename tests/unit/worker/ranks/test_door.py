@@ -1,4 +1,4 @@
-"""Ranks come in at --dist-init; strangers cost one refusal each, whatever they send."""
+"""The door at --dist-init admits ranks and refuses every other connection, whatever it sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FUZZED = 600
 
 @contextmanager
 def opened(secret: str = SECRET, clock: Callable[[], float] | None = None) -> Iterator[tuple[Door, list[Guest]]]:
-    """A door that admits ranks 1 and 2 on a thread; the guests that it has admitted."""
+    """A door that admits ranks 1 and 2 on a thread, and the list of its admitted guests."""
     door = Door(HOST, 0, secret) if clock is None else Door(HOST, 0, secret, clock)
     admitted: list[Guest] = []
     stop = threading.Event()
@@ -52,7 +52,7 @@ def opened(secret: str = SECRET, clock: Callable[[], float] | None = None) -> It
 
 
 def ranks_of(admitted: list[Guest], count: int) -> list[int]:
-    """The ranks that were admitted, when there are `count`: they are welcomed before the door hands them over."""
+    """Admitted ranks, as soon as there are `count`: a rank is welcomed before the door returns its guest."""
     end = time.monotonic() + 60
     while len(admitted) < count:
         assert time.monotonic() < end
@@ -122,7 +122,7 @@ def test_a_rank_with_another_secret_is_refused(theirs: str) -> None:
 
 
 def test_a_proof_of_another_challenge_is_refused() -> None:
-    """What an eavesdropper has heard opens no door."""
+    """An eavesdropper cannot use a proof of an earlier challenge."""
     with capture_logs() as lines, opened() as (door, admitted):
         with socket.create_connection((HOST, door.port), 20) as sock:
             sock.sendall(encode(("hello", 1, 1, prove(SECRET, bytes(32), 1))))
@@ -133,7 +133,7 @@ def test_a_proof_of_another_challenge_is_refused() -> None:
 
 
 def test_silent_strangers_hold_nobody_up() -> None:
-    """R2: each held the others up for 8 s."""
+    """R2: each silent connection delayed the others by 8 s."""
     with contextlib.ExitStack() as stack:
         door, admitted = stack.enter_context(opened())
         silent = [
@@ -141,7 +141,7 @@ def test_silent_strangers_hold_nobody_up() -> None:
         ]
         sock = stack.enter_context(socket.create_connection((HOST, door.port), 20))
         knock(sock, 1, SECRET)
-        # The oldest have made room.
+        # The oldest connections were refused to make room.
         with silent[0].makefile("rb") as answers:
             assert answers.read()
         assert ranks_of(admitted, 1) == [1]
@@ -162,7 +162,7 @@ def test_a_hello_that_does_not_come_is_refused_in_time() -> None:
 
 
 def test_a_hello_is_small() -> None:
-    """Of a stranger nothing large is kept."""
+    """The largest hello has at most MAX_HELLO_BYTES, so the door reads little before a proof."""
     proof = prove(SECRET, bytes(32), 2**31)
     hello = encode(("hello", 2**31, 2**22, proof))
     assert len(hello) - 4 <= MAX_HELLO_BYTES

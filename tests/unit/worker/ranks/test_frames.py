@@ -98,7 +98,7 @@ def nested(depth: int) -> bytes:
 
 @pytest.mark.parametrize("depth", [4, 300, 2000, 100_000])
 def test_extensions_in_each_other_are_refused(depth: int) -> None:
-    """R2: 300 of them ended the process by SIGSEGV."""
+    """R2: 300 nested extensions ended the process by SIGSEGV."""
     with pytest.raises(FrameError, match="extensions in each other"):
         list(FrameReader().feed(nested(depth)))
 

@@ -1,4 +1,4 @@
-"""Unfinished groups of many Sessions: bounded together, at the cost of those that hold much."""
+"""Unfinished groups of all Sessions have one bound; the Sessions that hold much are closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.session.assembly_room import AssemblyRoom
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sessions_together_hold_a_bounded_amount(seed: int) -> None:
-    """H1: 128 MiB a Session are no bound at any number of Sessions."""
+    """H1: 128 MiB per Session do not bound the memory of many Sessions."""
     rnd, room = random.Random(seed), AssemblyRoom()
     held: dict[int, int] = {}
     silent: set[int] = set()

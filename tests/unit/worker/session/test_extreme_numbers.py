@@ -70,7 +70,7 @@ def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> 
 
 
 def frames(state: SessionState, world: World) -> list[wpb.SessionResponse]:
-    """What a Session writes, as it crosses."""
+    """Frames that a Session writes, serialized and parsed again."""
     found: list[wpb.SessionResponse] = []
     try:
         while len(found) < 100 and (frame := state.next_frame(world.now)) is not None:

@@ -375,7 +375,7 @@ def test_a_router_that_reads_may_send_as_many_sequences_as_it_likes(monkeypatch:
 
 
 def test_groups_that_never_end_on_many_sessions_close_those_that_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: each Session had a bound, all together none."""
+    """H1: each Session had a bound, but all Sessions together had none."""
     monkeypatch.setattr(assembly_room, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
     world = World()
     honest, _ = opened(world, "honest")
@@ -390,6 +390,6 @@ def test_groups_that_never_end_on_many_sessions_close_those_that_hold_much(monke
     with pytest.raises(ApiError) as caught:
         flood()
     assert caught.value.reason == "SESSION_BOUNDS"
-    # A whole group holds nothing, however much the others hold.
+    # A complete group needs no assembly memory, so this Session stays however much the others hold.
     honest.receive(submit(1, record(1)), world.now)
     assert not honest.is_closed
