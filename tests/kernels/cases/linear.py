@@ -77,6 +77,7 @@ CASES = {
     "fp8-blocks": Case(fp8_blocks, MATRIX),
     "fp4": Case(fp4, MATRIX),
     "w8a8": Case(w8a8, MATRIX),
-    "argmax": Case(argmax, frozenset({"_tile_best_kernel"})),
+    # Two registers outside the loop over K: on an H200 the head's product takes what reading its weight takes.
+    "argmax": Case(argmax, frozenset({"_tile_best_kernel"}), (("_tile_best_kernel", 2),)),
     "heads": Case(heads, MATRIX),
 }
