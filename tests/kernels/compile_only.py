@@ -86,7 +86,7 @@ def compile_area(target: str, area: str, tiles: str) -> list[Compiled]:
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        results.setdefault(kernel.hash, (f"{case}/{self.__name__}", kernel))
+        results.setdefault((case, kernel.hash), (f"{case}/{self.__name__}", kernel))
         return kernel
 
     JITFunction.run = compile_instead
