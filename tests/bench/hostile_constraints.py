@@ -1,9 +1,9 @@
 """Rate of a plain stream beside hostile constraints: `python -m tests.bench.hostile_constraints [--seconds 2]`.
 
-The service has one worker with the demo model. A client runs one plain stream after the other. `--beside` other streams
-run at the same time and start again whenever they end: in turns plain ones, and those of each hostile constraint. A
-ratio is the median rate of a constraint's turns, divided by that of the plain turns. The statuses of the other streams
-and the worker's memory are printed too.
+The service has one worker, with the demo model or that of `--model`. A client runs one plain stream after the other.
+`--beside` other streams run at the same time and start again whenever they end. Turns alternate: first streams with a
+hostile constraint, then plain streams whose answers are as long as the mean answer of the first. A ratio is the median
+over these pairs. The statuses of the other streams and the worker's memory are printed too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,8 @@ from tests.e2e.service import Service, running_service
 from tests.unit.common.constraints.test_check import HOSTILE
 
 _DEMO: Final = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
-_PLAIN: Final = "plain"
+# Seconds in which the other streams start before the rate is measured.
+_WARM_UP_S: Final = 0.3
 # A constraint with equally long answers and quick masks, for comparison.
 _HARMLESS: Final = {"harmless": {"regex": "[a-z ]{300,500}"}}
 
@@ -50,6 +52,8 @@ class Beside:
         self._stop = threading.Event()
         self._calls: dict[int, grpc.Call] = {}
         self.codes: list[str] = []
+        # Output tokens of each stream that ended with a status.
+        self.counts: list[int] = []
         self._threads = [threading.Thread(target=self._stream, args=(i,), daemon=True) for i in range(count)]
 
     def __enter__(self) -> Beside:
@@ -65,13 +69,14 @@ class Beside:
             thread.join()
 
     def _stream(self, place: int) -> None:
-        for seed in itertools.count(place, 100):
-            if self._stop.is_set():
-                return
+        asked = request(self._given, place, self._tokens)
+        while not self._stop.is_set():
+            asked.sampling_params.seed += 100
             try:
-                self._calls[place] = call = self._stub.Generate(request(self._given, seed, self._tokens), timeout=60)
-                for _ in call:
-                    pass
+                self._calls[place] = call = self._stub.Generate(asked, timeout=60)
+                for part in call:
+                    last = part
+                self.counts.append(last.finish.usage.completion_tokens)
                 self.codes.append("OK")
             except grpc.RpcError as error:
                 self.codes.append(error.code().name)
@@ -94,16 +99,30 @@ def rate(stub: InferenceServiceStub, seconds: float) -> float:
     raise AssertionError
 
 
-def turns(service: Service, options: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
-    """Name, outcome, and the neighbour's rate, round after round."""
-    every = {_PLAIN: None, **_HARMLESS, **HOSTILE}
+@dataclass(frozen=True)
+class Turn:
+    """Rates of one pair of turns, tokens per second, and the statuses of the hostile streams."""
+
+    name: str
+    beside_hostile: float
+    beside_plain: float
+    codes: str
+
+
+def turns(service: Service, options: argparse.Namespace) -> Iterator[Turn]:
+    """Pairs of turns, round after round."""
+    every = {**_HARMLESS, **HOSTILE}
     for _ in range(options.rounds):
         for name in options.only or every:
-            with Beside(service.stub, every[name], options.beside, options.tokens) as beside:
-                time.sleep(0.3)
-                found = rate(service.stub, options.seconds)
-            codes = ", ".join(f"{beside.codes.count(code)} {code}" for code in sorted({*beside.codes}))
-            yield name, codes, found
+            with Beside(service.stub, every[name], options.beside, options.tokens) as hostile:
+                time.sleep(_WARM_UP_S)
+                beside_hostile = rate(service.stub, options.seconds)
+            mean = round(statistics.mean(hostile.counts)) if hostile.counts else options.tokens
+            with Beside(service.stub, None, options.beside, max(1, mean)):
+                time.sleep(_WARM_UP_S)
+                beside_plain = rate(service.stub, options.seconds)
+            codes = ", ".join(f"{hostile.codes.count(code)} {code}" for code in sorted({*hostile.codes}))
+            yield Turn(name, beside_hostile, beside_plain, f"{codes}; {mean} tokens an answer")
 
 
 def memory_mb(service: Service) -> float:
@@ -120,22 +139,26 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--model", type=Path, default=_DEMO, help="checkpoint folder")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_service(Path(folder), _DEMO, workers=1, environment={"FISSILE_LOG_LEVEL": "warning"}) as service,
+        running_service(
+            Path(folder), options.model, workers=1, environment={"FISSILE_LOG_LEVEL": "warning"}
+        ) as service,
     ):
-        rate(service.stub, 1.0)
+        rate(service.stub, options.seconds)
         before = memory_mb(service)
-        rates: dict[str, list[float]] = {}
-        said: dict[str, str] = {}
-        for name, codes, found in turns(service, options):
-            rates.setdefault(name, []).append(found)
-            said[name] = codes
-        plain = statistics.median(rates[_PLAIN])
-        for name, found_rates in rates.items():
-            own = statistics.median(found_rates)
-            print(f"{name}: {own:.0f} tokens/s, ratio {own / plain:.2f}; {said[name]}")
+        found: dict[str, list[Turn]] = {}
+        for turn in turns(service, options):
+            found.setdefault(turn.name, []).append(turn)
+        for name, own in found.items():
+            rates = [
+                round(statistics.median(side))
+                for side in zip(*((turn.beside_hostile, turn.beside_plain) for turn in own), strict=True)
+            ]
+            ratio = statistics.median(turn.beside_hostile / turn.beside_plain for turn in own)
+            print(f"{name}: {rates[0]} tokens/s, beside plain {rates[1]}, ratio {ratio:.2f}; {own[-1].codes}")
         print(f"worker's memory: {before:.0f} -> {memory_mb(service):.0f} MB")
 
 

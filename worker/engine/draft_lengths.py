@@ -10,6 +10,7 @@ Nothing of this can change a token (docs/determinism.md), so it may depend on du
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from itertools import accumulate, islice
 from operator import lt
@@ -57,6 +58,8 @@ _PAID: Final = 4.0
 # Part of the time that may go into prompts without drafts behind them, and plain steps whose time may go there at once.
 _FOR_PROMPTS: Final = 0.005
 _FIRST_FOR_PROMPTS: Final = 2.0
+# By how much text that grammars force may lengthen a step, while a sequence without drafts waits for the step.
+_MOST_SLOWER: Final = 0.05
 _NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
@@ -114,7 +117,8 @@ class DraftLengths:
             drafts: that there are, by sequence.
             seqs: of the step.
             rows: of the step, without any draft.
-            rates: of sequences whose drafts are others than this has learnt from.
+            rates: of sequences whose drafts are text that a grammar forces. If there are any, and the step has
+                sequences without drafts, all drafts together lengthen the step by at most `_MOST_SLOWER`.
         """
         if not self.adapts:
             return dict(drafts)
@@ -125,7 +129,8 @@ class DraftLengths:
             return {}
         gains = self._gains_of_all(drafts, seqs, rates)
         order = np.argsort(-gains, axis=None, kind="stable")
-        count = self._count(gains.ravel()[order], len(seqs), rows)
+        slower = _MOST_SLOWER if rates and len(drafts) < len(seqs) else math.inf
+        count = self._count(gains.ravel()[order], len(seqs), rows, slower)
         # What a draft brings is no more than the one before it does, so those of a sequence are its first ones.
         lengths = np.bincount(order[:count] // gains.shape[1], minlength=len(drafts)).tolist()
         return {seq_id: own[:length] for (seq_id, own), length in zip(drafts.items(), lengths, strict=True) if length}
@@ -328,26 +333,45 @@ class DraftLengths:
         """True if the next step is a plain one, to compare those with drafts with."""
         return self._plain_steps.is_due(self.costs.level, self._drafting_level)
 
-    def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int) -> int:
+    def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int, slower: float = math.inf) -> int:
         """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly
-        more than without."""
+        more than without.
+
+        Args:
+            gains: tokens that each draft brings on average.
+            num_tokens: that the step brings without drafts.
+            rows: of the step without drafts.
+            slower: part of the step's time by which drafts may lengthen it.
+        """
         most = min(len(gains), self.costs.most_rows(rows) - rows)
         if most <= 0:
             return 0
+        longer = self._longer(rows, most)
+        most = int(np.searchsorted(longer, 1.0 + slower, side="right"))
+        if most == 0:
+            return 0
         tokens = num_tokens + np.add.accumulate(gains[:most])
-        per_needed = tokens / self._needed(num_tokens, rows, most)
+        per_needed = tokens / (self._least * num_tokens * longer[:most])
         best = int(per_needed.argmax())
         return best + 1 if per_needed[best] > 1.0 else 0
 
     def _needed(self, num_tokens: int, rows: int, most: int) -> npt.NDArray[np.float64]:
         """Tokens that a step must bring to be worth its time, with one draft, two drafts, up to `most`: those that
         plain steps of so many rows and tokens bring in that time, times the least gain."""
+        return self._least * num_tokens * self._longer(rows, most)
+
+    @property
+    def _least(self) -> float:
+        """Least gain that drafts must promise; 1 for drafts that are already made."""
+        return 1.0 if self.are_made else self.least_gain
+
+    def _longer(self, rows: int, most: int) -> npt.NDArray[np.float64]:
+        """Factors by which one draft, two drafts, up to `most` lengthen a step of `rows` rows; they never decrease."""
         shortest = self.costs.of(rows)
         # No step is shorter for having more rows.
         seconds = np.maximum(shortest, np.maximum.accumulate(self.costs.verifications(rows, most)))
         between_s = self._between_s or 0.0
-        least = 1.0 if self.are_made else self.least_gain
-        return least * num_tokens * ((seconds + between_s) / (shortest + between_s))
+        return (seconds + between_s) / (shortest + between_s)
 
     def _gains_of_all(
         self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rates: Mapping[int, DraftRates]

@@ -93,6 +93,8 @@ class Drafter:
         self._coming: Mapping[int, int] = {}
         self._rest = 0
         self._forced = ForcedText()
+        # Further steps that verify no forced text, because the last look at it chose none.
+        self._forced_rest = 0
         self.proposer = proposer
         self.lengths = lengths
 
@@ -108,7 +110,7 @@ class Drafter:
             return
         decodes = step.decodes()
         drafts = guessed = self._guessed(decodes)
-        if forced := self._forced_runs(decodes, guessed) if self._forced else {}:
+        if forced := self._forced_runs(decodes, guessed):
             both = {**guessed, **forced}
             drafts = {seq.id: both[seq.id] for seq in decodes if seq.id in both}
         if not drafts:
@@ -124,6 +126,8 @@ class Drafter:
         if fitting:
             step.verify(fitting)
             step.forced = forced.keys() & fitting.keys()
+        if forced and not step.forced:
+            self._forced_rest = self.lengths.rest(len(decodes))
         if guessed:
             self._rest = 0 if chosen else self.lengths.rest(len(decodes))
 
@@ -234,7 +238,7 @@ class Drafter:
 
     def expects(self, seq: Sequence) -> bool:
         """True if a sequence whose newest token is in flight will have drafts behind it, as far as can be told."""
-        if self._forced and self._waits_for_forced(seq):
+        if self._forced and self._forced_rest == 0 and self._waits_for_forced(seq):
             return True
         most = self._most(seq)
         if self.proposer is None or most == 0 or self._rest > 0 or not (found := self.proposer.propose(seq, most)):
@@ -276,8 +280,11 @@ class Drafter:
         return guessed
 
     def _forced_runs(self, decodes: list[Sequence], guessed: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """Texts that grammars force behind sequences; but for those of which more is guessed that begins so."""
-        found = {}
+        """Forced text per sequence, unless the proposer's draft is longer and starts with the same tokens."""
+        found: dict[int, list[int]] = {}
+        if not self._forced or self._forced_rest > 0:
+            self._forced_rest = max(0, self._forced_rest - 1)
+            return found
         for seq in decodes:
             run = [] if seq.num_placeholder else self._forced.of(seq)[: max(0, seq.length_limit - seq.num_tokens - 1)]
             own = guessed.get(seq.id, [])

@@ -52,7 +52,7 @@ _WARM_S: Final = 3e-5
 _CHARGED_S: Final = 1e-3
 # Least CPU time of a sequence's slow masks in one step (worker/engine/constraint_pace.py). Most masks take some ten
 # microseconds.
-_SLOW_S: Final = 2.5e-4
+_SLOW_S: Final = 1e-4
 # Most CPU time of a step's masks made without another thread, which costs 60 us with one answer at a time.
 _QUICK_S: Final = 6e-5
 

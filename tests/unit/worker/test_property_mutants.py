@@ -67,6 +67,7 @@ _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
 _CHOICES = test_draft_lengths.test_choices_are_beginnings_of_what_there_is
 _NEVER_LONGER = test_draft_lengths.test_it_never_takes_longer_than_plain_decoding
 _BEST_NUMBER = test_draft_lengths.test_no_other_number_brings_more_in_the_time
+_HARDLY_LONGER = test_draft_lengths.test_forced_text_hardly_lengthens_steps_of_sequences_without_it
 _OF_EACH = test_step_costs.test_verifications_of_one_draft_after_the_other_are_those_of_each
 _ROW_COSTS = "self.costs.verifications(rows, most)"
 _NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_it_never_takes_longer_than_plain_decoding
@@ -148,9 +149,10 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("not_replaced", BatchDecoder, "decode", "*table[:stays], *follows", "*table, *follows"), _BATCHES),
     (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),
     *((mutant, _FORCED) for mutant in test_forced_text.MUTANTS),
-    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _CHOICES),
-    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _NEVER_LONGER),
-    (Mutant("free_rows", DraftLengths, "_needed", _ROW_COSTS, "np.zeros(most)"), _BEST_NUMBER),
+    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _CHOICES),
+    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _NEVER_LONGER),
+    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _BEST_NUMBER),
+    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _HARDLY_LONGER),
     (Mutant("a_row_less", StepCosts, "verifications", "rows + 1, longest + 1", "rows, longest"), _OF_EACH),
     (
         Mutant("dear_plain_steps", DraftLengths, "plain_s", "self.costs.of(num_seqs)", "3 * self.costs.of(num_seqs)"),

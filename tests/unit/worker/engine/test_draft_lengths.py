@@ -17,7 +17,7 @@ from tests.unit.mutants import Mutant, assert_noticed
 from tests.unit.worker.engine.draft_machine import SIZES, Cost, DraftMachine, curve
 from worker.engine.draft_lengths import DraftLengths
 from worker.engine.draft_savings import DraftSavings
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import DraftRates, Sequence
 from worker.engine.step_costs import StepCosts
 
 MOST = 8
@@ -138,7 +138,7 @@ LOSSES: list[Workload] = [
     ([0.3] * 30, 0.3, 2, 0.05, 3),
 ]
 MUTANTS = [
-    Mutant("rows are free", DraftLengths, "_needed", "self.costs.verifications(rows, most)", "np.zeros(most)"),
+    Mutant("rows are free", DraftLengths, "_longer", "self.costs.verifications(rows, most)", "np.zeros(most)"),
     Mutant("any gain is enough", DraftLengths, "_count", "if per_needed[best] > 1.0", "if True"),
     Mutant("all drafts are right", DraftLengths, "verified", "learn_run(num_accepted,", "learn_run(num_drafts,"),
 ]
@@ -229,6 +229,30 @@ def test_no_other_number_brings_more_in_the_time(
     rates = {count: tokens[count] / max(seconds[: count + 1]) for count in range(1, most + 1)}
     plain = lengths.least_gain * num_seqs / seconds[0]
     assert rates.get(chosen, plain) >= max([plain, *rates.values()]) * (1 - 1e-9)
+
+
+def forced_rows(lengths: DraftLengths, num_forced: int) -> int:
+    """Drafts of forced text that are chosen in a step of 6 sequences, of which `num_forced` have forced text."""
+    drafts = {i: [0] * MOST for i in range(num_forced)}
+    rates = {i: DraftRates(unknown=1.0) for i in drafts}
+    return sum(map(len, lengths.choose(drafts, {i: Sequence([1], 16, id=i) for i in range(6)}, 6, rates).values()))
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.integers(1, 60), st.floats(0.1, 10.0), min_size=1, max_size=9), st.integers(1, 5))
+def test_forced_text_hardly_lengthens_steps_of_sequences_without_it(table: dict[int, float], num_forced: int) -> None:
+    lengths = DraftLengths(MOST, adapts=True)
+    lengths.costs = StepCosts(table)
+    count = forced_rows(lengths, num_forced)
+    assert lengths.costs.verification(6 + count) <= 1.05 * lengths.costs.of(6) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["flat", "bfloat16"])
+def test_forced_text_is_verified_where_rows_cost_little_or_nobody_waits(name: str) -> None:
+    lengths = DraftLengths(MOST, adapts=True)
+    lengths.costs = StepCosts({rows: COSTS[name](rows) for rows in SIZES})
+    assert forced_rows(lengths, 6) > 6
+    assert forced_rows(lengths, 5) == (5 * MOST if name == "flat" else 5)
 
 
 def test_a_sequence_is_worth_waiting_for_where_its_drafts_alone_would_be_verified() -> None:
