@@ -4,7 +4,8 @@
 
 Microseconds per running sequence and step, with 10 000 sequences waiting and a pool of a million blocks; what the pool
 takes to make; and milliseconds of a step of 256 sequences with long contexts, their block tables for the model runner
-included, which is most of the gap between two steps. Thread time, so that other processes on the machine count little.
+included, which is most of the gap between two steps; and the longest step while 64 sequences follow a prompt of 100,000
+tokens. Thread time, so that other processes on the machine count little.
 """
 
 from __future__ import annotations
@@ -95,6 +96,21 @@ def report_contexts(num_tokens: int, num_steps: int) -> str:
     return f"256 decodes of {num_tokens} tokens: {median:.2f} ms per step, p99 {p99:.2f}"
 
 
+def report_followers(num_followers: int, num_tokens: int) -> str:
+    """One line: steps in which sequences are admitted whose whole prompt but for three tokens is cached."""
+    scheduler, prompt = make_scheduler(256), list(range(1, num_tokens + 1))
+    seqs = [Sequence([*prompt, i, i, i], 16, SamplingParams(max_tokens=5000)) for i in range(1, num_followers + 2)]
+    scheduler.add_group(seqs[:1])
+    while seqs[0].first_token_time is None:
+        timed_step(scheduler)
+    scheduler.add_group(seqs[1:])
+    times: list[float] = []
+    while any(seq.first_token_time is None for seq in seqs):
+        times.append(timed_step(scheduler)[1] / 1000)
+    median = statistics.median(times)
+    return f"{num_followers} followers of {num_tokens} tokens: {median:.1f} ms per step, longest {max(times):.1f}"
+
+
 def report_pool() -> str:
     """One line: what a million blocks take to make, time and memory."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
@@ -109,3 +125,4 @@ if __name__ == "__main__":
     for num_running, num_steps in ((16, 400), (256, 200), (1024, 100), (4096, 40)):
         print(report(num_running, num_steps))
     print(report_contexts(8000, 200))
+    print(report_followers(64, 100_000))
