@@ -64,6 +64,8 @@ class Config:
         scheduling_policy: `prefill_first` computes prompts, or else one token of every running sequence; `mixed` packs
             both into one step, decodes first and prompt chunks into what is left of the budget.
         max_consecutive_prefill_steps: under `prefill_first`, after so many steps of prompts running sequences get one.
+        prefill_slice_s: longest time of the prompts in a step while anything decodes, seconds, or four usual decode
+            steps where these take longer; 0 bounds steps by tokens alone.
         gpu_memory_utilization: fraction of a GPU's memory to use.
         kv_cache_memory: bytes for the KV cache on CPU; 0 takes a quarter of the free memory.
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
@@ -109,6 +111,7 @@ class Config:
     scheduler_delay_factor: float = 0.0
     scheduling_policy: str = PREFILL_FIRST
     max_consecutive_prefill_steps: int = 4
+    prefill_slice_s: float = 0.0
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int = 0
     max_model_len: int = 0
@@ -144,6 +147,8 @@ class Config:
         require_one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         steps = self.max_consecutive_prefill_steps
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
+        slice_s = self.prefill_slice_s
+        _require(slice_s >= 0 and math.isfinite(slice_s), "prefill_slice_s", slice_s, "a finite number, 0 or more")
         ranks = self.tensor_parallel_size
         _require(ranks >= 1, "tensor_parallel_size", ranks, "at least 1")
         engines, experts = self.parallel_config.data_parallel_size, self.enable_expert_parallel

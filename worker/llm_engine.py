@@ -29,7 +29,7 @@ from common.logprob_rows import TokenLogprobs, added, unpack
 from common.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams, TokenSequences
-from common.step_defaults import default_scheduling_policy, default_token_budget
+from common.step_defaults import PREFILL_SLICE_S, default_scheduling_policy, default_token_budget
 from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
@@ -670,6 +670,7 @@ def default_config(folder: str | Path) -> Config:
             Config.kernels, is_simulated=False, max_num_seqs=Config.max_num_seqs
         ),
         scheduling_policy=default_scheduling_policy(Config.kernels, is_simulated=False),
+        prefill_slice_s=PREFILL_SLICE_S,
     )
 
 

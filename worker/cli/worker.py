@@ -24,6 +24,7 @@ from common.step_defaults import (
     BUDGET_ON_GPU,
     POLICY_ON_CPU,
     POLICY_ON_GPU,
+    PREFILL_SLICE_S,
 )
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.output import guard_standard_streams
@@ -143,6 +144,12 @@ class WorkerCommand(ConfigurableCommand):
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
     help="Scheduling policy of steps. prefill_first: prompts go before running answers; mixed: both share each step. "
     f"Default: {POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
+)  # fmt: skip
+@option(
+    "--prefill-slice", "prefill_slice_s", envvar="FISSILE_PREFILL_SLICE", type=Duration(),
+    default=f"{1000 * PREFILL_SLICE_S:g}ms",
+    help="Longest time of the prompts in a step while anything decodes, or four usual decode steps where these take "
+    "longer: streams have no longer gaps beside a long prompt. 0s bounds steps by tokens alone.",
 )  # fmt: skip
 @option(
     "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True,

@@ -36,6 +36,7 @@ _OF_CONFIG: Final = (
     "enforce_eager",
     "quantize",
     "speculative_config",
+    "prefill_slice_s",
     "enable_expert_parallel",
 )
 # Likewise of Topology.

@@ -1,7 +1,8 @@
 """Measures how fast this worker computes prompts, and cuts chunks by it.
 
-While anything decodes, prompt chunks get smaller behind a long context, so that a step takes no longer than one of a
-prompt that begins.
+While anything decodes, the prompts of a step may take a bounded time: a *slice*. So a stream has no longer gap than a
+slice and its own decode, however long the prompt beside it. What prompts take of a step is its duration without that of
+a usual decode step, since both read the weights once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.context_cost import ContextCost
 from worker.engine.step import Step
 
-# Weight of the newest step in the mean prefill speed.
-_RATE_WEIGHT: Final = 0.25
-# A step tells how fast prompts can be computed when it has this share of its budget or more: a smaller one is mostly
-# overhead, and a router that took its speed for the worker's would refuse what can well be served.
+# Weight of the newest step in a mean.
+_NEWEST: Final = 0.25
+# A step tells how fast prompts can be computed when it has this share of the tokens that it may have, or more: a
+# smaller one is mostly overhead, and a router that took its speed for the worker's would refuse what can well be
+# served.
 _TELLING_SHARE: Final = 1 / 8
 # A prompt gets this share of a step's tokens however long its context is, or it would take for ever.
 _LEAST_CHUNK: Final = 1 / 64
+# Where decode steps are slow, a slice is as long as this number of them: shorter ones would slow down prompts, whose
+# steps take a decode's time each, and hardly shorten the gaps.
+_SLICE_STEPS: Final = 4
+# A step may have been interrupted: it counts as at most this number of usual ones.
+_MOST_SLOWDOWN: Final = 2.0
+# Least share of a step's duration that is taken for the prompts': the decodes beside them may have been quick.
+_LEAST_SHARE: Final = 1 / 8
 
 
 class PrefillMeter:
@@ -27,6 +36,7 @@ class PrefillMeter:
 
     Args:
         max_num_batched_tokens: tokens of a full step.
+        slice_s: seconds of a slice; 0 bounds steps by tokens alone.
 
     Attributes:
         last_prompt_latency: seconds of the last one that computed prompt tokens.
@@ -35,8 +45,12 @@ class PrefillMeter:
         context_cost: of prompt tokens behind a context.
     """
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(self, max_num_batched_tokens: int, slice_s: float = 0.0) -> None:
         self._max_tokens = max_num_batched_tokens
+        self._slice_s = slice_s
+        # Means: seconds of a step that only decodes, and of a unit of cost of the prompts in a step (ContextCost).
+        self._decode_s = 0.0
+        self._unit_s = 0.0
         self.last_prompt_latency = 0.0
         self.rate = 0.0
         self.num_samples = 0
@@ -45,15 +59,36 @@ class PrefillMeter:
     def note(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Takes note of how long a batch took."""
         if batch.total_tokens_num_prefill == 0:
+            if batch.total_tokens_num_decode:
+                self._decode_s = _mean(self._decode_s, duration_s)
             return
         self.last_prompt_latency = duration_s
         if duration_s > 0:
-            self._note_rate(batch.total_tokens_num_prefill, duration_s)
-            self._note_contexts(batch, duration_s)
+            has_decodes = batch.total_tokens_num_decode > 0
+            prompts_s = max(duration_s - self._decode_s, _LEAST_SHARE * duration_s) if has_decodes else duration_s
+            # Prompts are behind the decodes in their batch.
+            first = len(batch.num_scheduled_tokens) - batch.total_seqs_num_prefill
+            rows = list(zip(batch.num_computed_tokens[first:], batch.num_scheduled_tokens[first:], strict=True))
+            cost = sum(self.context_cost.of(start, num_tokens) for start, num_tokens in rows)
+            is_telling = cost >= _TELLING_SHARE * self.step_cost(has_decodes=has_decodes, most=self._max_tokens)
+            self._note_rate(batch.total_tokens_num_prefill, duration_s, is_telling=is_telling)
+            self._note_cost(cost, prompts_s, is_telling=is_telling)
+            if is_telling:
+                num_pairs = sum(n * start + n * (n + 1) // 2 for start, n in rows)
+                self.context_cost.note(batch.total_tokens_num_prefill, num_pairs, prompts_s)
 
-    def step_cost(self, *, has_decodes: bool) -> float:
-        """Budget of the step's prompts: beside decodes as much as a full step of a prompt that begins."""
-        return self.context_cost.of(0, self._max_tokens) if has_decodes else math.inf
+    def step_cost(self, *, has_decodes: bool, most: float = math.inf) -> float:
+        """Budget of the step's prompts: `most` without decodes; beside them a slice, and at most as much as a full step
+        of a prompt that begins."""
+        if not has_decodes:
+            return most
+        full = self.context_cost.of(0, self._max_tokens)
+        if self._slice_s == 0:
+            return full
+        if self._unit_s == 0:
+            # Enough to find out what prompts cost here.
+            return _TELLING_SHARE * full
+        return min(full, max(self._slice_s, _SLICE_STEPS * self._decode_s) / self._unit_s)
 
     def cut(self, step: Step, start: int, num_tokens: int) -> int:
         """Number of a prompt's next `num_tokens`, from `start` on, that the step can afford."""
@@ -62,19 +97,20 @@ class PrefillMeter:
             return affordable
         return max(affordable, min(num_tokens, math.ceil(_LEAST_CHUNK * self._max_tokens)))
 
-    def _note_contexts(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Prompts are behind the decodes in their batch."""
-        first = len(batch.num_scheduled_tokens) - batch.total_seqs_num_prefill
-        rows = list(zip(batch.num_computed_tokens[first:], batch.num_scheduled_tokens[first:], strict=True))
-        cost = sum(self.context_cost.of(start, num_tokens) for start, num_tokens in rows)
-        if cost >= _TELLING_SHARE * self._max_tokens:
-            num_pairs = sum(n * start + n * (n + 1) // 2 for start, n in rows)
-            self.context_cost.note(batch.total_tokens_num_prefill, num_pairs, duration_s)
+    def _note_cost(self, cost: float, seconds: float, *, is_telling: bool) -> None:
+        """A small step may show that prompts are quicker than was thought, but never that they are slower."""
+        unit_s = seconds / cost
+        if is_telling or unit_s < self._unit_s:
+            self._unit_s = _mean(self._unit_s, unit_s)
 
-    def _note_rate(self, num_tokens: int, duration_s: float) -> None:
+    def _note_rate(self, num_tokens: int, duration_s: float, *, is_telling: bool) -> None:
         """A small step may show that the worker is faster than was thought, but never that it is slower."""
         rate = num_tokens / duration_s
-        is_telling = num_tokens >= _TELLING_SHARE * self._max_tokens
         self.num_samples += is_telling
         if is_telling or 0 < self.rate < rate:
-            self.rate += (rate - self.rate) * (_RATE_WEIGHT if self.rate else 1.0)
+            self.rate += (rate - self.rate) * (_NEWEST if self.rate else 1.0)
+
+
+def _mean(mean: float, newest: float) -> float:
+    """A mean that follows the newest values; 0 is none so far."""
+    return mean + _NEWEST * (min(newest, _MOST_SLOWDOWN * mean) - mean) if mean else newest

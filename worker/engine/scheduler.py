@@ -84,7 +84,7 @@ class Scheduler:
         self.gated, self.waiting = self.lifecycle.gated, self.lifecycle.waiting
         self.running = self.lifecycle.running
         self.gate = DelayGate(config.scheduler_delay_factor)
-        self.meter = PrefillMeter(limits.max_num_batched_tokens)
+        self.meter = PrefillMeter(limits.max_num_batched_tokens, config.prefill_slice_s)
         # The steps in flight, oldest first.
         self._in_flight: deque[Step] = deque()
         self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)

@@ -23,6 +23,7 @@ from tests.unit.worker.engine import (
     test_forced_text,
     test_lockstep,
     test_model_drafts,
+    test_prefill_slice,
     test_state_machine,
     test_step_costs,
 )
@@ -148,6 +149,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("a_byte_late", FrameReader, "feed", "< end", "<= end"), _CUTS),
     (Mutant("not_replaced", BatchDecoder, "decode", "*table[:stays], *follows", "*table, *follows"), _BATCHES),
     (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),
+    *((mutant, test_prefill_slice.test_no_gap_is_longer_than_a_slice) for mutant in test_prefill_slice.MUTANTS[:1]),
     *((mutant, _FORCED) for mutant in test_forced_text.MUTANTS),
     (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _CHOICES),
     (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _NEVER_LONGER),
