@@ -139,6 +139,7 @@ class InferenceService(InferenceServiceServicer):
     ) -> None:
         self.calls = InFlightCalls()
         self._requests = requests
+        self._expected = expected
         self._registry = registry
         self._encoder = encoder
         self._tracing = tracing
@@ -261,6 +262,8 @@ class InferenceService(InferenceServiceServicer):
             salt = secrets.token_bytes(_SALT_BYTES)
             asked = Asked(again, call, _encode(self._encoder, again), context, salt, span, record, scope)
             with self._in_flight(call):
+                with self._preparing.interruptible(call):
+                    await self._expected.wait_for_model(again.model)
                 return await self._replaying.replay(kind, asked, request)
         raise AssertionError("a call that is refused ends in its scope")
 
@@ -271,7 +274,7 @@ class InferenceService(InferenceServiceServicer):
                 refuse_unserved(request, SERVED["Tokenize"])
                 check_text_bytes("text", request.text, MAX_TOKENIZE_TEXT_BYTES)
                 with self._tenant_held(context) as tenant:
-                    return await self._encoder.tokenize(request.text, self._registry.get(request.model), tenant)
+                    return await self._encoder.tokenize(request.text, await self._expected.model(request.model), tenant)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
@@ -280,7 +283,7 @@ class InferenceService(InferenceServiceServicer):
                 refuse_unserved(request, SERVED["Detokenize"])
                 ids, keep = request.token_ids, request.keep_special_tokens
                 with self._tenant_held(context) as tenant:
-                    model = self._registry.get(request.model)
+                    model = await self._expected.model(request.model)
                     text = await self._encoder.detokenize(ids, model, keep_special=keep, tenant=tenant)
                 return pb.DetokenizeResponse(text=text)
 
@@ -304,7 +307,8 @@ class InferenceService(InferenceServiceServicer):
             with self._interruptible(), at_path("chat"):
                 check_chat(request.chat)
                 with self._tenant_held(context) as tenant:
-                    return await self._encoder.render(request.chat, self._registry.get(request.chat.model), tenant)
+                    model = await self._expected.model(request.chat.model)
+                    return await self._encoder.render(request.chat, model, tenant)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists the models."""
@@ -320,6 +324,10 @@ class InferenceService(InferenceServiceServicer):
         """Describes one model."""
         async with RpcScope(self._tracing, context, "GetModel"):
             refuse_unserved(request, SERVED["GetModel"])
+            # The tenant's limit is for calls that wait: a model that is known costs nothing.
+            if not self._registry.knows(request.model):
+                with self._interruptible(), self._tenant_held(context):
+                    await self._expected.wait_for_model(request.model)
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
     async def _answer(
@@ -396,7 +404,7 @@ class InferenceService(InferenceServiceServicer):
         """The prompt that a request would have, and its model."""
         _check(request)
         with self._tenant_held(context) as tenant:
-            model = self._registry.get(request.model)
+            model = await self._expected.model(request.model)
             return await _encode(self._encoder, request)(model, tenant, b""), model
 
     def _tenant(self, context: Context) -> str:

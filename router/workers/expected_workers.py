@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from common.limits import MAX_QUEUED_REQUESTS, WORKER_WAIT_S
-from router.model_registry import ModelRegistry
+from router.model_registry import ModelRegistry, ServedModel
 
 
 class ExpectedWorkers:
@@ -45,6 +45,15 @@ class ExpectedWorkers:
         self.forget(address)
         self._came_up.set()
         self._came_up = asyncio.Event()
+
+    async def model(self, name: str) -> ServedModel:
+        """The model called `name`, after the wait of `wait_for_model`.
+
+        Raises:
+            ApiError: as `ModelRegistry.get`.
+        """
+        await self.wait_for_model(name)
+        return self._registry.get(name)
 
     async def wait_for_model(self, name: str) -> None:
         """Returns when a model called `name` (any for an empty name) is known, or nothing speaks for it any more.

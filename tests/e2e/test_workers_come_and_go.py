@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
+from fissile.receipts import VERSION, receipt_sha256
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
+from router.api.inference import SERVED
+from router.api.tenants import TenantPolicy
 from router.app import Router
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions
@@ -128,6 +132,85 @@ async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -
         assert (await error_of(calls[4])).code() is grpc.StatusCode.NOT_FOUND
         assert b.router.pool.tables()["early"] == 0
         await worker.stop()
+
+
+def calls_that_need_a_model(b: Bench, model: str) -> dict[str, Any]:
+    """One call of each method whose request names a model; ListModels says what there is now."""
+    chat = pb.ChatRequest(model=model, messages=[pb.ChatMessage(role="user", content="hi")])
+    generate = request(model=model)
+    receipt = pb.Receipt(version=VERSION, request_sha256=bytes(32), output_sha256=bytes(32))
+    receipt.receipt_sha256 = receipt_sha256(receipt)
+    replay = request(model=model, request_id="r")
+    texts = [pb.TextOrTokens(text="hi")]
+    return {
+        "Generate": b.stub.Generate(generate).read(),
+        "Chat": b.stub.Chat(chat).read(),
+        "GenerateOnce": b.stub.GenerateOnce(generate),
+        "ChatOnce": b.stub.ChatOnce(chat),
+        "Score": b.stub.Score(pb.ScoreRequest(model=model, continuations=texts)),
+        "Embed": b.stub.Embed(pb.EmbedRequest(model=model, inputs=texts)),
+        "Rerank": b.stub.Rerank(pb.RerankRequest(model=model, query="q", documents=["d"])),
+        "Replay": b.stub.Replay(pb.ReplayRequest(receipt=receipt, generate=replay)),
+        "Tokenize": b.stub.Tokenize(pb.TokenizeRequest(model=model, text="hi")),
+        "Detokenize": b.stub.Detokenize(pb.DetokenizeRequest(model=model, token_ids=[1])),
+        "CountTokens": b.stub.CountTokens(pb.CountTokensRequest(chat=chat)),
+        "RenderPrompt": b.stub.RenderPrompt(pb.RenderPromptRequest(chat=chat)),
+        "GetModel": b.stub.GetModel(pb.GetModelRequest(model=model)),
+    }
+
+
+async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
+    """How calls have ended."""
+    ended = await asyncio.gather(*calls.values(), return_exceptions=True)
+    assert all(not isinstance(end, BaseException) or isinstance(end, grpc.aio.AioRpcError) for end in ended)
+    codes = [end.code() if isinstance(end, grpc.aio.AioRpcError) else grpc.StatusCode.OK for end in ended]
+    return dict(zip(calls, codes, strict=True))
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: str) -> None:
+    """O14: GetModel and Tokenize failed at once where Generate waited."""
+    worker = FakeWorker(FILES)
+    async with early(worker) as b:
+        calls = calls_that_need_a_model(b, model)
+        assert {*calls} == {*SERVED} - {"ListModels"}
+        waiting = asyncio.ensure_future(statuses(calls))
+        await until(lambda: b.router.pool.tables()["early"] == len(calls))
+        assert not (await b.stub.ListModels(pb.ListModelsRequest())).models
+        await worker.start()
+        ended = await waiting
+        assert grpc.StatusCode.UNAVAILABLE not in ended.values(), ended
+        works = ("Generate", "GenerateOnce", "Tokenize", "Detokenize", "GetModel")
+        assert [ended[name] for name in works] == [grpc.StatusCode.OK] * len(works)
+        assert b.router.pool.tables()["early"] == 0
+        await worker.stop()
+
+
+async def test_every_call_that_needs_a_model_ends_with_the_router() -> None:
+    """O14: calls that wait for a model do not outlive the router, and leave nothing when their client goes."""
+    async with early(FakeWorker(FILES)) as b:
+        gone = b.stub.GetModel(pb.GetModelRequest())
+        await until(lambda: b.router.pool.tables()["early"] == 1)
+        gone.cancel()
+        await until(lambda: b.router.pool.tables()["early"] == 0)
+        waiting = asyncio.ensure_future(statuses(calls_that_need_a_model(b, "")))
+        await until(lambda: b.router.pool.tables()["early"] == len(SERVED) - 1)
+        await b.router.stop()
+        ended = await waiting
+        assert {*ended.values()} == {grpc.StatusCode.UNAVAILABLE}, ended
+
+
+async def test_a_lookup_that_waits_takes_a_place_of_its_tenant() -> None:
+    """O14: who floods a router that starts with GetModel is refused by the limit of the tenant."""
+    async with early(FakeWorker(FILES)) as b:
+        b.router.service.set_tenants(TenantPolicy(concurrency=2))
+        waiting = [b.stub.GetModel(pb.GetModelRequest()) for _ in range(2)]
+        await until(lambda: b.router.pool.tables()["early"] == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await b.stub.GetModel(pb.GetModelRequest())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in waiting:
+            call.cancel()
 
 
 async def test_what_is_told_when_no_first_worker_comes() -> None:
