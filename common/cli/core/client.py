@@ -173,16 +173,6 @@ class Question:
     logits_every: int = 0
 
     @property
-    def output_options(self) -> pb.OutputOptions | None:
-        """Content of the answer besides text."""
-        given = {name: value for name, value in self.sampling.items() if name in LOGPROB_FIELDS}
-        if (kind := given.pop("logprobs_kind", None)) is not None:
-            given["logprobs_kind"] = f"LOGPROBS_KIND_{kind.upper()}"
-        if self.logits_every:
-            given["receipt"] = pb.ReceiptOptions(logits_every=self.logits_every)
-        return pb.OutputOptions(**given) if given else None
-
-    @property
     def sampling_params(self) -> pb.SamplingParams:
         """Choice of tokens."""
         given = {name: value for name, value in self.sampling.items() if name not in LOGPROB_FIELDS}
@@ -326,8 +316,7 @@ def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, ch
         "timeout_s": timeout_s,
         "model": question.model,
         "request_id": question.request_id,
-        "output_options": question.output_options,
-        "receipt": question.has_receipt,
+        "receipt": {"logits_every": question.logits_every} if question.logits_every else question.has_receipt,
         **question.sampling,
     }
     if not chat:

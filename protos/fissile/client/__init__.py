@@ -12,8 +12,10 @@ Needs grpcio, protobuf and googleapis-common-protos alone.
 """
 
 from fissile.client.aio import AsyncClient, AsyncStream
+from fissile.client.arguments import ChatArguments, GenerateArguments, Metadata
 from fissile.client.calls import Delta, Event, Finished, Result, tool
-from fissile.client.connections import Connection, Metadata
+from fissile.client.connections import Connection
+from fissile.client.embeddings import Embeddings
 from fissile.client.errors import FieldProblem, FissileError, ReceiptError, ReceiptPart
 from fissile.client.progress import Answer
 from fissile.client.receipts import Receipt, Verification
@@ -23,13 +25,16 @@ __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncStream",
+    "ChatArguments",
     "Client",
     "Connection",
     "Delta",
+    "Embeddings",
     "Event",
     "FieldProblem",
     "Finished",
     "FissileError",
+    "GenerateArguments",
     "Metadata",
     "Receipt",
     "ReceiptError",

@@ -8,10 +8,21 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from fissile.client.arguments import (
+    ChatArguments,
+    ConnectionArguments,
+    EmbedArguments,
+    GenerateArguments,
+    Messages,
+    Prompt,
+    RerankArguments,
+    ScoreArguments,
+    spelled_out,
+)
 from fissile.client.attempts import StreamAttempts
 from fissile.client.base import (
     ANSWER_TIMEOUT_S,
@@ -26,7 +37,8 @@ from fissile.client.base import (
     rerank,
     score,
 )
-from fissile.client.calls import Event, Messages, Prompt, Result, result_of
+from fissile.client.calls import Event, Result, result_of
+from fissile.client.embeddings import Embeddings
 from fissile.client.errors import FissileError, again, cancelled, error_of
 from fissile.client.messages import Unary
 from fissile.client.receipts import Receipt, Verification
@@ -173,7 +185,7 @@ async def _wait(end: asyncio.Event, wait_s: float) -> None:
 
 
 class AsyncClient(BaseClient[AsyncStream]):
-    """Calls routers of one fleet, on one event loop.
+    """Calls routers of one fleet, on one event loop; when that has ended, on the next one.
 
     Args:
         targets: addresses of routers, `HOST:PORT`, or one of them: streams that break go on at the next one.
@@ -181,11 +193,15 @@ class AsyncClient(BaseClient[AsyncStream]):
         connection: further options of `Connection`, such as `api_key` and `tls_ca`.
     """
 
-    def __init__(self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Any) -> None:
+    @spelled_out(ConnectionArguments)
+    def __init__(
+        self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Unpack[ConnectionArguments]
+    ) -> None:
         super().__init__(targets, give_up_s=give_up_s, **connection)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._running = weakref.WeakSet[_Calls]()
         self._closed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> AsyncClient:
         """Connects when something is asked."""
@@ -199,13 +215,15 @@ class AsyncClient(BaseClient[AsyncStream]):
 
     async def close(self) -> None:
         """Closes the connections for good; calls that run are cancelled."""
+        self._bind()
         self._closed.set()
         for calls in [*self._running]:
             calls.cancel()
         while self._channels:
             await self._channels.popitem()[1].close()
 
-    async def chat(self, messages: Messages, **arguments: Any) -> Result:
+    @spelled_out(ChatArguments)
+    async def chat(self, messages: Messages, **arguments: Unpack[ChatArguments]) -> Result:
         """Answers a conversation, whole; arguments as of `chat_stream`.
 
         Raises:
@@ -213,7 +231,8 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.chat_stream(messages, **arguments).result()
 
-    async def generate(self, prompt: Prompt, **arguments: Any) -> Result:
+    @spelled_out(GenerateArguments)
+    async def generate(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> Result:
         """Continues a prompt, whole; arguments as of `chat_stream`.
 
         Raises:
@@ -221,7 +240,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.generate_stream(prompt, **arguments).result()
 
-    async def models(self, *, timeout_s: float = QUESTION_TIMEOUT_S) -> list[pb.Model]:
+    async def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> list[pb.Model]:
         """The models that can be asked for.
 
         Raises:
@@ -229,7 +248,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.ask(list_models(), timeout_s)
 
-    async def model(self, name: str = "", *, timeout_s: float = QUESTION_TIMEOUT_S) -> pb.Model:
+    async def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
         """A model; "" is the only one that is served.
 
         Raises:
@@ -237,7 +256,9 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.ask(get_model(name), timeout_s)
 
-    async def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = QUESTION_TIMEOUT_S) -> int:
+    async def count_tokens(
+        self, messages: Messages, *, model: str = "", timeout_s: float | None = QUESTION_TIMEOUT_S
+    ) -> int:
         """Prompt tokens of a conversation.
 
         Raises:
@@ -245,10 +266,15 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.ask(count_tokens(messages, model), timeout_s)
 
+    @spelled_out(EmbedArguments)
     async def embed(
-        self, inputs: Sequence[Prompt], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
-    ) -> pb.EmbedResponse:
-        """Turns texts, or lists of token ids, into vectors: `embeddings`, in their order.
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[EmbedArguments],
+    ) -> Embeddings:
+        """Turns texts, or lists of token ids, into vectors, in their order.
 
         Args:
             inputs: at most 2,048.
@@ -260,8 +286,14 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.ask(embed(inputs, arguments), timeout_s)
 
+    @spelled_out(RerankArguments)
     async def rerank(
-        self, query: str, documents: Sequence[str], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[RerankArguments],
     ) -> pb.RerankResponse:
         """Orders documents by their relevance to a query: `documents`, the best one first.
 
@@ -276,13 +308,14 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.ask(rerank(query, documents, arguments), timeout_s)
 
+    @spelled_out(ScoreArguments)
     async def score(
         self,
         continuations: Sequence[Prompt],
         context: Prompt | None = None,
         *,
-        timeout_s: float = ANSWER_TIMEOUT_S,
-        **arguments: Any,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
         """Says how likely texts, or lists of token ids, are behind a context: `scores`, in their order.
 
@@ -298,7 +331,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         return await self.ask(score(continuations, context, arguments), timeout_s)
 
     async def verify(
-        self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float = ANSWER_TIMEOUT_S
+        self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float | None = ANSWER_TIMEOUT_S
     ) -> Verification:
         """Has the request of a receipt run again, and the answer compared with it to the bit.
 
@@ -319,12 +352,34 @@ class AsyncClient(BaseClient[AsyncStream]):
 
         Raises:
             FissileError: the client has been closed.
+            RuntimeError: it is at work on another event loop.
         """
+        self._bind()
         if self._closed.is_set():
             raise cancelled()
         if target not in self._channels:
             self._channels[target] = self._channel(target)
         return InferenceServiceStub(self._channels[target])
+
+    def _bind(self) -> None:
+        """Makes the running event loop the client's own; channels of one that has ended are of no use any more.
+
+        Raises:
+            RuntimeError: the client is at work on another one.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RuntimeError("this AsyncClient is at work on another event loop; make one for each loop")
+        self._loop = loop
+        self._channels.clear()
+        if not self._closed.is_set():
+            self._closed = asyncio.Event()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._closed.is_set()
 
     def _begin(self, attempts: StreamAttempts) -> AsyncStream:
         calls = _Calls(self, attempts)
@@ -337,7 +392,7 @@ class AsyncClient(BaseClient[AsyncStream]):
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, credentials, options=options)
 
-    async def ask(self, asked: Unary[T], timeout_s: float) -> T:
+    async def ask(self, asked: Unary[T], timeout_s: float | None) -> T:
         """Makes a call with one answer, until it has worked.
 
         Raises:

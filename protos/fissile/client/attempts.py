@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from fissile.client.calls import Event, events_of
-from fissile.client.connections import Metadata
 from fissile.client.errors import FissileError
-from fissile.client.messages import Request, Response
+from fissile.client.messages import Request, Response, SentMetadata
 from fissile.client.progress import Progress
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -25,7 +24,7 @@ class Call:
     method: str
     request: Message
     timeout_s: float | None
-    metadata: Metadata
+    metadata: SentMetadata
 
 
 class Attempts:
@@ -42,7 +41,9 @@ class Attempts:
         num_calls: those that have been made.
     """
 
-    def __init__(self, method: str, request: Message, retries: Retries, metadata: Metadata, end: float | None) -> None:
+    def __init__(
+        self, method: str, request: Message, retries: Retries, metadata: SentMetadata, end: float | None
+    ) -> None:
         self.num_calls = 0
         self._method = method
         self._request = request
@@ -75,7 +76,7 @@ class StreamAttempts(Attempts):
     """The calls of one stream, each of which goes on behind what has come."""
 
     def __init__(
-        self, request: Request, retries: Retries, metadata: Metadata, end: float | None, *, has_receipts: bool
+        self, request: Request, retries: Retries, metadata: SentMetadata, end: float | None, *, has_receipts: bool
     ) -> None:
         method = "Chat" if isinstance(request, pb.ChatRequest) else "Generate"
         super().__init__(method, request, retries, metadata, end)

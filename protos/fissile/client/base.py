@@ -6,20 +6,24 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, Unpack
 
-from fissile.client.attempts import Attempts, StreamAttempts
-from fissile.client.calls import (
+from fissile.client.arguments import (
+    CallArguments,
+    ChatArguments,
+    ConnectionArguments,
+    GenerateArguments,
     Messages,
+    Metadata,
     Prompt,
-    chat_request,
-    embed_request,
-    generate_request,
-    rerank_request,
-    score_request,
-    split,
+    ReceiptArguments,
+    spelled_out,
 )
-from fissile.client.connections import Connection, Metadata
+from fissile.client.attempts import Attempts, StreamAttempts
+from fissile.client.calls import chat_request, embed_request, generate_request, rerank_request, score_request
+from fissile.client.connections import Connection
+from fissile.client.embeddings import Embeddings
+from fissile.client.fields import fill, items, number
 from fissile.client.messages import Request, Unary
 from fissile.client.receipts import Receipt, Verification, contradiction_of, replay
 from fissile.client.retries import Retries
@@ -66,63 +70,91 @@ class BaseStream:
         """Ends the call; what it held is free."""
         self._calls.cancel()
 
+    def __repr__(self) -> str:
+        """Shows the answers so far."""
+        progress = self.progress
+        answers = ", ".join(map(repr, progress.answers.values()))
+        return f"{type(self).__name__}({answers}, calls={self.num_calls}, request_id={progress.request_id!r})"
+
 
 class BaseClient(ABC, Generic[StreamT]):
     """A client, but for the waiting; arguments as of `Client`."""
 
-    def __init__(self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Any) -> None:
-        self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
-        self._give_up_s = give_up_s
+    def __init__(
+        self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Unpack[ConnectionArguments]
+    ) -> None:
+        given = [targets] if isinstance(targets, str) else items(targets, "targets")
+        self.connection = Connection(given, **connection)
+        self._give_up_s = number("give_up_s", give_up_s)
         # Calls begin at the routers in turn.
         self._turns = itertools.count()
 
-    def chat_stream(
-        self,
-        messages: Messages,
-        *,
-        timeout_s: float | None = ANSWER_TIMEOUT_S,
-        metadata: Metadata = (),
-        receipt: bool = False,
-        **arguments: Any,
-    ) -> StreamT:
+    def __repr__(self) -> str:
+        """Shows the routers, and whether it has been closed; no key."""
+        closed = ", closed" if self._is_closed else ""
+        return f"{type(self).__name__}({', '.join(map(repr, self.connection.targets))}{closed})"
+
+    @property
+    @abstractmethod
+    def _is_closed(self) -> bool:
+        """True if the client has been closed."""
+
+    @spelled_out(ChatArguments)
+    def chat_stream(self, messages: Messages, **arguments: Unpack[ChatArguments]) -> StreamT:
         """Answers a conversation.
 
         Args:
             messages: a text, or messages with `role` and `content`.
-            timeout_s: deadline of the whole answer, later attempts included; None is no deadline.
-            metadata: of this call, such as `traceparent`.
-            receipt: True asks for receipts, which are checked: `Answer.receipt`.
-            arguments: fields of SamplingParams and of ChatRequest, by name.
-        """
-        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata, has_receipts=receipt)
+            arguments: `timeout_s`, the deadline of the whole answer, later attempts included (None is no deadline);
+                `metadata` of this call, such as `traceparent`; `receipt`, True for receipts, which are checked
+                (`Answer.receipt`); and the fields of ChatRequest, SamplingParams and OutputOptions by their names.
 
-    def generate_stream(
-        self,
-        prompt: Prompt,
-        *,
-        timeout_s: float | None = ANSWER_TIMEOUT_S,
-        metadata: Metadata = (),
-        receipt: bool = False,
-        **arguments: Any,
-    ) -> StreamT:
-        """Continues a prompt, a text or token ids; arguments as of `chat_stream`."""
-        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata, has_receipts=receipt)
+        Raises:
+            ValueError: an argument that there is not, or a value that does not fit it.
+        """
+        of_call, of_request = _apart(arguments)
+        return self._stream(chat_request(messages, of_request), **of_call)
+
+    @spelled_out(GenerateArguments)
+    def generate_stream(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> StreamT:
+        """Continues a prompt, a text or token ids; arguments and errors as of `chat_stream`."""
+        of_call, of_request = _apart(arguments)
+        return self._stream(generate_request(prompt, of_request), **of_call)
 
     @abstractmethod
     def _begin(self, attempts: StreamAttempts) -> StreamT:
         """A stream that makes its first call when it is read."""
 
-    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata, *, has_receipts: bool) -> StreamT:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        sent = self.connection.metadata_of(metadata)
-        return self._begin(StreamAttempts(request, self._retries(), sent, end, has_receipts=has_receipts))
+    def _stream(
+        self,
+        request: Request,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
+        receipt: bool | ReceiptArguments | pb.ReceiptOptions = False,
+    ) -> StreamT:
+        if not isinstance(receipt, bool | Mapping | pb.ReceiptOptions):
+            raise ValueError(f"receipt is {receipt!r}; give True, False, or a mapping with logits_every")
+        if not isinstance(receipt, bool):
+            fill(request.output_options, {"receipt": receipt})
+        sent, end = self.connection.metadata_of(metadata), _end(timeout_s)
+        return self._begin(StreamAttempts(request, self._retries(), sent, end, has_receipts=receipt is not False))
 
-    def _attempts(self, call: Unary[Any], timeout_s: float) -> Attempts:
-        end = time.monotonic() + timeout_s
-        return Attempts(call.method, call.request, self._retries(), self.connection.metadata_of(), end)
+    def _attempts(self, call: Unary[Any], timeout_s: float | None) -> Attempts:
+        return Attempts(call.method, call.request, self._retries(), self.connection.metadata_of(), _end(timeout_s))
 
     def _retries(self) -> Retries:
         return Retries(self.connection.targets, self._give_up_s, next(self._turns))
+
+
+def _apart(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of a call, and those of its request."""
+    of_call = {name: value for name, value in arguments.items() if name in CallArguments.__annotations__}
+    return of_call, {name: value for name, value in arguments.items() if name not in of_call}
+
+
+def _end(timeout_s: float | None) -> float | None:
+    """Monotonic time of a deadline, None for none."""
+    return None if timeout_s is None else time.monotonic() + number("timeout_s", timeout_s)
 
 
 def list_models() -> Unary[list[pb.Model]]:
@@ -132,18 +164,18 @@ def list_models() -> Unary[list[pb.Model]]:
 
 def get_model(name: str) -> Unary[pb.Model]:
     """Asks for a model; "" is the only one."""
-    return Unary("GetModel", pb.GetModelRequest(model=name), lambda answer: answer.model)
+    return Unary("GetModel", fill(pb.GetModelRequest(), {"model": name}), lambda answer: answer.model)
 
 
 def count_tokens(messages: Messages, model: str) -> Unary[int]:
     """Asks how long the prompt of a conversation is."""
-    asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
+    asked = pb.CountTokensRequest(chat=chat_request(messages, {"model": model}))
     return Unary("CountTokens", asked, lambda answer: int(answer.prompt_tokens))
 
 
-def embed(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> Unary[pb.EmbedResponse]:
+def embed(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> Unary[Embeddings]:
     """Asks for vectors."""
-    return Unary("Embed", embed_request(inputs, fields), lambda answer: answer)
+    return Unary("Embed", embed_request(inputs, fields), Embeddings)
 
 
 def rerank(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> Unary[pb.RerankResponse]:
@@ -163,6 +195,9 @@ def begin_verification(receipt: Receipt | pb.ReplayRequest, worker_id: str) -> V
 
     Raises:
         ReceiptError: the token ids are not of the receipt's answer.
+        ValueError: it is no receipt, such as the None of an answer without one.
     """
+    if not isinstance(receipt, Receipt | pb.ReplayRequest):
+        raise ValueError(f"receipt is {receipt!r}; give the receipt of an answer, or a ReplayRequest")
     proof = receipt.proof if isinstance(receipt, Receipt) else receipt
     return contradiction_of(proof) or replay(proof, worker_id)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import reprlib
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from google.protobuf.message import Message
-
+from fissile.client.arguments import Messages, Prompt
+from fissile.client.fields import fill, items
 from fissile.client.messages import Response
-from fissile.client.progress import Answer, Progress, calls_of, reasoning_of, text_of
+from fissile.client.progress import Answer, Progress, calls_of, finish_name, reasoning_of, text_of
 from fissile.client.receipts import Receipt
 from fissile.v1 import inference_pb2 as pb
 
-Messages: TypeAlias = "str | Sequence[Mapping[str, Any] | pb.ChatMessage]"
-Prompt: TypeAlias = "str | Sequence[int]"
 _AnyRequest = TypeVar("_AnyRequest", pb.ChatRequest, pb.GenerateRequest)
-_AnyMessage = TypeVar("_AnyMessage", bound=Message)
+# By the names of arguments: the message of the request whose field they are. `receipt` is an argument of the call.
+_SPREAD: Mapping[str, str] = {
+    field.name: name
+    for name, message in (("sampling_params", pb.SamplingParams), ("output_options", pb.OutputOptions))
+    for field in message.DESCRIPTOR.fields
+    if field.name != "receipt"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +40,22 @@ class Delta:
     tool_calls: tuple[pb.ToolCallDelta, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Finished:
     """The end of an answer."""
 
     index: int
     finish: pb.Finish
 
+    def __repr__(self) -> str:
+        """Shows the reason."""
+        return f"Finished({self.index}, {finish_name(self.finish)}, {self.finish.usage.completion_tokens} tokens)"
+
 
 Event: TypeAlias = Delta | Finished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """All answers to a request.
 
@@ -63,6 +70,15 @@ class Result:
     prompt_info: pb.PromptInfo
     answers: Sequence[Answer]
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
+
+    def __repr__(self) -> str:
+        """Shows the answers in short."""
+        return f"Result({', '.join(map(repr, self.answers))}, request_id={self.request_id!r})"
+
+    def _repr_html_(self) -> str:
+        """Shows the whole answers in a notebook."""
+        texts = [html.escape(answer.text or repr(answer)) for answer in self.answers]
+        return "".join(f'<pre style="white-space: pre-wrap">{text}</pre>' for text in texts)
 
     @property
     def text(self) -> str:
@@ -97,30 +113,29 @@ class Result:
         return finish
 
 
-def chat_request(messages: Messages, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> pb.ChatRequest:
+def chat_request(messages: Messages, arguments: Mapping[str, Any]) -> pb.ChatRequest:
     """The request for a conversation; a text alone is a message of the user.
 
     Args:
         messages: the conversation.
-        sampling: fields of SamplingParams.
-        fields: further fields of the request.
+        arguments: as of `ChatArguments`, but for those of the call.
 
     Raises:
-        ValueError: a field that there is not, or a value of another type.
+        ValueError: an argument that there is not, or a value that does not fit it.
     """
-    given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    given = (
+        [{"role": "user", "content": messages}]
+        if isinstance(messages, str)
+        else items(messages, "messages", "a text, or a list of messages")
+    )
     request = pb.ChatRequest(messages=[_message(i, message) for i, message in enumerate(given)])
-    return _with_fields(request, sampling, fields)
+    return _with_arguments(request, arguments, ("messages",))
 
 
-def generate_request(prompt: Prompt, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, arguments: Mapping[str, Any]) -> pb.GenerateRequest:
     """The request for a prompt, a text or token ids; arguments and errors as of `chat_request`."""
-    request = pb.GenerateRequest()
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
-    return _with_fields(request, sampling, fields)
+    request = fill(pb.GenerateRequest(), _text_or_tokens(prompt, "prompt"))
+    return _with_arguments(request, arguments, ("text", "token_ids"))
 
 
 def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str = "") -> pb.Tool:
@@ -129,97 +144,102 @@ def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str =
     Args:
         name: of the tool.
         description: for the model to read.
-        parameters: JSON Schema of its arguments, as text or as Python values; their order is kept.
+        parameters: JSON Schema of its arguments, as text or as a mapping; its order is kept.
+
+    Raises:
+        ValueError: one of them is of another type.
     """
-    schema = parameters if isinstance(parameters, str) else json.dumps(parameters, ensure_ascii=False)
-    return pb.Tool(name=name, description=description, parameters_json=schema)
+    return fill(pb.Tool(), {"name": name, "description": description, "parameters_json": parameters})
 
 
 def embed_request(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> pb.EmbedRequest:
     """The request for vectors of texts or token ids; `fields` and errors as of `chat_request`."""
-    if isinstance(inputs, str):
-        raise ValueError(f"inputs is a list: give [{inputs!r}] for one")
-    return _filled(pb.EmbedRequest(inputs=map(_text_or_tokens, inputs)), fields)
+    return fill(pb.EmbedRequest(), {"inputs": _texts_or_tokens(inputs, "inputs"), **fields})
 
 
 def rerank_request(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> pb.RerankRequest:
     """The request for the order of documents; `fields` and errors as of `chat_request`."""
-    return _filled(pb.RerankRequest(), {"query": query, "documents": documents, **fields})
+    return fill(pb.RerankRequest(), {"query": query, "documents": documents, **fields})
 
 
 def score_request(
     continuations: Sequence[Prompt], context: Prompt | None, fields: Mapping[str, Any]
 ) -> pb.ScoreRequest:
     """The request for logprobs of texts or token ids; `fields` and errors as of `chat_request`."""
-    if isinstance(continuations, str):
-        raise ValueError(f"continuations is a list: give [{continuations!r}] for one")
-    behind = None if context is None else _text_or_tokens(context)
-    return _filled(pb.ScoreRequest(context=behind, continuations=map(_text_or_tokens, continuations)), fields)
+    behind = None if context is None else _text_or_tokens(context, "context")
+    given = {"context": behind, "continuations": _texts_or_tokens(continuations, "continuations")}
+    return fill(pb.ScoreRequest(), {**given, **fields})
 
 
-def _text_or_tokens(given: Prompt) -> pb.TextOrTokens:
-    return pb.TextOrTokens(text=given) if isinstance(given, str) else pb.TextOrTokens(token_ids=pb.TokenIds(ids=given))
+def _texts_or_tokens(given: Sequence[Prompt], path: str) -> list[dict[str, Any]]:
+    return [_text_or_tokens(each, f"{path}[{i}]") for i, each in enumerate(items(given, path))]
+
+
+def _text_or_tokens(given: Prompt, path: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"text": given}
+    ids = items(given, path, "a text, or a list of token ids")
+    if any(isinstance(each, str) for each in ids):
+        raise ValueError(f"{path} is a list of texts; give one text, or a list of token ids")
+    return {"token_ids": {"ids": ids}}
 
 
 def _message(place: int, message: Mapping[str, Any] | pb.ChatMessage) -> pb.ChatMessage:
     if isinstance(message, pb.ChatMessage):
         return message
+    path = f"messages[{place}]"
     if not isinstance(message, Mapping):
-        raise ValueError(f"messages[{place}] is {message!r}: give a mapping with role and content, or a ChatMessage")
-    return _filled(pb.ChatMessage(), message, f"messages[{place}].")
+        raise ValueError(f"{path} is {message!r}: give a mapping with role and content, or a ChatMessage")
+    given, content = dict(message), message.get("content")
+    if isinstance(content, list | tuple):
+        if given.pop("parts", None) is not None:
+            raise ValueError(f"{path}.content and {path}.parts are both given; give one of them")
+        del given["content"]
+        given["parts"] = [_part(f"{path}.content[{i}]", part) for i, part in enumerate(content)]
+    return fill(pb.ChatMessage(), given, f"{path}.")
 
 
-def _with_fields(request: _AnyRequest, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> _AnyRequest:
+def _part(path: str, part: Any) -> Any:
+    """A part of a message's content; other services have `{"type": "text", "text": ...}` for one of text."""
+    if isinstance(part, str):
+        return {"text": part}
+    if not isinstance(part, Mapping) or "type" not in part:
+        return part
+    if part["type"] != "text":
+        raise ValueError(f"{path}.type is {part['type']!r}; parts of type 'text' alone can be sent")
+    return {name: value for name, value in part.items() if name != "type"}
+
+
+def _with_arguments(request: _AnyRequest, arguments: Mapping[str, Any], own: Sequence[str]) -> _AnyRequest:
     """Fills a request in; SamplingParams is there also where nothing of it is given.
 
+    Args:
+        request: with its prompt.
+        arguments: fields of the request, and of its messages in `_SPREAD`.
+        own: fields that the prompt has filled.
+
     Raises:
-        ValueError: a field that is not for arguments, or as of `_filled`.
+        ValueError: an argument that there is not, or is given twice, or a value that does not fit it.
     """
     # What has come is known by its digest alone: the stream could not go on behind it by itself.
-    if "resume" in fields:
+    if "resume" in arguments:
         raise ValueError(
             "resume is not an argument: streams go on by themselves; the stubs resume what another program began"
         )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if taken := next((name for name in own if name in given), None):
+        raise ValueError(f"{taken} is not an argument: it is what the call is given first")
+    names = [*_SPREAD, *(name for name in request.DESCRIPTOR.fields_by_name if name not in (*own, "resume"))]
+    fill(request, {name: value for name, value in given.items() if name not in _SPREAD}, names=names)
     request.sampling_params.SetInParent()
-    _filled(request.sampling_params, _with_constraint(sampling))
-    return _filled(request, fields)
-
-
-def _with_constraint(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields with a constraint as the message has it: choices may be given as a list, a schema as a mapping."""
-    constraint = sampling.get("constraint")
-    if not isinstance(constraint, Mapping):
-        return sampling
-    made = dict(constraint)
-    if isinstance(made.get("json_schema"), Mapping):
-        made["json_schema"] = json.dumps(made["json_schema"], ensure_ascii=False)
-    if isinstance(made.get("choices"), list | tuple):
-        made["choices"] = {"texts": made["choices"]}
-    return {**sampling, "constraint": made}
-
-
-def _filled(message: _AnyMessage, fields: Mapping[str, Any], path: str = "") -> _AnyMessage:
-    """Sets fields one by one, so that an error says of which it is.
-
-    Raises:
-        ValueError: a field that there is not, or a value of another type.
-    """
-    for name, value in fields.items():
-        # A text is a sequence of texts too, and would become a list of its characters.
-        if isinstance(value, str) and hasattr(getattr(message, name, None), "extend"):
-            raise ValueError(f"{path}{name} is a list: give [{value!r}] for one")
-        try:
-            message.MergeFrom(type(message)(**{name: value}))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}{name}={reprlib.repr(value)}: {error}") from None
-    return message
-
-
-def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments by name as fields of SamplingParams and fields of the request."""
-    known = pb.SamplingParams.DESCRIPTOR.fields_by_name
-    sampling = {name: value for name, value in arguments.items() if name in known}
-    return sampling, {name: value for name, value in arguments.items() if name not in known}
+    spread = [name for name in given if name in _SPREAD]
+    for name in spread:
+        message = getattr(request, _SPREAD[name])
+        if any(field.name == name for field, _ in message.ListFields()):
+            raise ValueError(f"{name} is given twice: as an argument and in {_SPREAD[name]}")
+    for name in spread:
+        fill(getattr(request, _SPREAD[name]), {name: given[name]})
+    return request
 
 
 def events_of(part: Response) -> list[Event]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
-Metadata: TypeAlias = Sequence[tuple[str, str]]
+from fissile.client.arguments import Metadata
+from fissile.client.messages import SentMetadata
+
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):\d{1,5}")
 # A name that gRPC resolves, such as dns:///NAME:PORT.
 _NAME = re.compile(r"[a-z][a-z0-9+.-]*:.+")
+
+# Names of metadata, and values of those that are not binary. gRPC has names of its own, and HTTP/2 others.
+_METADATA_NAME = re.compile(r"[0-9a-z_.-]+")
+_METADATA_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
+_TAKEN = re.compile(r"grpc-.*|te|content-type|host|connection|transfer-encoding")
 
 # A router that comes back is found soon, one that is gone without a word is noticed, and calls to a name of several
 # routers take turns among those that are there.
@@ -57,12 +64,16 @@ class Connection:
         """Refuses what cannot work.
 
         Raises:
-            ValueError: no address, or none with a port, a key that cannot be sent, or what needs TLS without it.
+            ValueError: no address, or none with a port, a key or metadata that cannot be sent, or what needs TLS
+                without it.
         """
+        if not isinstance(self.targets, list | tuple) or not all(isinstance(each, str) for each in self.targets):
+            raise ValueError(f"targets is {self.targets!r}; give the addresses of routers as texts, HOST:PORT")
         if not self.targets or not all(self.targets):
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
         if odd := next((target for target in self.targets if not is_target(target)), None):
             raise ValueError(f"{odd!r} is not an address; give HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
+        sendable(self.metadata)
         if not is_key(self.api_key):
             raise ValueError("api_key has a character that no key has, such as the line break at the end of a file")
         if not self.tls and self.tls_ca is None and (self.client_cert is not None or self.tls_name):
@@ -87,10 +98,14 @@ class Connection:
         name = [("grpc.ssl_target_name_override", self.tls_name)] if self.tls_name else []
         return [*_CHANNEL_OPTIONS, *name, *self.options]
 
-    def metadata_of(self, call: Metadata = ()) -> tuple[tuple[str, str], ...]:
-        """Metadata of a call that has this of its own."""
+    def metadata_of(self, call: Metadata = ()) -> SentMetadata:
+        """Metadata of a call that has this of its own.
+
+        Raises:
+            ValueError: some of it cannot be sent.
+        """
         key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-        return (*key, *self.metadata, *call)
+        return (*key, *sendable(self.metadata), *sendable(call))
 
 
 def is_target(text: str) -> bool:
@@ -98,9 +113,38 @@ def is_target(text: str) -> bool:
     return bool(_ADDRESS.fullmatch(text) or _NAME.fullmatch(text))
 
 
+def sendable(metadata: Metadata) -> SentMetadata:
+    """Metadata as gRPC takes it.
+
+    Raises:
+        ValueError: it cannot be sent, or would arrive as something else. gRPC itself would say so in its log alone, and
+            fail the call with a status that looks like a router's.
+    """
+    pairs = [*metadata.items()] if isinstance(metadata, Mapping) else metadata
+    if isinstance(pairs, str | bytes) or not hasattr(pairs, "__iter__"):
+        raise ValueError(f"metadata is {metadata!r}; give pairs of a name and a value")
+    return tuple(_sendable_pair(f"metadata[{i}]", pair) for i, pair in enumerate(pairs))
+
+
+def _sendable_pair(path: str, pair: Any) -> tuple[str, str | bytes]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise ValueError(f"{path} is {pair!r}; give a name and a value")
+    name, value = pair
+    if not isinstance(name, str) or not _METADATA_NAME.fullmatch(name) or _TAKEN.fullmatch(name):
+        wanted = "lower-case letters, digits, '-', '_' and '.', and no name of gRPC's own, such as grpc-timeout or te"
+        raise ValueError(f"{path} has the name {name!r}, which cannot be sent; names have {wanted}")
+    if name.endswith("-bin"):
+        if not isinstance(value, bytes):
+            raise ValueError(f"{path}, {name}, has the value {value!r}; names that end with -bin have bytes")
+    elif not isinstance(value, str) or not _METADATA_VALUE.fullmatch(value):
+        wanted = "texts of printable ASCII without a blank at either end, and names that end with -bin have any bytes"
+        raise ValueError(f"{path}, {name}, has the value {value!r}, which cannot be sent; values are {wanted}")
+    return name, value
+
+
 def is_key(text: str) -> bool:
     """True if metadata can hold `text` as a key, as it is; also of "", no key."""
-    return text.isascii() and text.isprintable() and text == text.strip()
+    return isinstance(text, str) and text.isascii() and text.isprintable() and text == text.strip()
 
 
 def _read(path: str | Path | None) -> bytes | None:

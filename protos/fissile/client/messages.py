@@ -13,6 +13,8 @@ from fissile.v1 import inference_pb2 as pb
 T = TypeVar("T")
 Request: TypeAlias = "pb.GenerateRequest | pb.ChatRequest"
 Response: TypeAlias = "pb.GenerateResponse | pb.ChatResponse"
+# Metadata as gRPC takes it.
+SentMetadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import reprlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ from fissile.v1 import inference_pb2 as pb
 
 # Routers allow far fewer answers and refuse more; nothing is kept for a number that is none.
 _MOST_ANSWERS = 4096
+# Texts in reprs: a line of a terminal.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
+
+
+def finish_name(finish: pb.Finish) -> str:
+    """Reason of an answer's end: `stop`, `length` or `tool_calls`."""
+    return pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def text_of(part: Response) -> str:
@@ -53,7 +62,7 @@ class _Text:
         return self._parts[0] if self._parts else ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Answer:
     """One answer, as far as it has come.
 
@@ -73,6 +82,18 @@ class Answer:
     _text: _Text = field(default_factory=_Text)
     _reasoning: _Text = field(default_factory=_Text)
     _calls: list[tuple[str, str, _Text]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Shows beginning and end of its texts, and its end."""
+        shown = [f"{self.index}, {_SHORT.repr(self.text)}"]
+        if self.reasoning:
+            shown.append(f"reasoning={_SHORT.repr(self.reasoning)}")
+        if self._calls:
+            shown.append(f"tool_calls=[{', '.join(name for _, name, _ in self._calls)}]")
+        if self.finish is not None:
+            shown.append(finish_name(self.finish))
+            shown.append(f"{self.finish.usage.completion_tokens} tokens")
+        return f"Answer({', '.join(shown)})"
 
     @property
     def text(self) -> str:

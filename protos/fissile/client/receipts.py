@@ -20,7 +20,7 @@ from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Receipt:
     """The receipt of one answer, checked against the answer that has come.
 
@@ -36,6 +36,11 @@ class Receipt:
     request: Request
     token_ids: tuple[int, ...]
     is_of_request: bool = False
+
+    def __repr__(self) -> str:
+        """Shows its digest in short."""
+        digest = self.message.receipt_sha256.hex()[:16]
+        return f"Receipt({digest}, {len(self.token_ids)} tokens, is_of_request={self.is_of_request})"
 
     @property
     def proof(self) -> pb.ReplayRequest:

@@ -8,10 +8,21 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from fissile.client.arguments import (
+    ChatArguments,
+    ConnectionArguments,
+    EmbedArguments,
+    GenerateArguments,
+    Messages,
+    Prompt,
+    RerankArguments,
+    ScoreArguments,
+    spelled_out,
+)
 from fissile.client.attempts import StreamAttempts
 from fissile.client.base import (
     ANSWER_TIMEOUT_S,
@@ -26,7 +37,8 @@ from fissile.client.base import (
     rerank,
     score,
 )
-from fissile.client.calls import Event, Messages, Prompt, Result, result_of
+from fissile.client.calls import Event, Result, result_of
+from fissile.client.embeddings import Embeddings
 from fissile.client.errors import FissileError, again, cancelled, error_of
 from fissile.client.messages import Unary
 from fissile.client.receipts import Receipt, Verification
@@ -164,7 +176,10 @@ class Client(BaseClient[Stream]):
         connection: further options of `Connection`, such as `api_key` and `tls_ca`.
     """
 
-    def __init__(self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Any) -> None:
+    @spelled_out(ConnectionArguments)
+    def __init__(
+        self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Unpack[ConnectionArguments]
+    ) -> None:
         super().__init__(targets, give_up_s=give_up_s, **connection)
         self._channels: dict[str, grpc.Channel] = {}
         self._running = weakref.WeakSet[_Calls]()
@@ -192,7 +207,8 @@ class Client(BaseClient[Stream]):
         for channel in channels:
             channel.close()
 
-    def chat(self, messages: Messages, **arguments: Any) -> Result:
+    @spelled_out(ChatArguments)
+    def chat(self, messages: Messages, **arguments: Unpack[ChatArguments]) -> Result:
         """Answers a conversation, whole; arguments as of `chat_stream`.
 
         Raises:
@@ -200,7 +216,8 @@ class Client(BaseClient[Stream]):
         """
         return self.chat_stream(messages, **arguments).result()
 
-    def generate(self, prompt: Prompt, **arguments: Any) -> Result:
+    @spelled_out(GenerateArguments)
+    def generate(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> Result:
         """Continues a prompt, whole; arguments as of `chat_stream`.
 
         Raises:
@@ -208,7 +225,7 @@ class Client(BaseClient[Stream]):
         """
         return self.generate_stream(prompt, **arguments).result()
 
-    def models(self, *, timeout_s: float = QUESTION_TIMEOUT_S) -> list[pb.Model]:
+    def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> list[pb.Model]:
         """The models that can be asked for.
 
         Raises:
@@ -216,7 +233,7 @@ class Client(BaseClient[Stream]):
         """
         return self.ask(list_models(), timeout_s)
 
-    def model(self, name: str = "", *, timeout_s: float = QUESTION_TIMEOUT_S) -> pb.Model:
+    def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
         """A model; "" is the only one that is served.
 
         Raises:
@@ -224,7 +241,7 @@ class Client(BaseClient[Stream]):
         """
         return self.ask(get_model(name), timeout_s)
 
-    def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = QUESTION_TIMEOUT_S) -> int:
+    def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float | None = QUESTION_TIMEOUT_S) -> int:
         """Prompt tokens of a conversation.
 
         Raises:
@@ -232,10 +249,15 @@ class Client(BaseClient[Stream]):
         """
         return self.ask(count_tokens(messages, model), timeout_s)
 
+    @spelled_out(EmbedArguments)
     def embed(
-        self, inputs: Sequence[Prompt], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
-    ) -> pb.EmbedResponse:
-        """Turns texts, or lists of token ids, into vectors: `embeddings`, in their order.
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[EmbedArguments],
+    ) -> Embeddings:
+        """Turns texts, or lists of token ids, into vectors, in their order.
 
         Args:
             inputs: at most 2,048.
@@ -247,8 +269,14 @@ class Client(BaseClient[Stream]):
         """
         return self.ask(embed(inputs, arguments), timeout_s)
 
+    @spelled_out(RerankArguments)
     def rerank(
-        self, query: str, documents: Sequence[str], *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[RerankArguments],
     ) -> pb.RerankResponse:
         """Orders documents by their relevance to a query: `documents`, the best one first.
 
@@ -263,13 +291,14 @@ class Client(BaseClient[Stream]):
         """
         return self.ask(rerank(query, documents, arguments), timeout_s)
 
+    @spelled_out(ScoreArguments)
     def score(
         self,
         continuations: Sequence[Prompt],
         context: Prompt | None = None,
         *,
-        timeout_s: float = ANSWER_TIMEOUT_S,
-        **arguments: Any,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
         """Says how likely texts, or lists of token ids, are behind a context: `scores`, in their order.
 
@@ -285,7 +314,7 @@ class Client(BaseClient[Stream]):
         return self.ask(score(continuations, context, arguments), timeout_s)
 
     def verify(
-        self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float = ANSWER_TIMEOUT_S
+        self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float | None = ANSWER_TIMEOUT_S
     ) -> Verification:
         """Has the request of a receipt run again, and the answer compared with it to the bit.
 
@@ -328,6 +357,10 @@ class Client(BaseClient[Stream]):
                 raise cancelled() from None
             raise
 
+    @property
+    def _is_closed(self) -> bool:
+        return self._closed.is_set()
+
     def _begin(self, attempts: StreamAttempts) -> Stream:
         calls = _Calls(self, attempts)
         with self._lock:
@@ -340,7 +373,7 @@ class Client(BaseClient[Stream]):
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, credentials, options=options)
 
-    def ask(self, asked: Unary[T], timeout_s: float) -> T:
+    def ask(self, asked: Unary[T], timeout_s: float | None) -> T:
         """Makes a call with one answer, until it has worked.
 
         Raises:

@@ -17,7 +17,7 @@ from common.cli.core.options import Bias
 def test_masks_and_biases_are_sent() -> None:
     options = {"logit_bias": ((42, -1.5), (7, 3.0)), "bad_words": ("no", "never"), "allowed_token_ids": (42, 5)}
     sampling = given({**options, "seed": None, "stop_strings": ()})
-    sent = generate_request("hi", sampling, {}).sampling_params
+    sent = generate_request("hi", sampling).sampling_params
     assert dict(sent.logit_bias) == {42: -1.5, 7: 3.0}
     assert (list(sent.bad_words), list(sent.allowed_token_ids)) == (["no", "never"], [42, 5])
     assert not sent.HasField("seed")
