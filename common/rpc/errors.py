@@ -7,6 +7,7 @@ the one that was sent. So every text in it is bounded here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import Any, Final, NoReturn
 
@@ -51,6 +52,8 @@ async def abort(
     metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
     if behind is not None and not await behind:
         raise asyncio.CancelledError
+    if error.code is grpc.StatusCode.CANCELLED:
+        await _commit(context)
     try:
         await context.abort(status.code, status.details, metadata)
     except grpc.aio.AbortError:
@@ -60,6 +63,17 @@ async def abort(
         # gRPC would log a traceback for what is a client that has gone.
         raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")
+
+
+async def _commit(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Sends the headers of the response, after which neither gRPC's retry policies nor Envoy's repeat the call.
+
+    They repeat a CANCELLED without headers, gRPC's own status for a call that the server never saw. A call that an
+    operator has cancelled would run again.
+    """
+    # Already sent, or the client has gone.
+    with contextlib.suppress(grpc.aio.UsageError, grpc.aio.InternalError):
+        await context.send_initial_metadata(())
 
 
 def bounded(error: ApiError) -> ApiError:
