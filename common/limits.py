@@ -295,6 +295,9 @@ TASK_RESTART_S = 0.1
 TASK_RESTART_MAX_S = 10.0
 TASK_FORGIVEN_S = 60.0
 
+# Earlier messages of `fissile chat`: some 10,000 lines. The older half of a longer file is dropped.
+MAX_CHAT_HISTORY_BYTES = MIB
+
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25
 DRAIN_TIMEOUT_S = 30.0

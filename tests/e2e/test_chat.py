@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import pty
+import re
+import struct
 import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from tests.e2e.fake_worker import FakeWorker, letters, short
@@ -29,6 +35,8 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 LETTERS = "hijklmnpqrstuvwxyz"
+# The editor asks the terminal to mark pastes whenever it begins to read a message.
+PASTES = "\x1b[?2004h"
 
 
 def prompts(b: Bench) -> list[str]:
@@ -110,9 +118,13 @@ class Terminal:
         shown: what the terminal has shown.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, kind: str = "dumb", columns: int = 0, state: Path | None = None) -> None:
         self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         self._arguments = arguments
+        # No test reads the history of those who run it, or writes to it.
+        self._history = {"XDG_STATE_HOME": str(state)} if state else {"FISSILE_HISTORY": "0"}
+        self._kind = kind
         self._slave = slave
         self.shown = ""
         self._searched = 0
@@ -125,7 +137,7 @@ class Terminal:
             stdin=self._slave,
             stdout=self._slave,
             stderr=self._slave,
-            env={**os.environ, "TERM": "dumb"},
+            env={**os.environ, "TERM": self._kind, "PROMPT_TOOLKIT_NO_CPR": "1", **self._history},
         )
         os.close(self._slave)
         asyncio.get_running_loop().add_reader(self._master, self._read)
@@ -145,6 +157,15 @@ class Terminal:
             # The other end is closed.
             asyncio.get_running_loop().remove_reader(self._master)
 
+    @property
+    def is_dumb(self) -> bool:
+        """True if it shows characters alone."""
+        return self._kind == "dumb"
+
+    def paste(self, text: str) -> None:
+        """Pastes as a terminal does that has been told to mark pastes."""
+        self.type(f"\x1b[200~{text}\x1b[201~")
+
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
@@ -157,10 +178,10 @@ class Terminal:
 
 
 @asynccontextmanager
-async def terminal(b: Bench, *arguments: str) -> AsyncIterator[Terminal]:
-    async with Terminal("--address", b.router.server.address, *arguments) as made:
+async def terminal(b: Bench, *arguments: str, **options: Any) -> AsyncIterator[Terminal]:
+    async with Terminal("--address", b.router.server.address, *arguments, **options) as made:
         await made.sees("/help lists the commands")
-        await made.sees("> ")
+        await made.sees("> " if made.is_dumb else PASTES)
         yield made
 
 
@@ -211,6 +232,96 @@ async def test_what_goes_wrong_on_a_terminal_is_a_line() -> None:
         await chat.sees("> ")
         chat.type("/quit\n")
         assert await chat.process.wait() == 0
+
+
+def said(b: Bench) -> list[str]:
+    """Messages of the user in the last conversation that the worker has got."""
+    # Special tokens are not shown.
+    turns = prompts(b)[-1].split("user\n")[1:]
+    return [turn.partition("assistant\n")[0] for turn in turns]
+
+
+async def test_a_paste_of_several_lines_is_one_message() -> None:
+    """O16: three lines were three questions."""
+    async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind="xterm", columns=80) as chat:
+        for pasted in (
+            "one\ntwo\nthree",
+            "  indented \\\n\tmore\n",
+            '"""\na docstring\n"""',
+            "/usr/bin/x\nwhat is it?",
+        ):
+            chat.paste(pasted)
+            chat.type("\r")
+            await chat.sees("hello")
+            await chat.sees(PASTES)
+            assert said(b)[-1] == pasted.rstrip()
+        assert len(b.workers[0].submitted) == 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("one\\\rtwo\\\rthree\r", "one\ntwo\nthree"),
+        ('"""one\r\rtwo"""\r', "one\n\ntwo"),
+        ('"""\rone\r"""\r', "one"),
+        ('"""one"""\r', "one"),
+        ("path \\\\\r", "path \\\\"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+@pytest.mark.each_value
+async def test_a_message_of_several_lines_is_typed(typed: str, message: str, kind: str) -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind=kind, columns=80) as chat:
+        chat.type(typed)
+        await chat.sees("hello")
+        assert said(b) == [message]
+
+
+async def test_earlier_messages_are_found_in_a_later_conversation(tmp_path: Path) -> None:
+    kept = tmp_path / "fissile" / "chat_history"
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        async with terminal(b, kind="xterm", columns=80, state=tmp_path) as chat:
+            chat.paste("first\nof two lines")
+            chat.type("\r")
+            await chat.sees("hello")
+            await chat.sees(PASTES)
+        assert kept.stat().st_mode & 0o777 == 0o600
+        assert kept.parent.stat().st_mode & 0o777 == 0o700
+        for options, found in (([], "first\nof two lines"), (["--no-history"], "")):
+            before = kept.read_bytes()
+            async with terminal(b, *options, kind="xterm", columns=80, state=tmp_path) as chat:
+                chat.type("\x1b[A!\r")
+                await chat.sees("hello")
+            assert said(b)[-1] == f"{found}!"
+            assert (kept.read_bytes() == before) == bool(options)
+
+
+async def test_a_history_that_cannot_be_kept_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "fissile").write_text("no folder")
+    async with (
+        bench(FakeWorker(FILES, answer=short)) as b,
+        Terminal("--address", b.router.server.address, kind="xterm", columns=80, state=tmp_path) as chat,
+    ):
+        await chat.sees("the history is not kept")
+        await chat.sees(PASTES)
+        chat.type("hi\r")
+        await chat.sees("hello")
+
+
+def words(_: wpb.SubmitSequence) -> list[int]:
+    """Words of four letters and a blank, without an end."""
+    return [*TOKENIZER.encode("lion ")] * 400
+
+
+async def test_answers_are_wrapped_between_words() -> None:
+    worker = FakeWorker(FILES, answer=words)
+    async with bench(worker) as b, terminal(b, "--max-tokens", "200", kind="xterm", columns=23) as chat:
+        chat.type("say\r")
+        await chat.sees("\x1b[?2004l")
+        shown = await chat.sees("(the answer")
+        lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).split()
+        assert set(lines) == {"lion"}
+        assert all(len(line) <= 23 and not line.strip().replace("lion", "").strip() for line in shown.splitlines())
 
 
 async def test_an_answer_that_is_cut_says_so() -> None:

@@ -6,7 +6,6 @@ A model that calls tools waits for their results: the next line is one, or what 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import sys
@@ -35,17 +34,23 @@ from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
 from common.cli.core.options import option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
+from common.cli.core.word_wrap import WordWrap
 
 HELP: Final = """\
 /help         lists these commands
 /reset        forgets the conversation
-/system TEXT  begins the conversation with this system message; without TEXT, with none
+/system TEXT  begins the conversation with this system message; without TEXT,
+              with none
 /save FILE    writes the conversation to FILE, as JSON
 /usage        shows the figures of the last answer, and the tokens of all
 /quit         ends, as Ctrl-D does
 //TEXT        sends /TEXT, which is no command
+A backslash at the end of a line begins another one, and so does Enter behind
+three quotes that begin a message, until three others end it. A paste is one
+message. Up and Ctrl-R find earlier ones.
 Ctrl-C ends an answer; what has come of it stays in the conversation.
-Where a tool is called (--tools), the next line is its result; Ctrl-C there leaves the calls out."""
+Where a tool is called (--tools), the next line is its result; Ctrl-C there
+leaves the calls out."""
 PROMPT: Final = "> "
 
 
@@ -122,13 +127,25 @@ class Chat:
         client: of the routers.
         request: fields of every request besides messages and session.
         conversation: so far.
+        read: gives the next message.
         tools: give the results of calls.
+        wrap: breaks the lines of answers.
         on_terminal: True if standard input is a terminal.
     """
 
     def __init__(
-        self, client: Client, request: Mapping[str, Any], conversation: Conversation, tools: Tools, *, on_terminal: bool
+        self,
+        client: Client,
+        request: Mapping[str, Any],
+        conversation: Conversation,
+        read: ReadLine,
+        tools: Tools,
+        wrap: WordWrap | None = None,
+        *,
+        on_terminal: bool,
     ) -> None:
+        self._read = read
+        self._wrap = wrap
         self._tools = tools
         self._client = client
         self._request = request
@@ -143,17 +160,17 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Takes one line after the other until there is none, or one says so.
+        """Takes one message after the other until there is none, or one says so.
 
         Raises:
             CommandError: of a pipe, a line is no command, or a call has failed.
         """
         while True:
             try:
-                line = self._tools.read(PROMPT)
-                if line is None or line.strip() in ("/quit", "/exit"):
+                message = self._read(PROMPT)
+                if message is None or message.strip() in ("/quit", "/exit"):
                     return
-                self._take(line.strip())
+                self._take(message)
             except KeyboardInterrupt:
                 if not self._on_terminal:
                     raise
@@ -163,14 +180,19 @@ class Chat:
                     raise
                 _note(f"error: {error}")
 
-    def _take(self, line: str) -> None:
-        if line.startswith("/") and not line.startswith("//"):
-            name, _, argument = line[1:].partition(" ")
-            if name not in self._commands:
-                raise CommandError(f"there is no command /{name}; /help lists those that there are")
-            self._commands[name](argument.strip())
-        elif line:
-            self._ask(line.removeprefix("/") if line.startswith("//") else line)
+    def _take(self, message: str) -> None:
+        text = message.strip()
+        name = text.split(maxsplit=1)[0] if text else ""
+        # A text of several lines may begin with a path.
+        if name.removeprefix("/") in self._commands and name.startswith("/"):
+            self._commands[name[1:]](text[len(name) :].strip())
+        elif name.startswith("/") and not name.startswith("//") and "\n" not in text:
+            raise CommandError(f"there is no command {name}; /help lists those that there are")
+        elif text.startswith("//"):
+            self._ask(text[1:])
+        elif text:
+            # The indentation of several lines is a part of them.
+            self._ask(message.strip("\r\n").rstrip() if "\n" in text else text)
 
     def _ask(self, text: str) -> None:
         """Sends a message, and results of tools as long as the answers call some."""
@@ -207,7 +229,7 @@ class Chat:
         return results or []
 
     def _show(self, stream: Stream) -> None:
-        shown = TextStream()
+        shown = TextStream(wrap=self._wrap)
         calls = CallLines(shown)
         try:
             with stream:
@@ -244,17 +266,16 @@ def _note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def typed_line(prompt: str) -> str | None:
-    """The next line of a terminal, None at Ctrl-D."""
-    try:
-        if sys.stdout.isatty():
-            return input(prompt)
-        # `input` would write it among the answers.
-        click.echo(prompt, err=True, nl=False)
-        return input()
-    except EOFError:
-        _note("")
-        return None
+def by_terminal(*, keeps_history: bool) -> tuple[ReadLine, ReadLine, WordWrap]:
+    """Readers of messages and of single lines on a terminal, and what breaks the lines of answers there."""
+    # A tenth of a second, which no other command takes.
+    from prompt_toolkit.utils import get_cwidth, is_dumb_terminal  # noqa: PLC0415
+
+    from common.cli.client.message_editor import MessageEditor, PlainEditor, history_file  # noqa: PLC0415
+
+    kept = history_file() if keeps_history else None
+    editor = PlainEditor() if is_dumb_terminal() else MessageEditor(kept)
+    return editor.message, editor.answer, WordWrap(0, get_cwidth)
 
 
 def piped_line(_: str) -> str | None:
@@ -299,6 +320,11 @@ def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: b
     "--confirm/--no-confirm", "confirms", envvar="FISSILE_CONFIRM", default=True,
     help="Ask before a command of --tool-command runs. Default: ask.",
 )  # fmt: skip
+@option(
+    "--history/--no-history", "keeps_history", envvar="FISSILE_HISTORY", default=True,
+    help="Keep what you type for later conversations, in fissile/chat_history of the folder XDG_STATE_HOME, which you "
+    "alone can read. Only on a terminal. Default: keep.",
+)  # fmt: skip
 @with_sampling_options
 @with_credentials
 @timeout_option
@@ -309,13 +335,15 @@ def chat(
     tools_file: Path | None,
     tool_commands: Sequence[tuple[str, tuple[str, ...]]],
     confirms: bool,
+    keeps_history: bool,
     credentials: Credentials,
     timeout: float,
     **sampling: Any,
 ) -> None:
     """Talk to a model: its answers stream, and it knows what was said before.
 
-    Without a terminal each line of standard input is a turn. /help lists the commands of a conversation. With --tools
+    Without a terminal each line of standard input is a turn. On one, a paste of several lines is one message, and a
+    backslash at the end of a line begins another. /help lists the commands of a conversation. With --tools
     the model may call tools. Each call is shown as `name(arguments)`, and the next line is its result, which the model
     gets and goes on; from a pipe too. Exit code: 0 ended, 1 failed, 2 something must be changed, 3 it may work later.
     """
@@ -324,14 +352,15 @@ def chat(
     commands = commands_of(tool_commands, declared)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with contextlib.suppress(ImportError):
-        # Its import alone gives `input` editing, and the lines before.
-        import readline  # noqa: F401, PLC0415
     with Client(**client_arguments(addresses, credentials)) as client:
         found = chatting_model(client, model, timeout, with_tools=bool(declared))
         request = {"model": model, "timeout_s": timeout, **chosen, **({"tools": declared} if declared else {})}
         if on_terminal:
             _note(f"{found.name} at {','.join(addresses)}; /help lists the commands, Ctrl-D ends")
-        read: ReadLine = typed_line if on_terminal else piped_line
-        tools = Tools(read, _note, commands, confirms=confirms, is_forgiving=on_terminal)
-        Chat(client, request, Conversation(system), tools, on_terminal=on_terminal).run()
+        message: ReadLine = piped_line
+        line: ReadLine = piped_line
+        wrap: WordWrap | None = None
+        if on_terminal:
+            message, line, wrap = by_terminal(keeps_history=keeps_history)
+        tools = Tools(line, _note, commands, confirms=confirms, is_forgiving=on_terminal)
+        Chat(client, request, Conversation(system), message, tools, wrap, on_terminal=on_terminal).run()

@@ -5,10 +5,12 @@ Lines and the spinner go to standard error, the answer goes to standard output.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 
 from common.cli.core.client import printable
+from common.cli.core.word_wrap import WordWrap
 from common.telemetry.output import in_order
 
 _DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
@@ -17,36 +19,52 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 @dataclass(slots=True)
 class TextStream:
-    """An answer on standard output, each piece at once."""
+    """An answer on standard output, each piece at once.
+
+    Attributes:
+        quiet: prints nothing.
+        wrap: breaks lines between words, on a terminal; None leaves that to the terminal, which breaks words.
+    """
 
     quiet: bool = False
+    wrap: WordWrap | None = None
     _open_line: bool = False
     _is_thinking: bool = False
 
     def think(self, text: str) -> None:
         """Prints the next piece of reasoning, dim, on a terminal alone: it is no part of the answer."""
         if text and not self.quiet and sys.stdout.isatty():
-            in_order(sys.stderr)
-            sys.stdout.write(_DIM + printable(text, terminal=True) + _NOT_DIM)
-            sys.stdout.flush()
             self._open_line = self._is_thinking = True
+            self._print(self._wrapped(printable(text, terminal=True)))
 
     def write(self, text: str) -> None:
         """Prints the next piece."""
         if text and self._is_thinking:
-            self._is_thinking = False
             self.end_line()
         if text and not self.quiet:
-            in_order(sys.stderr)
-            sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
-            sys.stdout.flush()
             self._open_line = True
+            self._print(self._wrapped(printable(text, terminal=sys.stdout.isatty())))
 
     def end_line(self) -> None:
         """Ends the last line when anything was printed, whether or not the answer is complete."""
         if self._open_line:
-            self._open_line = False
+            self._print(self.wrap.end() if self.wrap else "")
+            self._open_line = self._is_thinking = False
             sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def _wrapped(self, text: str) -> str:
+        if self.wrap is None or not sys.stdout.isatty():
+            return text
+        # A terminal that does not say how wide it is breaks lines itself; others change their width.
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+        self.wrap.width = columns or sys.maxsize
+        return self.wrap.feed(text)
+
+    def _print(self, text: str) -> None:
+        if text:
+            in_order(sys.stderr)
+            sys.stdout.write(_DIM + text + _NOT_DIM if self._is_thinking else text)
             sys.stdout.flush()
 
 
