@@ -78,8 +78,9 @@ sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and 
 	@$(BIN)/python scripts/tidy.py
 	@$(BIN)/python scripts/sanitize.py
 
-protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
+protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto, and the descriptor set for Envoy
 	@scripts/protos.sh protos
+	@PYTHONPATH=protos $(BIN)/python scripts/descriptor_set.py
 
 DOCS_STAMP := .venv-docs/.installed
 $(DOCS_STAMP): requirements/docs.lock scripts/setup.sh

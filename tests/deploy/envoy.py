@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.tools import DEPLOY, tool
+from tests.deploy.tools import DEPLOY, ROOT, tool
 from tests.e2e.service import free_port
 
 START_TIMEOUT_S = 60.0
@@ -94,7 +94,8 @@ def running_envoy(folder: Path, configuration: Configuration, upstream_ports: Se
     path.write_text(yaml.safe_dump(configuration), encoding="utf-8")
     command = [tool("envoy"), "-c", path, "--disable-hot-restart", "--concurrency", "1", "--log-level", "warn"]
     with log.open("wb") as output:
-        process = subprocess.Popen([*map(str, command)], stdout=output, stderr=output)
+        # The path of the descriptor set is from the root of the checkout.
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=output)
     envoy = Envoy(port, admin_port, log, process)
     try:
         envoy.wait(lambda: envoy.admin("/ready")[0] == 200, "ready")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import re
 import signal
 import struct
@@ -14,11 +15,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from google.protobuf.json_format import MessageToJson, ParseDict
 from google.protobuf.message import Message
 
 from router.api.tenants import TENANT_KEY
@@ -179,6 +182,73 @@ def test_pages_may_send_what_a_client_sends() -> None:
 def test_pages_of_other_origins_may_not_read_answers(mesh: Mesh) -> None:
     response, _, _ = web_call(mesh.envoy, request(902), {"origin": "https://elsewhere.example.com"})
     assert response.getheader("access-control-allow-origin") is None
+
+
+def by_json(mesh: Mesh, method: str, body: str, query: str = "") -> tuple[int, str]:
+    """Status and body of a POST of JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", mesh.envoy.port, timeout=60)
+    with contextlib.closing(connection):
+        path = f"/fissile.v1.InferenceService/{method}{query}"
+        connection.request("POST", path, body.encode(), {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_json_gets_the_answers_that_grpc_gets(mesh: Mesh) -> None:
+    """O19: curl needs no gRPC."""
+    asked = request(41, 30)
+    whole = generate(mesh.stub, asked)
+    status, once = by_json(mesh, "GenerateOnce", MessageToJson(asked))
+    assert status == 200
+    answer = ParseDict(json.loads(once), pb.GenerateOnceResponse()).answers[0]
+    assert (answer.text, list(answer.token_ids)) == (whole.text, whole.token_ids)
+    status, lines = by_json(mesh, "Generate", MessageToJson(asked, preserving_proto_field_name=True))
+    parts = [ParseDict(json.loads(line), pb.GenerateResponse()) for line in lines.splitlines() if line]
+    assert (status, "".join(part.text for part in parts)) == (200, whole.text)
+    assert [part.HasField("finish") for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_a_large_request_and_a_chat_pass_as_json(mesh: Mesh) -> None:
+    messages = {"messages": [{"role": "user", "content": "é" * 300_000}], "sampling_params": {"max_tokens": 1}}
+    status, body = by_json(mesh, "ChatOnce", json.dumps(messages))
+    assert (status, json.loads(body)["details"][0]["field_violations"][0]["field"]) == (400, "messages")
+    status, body = by_json(mesh, "ListModels", "{}")
+    assert (status, json.loads(body)["models"][0]["name"]) == (200, "test")
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "status", "reason", "field"),
+    [
+        ("GenerateOnce", {"text": "a", "sampling_params": {"top_p": 0}}, 400, "INVALID_FIELD", "sampling_params.top_p"),
+        ("Generate", {"text": "a", "sampling_params": {"top_p": 0}}, 400, "INVALID_FIELD", "sampling_params.top_p"),
+        ("GetModel", {"model": "other"}, 404, "UNKNOWN_MODEL", None),
+        ("ChatOnce", {}, 400, "INVALID_FIELD", "messages"),
+        (
+            "ChatOnce",
+            {"messages": [{"role": "user", "parts": [{"image": {}}]}]},
+            501,
+            "UNSERVED_FIELD",
+            "messages.parts.image",
+        ),
+    ],
+)
+def test_an_error_is_json_with_its_reason_and_field(
+    mesh: Mesh, method: str, body: dict[str, Any], status: int, reason: str, field: str | None
+) -> None:
+    """O19: the body was empty where the descriptor set lacked the types of details."""
+    got, said = by_json(mesh, method, json.dumps(body))
+    details = json.loads(said)["details"]
+    assert (got, [each["reason"] for each in details if "reason" in each]) == (status, [reason])
+    named = [each["field"] for detail in details for each in detail.get("field_violations", ())]
+    assert named == ([] if field is None else [field])
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "query", "status"),
+    [("ChatOnce", '{"messages": [', "", 400), ("Nothing", "{}", "", 404), ("ListModels", "{}", "?page=2", 400)],
+)
+def test_what_is_no_request_ends_in_envoy(mesh: Mesh, method: str, body: str, query: str, status: int) -> None:
+    assert by_json(mesh, method, body, query)[0] == status
 
 
 def test_a_deadline_reaches_the_router(mesh: Mesh) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2 as dpb
 
+from scripts.descriptor_set import PLACE, descriptor_set
+
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = ROOT / "protos"
 GENERATOR = ROOT / ".venv-protos" / "bin" / "python"
@@ -36,6 +38,21 @@ def test_stubs_are_what_the_pinned_generator_makes(tmp_path: Path) -> None:
     assert made.keys() == checked_in.keys()
     changed = [str(path) for path, text in made.items() if text != checked_in[path]]
     assert changed == [], "run `make protos` and commit what it changes"
+
+
+def test_envoys_descriptor_set_is_made_of_the_stubs() -> None:
+    """O19: without the types of error details Envoy sends errors with an empty body."""
+    checked_in = dpb.FileDescriptorSet.FromString(PLACE.read_bytes())
+    made = descriptor_set()
+
+    def ours(files: dpb.FileDescriptorSet) -> list[dpb.FileDescriptorProto]:
+        return [file for file in files.file if file.name.startswith("fissile/")]
+
+    assert ours(checked_in) == ours(made), "run `make protos` and commit what it changes"
+    # Those of other packages may be of another version than the one that is installed.
+    assert [file.name for file in checked_in.file] == [file.name for file in made.file]
+    details = next(file for file in checked_in.file if file.name == "google/rpc/error_details.proto")
+    assert {"ErrorInfo", "BadRequest", "RetryInfo"} <= {message.name for message in details.message_type}
 
 
 @needs_generator

@@ -1,0 +1,40 @@
+"""Writes the descriptor set of the public service: what Envoy's JSON transcoder, and tools such as grpcurl, read.
+
+It has what `buf build protos` leaves out: the types of error details, without which Envoy sends errors with an empty
+body.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from fissile.v1 import errors_pb2, inference_pb2
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.rpc import error_details_pb2, status_pb2
+
+PLACE: Final = Path(__file__).resolve().parents[1] / "deploy" / "mesh" / "fissile.binpb"
+FILES: Final = (inference_pb2, errors_pb2, error_details_pb2, status_pb2)
+
+
+def descriptor_set() -> FileDescriptorSet:
+    """All files, each behind those that it imports."""
+    found: dict[str, FileDescriptorProto] = {}
+
+    def add(files: Iterable[Any]) -> None:
+        for file in files:
+            if file.name not in found:
+                add(file.dependencies)
+                made = FileDescriptorProto()
+                file.CopyToProto(made)
+                found[file.name] = made
+
+    add(module.DESCRIPTOR for module in FILES)
+    return FileDescriptorSet(file=found.values())
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1]) if len(sys.argv) > 1 else PLACE
+    place.write_bytes(descriptor_set().SerializeToString(deterministic=True))
