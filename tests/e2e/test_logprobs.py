@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.e2e.router_bench import FILES, bench, detail, error_of
 from tests.e2e.router_bench import request as text_request
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
+from tests.e2e.test_chat import command
 
 PROMPT = [*range(7, 107)]
 SLOW = ["--simulate", "fixed:4ms", "--max-num-batched-tokens", "64"]
@@ -303,3 +305,14 @@ async def test_a_digest_of_text_resumes_logprobs_with_the_number_of_tokens_alone
             violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
             assert violation.field == "resume.answers[0].text.tokens"
             assert problem in violation.description
+
+
+def test_the_commands_show_logprobs_that_are_asked_for(simulated: Service) -> None:
+    """Both ended with a traceback: the client library had no argument `logprobs`."""
+    options = ["--address", simulated.router.address, "--max-tokens", "5", "--logprobs", "2"]
+    for arguments in (["generate", *options, "--logprobs-kind", "processed", "hi"], ["chat", *options]):
+        code, _, err = asyncio.run(command(*arguments, text="hi\n"))
+        assert code == 0, err
+        heading, *rows = [line for line in err.splitlines() if line.startswith(" ")]
+        assert heading.split()[:3] == ["answer", "token", "logprob"]
+        assert len(rows) == 5

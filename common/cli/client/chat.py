@@ -207,6 +207,8 @@ class Chat:
         results: list[dict[str, Any]] = []
         try:
             self._show(stream)
+            for line in Answer.of(stream).logprob_lines():
+                _note(line)
             results = self._results(Answer.of(stream))
         except KeyboardInterrupt:
             if not self._on_terminal:

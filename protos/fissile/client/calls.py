@@ -24,7 +24,7 @@ _SPREAD: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Delta:
     """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs.
 
@@ -38,6 +38,19 @@ class Delta:
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[pb.ToolCallDelta, ...] = ()
+
+    def __repr__(self) -> str:
+        """Shows what it has, in a line."""
+        shown = [str(self.index), repr(self.text)]
+        if self.reasoning:
+            shown.append(f"reasoning={self.reasoning!r}")
+        if self.tool_calls:
+            shown.append(f"tool_calls={[call.name or call.arguments_json for call in self.tool_calls]}")
+        if self.token_ids:
+            shown.append(f"token_ids={self.token_ids}")
+        if self.logprobs:
+            shown.append(f"logprobs={[round(each.logprob, 4) for each in self.logprobs]}")
+        return f"Delta({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

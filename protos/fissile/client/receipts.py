@@ -48,7 +48,7 @@ class Receipt:
         return proof_of(self.message, self.request, self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """Result of a verification.
 
@@ -63,6 +63,12 @@ class Verification:
     detail: str
     position: int | None = None
     worker_id: str = ""
+
+    def __repr__(self) -> str:
+        """Shows the verdict by its name, and what differs."""
+        verdict = pb.ReplayVerdict.Name(self.verdict).removeprefix("REPLAY_VERDICT_")
+        place = "" if self.position is None else f", position={self.position}"
+        return f"Verification({verdict}, {self.detail!r}{place}, worker_id={self.worker_id!r})"
 
     @property
     def is_equal(self) -> bool:

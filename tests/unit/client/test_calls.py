@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from fissile.client import AsyncClient, Client, Embeddings, Finished, Result, tool
+from fissile.client import AsyncClient, Client, Delta, Embeddings, Finished, Result, Verification, tool
 from fissile.client.calls import chat_request, generate_request
 from fissile.client.connections import sendable
 from fissile.client.progress import Answer
@@ -213,6 +213,11 @@ def test_reprs_say_in_a_line_what_there_is() -> None:
     client = Client(["a:1", "b:2"], api_key="secret")
     shown = [repr(result), repr(client), repr(client.chat_stream("hi")), repr(AsyncClient("a:1")), repr(answer)]
     shown.append(repr(Finished(0, finish)))
+    entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, top=[pb.TopLogprob(token_id=5, logprob=-0.5)])
+    shown.append(repr(Delta(0, "a", (5,), (entry,), "b", (pb.ToolCallDelta(name="f"),))))
+    assert shown[-1] == "Delta(0, 'a', reasoning='b', tool_calls=['f'], token_ids=(5,), logprobs=[-0.5])"
+    shown.append(repr(Verification(pb.REPLAY_VERDICT_EQUAL, "the same")))
+    assert shown[-1] == "Verification(EQUAL, 'the same', worker_id='')"
     embedded = Embeddings(pb.EmbedResponse(embeddings=[pb.Embedding(values=[1.0, 2.0])]))
     shown.append(repr(embedded))
     assert shown[1] == "Client('a:1', 'b:2')"
