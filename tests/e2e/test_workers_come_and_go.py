@@ -18,8 +18,9 @@ from router.api.tenants import TenantPolicy
 from router.app import Router
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions
-from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.router_bench import FILES, Bench, bench, collect, detail, error_of, leftovers, request, until
+from tests.e2e.test_chat import command
 
 
 def address(worker: FakeWorker) -> str:
@@ -183,6 +184,18 @@ async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: s
         works = ("Generate", "GenerateOnce", "Tokenize", "Detokenize", "GetModel")
         assert [ended[name] for name in works] == [grpc.StatusCode.OK] * len(works)
         assert b.router.pool.tables()["early"] == 0
+        await worker.stop()
+
+
+async def test_commands_wait_for_the_first_worker_too() -> None:
+    """O14: fissile generate and fissile chat ask for the model first, which failed at once."""
+    worker = FakeWorker(FILES, answer=short)
+    async with early(worker, worker_wait_s=60.0) as b:
+        at = ("--address", b.router.server.address)
+        running = [asyncio.ensure_future(command(*each, *at, text="hi\n")) for each in (["generate", "hi"], ["chat"])]
+        await until(lambda: b.router.pool.tables()["early"] == 2)
+        await worker.start()
+        assert [(await each)[:2] for each in running] == [(0, "hello\n")] * 2
         await worker.stop()
 
 
