@@ -118,7 +118,12 @@ def test_a_held_call_goes_on_behind_every_token_and_elsewhere(service: Service) 
         again.resume.answers.add().token_ids.ids.extend(i for part in whole[:count] for i in part.token_ids)
         assert check_call([*whole[:count], *service.stub.Chat(again)]) == arguments
     with Client(service.router.address) as client:
-        given = {"tools": [*asked.tools], "tool_choice": asked.tool_choice, "seed": 7, "max_tokens": 120}
+        given: dict[str, Any] = {
+            "tools": [*asked.tools],
+            "tool_choice": asked.tool_choice,
+            "seed": 7,
+            "max_tokens": 120,
+        }
         result = client.chat("Hi", temperature=0.8, receipt=True, **given)
         assert [call.arguments_json for call in result.tool_calls] == [arguments]
         assert result.receipt is not None

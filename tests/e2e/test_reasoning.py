@@ -184,7 +184,7 @@ async def test_the_client_library_has_reasoning_apart() -> None:
         assert receipts_of(result) == [True]
         assert result.receipt is not None
         assert (await client.verify(result.receipt)).is_equal
-        other = {"reasoning": {"separate": False}}
+        other: dict[str, Any] = {"reasoning": {"separate": False}}
         assert receipts_of(await client.chat("hi", max_tokens=200, stop_strings=["zz"], receipt=True, **other)) == [
             True
         ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from fissile.client import AsyncClient, Delta, tool
+from fissile.client import AsyncClient, ChatArguments, Delta, tool
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
@@ -141,7 +141,12 @@ async def test_an_answer_may_have_one_call_at_most() -> None:
         assert (finish.reason, finish.HasField("stop")) == (pb.FINISH_REASON_TOOL_CALLS, False)
         assert len(calls_of(await collect(b.stub.Chat(chat(parallel_tool_calls=True))))) == 2
         for one in (False, True):
-            given = {"tools": [*chat().tools], "max_tokens": 400, "receipt": True, "parallel_tool_calls": one}
+            given: ChatArguments = {
+                "tools": [*chat().tools],
+                "max_tokens": 400,
+                "receipt": True,
+                "parallel_tool_calls": one,
+            }
             result = await client.chat("hi", **given)
             assert len(result.tool_calls) == 1 + one
             assert receipts_of(result) == [True]
