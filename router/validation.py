@@ -472,6 +472,14 @@ def content_of(message: pb.ChatMessage) -> str:
     return message.content or "".join(part.text for part in message.parts)
 
 
+# Parameters of `apply_chat_template` that no template sees. Clients of other servers send them among the variables.
+_RENDERING_PARAMETERS: Final = (
+    *("conversation", "chat_template", "continue_final_message", "tokenize", "sanitize_control_tokens", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "processor_kwargs"),
+)
+
+
 def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
     """The request's further template variables as Python values, in their order.
 
@@ -485,6 +493,10 @@ def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
     for name in ("messages", "tools", "self"):
         if name in arguments:
             raise InvalidFieldError(f"{path}.{name}", "is a reserved name", "another name")
+    for name in _RENDERING_PARAMETERS:
+        if name in arguments:
+            problem = "is a parameter of transformers' apply_chat_template, not a variable of a template"
+            raise InvalidFieldError(f"{path}.{name}", problem, "variables that the model's chat template reads")
     return arguments
 
 

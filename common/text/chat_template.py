@@ -1,44 +1,38 @@
 """Chat templates: Jinja from the model's files, rendered as transformers renders them.
 
-Templates come from strangers and their input from clients, so the sandbox is transformers' own (immutable, no private
-attributes) with bounds added: the size of the result; the time, looked at in every turn of a loop, at every call and
-every piece of output; and what operators, methods and filters make, which may be large at once.
-Special tokens in the input are marked, so that `Tokenizer.encode` takes them for text (see `common.text.tokenizer`).
+Messages are converted to the form that the template takes (`common.text.message_forms`), and rendered in a sandbox
+(`common.text.template_sandbox`). Special tokens in the input are marked, so that `Tokenizer.encode` takes them for text
+(see `common.text.tokenizer`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, MappingView
-from datetime import datetime
-from itertools import chain
-from typing import Any, Final, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import jinja2
-from jinja2 import pass_context
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Compare, Concat, Const, ExprStmt, Filter, For, List, Node, Template
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
-from common.errors import InvalidFieldError
-from common.limits import MAX_PROMPT_TEXT_BYTES, MAX_TEMPLATE_S, MAX_TEMPLATE_WORK
+from common.text.lost_text import lost_path, lost_tool
+from common.text.message_forms import MessageForms, Messages, Tools, message_forms
+from common.text.template_sandbox import (
+    TemplateBounds,
+    TemplateDepthError,
+    TemplateInputError,
+    compile_template,
+    render_template,
+)
 from common.text.tokenizer import (
     MARK_END,
     MARK_START,
-    TokenizerError,
     mark_special,
     named_special_tokens,
     read_json,
     special_pattern,
     special_tokens,
+    unmarked,
 )
 
 # Usual roles of messages; templates print most of them without naming them.
@@ -46,14 +40,14 @@ _ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool", "
 _QUOTED: Final = re.compile(r"""(['"])([A-Za-z][A-Za-z0-9_-]{0,63})\1""")
 # Names under which a message's reasoning arrives; templates read the first.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-_LONGEST_MESSAGE: Final = 300
 
 
-class TemplateInputError(InvalidFieldError):
-    """INVALID_ARGUMENT: the model's chat template rejects the messages, tools or template arguments."""
+@dataclass(frozen=True, slots=True)
+class _NamedTemplate:
+    """One of a model's templates, and the form in which it takes messages."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("messages", f"do not fit the model's chat template: {message}", "what the template accepts")
+    compiled: jinja2.Template
+    forms: MessageForms
 
 
 class ChatTemplate:
@@ -71,12 +65,12 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: Mapping[str, str], files: Mapping[str, bytes]) -> None:
-        self._templates = {name: _compile(name, source) for name, source in templates.items()}
         self.roles = _ROLES.union(*map(_words, templates.values()))
         self.sha256 = _digest(templates)
         self.source = "\n".join(templates.values())
         self._variables = named_special_tokens(files)
         self._special = special_pattern(special_tokens(files))
+        self._templates = {name: self._read(name, source) for name, source in templates.items()}
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
@@ -88,25 +82,64 @@ class ChatTemplate:
         templates = _sources(files)
         return cls(templates, files) if templates else None
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
-    ) -> str:
+    def prompt(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
+        """As `render`, for messages of a client, of which the template must print every text and call.
+
+        Raises:
+            TemplateInputError: as `render`, or the template leaves a text or a call out; the error names it.
+        """
+        rendered = self.render(messages, tools, **arguments)
+
+        def again(messages: Messages) -> str:
+            return unmarked(self.render(messages, tools, **arguments))
+
+        forms, text = self._select(tools).forms, unmarked(rendered)
+        path = "" if forms.prints_tools or not tools else "tools"
+        if path := path or lost_path(text, messages, forms, again) or lost_tool(text, tools):
+            raise TemplateInputError("it leaves this out of the prompt", path)
+        return rendered
+
+    def render(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
         """The prompt for `messages`, for `Tokenizer.encode(..., allow_special=True)`.
 
         `arguments` are further variables of the template; `add_generation_prompt` is true unless given. The text equals
-        `apply_chat_template(..., tokenize=False)` of transformers while the input has no special token in it; such a
-        token is wrapped in two noncharacters.
+        `apply_chat_template(..., tokenize=False)` of transformers for the same messages in the form that the template
+        takes, while the input has no special token in it; such a token is wrapped in two noncharacters.
 
         Raises:
             TemplateInputError: the template rejects the input, or the result is too long or takes too long.
         """
+        named = self._select(tools)
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        chat = [_alias_reasoning(message) for message in plain]
+        try:
+            return self._render(
+                named.compiled, named.forms.messages(plain), named.forms.tools(tools), arguments, TemplateBounds()
+            )
+        except (RecursionError, TemplateDepthError):
+            raise TemplateDepthError(_deepest(messages, tools, arguments)) from None
+
+    def _read(self, name: str, source: str) -> _NamedTemplate:
+        compiled = compile_template(name, source)
+        # One budget for all probes: a hostile template holds up its reading once.
+        bounds = TemplateBounds()
+        forms = message_forms(lambda messages, tools: self._render(compiled, messages, tools, {}, bounds))
+        return _NamedTemplate(compiled, forms)
+
+    def _render(
+        self,
+        template: jinja2.Template,
+        messages: Messages,
+        tools: Tools,
+        arguments: Mapping[str, Any],
+        bounds: TemplateBounds,
+    ) -> str:
+        """Renders messages and tools in the form that the template takes."""
+        chat = [_alias_reasoning(message) for message in messages]
         variables = {**self._variables, "add_generation_prompt": True, "documents": None, **self._mark(arguments)}
         variables |= {"messages": self._mark(chat), "tools": self._mark(tools)}
-        return _render(self._select(tools), variables)
+        return render_template(template, variables, bounds)
 
-    def _select(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
+    def _select(self, tools: Tools) -> _NamedTemplate:
         if tools is not None and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
@@ -157,339 +190,26 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    bounds = _Bounds()
-    pieces: list[str] = []
-    size = 0
-    try:
-        for piece in template.generate({**variables, _BOUNDS: bounds}):
-            bounds.check_time()
-            size += len(piece)
-            if size > MAX_PROMPT_TEXT_BYTES:
-                raise TemplateInputError(f"the prompt has more than {MAX_PROMPT_TEXT_BYTES} characters")
-            pieces.append(piece)
-    except TemplateInputError:
-        raise
-    except RecursionError:
-        raise TemplateInputError("the input is nested too deeply") from None
-    # A template may fail in any way on input that its author did not think of: adding a list to a string, for example.
-    except Exception as error:
-        raise TemplateInputError(_said(error)) from None
-    return "".join(pieces)
-
-
-def _said(error: Exception) -> str:
-    """One line, short enough for a status: templates put the input's words into their messages."""
-    line = " ".join(str(error).replace(MARK_START, "").replace(MARK_END, "").split())
-    return line[:_LONGEST_MESSAGE] or type(error).__name__
-
-
-# No identifiers, so no template can name them.
-_BOUNDS: Final = "fissile bounds"
-_IN_TIME: Final = "fissile in time"
-_JOINED: Final = "fissile joined"
-_WRITTEN: Final = "fissile written"
-_LARGE: Final = re.compile(r"\d{6}")
-
-
-class _Bounds:
-    """Budget left to one rendering, from now on and in this thread.
-
-    Its time is that of the thread on a processor: how busy the machine is must not be told a client as its own fault.
-    """
-
-    def __init__(self) -> None:
-        self._end = time.thread_time() + MAX_TEMPLATE_S
-        self._room = MAX_TEMPLATE_WORK
-
-    def check_time(self) -> None:
-        """Raises TemplateInputError when the time is over."""
-        if time.thread_time() > self._end:
-            raise TemplateInputError(f"the template took longer than {MAX_TEMPLATE_S:g} s")
-
-    def make(self, size: int) -> None:
-        """Raises TemplateInputError if a value of `size` characters or entries is too large, by itself or by now."""
-        self.check_time()
-        self._room -= size
-        if size > MAX_PROMPT_TEXT_BYTES or self._room < 0:
-            raise TemplateInputError("the template makes values that are too large")
-
-
-def _bounds(context: Context) -> _Bounds:
-    bounds = context.get(_BOUNDS)
-    # Not there while a constant is worked out as the template is read.
-    return bounds if isinstance(bounds, _Bounds) else _Bounds()
-
-
-def _size_of_binop(operator: str, left: Any, right: Any) -> int:
-    """At most so many characters, entries or bits does the result have."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        large = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
-        return large if large > _MOST_BITS else 1
-    if operator == "*":
-        sized, times = (left, right) if isinstance(right, int) else (right, left)
-        return _length(sized) * max(times, 0) if isinstance(times, int) else 1
-    if operator == "%" and isinstance(left, str):
-        return _size_of_format(left, right)
-    return _length(left) + _length(right)
-
-
-# Bits of a number; more counts as too large.
-_MOST_BITS: Final = 1 << 14
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
-
-
-def _size_of_format(text: str, *values: Any) -> int:
-    widths = _LARGE.search(text) is not None or any(_is_large(value) for value in values)
-    return MAX_TEMPLATE_WORK if widths else len(text) + _written_size(values)
-
-
-def _written_size(value: Any) -> int:
-    """Characters and entries of a value that is written out. What is in it twice counts twice: thirty lists, each twice
-    in the next one, are a thousand million entries. Looks at each container once."""
-    return _counted(value, {})
-
-
-def _counted(value: Any, known: dict[int, int]) -> int:
-    if not isinstance(value, _CONTAINERS):
-        return _length(value)
-    size = known.get(id(value))
-    if size is None:
-        size = known[id(value)] = 1 + sum(_counted(item, known) for item in _items(value))
-    return size
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, Namespace):
-        value = value._Namespace__attrs
-    return chain(value, value.values()) if isinstance(value, dict) else value
-
-
-# Whatever holds other values and is written, compared or hashed with them.
-_CONTAINERS: Final = (list, tuple, dict, set, frozenset, MappingView, Namespace)
-
-
-def _size_of_sum(values: Any, start: Any) -> int:
-    """At most so many entries are copied while lists are added up one by one; 0 for numbers."""
-    if not isinstance(values, list | tuple) or not isinstance(start, list | tuple | str):
-        return 0
-    return len(values) * (_length(start) + sum(map(_length, values)))
-
-
-def _is_large(value: Any) -> bool:
-    """True if a number may be a width that is too large, by itself or in the values of a `%`."""
-    values = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, int) and abs(each) >= 10**5 for each in values)
-
-
-def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
-    """At most so many characters does a method or filter of a text make; widths are bounded alike for all."""
-    if name == "replace" and len(values) > 1 and isinstance(values[0], str):
-        return len(text) + text.count(values[0]) * _length(values[1])
-    if name == "join" and values and isinstance(values[0], list | tuple):
-        return sum(map(_length, values[0])) + len(text) * len(values[0])
-    if name in ("format", "format_map"):
-        return _size_of_format(text, *values)
-    if any(_is_large(value) for value in values):
-        return MAX_TEMPLATE_WORK
-    return len(text) * (1 + max((value for value in values if isinstance(value, int)), default=0) * (name in _PER_LINE))
-
-
-# Filters that add to every line, or to every character.
-_PER_LINE: Final = ("indent", "expandtabs")
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' sandbox with bounds."""
-
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls an object for the template, in bounds only."""
-        bounds = _bounds(__context)
-        bounds.check_time()
-        # The sandbox wraps `format`.
-        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if isinstance(owner, str):
-            bounds.make(_size_of_text_call(__obj.__name__, owner, (*args, *kwargs.values())))
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Works an operator out, in bounds only."""
-        _bounds(context).make(_size_of_binop(operator, left, right))
-        return super().call_binop(context, operator, left, right)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
-        tree = super()._parse(source, name, filename)
-        _Bounding().visit(tree)
-        return tree
-
-
-class _Bounding(NodeTransformer):
-    """Looks at the time in every turn of a loop, and at the size of what `~` joins."""
-
-    def visit_For(self, node: For) -> For:
-        """A loop."""
-        self.generic_visit(node)
-        look = Filter(Const(None), _IN_TIME, [], [], None, None)
-        node.body.insert(0, ExprStmt(look).set_lineno(node.lineno))
-        return node
-
-    def visit_Concat(self, node: Concat) -> Node:
-        """Bounds the result of `~`."""
-        self.generic_visit(node)
-        return Filter(List(node.nodes), _JOINED, [], [], None, None).set_lineno(node.lineno)
-
-    def visit_Compare(self, node: Compare) -> Compare:
-        """Bounds what is compared with another value than a constant."""
-        self.generic_visit(node)
-        if not any(isinstance(each, Const) for each in (node.expr, *(operand.expr for operand in node.ops))):
-            node.expr = Filter(node.expr, _WRITTEN, [], [], None, None)
-            node.expr.set_lineno(node.lineno)
-        return node
-
-
-@pass_context
-def _in_time(context: Context, value: Any) -> None:
-    _bounds(context).check_time()
-
-
-@pass_context
-def _written_out(context: Context, value: Any) -> Any:
-    """A value that is about to be written, or compared."""
-    if isinstance(value, _CONTAINERS):
-        _bounds(context).make(_written_size(value))
-    return value
-
-
-@pass_context
-def _joined(context: Context, values: list[Any]) -> str:
-    _written_out(context, values)
-    texts = [str(value) for value in values]
-    _bounds(context).make(sum(map(len, texts)))
-    return "".join(texts)
-
-
-def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of texts that looks at what it will make."""
-    kind = getattr(function, "jinja_pass_arg", None)
-
-    @pass_context
-    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        _written_out(context, value)
-        if name == "sum":
-            _bounds(context).make(_size_of_sum(value, kwargs.get("start", args[1] if len(args) > 1 else 0)))
-        elif name not in _GROWING_FILTERS:
-            pass
-        elif name == "join" and isinstance(value, list | tuple):
-            separator = str(values[0]) if values else ""
-            _bounds(context).make(_size_of_text_call(name, separator, (value,)))
-        else:
-            _bounds(context).make(_size_of_text_call(name, str(value) if isinstance(value, str) else "", values))
-        first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-        given = () if kind is None else (first[kind.name],)
-        return function(*given, value, *args, **kwargs)
-
-    return bounded
-
-
-_GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap", "batch", "slice")
-# Filters that write out, or compare, all that is in a value.
-_WRITING_FILTERS: Final = (
-    *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "safe", "string", "striptags", "title", "trim"),
-    *("truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr"),
-    *("dictsort", "groupby", "max", "min", "sort", "sum", "unique"),
-)
-
-
-class _Generation(Extension):
-    """The `{% generation %}` tag, which marks the assistant's words for training; here they are just rendered."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[Node]:
-        """The tag's body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace, which must not store private names."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_attribute(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template may not set the private attribute {name!r}")
-
-
-class _Dict:
-    """`dict` for templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
-        return dict.fromkeys(*args)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    # Local time, as in transformers: the template prints a date for the model to know.
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes HTML.
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # Escaped marks would no longer mark anything.
-    return text.replace("\\ufdd0", MARK_START).replace("\\ufdd1", MARK_END) if ensure_ascii else text
-
-
-def _compile(name: str, source: str) -> jinja2.Template:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written_out
-    )
-    environment.filters["tojson"] = _tojson
-    for name_of_filter in (*_GROWING_FILTERS, *_WRITING_FILTERS):
-        environment.filters[name_of_filter] = _bounded_filter(name_of_filter, environment.filters[name_of_filter])
-    environment.filters |= {_IN_TIME: _in_time, _JOINED: _joined, _WRITTEN: _written_out}
-    # Not in transformers' templates, and makes any amount of text.
-    del environment.globals["lipsum"]
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"chat template {name!r}, line {error.lineno}: {error.message}") from None
+def _deepest(messages: Messages, tools: Tools, arguments: Mapping[str, Any]) -> str:
+    """The field of a request whose value has the most levels."""
+    found = {"messages": 1, "template_arguments_json": _levels(arguments)}
+    found |= {f"tools[{i}].parameters_json": _levels(tool) for i, tool in enumerate(tools or ())}
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        found |= {f"messages[{i}].tool_calls[{j}].arguments_json": _levels(call) for j, call in enumerate(calls)}
+    return max(found, key=lambda path: found[path])
+
+
+def _levels(value: Any) -> int:
+    """Levels of mappings and lists in a value, counted without a frame for each."""
+    levels, row = 0, [value]
+    while row := [each for each in row if isinstance(each, Mapping | list | tuple)]:
+        levels += 1
+        row = [item for each in row for item in (each.values() if isinstance(each, Mapping) else each)]
+    return levels

@@ -133,6 +133,11 @@ def mark_special(text: str, pattern: re.Pattern[str]) -> str:
     return pattern.sub(f"{MARK_START}\\g<0>{MARK_END}", text)
 
 
+def unmarked(text: str) -> str:
+    """`text` without the marks of `mark_special`."""
+    return text.replace(MARK_START, "").replace(MARK_END, "")
+
+
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches any of `tokens`, the longest first; nothing when there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)

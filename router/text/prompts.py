@@ -38,8 +38,8 @@ from common.errors import (
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
 from common.sampling_params import TokenSequences
 from common.text.bad_words import bad_words_token_ids
-from common.text.chat_template import TemplateInputError
-from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
+from common.text.template_sandbox import TemplateInputError
+from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
 from router.text.confinement import Confinement
@@ -208,7 +208,8 @@ class PromptEncoder:
 
     async def render(self, request: pb.ChatRequest, model: ServedModel, tenant: str = "") -> pb.RenderPromptResponse:
         """Text and token ids of a conversation's prompt; raises as `for_chat`, and where they fit in no message."""
-        text, prompt = await self._run(_chat_prompt(request, model, b""), request.ByteSize(), tenant)
+        marked, prompt = await self._run(_chat_prompt(request, model, b""), request.ByteSize(), tenant)
+        text = unmarked(marked)
         size = len(text.encode()) + _BYTES_PER_ID * len(prompt.token_ids)
         if size > MAX_TEXT_ANSWER_BYTES:
             raise TextTooLongError("messages", f"give a prompt of {size} bytes", f"at most {MAX_TEXT_ANSWER_BYTES}")
@@ -458,7 +459,7 @@ def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes)
         raise NoChatTemplateError(model.name)
     check_roles(request.messages, template.roles)
     tools = template_tools(request)
-    text = template.render(template_messages(request), tools, **template_arguments(request))
+    text = template.prompt(template_messages(request), tools, **template_arguments(request))
     reading = reading_of(request, model, text, tools)
     if len(text) > LONG_TEXT:
         yield from _check_fewest("messages", tokenizer, text, model)
@@ -518,7 +519,7 @@ def _rerank_prompts(request: pb.RerankRequest, model: ServedModel, cache_salt: b
     for i, document in enumerate(request.documents):
         path = f"documents[{i}]"
         try:
-            text = template.render([*before, {"role": "document", "content": document}])
+            text = template.prompt([*before, {"role": "document", "content": document}])
         except TemplateInputError as error:
             raise InvalidFieldError(path, error.violations[0].problem, error.violations[0].valid) from None
         found.append((yield from _text_prompt(path, tokenizer, text, model, cache_salt, allow_special=True)))

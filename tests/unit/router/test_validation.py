@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 import pytest
 from fissile.v1 import inference_pb2 as pb
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from common.errors import ApiError, InvalidFieldError
 from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
@@ -210,6 +214,7 @@ def test_template_arguments() -> None:
     ("text", "path"),
     [
         ('{"messages": 1}', "template_arguments_json.messages"),
+        ('{"continue_final_message": true}', "template_arguments_json.continue_final_message"),
         ('{"x": NaN}', "template_arguments_json"),
         ('{"x": 1, "x": 2}', "template_arguments_json"),
         ("[1]", "template_arguments_json"),
@@ -220,6 +225,14 @@ def test_template_arguments() -> None:
 def test_template_arguments_that_are_refused(text: str, path: str) -> None:
     request = pb.ChatRequest(template_arguments_json=text)
     refused("INVALID_ARGUMENT", path, lambda: template_arguments(request))
+
+
+def test_parameters_of_apply_chat_template_are_no_variables() -> None:
+    """B16: `continue_final_message` was accepted and ignored."""
+    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
+    for name in known - {"tools", "documents", "add_generation_prompt"}:
+        request = pb.ChatRequest(template_arguments_json=json.dumps({name: True}))
+        refused("INVALID_ARGUMENT", f"template_arguments_json.{name}", partial(template_arguments, request))
 
 
 def test_codes_are_grpc_codes() -> None:

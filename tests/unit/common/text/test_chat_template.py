@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from common import limits
 from common.errors import ApiError
-from common.text.chat_template import ChatTemplate, TemplateInputError
+from common.text.chat_template import ChatTemplate
+from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import Tokenizer, TokenizerError
 from tests.unit.common.text.support import CHATML, files, reference
 
@@ -217,7 +218,7 @@ def test_size_is_bounded() -> None:
     ],
 )
 def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.text.chat_template.MAX_TEMPLATE_S", 0.2)
+    monkeypatch.setattr("common.text.template_sandbox.MAX_TEMPLATE_S", 0.2)
     start = time.thread_time()
 
     with pytest.raises(TemplateInputError, match="longer than"):
@@ -227,7 +228,7 @@ def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_that_stands_still_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """X10: a router that had no processor for two seconds refused the conversation for good."""
-    monkeypatch.setattr("common.text.chat_template.MAX_TEMPLATE_S", 0.2)
+    monkeypatch.setattr("common.text.template_sandbox.MAX_TEMPLATE_S", 0.2)
     source = "{{ messages[0].content }}{% for i in range(9) %}{{ pause(0.05) or i }}{% endfor %}"
     rendered = template(source).render([{"role": "user", "content": "x"}], pause=time.sleep)
     assert rendered == "x012345678"

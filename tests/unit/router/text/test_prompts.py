@@ -202,6 +202,28 @@ async def test_a_token_that_only_the_tokenizer_has_is_the_texts_fault() -> None:
     encoder.close()
 
 
+async def test_rendered_text_has_no_marks() -> None:
+    """B15, F20: U+FDD0 and U+FDD1 stood around a special token of the input."""
+    encoder, served = PromptEncoder(), model()
+    chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a<|end|>b")])
+    rendered = await encoder.render(chat, served)
+    assert rendered.text == "<|start|>user\na<|end|>b<|end|><|start|>assistant\n"
+    assert list(rendered.token_ids).count(257) == 1
+    encoder.close()
+
+
+async def test_text_that_the_template_leaves_out_is_refused_by_its_field() -> None:
+    """B1: it vanished, status OK."""
+    files = {**tokenizer_files(), "chat_template.jinja": b"{{ messages[-1].content }}"}
+    encoder, served = PromptEncoder(), replace(model(), text=TextAssets.from_files(files))
+    messages = [pb.ChatMessage(role="system", content="be kind"), pb.ChatMessage(role="user", content="hi")]
+    with pytest.raises(InvalidFieldError) as refused:
+        await encoder.for_chat(pb.ChatRequest(messages=messages), served)
+    assert refused.value.violations[0].path == "messages[0].content"
+    assert (await encoder.for_chat(pb.ChatRequest(messages=messages[1:]), served)).token_ids
+    encoder.close()
+
+
 @pytest.mark.parametrize("role", ["bogus", "asistant", "user<|end|>", "User", "x" * 4_000_000])
 async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> None:
     """C13: a typo silently gave a worse answer, and a role might look like a token."""
