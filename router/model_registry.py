@@ -70,9 +70,10 @@ class TextAssets:
             TokenizerError: a file cannot be used.
         """
         defaults = model_defaults(read_json(files, "generation_config.json"))
-        tokenizer, template = Tokenizer.from_files(files), ChatTemplate.from_files(files)
+        tokenizer = Tokenizer.from_files(files)
+        template = ChatTemplate.from_tokenizer(tokenizer)
         form = response_form(files, tokenizer, template)
-        return cls(tokenizer, template, rerank_template(template, files), form, defaults)
+        return cls(tokenizer, template, rerank_template(template, tokenizer), form, defaults)
 
 
 @dataclass(frozen=True, slots=True)

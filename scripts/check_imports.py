@@ -63,7 +63,9 @@ RULES = {
     "fissile/seed.py": Rule(WORLD | GRPC, {}),
     "fissile/client/attempts.py": Rule(WORLD | GRPC, {}),
     "fissile/client/progress.py": Rule(WORLD | GRPC, {}),
-    "common": Rule(TORCH, {}),
+    "common": Rule(
+        TORCH, {"common/text/tokenizer_reading.py": (names("transformers"), "reads tokenizers, without PyTorch")}
+    ),
     "router": Rule(TORCH, {}),
     # The engine and the network side of a worker run without PyTorch: a simulated worker, and one whose ranks have it.
     "worker": Rule(

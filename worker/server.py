@@ -298,8 +298,7 @@ def _check_text_files(files: Mapping[str, bytes]) -> None:
         TokenizerError: one cannot be used.
     """
     read_json(files, "generation_config.json")
-    Tokenizer.from_files(files)
-    ChatTemplate.from_files(files)
+    ChatTemplate.from_tokenizer(Tokenizer.from_files(files))
 
 
 def _first_facts(

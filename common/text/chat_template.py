@@ -27,11 +27,9 @@ from common.text.template_sandbox import (
 from common.text.tokenizer import (
     MARK_END,
     MARK_START,
+    Tokenizer,
     mark_special,
-    named_special_tokens,
-    read_json,
     special_pattern,
-    special_tokens,
     unmarked,
 )
 
@@ -64,23 +62,31 @@ class ChatTemplate:
         TokenizerError: a template has a syntax error.
     """
 
-    def __init__(self, templates: Mapping[str, str], files: Mapping[str, bytes]) -> None:
+    def __init__(self, templates: Mapping[str, str], tokenizer: Tokenizer) -> None:
         self.roles = _ROLES.union(*map(_words, templates.values()))
         self.sha256 = _digest(templates)
         self.source = "\n".join(templates.values())
-        self._variables = named_special_tokens(files)
-        self._special = special_pattern(special_tokens(files))
+        self._variables = tokenizer.named_tokens
+        self._special = special_pattern(tokenizer.special_tokens)
         self._templates = {name: self._read(name, source) for name, source in templates.items()}
 
     @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The templates that come with a tokenizer; None when the model has none.
+
+        Raises:
+            TokenizerError: a template has a syntax error.
+        """
+        return cls(tokenizer.chat_templates, tokenizer) if tokenizer.chat_templates else None
+
+    @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The template of `chat_template.jinja`, else of `tokenizer_config.json`; None when the model has none.
+        """As `from_tokenizer`, of the files of a tokenizer.
 
         Raises:
             TokenizerError: a file cannot be read, or a template has a syntax error.
         """
-        templates = _sources(files)
-        return cls(templates, files) if templates else None
+        return cls.from_tokenizer(Tokenizer.from_files(files))
 
     def prompt(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
         """As `render`, for messages of a client, of which the template must print every text and call.
@@ -93,7 +99,7 @@ class ChatTemplate:
         def again(messages: Messages) -> str:
             return unmarked(self.render(messages, tools, **arguments))
 
-        forms, text = self._select(tools).forms, unmarked(rendered)
+        forms, text = self.forms(tools), unmarked(rendered)
         path = "" if forms.prints_tools or not tools else "tools"
         if path := path or lost_path(text, messages, forms, again) or lost_tool(text, tools):
             raise TemplateInputError("it leaves this out of the prompt", path)
@@ -117,6 +123,14 @@ class ChatTemplate:
             )
         except (RecursionError, TemplateDepthError):
             raise TemplateDepthError(_deepest(messages, tools, arguments)) from None
+
+    def forms(self, tools: Tools = None) -> MessageForms:
+        """The form in which the template for these tools takes messages.
+
+        Raises:
+            TemplateInputError: the model has no template for them.
+        """
+        return self._select(tools).forms
 
     def _read(self, name: str, source: str) -> _NamedTemplate:
         compiled = compile_template(name, source)
@@ -177,16 +191,6 @@ def _digest(templates: Mapping[str, str]) -> str:
 def _words(source: str) -> set[str]:
     """The words in quotes: names of roles among them."""
     return {word for _, word in _QUOTED.findall(source)}
-
-
-def _sources(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Templates by name: a file of its own wins over the configuration's string or list of named templates."""
-    if "chat_template.jinja" in files:
-        return {"default": files["chat_template.jinja"].decode("utf-8", "replace")}
-    configured = read_json(files, "tokenizer_config.json").get("chat_template")
-    if isinstance(configured, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in configured}
-    return {} if configured is None else {"default": str(configured)}
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import Tokenizer
 
 RERANK_ROLES: Final = frozenset(("query", "document"))
 # The form of Qwen3-Reranker, as its model card has it.
@@ -21,14 +21,14 @@ _QWEN3: Final = """\
 """
 
 
-def rerank_template(own: ChatTemplate | None, files: Mapping[str, bytes]) -> ChatTemplate:
+def rerank_template(own: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate:
     """Renders messages of the roles `system` (the instruction, which may be absent), `query` and `document`.
 
     Args:
         own: the model's chat template, which serves if it names these roles, as sentence-transformers has it.
-        files: of the model's tokenizer.
+        tokenizer: of the model.
 
     Returns:
         The model's own template, else the form of Qwen3-Reranker.
     """
-    return own if own is not None and own.roles >= RERANK_ROLES else ChatTemplate({"default": _QWEN3}, files)
+    return own if own is not None and own.roles >= RERANK_ROLES else ChatTemplate({"default": _QWEN3}, tokenizer)

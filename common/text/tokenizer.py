@@ -1,4 +1,4 @@
-"""The model's tokenizer, read from its Hugging Face files (`tokenizer.json` is the ground truth).
+"""The model's tokenizer, read from its Hugging Face files by transformers (`common.text.tokenizer_reading`).
 
 Invariants:
     * Text of a user never becomes a special token: `encode(text)` treats "<|im_end|>" as the ten characters it is.
@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
@@ -27,14 +28,20 @@ from common.files import UnreadableFileError, parse_json, read_file
 from common.limits import MAX_TOKENIZER_BYTES
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
+from common.text.tokenizer_reading import TokenizerReading, read_tokenizer
 
 TOKENIZER_FILES: Final = (
+    # Its `model_type` chooses the class of some tokenizers.
+    "config.json",
     "chat_template.jinja",
     "generation_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
 )
+# Named templates that stand in files of their own.
+TEMPLATE_FOLDER: Final = "additional_chat_templates"
+_TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
 NAMED_TOKENS: Final = (
     "bos_token",
     "eos_token",
@@ -59,7 +66,10 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
     """
-    paths = {name: Path(folder) / name for name in TOKENIZER_FILES}
+    named = sorted((Path(folder) / TEMPLATE_FOLDER).glob("*.jinja"))
+    paths = {
+        name: Path(folder) / name for name in (*TOKENIZER_FILES, *(f"{TEMPLATE_FOLDER}/{each.name}" for each in named))
+    }
     if not paths["tokenizer.json"].exists():
         raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
     try:
@@ -105,17 +115,6 @@ def named_special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return tokens
 
 
-def special_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
-    """The texts that stand for special tokens."""
-    config = read_json(files, "tokenizer_config.json")
-    added = [
-        *read_json(files, "tokenizer.json").get("added_tokens", ()),
-        *config.get("added_tokens_decoder", {}).values(),
-    ]
-    flagged = {str(token["content"]) for token in added if token.get("special")}
-    return frozenset(flagged | set(named_special_tokens(files).values())) - {""}
-
-
 def check_text_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuses what a text gives that the model has no embedding for: tokens added without resizing the model.
 
@@ -156,12 +155,20 @@ class Tokenizer:
         vocab_size: 1 + the highest token id.
         special_ids: ids that `decode` leaves out by default.
         added_tokens: texts of the tokens that stand beside the vocabulary, special ones and others, by id.
+        named_tokens: `bos_token`, `eos_token`, ... by name: what chat templates see.
+        special_tokens: texts that stand for special tokens.
+        chat_templates: chat templates by name; the only one is `default`.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        special = special_tokens(files)
-        self._parsing = _load(files, special)
-        self._plain = _load(files, special)
+        reading = _read(files)
+        special = reading.special_tokens
+        self.named_tokens, self.special_tokens = reading.named_tokens, special
+        self.chat_templates = reading.templates
+        self._parsing = reading.backend
+        _flag_special(self._parsing, special)
+        written = self._parsing.to_str()
+        self._plain = tokenizers.Tokenizer.from_str(written)
         self._plain.encode_special_tokens = True
         self.sha256 = files_sha256(files)
         self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
@@ -170,14 +177,14 @@ class Tokenizer:
         self.added_tokens: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
         self._special = special_pattern(special)
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
-        self._frame = self._text_frame(files)
-        self._pair_frame = self._frame_of_pair(files)
-        names = named_special_tokens(files)
+        self._frame = self._text_frame()
+        self._pair_frame = self._frame_of_pair()
+        names = self.named_tokens
         self._unknown = self._parsing.token_to_id(names.get("unk_token", ""))
         self.bos_token_id: int | None = self._parsing.token_to_id(names.get("bos_token", ""))
         self._newline = self._ids(self._parsing, "\n")
         self._bytes = TokenBytes(self._parsing)
-        content = read_json(files, "tokenizer.json")
+        content = json.loads(written)
         self._floor = TokenFloor(content)
         self._spells_special = _spells_special(content, special)
         self._anchors = {id(each): len(self._ids(each, ANCHOR)) for each in (self._parsing, self._plain)}
@@ -392,51 +399,41 @@ class Tokenizer:
     def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def _text_frame(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int]]:
-        """Tokens before and after plain text: as the configuration says, else as the post-processor does."""
-        if (configured := self._configured_frame(files)) is not None:
-            return configured
+    def _text_frame(self) -> tuple[list[int], list[int]]:
+        """Tokens that the post-processor puts before and after plain text."""
         whole = list(self._parsing.encode_batch_fast(["a"], add_special_tokens=True)[0].ids)
         bare = self._ids(self._parsing, "a")
         start = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
 
-    def _configured_frame(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int]] | None:
-        """Tokens before and after plain text as the configuration says; None where it says nothing."""
-        config = read_json(files, "tokenizer_config.json")
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return None
-        names = named_special_tokens(files)
-        bos = names.get("bos_token", "") if config.get("add_bos_token") else ""
-        eos = names.get("eos_token", "") if config.get("add_eos_token") else ""
-        found = [[self._parsing.token_to_id(token)] if token else [] for token in (bos, eos)]
-        return [id for id in found[0] if id is not None], [id for id in found[1] if id is not None]
-
-    def _frame_of_pair(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int], list[int]]:
-        """Tokens before, between and behind two texts, likewise."""
-        if (configured := self._configured_frame(files)) is not None:
-            bos, eos = configured
-            return bos, [*eos, *bos], eos
+    def _frame_of_pair(self) -> tuple[list[int], list[int], list[int]]:
+        """Tokens that the post-processor puts before, between and behind two texts."""
         whole = list(self._parsing.encode_batch_fast([("a", "a")], add_special_tokens=True)[0].ids)
         bare = self._ids(self._parsing, "a")
         first, *_, last = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return whole[:first], whole[first + len(bare) : last], whole[last + len(bare) :]
 
 
-def _load(files: Mapping[str, bytes], special: frozenset[str]) -> tokenizers.Tokenizer:
+def _read(files: Mapping[str, bytes]) -> TokenizerReading:
     if "tokenizer.json" not in files:
         raise TokenizerError("there is no tokenizer.json; a fast tokenizer is needed")
+    for name in files:
+        if name not in TOKENIZER_FILES and not _TEMPLATE_FILE.fullmatch(name):
+            raise TokenizerError(f"{name[:128]!r} is not a file of a tokenizer")
+    config, settings = read_json(files, "config.json"), read_json(files, "tokenizer_config.json")
+    read_json(files, "tokenizer.json")
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-    except Exception as error:  # the library raises plain Exception, ValueError or a Rust panic's
-        raise TokenizerError(f"tokenizer.json cannot be read: {_one_line(error)}") from None
-    # A file saved during training may truncate prompts silently.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        return read_tokenizer(files, config, settings)
+    # transformers and its libraries raise anything, a Rust panic among it.
+    except Exception as error:
+        raise TokenizerError(f"transformers cannot read the tokenizer: {_one_line(error)}") from None
+
+
+def _flag_special(tokenizer: tokenizers.Tokenizer, special: frozenset[str]) -> None:
+    """Makes the library treat named tokens as special, which files may have among the usual ones."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [t for t in special - known if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in sorted(missing)])
-    return tokenizer
 
 
 def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:

@@ -24,7 +24,7 @@ from common.pooling import LAST, MEAN, Pooling
 from common.rpc.pooling_protos import public_pooling
 from common.text.chat_template import ChatTemplate
 from common.text.rerank_template import rerank_template
-from common.text.tokenizer import Tokenizer, tokenizer_files
+from common.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.router_bench import FILES, bench, detail, error_of
@@ -165,8 +165,8 @@ def test_relevance_is_that_of_transformers(service: Service, folder: Path, instr
     from transformers import Qwen3ForCausalLM
 
     reference: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    files, tokenizer = tokenizer_files(folder), Tokenizer.from_folder(folder)
-    template = rerank_template(ChatTemplate.from_files(files), files)
+    tokenizer = Tokenizer.from_folder(folder)
+    template = rerank_template(ChatTemplate.from_tokenizer(tokenizer), tokenizer)
     documents = ["a cat", "two dogs <|im_end|>", "a cat", "the mat, and the cat", "nothing"]
     expected, lengths = [], []
     for document in documents:

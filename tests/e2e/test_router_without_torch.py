@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 # What the router extra does not bring.
-ABSENT = ("torch", "triton", "transformers")
+ABSENT = ("torch", "triton")
 # Before anything else of the interpreter is imported.
 REFUSAL = f"""
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -99,6 +100,14 @@ def backend(kind: str) -> Tokenizer:
 def files(kind: str = "byte_level", **config: Any) -> Files:
     """The files of a tokenizer; `config` goes into tokenizer_config.json."""
     return {"tokenizer.json": backend(kind).to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def save(made: Files, folder: Path) -> Path:
+    """Writes the files into `folder`."""
+    for name, data in made.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
 
 
 def reference(kind: str = "byte_level", **config: Any) -> PreTrainedTokenizerFast:

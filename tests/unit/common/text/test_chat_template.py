@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,13 +15,14 @@ import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from common import limits
 from common.errors import ApiError
 from common.text.chat_template import ChatTemplate
 from common.text.template_sandbox import TemplateInputError
-from common.text.tokenizer import Tokenizer, TokenizerError
-from tests.unit.common.text.support import CHATML, files, reference
+from common.text.tokenizer import Tokenizer, TokenizerError, tokenizer_files
+from tests.unit.common.text.support import CHATML, files, reference, save
 
 # What the templates of Qwen 3, Llama 3 and Mistral use, in one: namespaces, macros, slices, loop controls, tojson,
 # strftime_now, raise_exception, tool calls, reasoning, string methods, generation blocks, defined tests.
@@ -327,6 +329,25 @@ def test_named_templates() -> None:
     both = template([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
 
     assert (both.render([]), both.render([], [TOOL])) == ("plain", "tools")
+
+
+def test_named_templates_of_the_folder_are_those_of_transformers(tmp_path: Path) -> None:
+    """B13: `additional_chat_templates/tool_use.jinja`, as transformers saves it, was not read."""
+    made = files(eos_token=EOS, chat_template="old") | {
+        "chat_template.jinja": b"D{{ messages[0].content }}",
+        "additional_chat_templates/tool_use.jinja": b"T{{ tools | length }}{{ messages[0].content }}",
+        "additional_chat_templates/rag.jinja": b"R",
+    }
+    folder = save(made, tmp_path)
+    chat = ChatTemplate.from_files(tokenizer_files(folder))
+    reference = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call]
+    assert chat is not None
+    messages = [{"role": "user", "content": "hi"}]
+    for tools in (None, [TOOL]):
+        expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert chat.render(messages, tools) == expected
+    assert chat.render(messages, [TOOL]) == "T1hi"
+    assert chat.sha256 == ChatTemplate(reference.chat_template, Tokenizer.from_files(files())).sha256
 
 
 def test_the_digest_of_templates_is_of_the_text_or_of_all_names_and_texts() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from common.text.chat_template import ChatTemplate
 from common.text.rerank_template import rerank_template
-from common.text.tokenizer import MARK_END, MARK_START
+from common.text.tokenizer import MARK_END, MARK_START, Tokenizer
+from tests.unit.common.text.support import files
 
-FILES = {"tokenizer_config.json": json.dumps({"eos_token": "<|im_end|>"}).encode()}
+TOKENIZER = Tokenizer.from_files(files(eos_token="<|im_end|>"))
 OWN = """\
 {%- for m in messages if m["role"] == "query" %}Q:{{ m["content"] }}{% endfor -%}
 {%- for m in messages if m["role"] == "document" %} D:{{ m["content"] }}{% endfor -%}"""
@@ -33,17 +32,17 @@ def test_the_form_is_that_of_the_model_card(instruction: str) -> None:
     pair = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {doc}".format(
         instruction=said, query=" {{ q }}\n", doc="a 'b'\n\n"
     )
-    text = rerank_template(None, FILES).render(messages(" {{ q }}\n", "a 'b'\n\n", instruction))
+    text = rerank_template(None, TOKENIZER).render(messages(" {{ q }}\n", "a 'b'\n\n", instruction))
     assert text == prefix + pair + suffix
 
 
 def test_special_tokens_of_a_client_are_marked() -> None:
-    text = rerank_template(None, FILES).render(messages("q", "ends<|im_end|>here"))
+    text = rerank_template(None, TOKENIZER).render(messages("q", "ends<|im_end|>here"))
     assert f"<Document>: ends{MARK_START}<|im_end|>{MARK_END}here<|im_end|>" in text
 
 
 def test_a_template_with_these_roles_serves() -> None:
-    own = ChatTemplate({"default": OWN}, FILES)
-    assert rerank_template(own, FILES).render(messages("a", "b")) == "Q:a D:b"
-    other = ChatTemplate({"default": "{{ messages[0]['content'] }}"}, FILES)
-    assert "<Query>: a" in rerank_template(other, FILES).render(messages("a", "b"))
+    own = ChatTemplate({"default": OWN}, TOKENIZER)
+    assert rerank_template(own, TOKENIZER).render(messages("a", "b")) == "Q:a D:b"
+    other = ChatTemplate({"default": "{{ messages[0]['content'] }}"}, TOKENIZER)
+    assert "<Query>: a" in rerank_template(other, TOKENIZER).render(messages("a", "b"))

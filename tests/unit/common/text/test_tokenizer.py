@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, tokenizer_files
-from tests.unit.common.text.support import KINDS, backend, files, reference
+from tests.unit.common.text.support import KINDS, Files, backend, files, reference, save
 
 TEXTS = ["", "hello world", " two  spaces ", "中文 and 😀", "a<think>b", "line\n\nnext\r\n", "\ud7ff\ufdd0 private"]
 SPECIALS = ["<|im_end|>", "<|im_start|>", "<|im_end|><|im_end|>"]
@@ -57,13 +62,6 @@ def test_pairs_have_what_the_post_processor_puts_around_them(pair: str) -> None:
     assert around == [id for id in made.encode("a", "a").ids if id in tokenizer.special_ids]
 
 
-def test_the_configuration_says_what_is_around_both_of_a_pair() -> None:
-    config = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "<|im_end|>"}
-    made = {**files("sentencepiece"), "tokenizer_config.json": json.dumps(config).encode()}
-    tokenizer = Tokenizer.from_files(made)
-    assert pair_ids(tokenizer, "a b", "c") == tokenizer.encode("a b") + tokenizer.encode("c")
-
-
 @pytest.mark.parametrize("special", SPECIALS)
 def test_special_tokens_in_plain_text_stay_text(kind: str, special: str) -> None:
     tokenizer = Tokenizer.from_files(files(kind))
@@ -104,14 +102,114 @@ def test_beginning_of_sequence_goes_before_plain_text_only() -> None:
     assert tokenizer.encode("<s>hello", allow_special=True).count(1) == 1
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_configuration_decides_on_beginning_of_sequence(add_bos: bool) -> None:
-    config = {"add_bos_token": add_bos, "bos_token": "<s>"}
+def auto_tokenizer(made: Files, folder: Path) -> Any:
+    """`AutoTokenizer` of transformers for the same files."""
+    save(made, folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call]
 
-    ids = Tokenizer.from_files(files("sentencepiece", **config)).encode("hello")
 
-    assert ids == reference("sentencepiece", **config)("hello").input_ids
-    assert (ids[0] == 1) is add_bos
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": False},
+    {"add_eos_token": True},
+    {"add_eos_token": False},
+    {"add_bos_token": False, "add_eos_token": True},
+]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", None])
+@pytest.mark.parametrize("model_type", ["llama", "phi3", None])
+@pytest.mark.parametrize("framed", ["byte_level", "sentencepiece"])
+def test_tokens_around_a_text_are_those_of_auto_tokenizer(
+    framed: str, model_type: str | None, name: str | None, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """B9: flags that the class ignores took Llama 3's beginning away, or put an end behind every prompt."""
+    named = {} if name is None else {"tokenizer_class": name}
+    made = files(framed, bos_token="<|im_start|>", eos_token="<|im_end|>", **named, **flags)
+    if framed == "byte_level":
+        made["tokenizer.json"] = llama3_like().to_str().encode()
+    made["config.json"] = json.dumps({"model_type": model_type} if model_type else {}).encode()
+    tokenizer, expected = Tokenizer.from_files(made), auto_tokenizer(made, tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == expected(text).input_ids
+    assert pair_ids(tokenizer, "a b", "c") == expected("a b", "c").input_ids
+
+
+def llama3_like() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer whose post-processor begins a text with `<|im_start|>`."""
+    made = tokenizers.Tokenizer.from_str(backend("byte_level").to_str())
+    special = [("<|im_start|>", made.token_to_id("<|im_start|>"))]
+    pair = "<|im_start|> $A <|im_start|> $B"
+    made.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", pair=pair, special_tokens=special)
+    return made
+
+
+def test_flags_that_the_class_ignores_change_nothing() -> None:
+    """B9: as transformers 4.57.1 and 5.24.0 have it for PreTrainedTokenizerFast."""
+    for flags in FLAGS:
+        made = files(
+            bos_token="<|im_start|>", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast", **flags
+        )
+        made["tokenizer.json"] = llama3_like().to_str().encode()
+        ids = Tokenizer.from_files(made).encode("hello")
+        assert [id in (0, 1) for id in ids] == [True, *[False] * (len(ids) - 1)]
+
+
+def test_special_tokens_are_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
+    config = {
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False},
+        "additional_special_tokens": ["hello"],
+    }
+    made = files(kind, **config)
+    tokenizer, expected = Tokenizer.from_files(made), auto_tokenizer(made, tmp_path)
+    assert tokenizer.special_tokens >= set(expected.all_special_tokens)
+    assert dict(tokenizer.named_tokens) == expected.special_tokens_map
+    hello = expected.convert_tokens_to_ids("hello")
+    assert hello in tokenizer.special_ids
+    assert hello not in tokenizer.encode("a hello")
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    made = files(tokenizer_class="Own", auto_map={"AutoTokenizer": [None, "own.Own"]})
+    made["config.json"] = json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}).encode()
+    folder = save(made, tmp_path / "model")
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    assert Tokenizer.from_folder(folder).encode("hello") == Tokenizer.from_files(files()).encode("hello")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../escaped.jinja", "additional_chat_templates/../x.jinja", "/x", "own.py"])
+def test_files_of_other_names_are_refused(name: str) -> None:
+    """A worker sends names and contents; a router writes them for transformers."""
+    with pytest.raises(TokenizerError, match="is not a file of a tokenizer"):
+        Tokenizer.from_files({**files(), name: b"x"})
+
+
+READING = """
+import socket, sys
+sys.path[:0] = {paths!r}
+class Refused(socket.socket):
+    def connect(self, address):
+        raise SystemExit(f"connects to {{address}}")
+socket.socket = Refused
+from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import Tokenizer
+print(ChatTemplate.from_tokenizer(Tokenizer.from_folder({folder!r})) is not None, "torch" in sys.modules)
+"""
+
+
+def test_reading_needs_neither_network_nor_torch(tmp_path: Path) -> None:
+    made = files(chat_template="{{ messages }}", tokenizer_class="PreTrainedTokenizerFast")
+    folder = save({**made, "config.json": b'{"model_type": "llama"}'}, tmp_path)
+    root = Path(__file__).resolve().parents[4]
+    code = READING.format(paths=[str(root), str(root / "protos")], folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    # Nothing of transformers' own on stderr, which is for log lines.
+    assert (done.stdout, done.stderr) == ("True False\n", "")
 
 
 def test_named_special_tokens_count_although_not_flagged() -> None:
@@ -163,6 +261,9 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     found = tokenizer_files(tmp_path)
 
     assert set(found) == {"tokenizer.json", "tokenizer_config.json"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    assert tokenizer_files(tmp_path)["additional_chat_templates/tool_use.jinja"] == b"x"
     assert Tokenizer.from_folder(tmp_path).encode("hi") == reference()("hi").input_ids
 
 

@@ -1,0 +1,113 @@
+"""Reads the files of a tokenizer as `AutoTokenizer` of transformers does: its class, special tokens, chat templates.
+
+Nothing is downloaded, and no code of a checkpoint runs. transformers is imported when the first tokenizer is read. That
+takes most of a second and 23 MB, without PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from common.deferred_torch import deferred_torch
+
+if find_spec("transformers") is None:
+    # Said when a command begins, not when the first tokenizer is read.
+    raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+# In a tokenizer_config.json: names code of the checkpoint.
+_REMOTE_CODE: Final = "auto_map"
+_MISTRAL_COMMON: Final = "MistralCommonBackend"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerReading:
+    """Result of reading the files of a tokenizer.
+
+    Attributes:
+        backend: the tokenizer of the library, with the post-processor that frames a text.
+        named_tokens: `bos_token`, `eos_token`, ... as chat templates see them.
+        special_tokens: texts of all special tokens.
+        templates: chat templates by name; the only one is `default`.
+    """
+
+    backend: tokenizers.Tokenizer
+    named_tokens: Mapping[str, str]
+    special_tokens: frozenset[str]
+    templates: Mapping[str, str]
+
+
+def import_transformers() -> None:
+    """Imports the part of transformers that reads tokenizers. Takes most of a second the first time."""
+    # Its log lines are no events of ours, and what they advise is not for operators.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with deferred_torch():
+        from transformers import AutoTokenizer  # noqa: F401, PLC0415
+
+
+def read_tokenizer(
+    files: Mapping[str, bytes], config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> TokenizerReading:
+    """Reads the files of a tokenizer.
+
+    Args:
+        files: contents by name; `tokenizer.json` is one of them.
+        config: content of config.json; empty without one.
+        settings: content of tokenizer_config.json; empty without one.
+
+    Raises:
+        Exception: of any kind; transformers and its libraries cannot use a file.
+    """
+    import_transformers()
+    with tempfile.TemporaryDirectory(prefix="fissile-tokenizer-") as folder, deferred_torch():
+        _write(files, settings, Path(folder))
+        read = _auto_tokenizer(folder, config, settings)
+    backend: tokenizers.Tokenizer = read.backend_tokenizer
+    # A file that was saved during training may truncate prompts silently.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    flagged = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = frozenset(flagged.union(map(str, read.all_special_tokens))) - {""}
+    templates = read.chat_template or {}
+    named = dict(read.special_tokens_map)
+    return TokenizerReading(
+        backend, named, special, {"default": templates} if isinstance(templates, str) else dict(templates)
+    )
+
+
+def _auto_tokenizer(folder: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedConfig  # noqa: PLC0415
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES  # noqa: PLC0415
+
+    # Not the class of the model's configuration: some of these import PyTorch.
+    read: Any = PreTrainedConfig()
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if config.get(name) is not None:
+            setattr(read, name, str(config[name]))
+    options: dict[str, Any] = {}
+    if not settings.get("tokenizer_class") and not config.get("tokenizer_class"):
+        found = TOKENIZER_MAPPING_NAMES.get(str(config.get("model_type")))
+        if found not in (None, _MISTRAL_COMMON):
+            options["tokenizer_type"] = str(config.get("model_type"))
+    return AutoTokenizer.from_pretrained(
+        folder, config=read, local_files_only=True, trust_remote_code=False, mistral_format=False, **options
+    )
+
+
+def _write(files: Mapping[str, bytes], settings: Mapping[str, Any], folder: Path) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    if _REMOTE_CODE in settings:
+        kept = {key: value for key, value in settings.items() if key != _REMOTE_CODE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kept), encoding="utf-8")
