@@ -8,8 +8,10 @@ is rendered once more with numbers around the texts, which no template changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from common.text.message_forms import MessageForms, Messages, Tools
@@ -17,8 +19,9 @@ from common.text.template_sandbox import TemplateInputError
 
 # Characters of a text that a template's own words hardly have.
 _LONG: Final = 24
-# Numbers of this width; templates and texts hardly have one of them.
-_FIRST_NUMBER: Final = 7_301_946_000_000
+# Numbers of 13 digits; templates and texts hardly have one of them.
+_FIRST_NUMBER: Final = 7_301_900_000_000
+_NUMBER: Final = re.compile(r"73019\d{8}")
 _NEXT: Final[Mapping[str, frozenset[str]]] = {
     "": frozenset(("system", "user")),
     "system": frozenset(("user",)),
@@ -34,11 +37,13 @@ class _Piece:
     """A text or a call of a message.
 
     Attributes:
+        index: of the piece.
         message: index of the message.
         call: index of the call; None for the text.
-        words: strings that a prompt with the piece has, in any order.
+        words: strings that a prompt with the piece has; the first is its text, or the name of the call.
     """
 
+    index: int
     message: int
     call: int | None
     words: tuple[str, ...]
@@ -60,14 +65,15 @@ def lost_path(prompt: str, messages: Messages, forms: MessageForms, again: Calla
         again: renders other messages in the same way; raises TemplateInputError.
     """
     pieces = list(_pieces(messages))
-    if _are_in_order(prompt, pieces, is_usual=_is_usual(messages, forms)):
+    doubtful = _first_doubtful(prompt, pieces, is_usual=_is_usual(messages, forms))
+    if doubtful is None:
         return ""
     try:
-        numbered = again(_numbered(messages))
+        found = set(_NUMBER.findall(again(_numbered(messages, pieces))))
     except TemplateInputError:
         # The numbers do not fit the template: the words themselves have to do.
-        return next((piece.path for piece in pieces if not _has_words(prompt, piece)), "")
-    return next((piece.path for piece in pieces if not _has_numbers(numbered, piece, messages)), "")
+        return "" if all(_find(prompt, word, 0)[1] >= 0 for word in doubtful.words) else doubtful.path
+    return next((piece.path for piece in pieces if not _has_numbers(found, piece, messages)), "")
 
 
 def lost_tool(prompt: str, tools: Tools) -> str:
@@ -77,13 +83,14 @@ def lost_tool(prompt: str, tools: Tools) -> str:
 
 
 def _pieces(messages: Messages) -> Iterator[_Piece]:
+    indices = count()
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and (text := content.strip()):
-            yield _Piece(i, None, (text,))
+            yield _Piece(next(indices), i, None, (text,))
         for j, call in enumerate(message.get("tool_calls") or ()):
             function = call["function"]
-            yield _Piece(i, j, (str(function["name"]), *_strings(function.get("arguments"))))
+            yield _Piece(next(indices), i, j, (str(function["name"]), *_strings(function.get("arguments"))))
 
 
 def _strings(arguments: Any) -> Iterator[str]:
@@ -99,21 +106,21 @@ def _strings(arguments: Any) -> Iterator[str]:
         ]
 
 
-def _are_in_order(prompt: str, pieces: list[_Piece], *, is_usual: bool) -> bool:
-    """True if the prompt surely has all pieces: each behind the one before it, and none too short to tell."""
+def _first_doubtful(prompt: str, pieces: list[_Piece], *, is_usual: bool) -> _Piece | None:
+    """The first piece that is not behind the one before it, or is too short to tell; None if the prompt has all."""
     position = 0
     for piece in pieces:
         first, *others = piece.words
         begin = prompt.find(first, position)
         if begin < 0 or not (is_usual or piece.call is not None or len(first) >= _LONG):
-            return False
+            return piece
         start = position = begin + len(first)
         for word in others:
             written, found = _find(prompt, word, start)
             if found < 0:
-                return False
+                return piece
             position = max(position, found + len(written))
-    return True
+    return None
 
 
 def _find(prompt: str, word: str, start: int) -> tuple[str, int]:
@@ -139,43 +146,42 @@ def _is_usual(messages: Messages, forms: MessageForms) -> bool:
     return forms.prints_calls if has_tools else forms.prints_plain
 
 
-def _has_words(prompt: str, piece: _Piece) -> bool:
-    return all(_find(prompt, word, 0)[1] >= 0 for word in piece.words)
+def _number(piece: _Piece, place: int) -> str:
+    return str(_FIRST_NUMBER + 2 * piece.index + place)
 
 
-def _number(message: int, place: int) -> str:
-    return str(_FIRST_NUMBER + 1024 * message + place)
-
-
-def _numbered(messages: Messages) -> Messages:
+def _numbered(messages: Messages, pieces: list[_Piece]) -> Messages:
     """The messages with numbers around each text, and in the name and the arguments of each call."""
-    made = []
-    for i, message in enumerate(messages):
-        changed = dict(message)
-        content = message.get("content")
-        if isinstance(content, str) and content.strip():
-            changed["content"] = f"{_number(i, 0)} {content} {_number(i, 1)}"
-        if message.get("tool_calls"):
-            changed["tool_calls"] = [_numbered_call(i, j, call) for j, call in enumerate(message["tool_calls"])]
-        made.append(changed)
-    return made
+    made = [{**message, "tool_calls": [*(message.get("tool_calls") or ())]} for message in messages]
+    for piece in pieces:
+        message = made[piece.message]
+        if piece.call is None:
+            message["content"] = f"{_number(piece, 0)} {message['content']} {_number(piece, 1)}"
+        else:
+            calls = message["tool_calls"]
+            calls[piece.call] = _numbered_call(calls[piece.call], _number(piece, 0), _number(piece, 1))
+    return [message if message["tool_calls"] else _without_calls(message) for message in made]
 
 
-def _numbered_call(i: int, j: int, call: dict[str, Any]) -> dict[str, Any]:
-    function, number = call["function"], _number(i, 2 + j)
+def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` without the key: some templates ask whether it is there."""
+    return {key: value for key, value in message.items() if key != "tool_calls"}
+
+
+def _numbered_call(call: dict[str, Any], in_name: str, in_arguments: str) -> dict[str, Any]:
+    function = call["function"]
     arguments = function.get("arguments")
-    changed = {**function, "name": f"{function['name']}_{number}"}
+    changed = {**function, "name": f"{function['name']}_{in_name}"}
     if isinstance(arguments, Mapping) and arguments:
-        changed["arguments"] = {**arguments, f"k{number}": number}
+        changed["arguments"] = {**arguments, f"k{in_arguments}": in_arguments}
     return {**call, "function": changed}
 
 
-def _has_numbers(numbered: str, piece: _Piece, messages: Messages) -> bool:
-    i = piece.message
+def _has_numbers(found: Set[str], piece: _Piece, messages: Messages) -> bool:
+    first, last = _number(piece, 0), _number(piece, 1)
+    message = messages[piece.message]
     if piece.call is not None:
-        function = messages[i]["tool_calls"][piece.call]["function"]
-        number = _number(i, 2 + piece.call)
-        return f"_{number}" in numbered and (not function.get("arguments") or numbered.count(number) > 1)
+        arguments = message["tool_calls"][piece.call]["function"].get("arguments")
+        return first in found and (not arguments or last in found)
     # Reasoning before the text of an answer may be left out: answers are told apart by their end.
-    needed = (1,) if messages[i].get("role") == "assistant" else (0, 1)
-    return all(_number(i, place) in numbered for place in needed)
+    return last in found and (first in found or message.get("role") == "assistant")

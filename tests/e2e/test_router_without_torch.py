@@ -31,16 +31,10 @@ pytestmark = pytest.mark.timeout(900)
 
 # What the router extra does not bring.
 ABSENT = ("torch", "triton")
-# Before anything else of the interpreter is imported.
+# Before anything else of the interpreter is imported. Libraries that look for these packages find none.
 REFUSAL = f"""
 import sys
-
-class Refusal:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {ABSENT}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Refusal())
+sys.modules.update(dict.fromkeys({ABSENT}))
 """
 
 
@@ -129,7 +123,7 @@ def worker(model: Path, tmp_path: Path) -> Iterator[Process]:
 
 def test_torch_is_not_there(environment: Environment, tmp_path: Path) -> None:
     result = environment.run("python", "-c", "import torch", cwd=tmp_path)
-    assert "No module named 'torch'" in result.stderr
+    assert "ModuleNotFoundError" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["worker", "serve"])

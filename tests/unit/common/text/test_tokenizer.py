@@ -105,7 +105,7 @@ def test_beginning_of_sequence_goes_before_plain_text_only() -> None:
 def auto_tokenizer(made: Files, folder: Path) -> Any:
     """`AutoTokenizer` of transformers for the same files."""
     save(made, folder)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call]
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 FLAGS: list[dict[str, Any]] = [
