@@ -115,7 +115,8 @@ async def test_description_and_tokenizer(site: Site, folder: Path) -> None:
         assert not sha256
         files[piece.name] = files.get(piece.name, b"") + piece.data
         sha256 = piece.sha256
-    assert files == {name: (folder / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    assert files == {name: (folder / name).read_bytes() for name in names}
     digest = hashlib.sha256()
     for name, data in sorted(files.items()):
         digest.update(name.encode() + b"\0" + len(data).to_bytes(8, "little") + data)

@@ -1864,7 +1864,7 @@ class GetTokenizerResponse(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the file, without a folder."""
+    """Name of the file in the model's folder, `tokenizer.json` or `additional_chat_templates/tool_use.jinja` for example."""
     data: _builtins.bytes
     """Next bytes of that file, at most 512 KiB."""
     sha256: _builtins.str
