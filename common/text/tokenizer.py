@@ -417,13 +417,12 @@ class Tokenizer:
 def _read(files: Mapping[str, bytes]) -> TokenizerReading:
     if "tokenizer.json" not in files:
         raise TokenizerError("there is no tokenizer.json; a fast tokenizer is needed")
-    for name in files:
-        if name not in TOKENIZER_FILES and not _TEMPLATE_FILE.fullmatch(name):
-            raise TokenizerError(f"{name[:128]!r} is not a file of a tokenizer")
+    # Names come from workers, and a later version may send more files.
+    known = {name: data for name, data in files.items() if name in TOKENIZER_FILES or _TEMPLATE_FILE.fullmatch(name)}
     config, settings = read_json(files, "config.json"), read_json(files, "tokenizer_config.json")
     read_json(files, "tokenizer.json")
     try:
-        return read_tokenizer(files, config, settings)
+        return read_tokenizer(known, config, settings)
     # transformers and its libraries raise anything, a Rust panic among it.
     except Exception as error:
         raise TokenizerError(f"transformers cannot read the tokenizer: {_one_line(error)}") from None

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,20 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../escaped.jinja", "additional_chat_templates/../x.jinja", "/x", "own.py"])
-def test_files_of_other_names_are_refused(name: str) -> None:
+def test_files_of_other_names_are_not_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker sends names and contents; a router writes them for transformers."""
-    with pytest.raises(TokenizerError, match="is not a file of a tokenizer"):
-        Tokenizer.from_files({**files(), name: b"x"})
+    written: list[Path] = []
+    write = Path.write_bytes
+
+    def recording(path: Path, data: bytes) -> int:
+        written.append(path)
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", recording)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Tokenizer.from_files({**files(), name: b"x"}).encode("hello")
+    assert {path.name for path in written} == {"tokenizer.json", "tokenizer_config.json"}
+    assert not list(tmp_path.iterdir())
 
 
 READING = """
