@@ -28,10 +28,9 @@ from common.files import UnreadableFileError, parse_json, read_file
 from common.limits import MAX_TOKENIZER_BYTES
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
-from common.text.tokenizer_reading import TokenizerReading, read_tokenizer
+from common.text.tokenizer_reading import CLASS_KEYS, TokenizerReading, read_tokenizer
 
 TOKENIZER_FILES: Final = (
-    # Its `model_type` chooses the class of some tokenizers.
     "config.json",
     "chat_template.jinja",
     "generation_config.json",
@@ -61,7 +60,7 @@ class TokenizerError(Exception):
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
-    """The tokenizer files of a checkpoint folder by name, as far as they exist.
+    """The tokenizer files of a checkpoint folder by name, as far as they exist; of config.json only `CLASS_KEYS`.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
@@ -73,9 +72,14 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
     if not paths["tokenizer.json"].exists():
         raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
     try:
-        return {name: read_file(path, MAX_TOKENIZER_BYTES) for name, path in paths.items() if path.exists()}
+        files = {name: read_file(path, MAX_TOKENIZER_BYTES) for name, path in paths.items() if path.exists()}
     except UnreadableFileError as error:
         raise TokenizerError(str(error)) from None
+    config = read_json(files, "config.json")
+    if "config.json" in files:
+        # So a digest of the files stays the same when another entry changes.
+        files["config.json"] = json.dumps({key: config[key] for key in CLASS_KEYS if key in config}).encode()
+    return files
 
 
 def files_sha256(files: Mapping[str, bytes]) -> str:

@@ -25,6 +25,8 @@ if find_spec("transformers") is None:
 
 # In a tokenizer_config.json: names code of the checkpoint.
 _REMOTE_CODE: Final = "auto_map"
+# Entries of config.json that choose the class of some tokenizers.
+CLASS_KEYS: Final = ("model_type", "model_name", "tokenizer_class")
 _MISTRAL_COMMON: Final = "MistralCommonBackend"
 
 
@@ -90,7 +92,7 @@ def _auto_tokenizer(folder: str, config: Mapping[str, Any], settings: Mapping[st
 
     # Not the class of the model's configuration: some of these import PyTorch.
     read: Any = PreTrainedConfig()
-    for name in ("model_type", "model_name", "tokenizer_class"):
+    for name in CLASS_KEYS:
         if config.get(name) is not None:
             setattr(read, name, str(config[name]))
     options: dict[str, Any] = {}

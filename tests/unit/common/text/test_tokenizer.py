@@ -278,6 +278,19 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode("hi") == reference()("hi").input_ids
 
 
+def test_other_entries_of_config_json_do_not_change_the_digest(tmp_path: Path) -> None:
+    for name, data in files().items():
+        (tmp_path / name).write_bytes(data)
+    found = set()
+    for entries in ({}, {"rope_theta": 1.0}, {"model_type": "llama"}):
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        found.add(files_sha256(tokenizer_files(tmp_path)))
+    assert len(found) == 2
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(TokenizerError, match=r"config\.json"):
+        tokenizer_files(tmp_path)
+
+
 def test_folder_without_tokenizer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"^.* has no tokenizer\.json; .*$"):
         Tokenizer.from_folder(tmp_path)
