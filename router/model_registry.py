@@ -166,9 +166,8 @@ class ServedModel:
 
     @property
     def calls_tools(self) -> bool:
-        """True if its chat template knows tools, and calls can be told from other content."""
-        form, template = self.text.response_form, self.text.template
-        return form is not None and form.template.has_calls and template is not None and "tools" in template.source
+        """True if its prompts have the tools of a request, and calls can be told from other content."""
+        return self.text.response_form is not None and self.text.response_form.calls_tools
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""

@@ -111,7 +111,8 @@ def confinement_of(
 
 
 def _because(form: ResponseForm) -> str:
-    return f": its response_template {form.unheld}" if form.unheld else ""
+    of = "response_template " if form.is_own else ""
+    return f": its {of}{form.unheld}" if form.unheld else ""
 
 
 def _check_names(form: ResponseForm, request: pb.ChatRequest, called: Sequence[CalledTool]) -> None:

@@ -1,4 +1,9 @@
-"""Response templates of model families whose checkpoints bring none, told by their chat templates."""
+"""Response templates of model families whose checkpoints bring none.
+
+Which of them a checkpoint has is found by rendering calls and reasoning with its chat template and reading them back
+(`common.text.response.probe`). The beginning of an answer comes from there too: a `start_anchor` here is that of the
+family's first model, and the reasoning here that which most of its models write.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any, Final
 
 _CALL: Final = {"type": "function", "function": "{content}"}
 _NAMED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_LISTED_CALL: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 _THINK: Final = {"open": "<think>", "close": "</think>"}
 _CHATML: Final = "<|im_start|>assistant\n"
 _DEEPSEEK_ANCHOR: Final = r"<｜Assistant｜>(?:</think>)?"
@@ -31,6 +37,7 @@ QWEN: Final[Mapping[str, Any]] = {
         "content": {},
     },
 }
+
 QWEN_CODER: Final[Mapping[str, Any]] = {
     "start_anchor": _CHATML,
     "fields": {
@@ -90,35 +97,127 @@ DEEPSEEK_V31: Final[Mapping[str, Any]] = {
         "content": _DEEPSEEK_CONTENT,
     },
 }
-DEEPSEEK_V32: Final[Mapping[str, Any]] = {
-    "start_anchor_pattern": _DEEPSEEK_ANCHOR,
+
+
+def _invocations(prefix: str, around: str, anchor: Mapping[str, str]) -> Mapping[str, Any]:
+    """Calls as `<invoke name="NAME">` with a `<parameter name="KEY">` for each argument."""
+    return {
+        **anchor,
+        "fields": {
+            "thinking": _THINK,
+            "tool_calls": {
+                "open_pattern": rf'(?:<{around}>\s*)?<{prefix}invoke name="(?P<name>[^"]+)">',
+                "close": f"</{prefix}invoke>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": (
+                        rf'<{prefix}parameter name="(?P<key>[^"]+)"(?: string="(?:true|false)")?>'
+                        rf"(?P<value>.*?)</{prefix}parameter>"
+                    )
+                },
+                "transform": _NAMED_CALL,
+            },
+            "content": {"close": f"</{around}>"},
+        },
+    }
+
+
+DEEPSEEK_V32: Final = _invocations("｜DSML｜", "｜DSML｜function_calls", {"start_anchor_pattern": _DEEPSEEK_ANCHOR})
+DEEPSEEK_V4: Final = _invocations("｜DSML｜", "｜DSML｜tool_calls", {"start_anchor_pattern": _DEEPSEEK_ANCHOR})
+MINIMAX: Final = _invocations("", "minimax:tool_call", {"start_anchor": "]~b]ai\n"})
+
+
+def _list(begin: Mapping[str, str], end: str, anchor: str) -> Mapping[str, Any]:
+    """Calls as one JSON array of objects."""
+    return {
+        "start_anchor": anchor,
+        "fields": {
+            "thinking": _THINK,
+            "tool_calls": {
+                **begin,
+                **({"close": end} if end else {}),
+                "content": "json",
+                "transform_each": True,
+                "transform": _LISTED_CALL,
+            },
+            "content": {},
+        },
+    }
+
+
+MISTRAL: Final = _list({"open": "[TOOL_CALLS]"}, "", "[/INST]")
+# Mistral since 2025: a name, perhaps the call's id, and arguments behind a token for each call.
+MISTRAL_NAMED: Final[Mapping[str, Any]] = {
+    "start_anchor": "[/INST]",
+    "fields": {
+        "thinking": {"open": "[THINK]", "close": "[/THINK]"},
+        "tool_calls": {
+            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*[{\"n])",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        "content": {},
+    },
+}
+NEMOTRON: Final = _list({"open": "<TOOLCALL>"}, "</TOOLCALL>", "<SPECIAL_11>Assistant\n")
+HUNYUAN: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|extra_0|>")
+# The array is the whole answer.
+XLAM: Final = _list({"open_pattern": r'\A\s*(?=\[\s*\{\s*"name")'}, "", _CHATML)
+KIMI: Final[Mapping[str, Any]] = {
+    "start_anchor": "<|im_assistant|>assistant<|im_middle|>",
     "fields": {
         "thinking": _THINK,
         "tool_calls": {
-            "open_pattern": r'(?:<｜DSML｜function_calls>\s*)?<｜DSML｜invoke name="(?P<name>[^"]+)">',
-            "close": "</｜DSML｜invoke>",
+            "open_pattern": (
+                r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
+                r"(?P<name>[\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+            ),
+            "close": "<|tool_call_end|>",
             "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": (
-                    r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?:true|false)")?>'
-                    r"(?P<value>.*?)</｜DSML｜parameter>"
-                )
-            },
+            "content": "json",
             "transform": _NAMED_CALL,
         },
-        "content": {"close": "</｜DSML｜function_calls>"},
+        "content": {"close": "<|tool_calls_section_end|>"},
     },
 }
-MISTRAL: Final[Mapping[str, Any]] = {
-    "start_anchor": "[/INST]",
+# Arguments are JSON behind a tag with the name.
+FUNCTIONARY: Final[Mapping[str, Any]] = {
+    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
+        "thinking": _THINK,
         "tool_calls": {
-            "open": "[TOOL_CALLS]",
+            "open_pattern": r"<function=(?P<name>[^>\n]+)>(?=\s*[{\"n])",
+            "close": "</function>",
+            "repeats": True,
             "content": "json",
-            "transform_each": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform": _NAMED_CALL,
         },
+        "content": {"close": "<|eom_id|>"},
+    },
+}
+# Python's calls, in a list.
+LFM: Final[Mapping[str, Any]] = {
+    "start_anchor": _CHATML,
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {
+            "open": "<|tool_call_start|>",
+            "close": "<|tool_call_end|>",
+            "content": "python-call-list",
+            "transform_each": True,
+            "transform": _LISTED_CALL,
+        },
+        "content": {},
+    },
+}
+GIGACHAT: Final[Mapping[str, Any]] = {
+    "start_anchor": "assistant<|role_sep|>\n",
+    "fields": {
+        "thinking": _THINK,
+        "tool_calls": {"open": "<|function_call|>", "content": "json", "transform": _CALL},
         "content": {},
     },
 }
@@ -126,6 +225,7 @@ MISTRAL: Final[Mapping[str, Any]] = {
 LLAMA: Final[Mapping[str, Any]] = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
+        "thinking": _THINK,
         "tool_calls": {
             "open_pattern": r'(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:type|name|parameters)")',
             "content": "json",
@@ -165,51 +265,35 @@ HARMONY: Final[Mapping[str, Any]] = {
         },
     },
 }
+# In the order in which they are tried.
 SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "harmony": HARMONY,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "kimi": KIMI,
+    "qwen": QWEN,
     "qwen_coder": QWEN_CODER,
     "glm": GLM,
     "mistral": MISTRAL,
-    "qwen": QWEN,
+    "mistral_named": MISTRAL_NAMED,
+    "nemotron": NEMOTRON,
+    "hunyuan": HUNYUAN,
+    "minimax": MINIMAX,
+    "lfm": LFM,
+    "gigachat": GIGACHAT,
+    "functionary": FUNCTIONARY,
     "llama": LLAMA,
+    "xlam": XLAM,
 }
-# Words of the chat template of a family, the surest first.
-_SIGNS: Final = (
-    ("<|channel|>", "harmony"),
-    ("｜DSML｜", "deepseek_v32"),
-    ("<function=", "qwen_coder"),
-    ("<arg_key>", "glm"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<tool_call>", "qwen"),
-    ("<|python_tag|>", "llama"),
-    ("<|start_header_id|>", "llama"),
-    ("<think>", "qwen"),
+# Families whose messages have forms of their own, so that other reasoning marks do not fit them.
+WHOLE: Final = frozenset({"harmony"})
+# Texts around reasoning; the first are the most usual.
+REASONING_MARKS: Final = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<mm:think>", "</mm:think>"),
 )
-# Arguments in a fenced block, as DeepSeek-V3 and R1 began.
-_FENCED: Final = "```json"
-
-
-def family_name(chat_template: str) -> str:
-    """Name of the family that a chat template is of; "" where it is of none."""
-    name = next((name for sign, name in _SIGNS if sign in chat_template), "")
-    return "deepseek_v3" if name == "deepseek_v31" and _FENCED in chat_template else name
-
-
-def family_of(chat_template: str) -> Mapping[str, Any] | None:
-    """The response template of the family that a chat template is of, as far as the chat template has its parts.
-
-    Returns:
-        None where it says nothing of tools or reasoning.
-    """
-    name = family_name(chat_template)
-    if not name:
-        return None
-    spec = SPECS[name]
-    has_reasoning = name == "harmony" or "think>" in chat_template
-    absent = {*(() if has_reasoning else ("thinking",)), *(() if "tools" in chat_template else ("tool_calls",))}
-    fields = {key: field for key, field in spec["fields"].items() if key not in absent}
-    return {**spec, "fields": fields} if set(fields) != {"content"} else None

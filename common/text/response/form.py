@@ -9,9 +9,9 @@ from typing import Any
 import structlog
 
 from common.text.chat_template import ChatTemplate
-from common.text.response.families import family_name, family_of
-from common.text.response.grammar import STYLES, CallStyle
+from common.text.response.grammar import CallStyle
 from common.text.response.own_styles import StyleError, own_calls, own_style, reads
+from common.text.response.probe import find_form, shows_tools
 from common.text.response.template import ResponseTemplate, ResponseTemplateError
 from common.text.tokenizer import Tokenizer, read_json
 
@@ -29,6 +29,7 @@ class ResponseForm:
         style: of calls and reasoning, as grammars write them; None where grammars cannot hold them.
         unheld: why grammars cannot hold calls; empty where they can.
         is_own: True if it is the checkpoint's own.
+        calls_tools: True if prompts have the tools of a request, and calls can be told from content.
     """
 
     template: ResponseTemplate
@@ -37,6 +38,7 @@ class ResponseForm:
     style: CallStyle | None = None
     unheld: str = ""
     is_own: bool = False
+    calls_tools: bool = False
 
     def can_call(self, name: str, keys: Iterable[str]) -> bool:
         """True if a call of a tool of this name, with these arguments, is read as grammars write it."""
@@ -46,7 +48,7 @@ class ResponseForm:
 def response_form(
     files: Mapping[str, bytes], tokenizer: Tokenizer, chat_template: ChatTemplate | None
 ) -> ResponseForm | None:
-    """The form in a checkpoint's files: its own response template, else that of the family of its chat template.
+    """The form in a checkpoint's files: its own response template, else what its chat template shows of a family's.
 
     Args:
         files: of the checkpoint's tokenizer.
@@ -59,22 +61,35 @@ def response_form(
     if chat_template is None:
         return None
     own: Any = read_json(files, "tokenizer_config.json").get("response_template")
-    spec = own or family_of(chat_template.source)
-    if spec is None:
+    if own:
+        return _own_form(own, tokenizer, chat_template)
+    found = find_form(chat_template)
+    if found is None:
         return None
+    template = ResponseTemplate(found.spec)
+    markers, kept = _markers(template, tokenizer)
+    return ResponseForm(template, markers, kept, found.style, found.unheld, calls_tools=template.has_calls)
+
+
+def _own_form(own: Any, tokenizer: Tokenizer, chat_template: ChatTemplate) -> ResponseForm | None:
+    """The form of a checkpoint's own response template; None if that cannot be used."""
     try:
-        template = ResponseTemplate(spec)
+        template = ResponseTemplate(own)
     except ResponseTemplateError as error:
         log.warning("response template cannot be used; answers are content alone", error=str(error))
         return None
-    markers = {id: token for id, token in tokenizer.added_tokens.items() if template.names(token)}
-    kept = tokenizer.special_ids & markers.keys()
-    if not own:
-        return ResponseForm(template, markers, kept, STYLES.get(family_name(chat_template.source)))
+    markers, kept = _markers(template, tokenizer)
     style, unheld = _own(template, markers.values())
     if unheld:
         log.info("response template is not held by grammars", reason=unheld)
-    return ResponseForm(template, markers, kept, style, unheld, is_own=True)
+    calls_tools = template.has_calls and shows_tools(chat_template)
+    return ResponseForm(template, markers, kept, style, unheld, is_own=True, calls_tools=calls_tools)
+
+
+def _markers(template: ResponseTemplate, tokenizer: Tokenizer) -> tuple[Mapping[int, str], frozenset[int]]:
+    """Tokens that stand for delimiters, with their texts, and the special ones among them."""
+    markers = {id: token for id, token in tokenizer.added_tokens.items() if template.names(token)}
+    return markers, frozenset(tokenizer.special_ids & markers.keys())
 
 
 def _own(template: ResponseTemplate, markers: Collection[str]) -> tuple[CallStyle | None, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from common.text.response.arguments import Argument, Tags
@@ -29,7 +29,7 @@ _NOTHING: Final = '""'
 _RULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = "{name}"
 KEY: Final = "{key}"
-_IS_TEXT: Final = "{is_text}"
+IS_TEXT: Final = "{is_text}"
 # One text, or several that may stand there.
 Texts: TypeAlias = str | tuple[str, ...]
 _ANY_OBJECT: Final = '{"type": "object"}'
@@ -79,7 +79,26 @@ class CallStyle:
 
 _OBJECT_BEGIN: Final = '{"name": "{name}", "arguments": '
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+
+
+def _dsml(around: str) -> CallStyle:
+    return CallStyle(
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>",
+        before=f"<｜DSML｜{around}>\n",
+        after=f"\n</｜DSML｜{around}>",
+        key='<｜DSML｜parameter name="{key}" string="{is_text}">',
+        key_end="</｜DSML｜parameter>",
+        delimiters=("｜DSML｜",),
+    )
+
+
+def _array(begin: str, end: str, delimiters: tuple[str, ...]) -> CallStyle:
+    return CallStyle(_OBJECT_BEGIN, "}", before=f"{begin}[", between=", ", after=f"]{end}", delimiters=delimiters)
+
+
 STYLES: Final[Mapping[str, CallStyle]] = {
     "qwen": CallStyle(f"<tool_call>\n{_OBJECT_BEGIN}", "}\n</tool_call>"),
     "qwen_coder": CallStyle(
@@ -111,24 +130,28 @@ STYLES: Final[Mapping[str, CallStyle]] = {
         after=_DEEPSEEK[1],
         delimiters=(*_DEEPSEEK, *_DEEPSEEK_CALL),
     ),
-    "deepseek_v32": CallStyle(
-        '<｜DSML｜invoke name="{name}">\n',
-        "</｜DSML｜invoke>",
-        before="<｜DSML｜function_calls>\n",
-        after="\n</｜DSML｜function_calls>",
-        key='<｜DSML｜parameter name="{key}" string="{is_text}">',
-        key_end="</｜DSML｜parameter>",
-        delimiters=("｜DSML｜",),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "mistral": replace(_array("[TOOL_CALLS] ", "", ("[TOOL_CALLS]",)), reasoning=("", "")),
+    "mistral_named": CallStyle(
+        ("[TOOL_CALLS]{name}[ARGS]", f"[TOOL_CALLS]{{name}}[CALL_ID]{WORD}[ARGS]"),
+        "",
+        between="",
+        reasoning=("[THINK]", "[/THINK]"),
+        delimiters=("[TOOL_CALLS]", "[ARGS]"),
     ),
-    "mistral": CallStyle(
-        _OBJECT_BEGIN,
-        "}",
-        before="[TOOL_CALLS] [",
-        between=", ",
-        after="]",
-        reasoning=("", ""),
-        delimiters=("[TOOL_CALLS]",),
+    "nemotron": _array("<TOOLCALL>", "</TOOLCALL>", ("<TOOLCALL>", "</TOOLCALL>")),
+    "hunyuan": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
+    "xlam": replace(_array("", "", ()), reasoning=("", "")),
+    "kimi": CallStyle(
+        f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        before=_KIMI[0],
+        between="",
+        after=_KIMI[1],
+        delimiters=(*_KIMI, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
+    "gigachat": CallStyle(f"<|function_call|>{_OBJECT_BEGIN}", "}", is_one=True, delimiters=("<|function_call|>",)),
     "llama": CallStyle('{"name": "{name}", "parameters": ', "}", is_one=True, reasoning=("", ""), delimiters=()),
     "harmony": CallStyle(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
@@ -325,9 +348,9 @@ class AnswerGrammar:
         if len(keys) > 1:
             return self._filled(rule, keys, KEY, argument.name)
         text = keys[0].replace(KEY, argument.name)
-        if argument.is_text is not None or _IS_TEXT not in text:
-            return self._literal(text.replace(_IS_TEXT, "true" if argument.is_text else "false"))
-        before, after = map(self._literal, text.split(_IS_TEXT))
+        if argument.is_text is not None or IS_TEXT not in text:
+            return self._literal(text.replace(IS_TEXT, "true" if argument.is_text else "false"))
+        before, after = map(self._literal, text.split(IS_TEXT))
         return f'{before} ("true" | "false") {after}'
 
     def _value(self, rule: str, argument: Argument) -> tuple[str, list[tuple[str, str]]]:

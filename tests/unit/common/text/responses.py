@@ -93,6 +93,58 @@ class Family:
         wrapped = f"\n\n<｜DSML｜function_calls>\n{calls}</｜DSML｜function_calls>" if calls else ""
         return thought + answer.content + wrapped
 
+    def _deepseek_v4(self, answer: Answer, thought: str) -> str:
+        return self._deepseek_v32(answer, thought).replace("｜function_calls>", "｜tool_calls>")
+
+    def _minimax(self, answer: Answer, thought: str) -> str:
+        calls = "".join(
+            f'<invoke name="{name}">\n'
+            + "".join(f'<parameter name="{key}">{_raw(value)}</parameter>\n' for key, value in args.items())
+            + "</invoke>\n"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + (f"\n<minimax:tool_call>\n{calls}</minimax:tool_call>" if calls else "")
+
+    def _kimi(self, answer: Answer, thought: str) -> str:
+        calls = "".join(
+            f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(args)}<|tool_call_end|>"
+            for i, (name, args) in enumerate(answer.calls)
+        )
+        wrapped = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""
+        return thought + answer.content + wrapped
+
+    def _mistral_named(self, answer: Answer, thought: str) -> str:
+        thought = f"[THINK]{answer.reasoning}[/THINK]" if answer.reasoning else ""
+        calls = (
+            f"[TOOL_CALLS]{name}{'[CALL_ID]abcdefghi' * (i % 2)}[ARGS]{json.dumps(args)}"
+            for i, (name, args) in enumerate(answer.calls)
+        )
+        return thought + answer.content + "".join(calls)
+
+    def _nemotron(self, answer: Answer, thought: str) -> str:
+        return thought + answer.content + _array(answer, "<TOOLCALL>", "</TOOLCALL>")
+
+    def _hunyuan(self, answer: Answer, thought: str) -> str:
+        return thought + answer.content + _array(answer, "<tool_calls>", "</tool_calls>")
+
+    def _xlam(self, answer: Answer, thought: str) -> str:
+        return _array(answer, "", "") or answer.content
+
+    def _functionary(self, answer: Answer, thought: str) -> str:
+        calls = (f"<function={name}>{json.dumps(args)}</function>" for name, args in answer.calls)
+        return thought + answer.content + "".join(calls)
+
+    def _lfm(self, answer: Answer, thought: str) -> str:
+        calls = ", ".join(
+            f"{name}({', '.join(f'{key}={_python(value)}' for key, value in args.items())})"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + (f"<|tool_call_start|>[{calls}]<|tool_call_end|>" if calls else "")
+
+    def _gigachat(self, answer: Answer, thought: str) -> str:
+        calls = (f"<|function_call|>{_object(name, args)}" for name, args in answer.calls[:1])
+        return thought + answer.content + "".join(calls)
+
     def _mistral(self, answer: Answer, thought: str) -> str:
         calls = [{"name": name, "arguments": args, "id": "abcdefghi"} for name, args in answer.calls]
         return answer.content + (f"[TOOL_CALLS] {json.dumps(calls)}" if calls else "")
@@ -119,6 +171,20 @@ def _object(name: str, args: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": args}, ensure_ascii=False)
 
 
+def _array(answer: Answer, begin: str, end: str) -> str:
+    calls = ", ".join(_object(name, args) for name, args in answer.calls)
+    return f"{begin}[{calls}]{end}" if calls else ""
+
+
+def _python(value: Any) -> str:
+    """A value as Python writes it, with the escapes of JSON."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_python(key)}: {_python(each)}' for key, each in value.items())}}}"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
 def _raw(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -133,6 +199,7 @@ _DEEPSEEK = (
     *_THINK,
     *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
 )
+_KIMI = ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
 FAMILIES = (
     Family("qwen", families.QWEN, "", _TOOL),
     Family("qwen", families.QWEN, "<think>\n", _TOOL),
@@ -141,6 +208,16 @@ FAMILIES = (
     Family("deepseek_v3", families.DEEPSEEK_V3, "<think>\n", (*_DEEPSEEK, "```")),
     Family("deepseek_v31", families.DEEPSEEK_V31, "", _DEEPSEEK),
     Family("deepseek_v32", families.DEEPSEEK_V32, "", (*_THINK, "</｜DSML｜invoke>", "<｜DSML｜function_calls>")),
+    Family("deepseek_v4", families.DEEPSEEK_V4, "", (*_THINK, "</｜DSML｜invoke>", "<｜DSML｜tool_calls>")),
+    Family("minimax", families.MINIMAX, "<think>\n", (*_THINK, "</invoke>", "</parameter>", "</minimax:tool_call>")),
+    Family("kimi", families.KIMI, "", (*_THINK, *(f"<|tool_call{name}|>" for name in _KIMI))),
+    Family("mistral_named", families.MISTRAL_NAMED, "", ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[")),
+    Family("nemotron", families.NEMOTRON, "<think>\n", (*_THINK, "<TOOLCALL>", "</TOOLCALL>", "]")),
+    Family("hunyuan", families.HUNYUAN, "", (*_THINK, "<tool_calls>", "</tool_calls>", "]")),
+    Family("xlam", families.XLAM, "", ("[", "]", '{"name"')),
+    Family("functionary", families.FUNCTIONARY, "", ("<function=f>", "</function>", "<|eom_id|>")),
+    Family("lfm", families.LFM, "", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>", "]", "(")),
+    Family("gigachat", families.GIGACHAT, "", ("<|function_call|>", "}")),
     Family("mistral", families.MISTRAL, "", ("[TOOL_CALLS]", "[", "]")),
     Family("llama", families.LLAMA, "", ("<|python_tag|>", '{"name"')),
     Family(

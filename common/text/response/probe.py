@@ -1,0 +1,406 @@
+"""Finds how a model writes calls and reasoning: renders some with its chat template, and reads them back. Pure.
+
+A form is used only if everything that the chat template writes in it is read back as it was given. So a checkpoint
+never gets a form, or a capability, from the look of its chat template alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product, takewhile
+from typing import Any, Final
+
+import regex
+
+from common.text.chat_template import ChatTemplate, TemplateInputError
+from common.text.response.calls import Tools
+from common.text.response.families import REASONING_MARKS, SPECS, WHOLE
+from common.text.response.fit import WrittenCalls, fitted
+from common.text.response.grammar import STYLES, CallStyle
+from common.text.response.parser import Channel, ResponseParser, merged
+from common.text.response.template import CALLS_FIELD, REASONING_FIELDS, ResponseTemplate
+
+# Words that no chat template has by itself.
+_USERS: Final = ("Uvuqa", "Oweko")
+_RESULTS: Final = ("Jebiru", "Kotema")
+_CONTENT: Final = "Teluba"
+_REASONING: Final = "Rizomo"
+_PLACE: Final = "Qubira"
+_NAMES: Final = ("get_zixa", "put_wejo")
+_PROPERTIES: Final[Mapping[str, Any]] = {
+    "place": {"type": "string", "description": "Place."},
+    "days": {"type": "integer", "description": "Days."},
+    "more": {"type": "object", "description": "More."},
+}
+TOOLS: Final[Sequence[Mapping[str, Any]]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Calls {name}.",
+            "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["place"]},
+        },
+    }
+    for name in _NAMES
+]
+_ARGUMENTS: Final[Sequence[Mapping[str, Any]]] = (
+    {"place": _PLACE, "days": 3, "more": {"a": [1, True]}},
+    {"place": "Sivola"},
+)
+# Variables with which chat templates switch reasoning on or off.
+_SWITCHES: Final[Sequence[Mapping[str, Any]]] = (
+    {},
+    {"enable_thinking": True},
+    {"enable_thinking": False},
+    {"thinking": True},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundForm:
+    """The form in which a model writes its answers.
+
+    Attributes:
+        family: name of the calls' family; empty without calls.
+        spec: the response template.
+        style: of calls and reasoning, as grammars write them.
+        unheld: why grammars cannot write calls as the chat template does; empty where they can.
+    """
+
+    family: str
+    spec: Mapping[str, Any]
+    style: CallStyle
+    unheld: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A shape of messages with calls: chat templates differ in which they take."""
+
+    has_results: bool
+    has_text_arguments: bool
+    content: str | None
+    ids: Sequence[str]
+
+    def message(self, num_calls: int, content: str = "", reasoning: str = "") -> dict[str, Any]:
+        """A message of the assistant."""
+        calls = [self._call(i) for i in range(num_calls)]
+        made: dict[str, Any] = {"role": "assistant", "content": content or self.content}
+        return made | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+    def results(self, num_calls: int, words: Sequence[str]) -> list[dict[str, Any]]:
+        """Messages with the results of calls."""
+        calls = zip(self.ids, _NAMES, words, strict=False)
+        made = [{"role": "tool", "content": word, "tool_call_id": id, "name": name} for id, name, word in calls]
+        return made[:num_calls]
+
+    def _call(self, i: int) -> dict[str, Any]:
+        arguments: Any = dict(_ARGUMENTS[i])
+        if self.has_text_arguments:
+            arguments = json.dumps(arguments)
+        return {"type": "function", "id": self.ids[i], "function": {"name": _NAMES[i], "arguments": arguments}}
+
+
+_IDS: Final = (("abcdefgh1", "abcdefgh2"), tuple(f"functions.{name}:{i}" for i, name in enumerate(_NAMES)))
+_VARIANTS: Final = tuple(_Variant(*each) for each in product((False, True), (False, True), (None, ""), _IDS))
+_PLAIN: Final = _VARIANTS[0]
+_UNHELD: Final = "calls are written in a form that no grammar is made of"
+# Number of calls, content and reasoning of answers with calls.
+_SHAPES: Final = ((1, "", ""), (2, "", ""), (1, _CONTENT, ""), (1, _CONTENT, _REASONING))
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """An answer as the chat template writes it, and what it says."""
+
+    text: str
+    calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    content: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Text behind an answer.
+
+    Attributes:
+        last: behind the last message.
+        every: behind every message, whatever comes next; empty if it is not known.
+    """
+
+    last: str
+    every: str
+
+    def ends(self, text: str) -> bool:
+        """True if text that is read behind an answer is no part of it."""
+        text = text.strip()
+        return text in self.last or bool(self.every and text.startswith(self.every))
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    """True if prompts of the chat template have the tools of a request."""
+    return _Probe(template).shows_tools()
+
+
+def find_form(template: ChatTemplate) -> FoundForm | None:
+    """The form of the answers to a chat template's prompts; None where they are content alone, as far as is known."""
+    return _Probe(template).find()
+
+
+@dataclass
+class _Probe:
+    """Renders one chat template."""
+
+    template: ChatTemplate
+    _rendered: dict[str, str | None] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[dict[str, Any]], *, prompts: bool, tools: bool = True, **more: Any) -> str:
+        """The text of messages; empty where the chat template rejects them."""
+        key = json.dumps([messages, prompts, tools, more])
+        if key not in self._rendered:
+            given: Any = TOOLS if tools else None
+            try:
+                text = self.template.render([*messages], tools=given, add_generation_prompt=prompts, **more)
+            except TemplateInputError:
+                text = None
+            self._rendered[key] = text
+        return self._rendered[key] or ""
+
+    def shows_tools(self) -> bool:
+        prompts = [self.render([_user()], prompts=True, tools=tools) for tools in (True, False)]
+        return all(name in prompts[0] and name not in prompts[1] for name in _NAMES)
+
+    def find(self) -> FoundForm | None:
+        has_tools = self.shows_tools()
+        for name, spec in SPECS.items():
+            if name in WHOLE and spec["start_anchor"] in self._beginning(_USERS):
+                return self._find_whole(name, spec, has_tools=has_tools)
+        marks = next((each for each in REASONING_MARKS if self._reasons(each)), None)
+        reading = _Reading(self._anchor(marks), marks)
+        found = self._find_calls(reading) if has_tools else None
+        if found is not None or marks is None:
+            return found
+        return FoundForm("", reading.spec({"content": {}}), _plain_style(marks))
+
+    def _find_whole(self, name: str, spec: Mapping[str, Any], *, has_tools: bool) -> FoundForm | None:
+        """The form of a family whose messages have a form of their own."""
+        reader = _Reader(spec)
+        reasons = self._answers(_PLAIN, _REASONING)
+        if not reasons or not all(reader.reads(each, self._tail()) for each in reasons):
+            return None
+        for answers in self._calls() if has_tools else ():
+            # Content before a call is reasoning in such messages.
+            if all(reader.reads(each, self._tail()) for each in answers if not each.content):
+                return FoundForm(name, spec, STYLES[name])
+        fields = {key: value for key, value in spec["fields"].items() if key != CALLS_FIELD}
+        return FoundForm(name, {**spec, "fields": fields}, STYLES[name])
+
+    def _find_calls(self, reading: _Reading) -> FoundForm | None:
+        """The form of the first family that reads all calls."""
+        tail = self._tail()
+        for answers in self._calls():
+            for name, family in SPECS.items():
+                if name in WHOLE:
+                    continue
+                spec = reading.spec(family["fields"])
+                reader = _Reader(spec)
+                if all(reader.reads(each, tail) for each in answers):
+                    style = _fitted_style(name, reading.marks, answers)
+                    return FoundForm(name, spec, style or _plain_style(reading.marks), "" if style else _UNHELD)
+        return None
+
+    def _calls(self) -> Iterator[list[_Written]]:
+        """Answers with calls, in each of the shapes that the chat template takes."""
+        seen = set[str]()
+        for variant in _VARIANTS:
+            written = [self._written(variant, *shape) for shape in _SHAPES]
+            if written[0] is None or not written[0].calls or written[0].text in seen:
+                continue
+            seen.add(written[0].text)
+            yield [each for each in written if each is not None]
+
+    def _answers(self, variant: _Variant, reasoning: str) -> list[_Written]:
+        """Answers with reasoning that the chat template writes."""
+        shapes = ((0, _CONTENT), (1, ""), (1, _CONTENT))
+        written = [self._written(variant, num_calls, content, reasoning) for num_calls, content in shapes]
+        return [each for each in written if each is not None and each.reasoning]
+
+    def _written(self, variant: _Variant, num_calls: int, content: str, reasoning: str) -> _Written | None:
+        """An answer, from the user's words on; says what of it the chat template has written."""
+        message = variant.message(num_calls, content, reasoning)
+        results = variant.results(num_calls, _RESULTS) if variant.has_results else []
+        for tools in (True, False):
+            rendered = self.render([_user(), message, *results], prompts=False, tools=tools)
+            if _USERS[0] in rendered:
+                break
+        else:
+            return None
+        text = rendered.rpartition(_USERS[0])[2]
+        text = text.partition(_RESULTS[0])[0] if results else text
+        calls = [
+            (name, arguments)
+            for name, arguments in list(zip(_NAMES, _ARGUMENTS, strict=True))[:num_calls]
+            if name in text and str(arguments["place"]) in text
+        ]
+        return _Written(text, calls, content if content in text else "", reasoning if reasoning in text else "")
+
+    def _reasons(self, marks: tuple[str, str]) -> bool:
+        """True if a model reasons between these marks."""
+        reading = _Reading(self._anchor(marks), marks)
+        reader = _Reader(reading.spec({"content": {}}))
+        answers = [
+            each
+            for variant in (_PLAIN, replace(_PLAIN, has_results=True))
+            if (each := self._written(variant, 0, _CONTENT, _REASONING)) is not None and each.reasoning
+        ]
+        if answers:
+            return all(reader.reads(each, self._tail()) for each in answers)
+        with_calls = self._answers(_PLAIN, _REASONING)
+        if with_calls:
+            return all(f"{marks[0]}" in each.text and f"{marks[1]}" in each.text for each in with_calls)
+        return self._prompts_reasoning(marks) or self._drops_reasoning(marks)
+
+    def _prompts_reasoning(self, marks: tuple[str, str]) -> bool:
+        """True if prompts begin or end reasoning, or speak of both marks."""
+        prompts = [self.render([_user()], prompts=True, tools=False, **switch) for switch in _SWITCHES]
+        texts = [prompt.rpartition(_USERS[0])[2] for prompt in prompts]
+        return any(mark in text for text in texts for mark in marks) or any(
+            all(mark in prompt for mark in marks) for prompt in prompts
+        )
+
+    def _drops_reasoning(self, marks: tuple[str, str]) -> bool:
+        """True if the chat template takes reasoning between the marks out of the content of earlier answers."""
+        begin, end = marks
+        content = f"{begin}\n{_REASONING}\n{end}\n\n{_CONTENT}"
+        messages = [_user(), {"role": "assistant", "content": content}, _user(_USERS[1])]
+        rendered = self.render(messages, prompts=True, tools=False)
+        return _CONTENT in rendered and _REASONING not in rendered
+
+    def _tail(self) -> _Tail:
+        """The text behind an answer's content."""
+        message = _PLAIN.message(0, _CONTENT)
+        conversations = [[_user(), message], [_user(), message, _user(_USERS[1])]]
+        texts = [self.render(each, prompts=False).rpartition(_CONTENT)[2] for each in conversations]
+        return _Tail(texts[0].strip(), _common_start(*texts).strip())
+
+    def _anchor(self, marks: tuple[str, str] | None) -> str:
+        """A pattern of the texts behind which an answer begins."""
+        beginnings = [self._beginning(_USERS, **switch) for switch in _SWITCHES]
+        beginnings += [self._beginning(_RESULTS, variant) for variant in _VARIANTS if not variant.has_results]
+        cut = {_without_marks(beginning, marks).strip() for beginning in beginnings} - {""}
+        if not cut:
+            return "(?!)"
+        end = rf"(?:{regex.escape(marks[1])}\s*)?" if marks is not None else ""
+        return rf"(?:{'|'.join(map(regex.escape, sorted(cut, key=len, reverse=True)))})\s*{end}"
+
+    def _beginning(self, words: Sequence[str], variant: _Variant | None = None, **switch: Any) -> str:
+        """The text that a prompt has behind its last message."""
+        for tools in (True, False):
+            messages = [_messages(word, variant) for word in words]
+            prompts = [self.render(each, prompts=True, tools=tools, **switch) for each in messages]
+            if not all(word in prompt for word, prompt in zip(words, prompts, strict=True)):
+                continue
+            without = self.render(messages[0], prompts=False, tools=tools, **switch)
+            added = prompts[0].removeprefix(without) if without else ""
+            return added if added.strip() and added != prompts[0] else _common_end(*prompts)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Pattern of an answer's beginning, and the marks around its reasoning."""
+
+    anchor: str
+    marks: tuple[str, str] | None
+
+    def spec(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A response template with these fields but their reasoning."""
+        thinking = {} if self.marks is None else {"thinking": {"open": self.marks[0], "close": self.marks[1]}}
+        others = {name: value for name, value in fields.items() if name not in REASONING_FIELDS}
+        return {"start_anchor_pattern": self.anchor, "fields": {**thinking, **others}}
+
+
+class _Reader:
+    """Reads written answers by one response template."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._template = ResponseTemplate(spec)
+        anchor = spec.get("start_anchor_pattern") or regex.escape(spec["start_anchor"])
+        self._begins = regex.compile(anchor)
+
+    def reads(self, written: _Written, tail: _Tail) -> bool:
+        """True if an answer is read as it was given, but for the text that ends every answer."""
+        text = _behind(self._begins, written.text)
+        if text is None or bool(written.reasoning) > self._template.has_reasoning:
+            return False
+        tools = Tools(dict.fromkeys(_NAMES, _PROPERTIES))
+        parser = ResponseParser(self._template, tools=tools, separates_reasoning=True)
+        parts = merged([*parser.push(text), *parser.finish()])
+        read = {channel: "".join(part.text for part in parts if part.channel is channel) for channel in Channel}
+        calls = [(part.name, part.text) for part in parts if part.channel is Channel.CALL]
+        content = read[Channel.CONTENT]
+        return (
+            [name for name, _ in calls] == [name for name, _ in written.calls]
+            and all(_is(text, arguments) for (_, text), (_, arguments) in zip(calls, written.calls, strict=True))
+            and read[Channel.REASONING] == written.reasoning
+            and content.startswith(written.content)
+            and tail.ends(content.removeprefix(written.content))
+        )
+
+
+def _plain_style(marks: tuple[str, str] | None) -> CallStyle:
+    """A style without calls."""
+    return CallStyle("", "", reasoning=marks or ("", ""), delimiters=())
+
+
+def _fitted_style(family: str, marks: tuple[str, str] | None, answers: Sequence[_Written]) -> CallStyle | None:
+    """The style of a family with the blanks of the answers; None if no grammar writes such calls."""
+    if family not in STYLES:
+        return None
+    two = next((each.text for each in answers if len(each.calls) > 1), "")
+    keys = tuple(_ARGUMENTS[0])
+    style = fitted(STYLES[family], WrittenCalls(answers[0].text, two, _NAMES, keys, _PLACE))
+    return None if style is None else replace(style, reasoning=marks or ("", ""))
+
+
+def _is(text: str, arguments: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads(text) == arguments)
+    except ValueError:
+        return False
+
+
+def _behind(begins: Any, text: str) -> str | None:
+    """The text behind the first match; None without one."""
+    match = begins.search(text)
+    return None if match is None else text[match.end() :]
+
+
+def _user(word: str = _USERS[0]) -> dict[str, Any]:
+    return {"role": "user", "content": word}
+
+
+def _messages(word: str, variant: _Variant | None) -> list[dict[str, Any]]:
+    """A conversation that ends with a word: of the user, or as the result of a call."""
+    if variant is None:
+        return [_user(word)]
+    # With an id of its own, so that the id is not in what is common to two prompts.
+    one = replace(variant, ids=variant.ids[_RESULTS.index(word) :])
+    return [_user(), one.message(1), *one.results(1, [word])]
+
+
+def _common_start(one: str, other: str) -> str:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(char for char, _ in same)
+
+
+def _common_end(one: str, other: str) -> str:
+    return _common_start(one[::-1], other[::-1])[::-1]
+
+
+def _without_marks(beginning: str, marks: tuple[str, str] | None) -> str:
+    """The beginning of an answer up to the first mark of reasoning."""
+    places = [place for mark in marks or () if (place := beginning.find(mark)) >= 0]
+    return beginning[: min(places, default=len(beginning))]
