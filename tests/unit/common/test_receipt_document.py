@@ -1,4 +1,4 @@
-"""Digests of requests against an encoder that reads its sizes and neutral values from the tables of docs/contract.md."""
+"""Digests of requests against an encoder that reads sizes and neutral values from the tables of docs/contract.md."""
 
 from __future__ import annotations
 
