@@ -7,6 +7,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import InvalidFieldError, at_path
-from common.limits import MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
+from common.limits import MAX_MODEL_LEN, MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
 from common.rpc.tls import Dialer
 from common.rpc.unsupported_fields import refuse_unserved
@@ -297,7 +298,7 @@ class InferenceService(InferenceServiceServicer):
                     raise InvalidFieldError("request", "is missing", "one of generate, chat")
                 asked: AnswerRequest = request.generate if kind == "generate" else request.chat
                 with at_path(kind):
-                    prompt, model = await self._prompt_alone(asked, context)
+                    prompt, model = await self._whole_prompt(asked, context)
                 return pb.CountTokensResponse(prompt_tokens=len(prompt.token_ids), max_model_len=model.max_model_len)
 
     async def RenderPrompt(self, request: pb.RenderPromptRequest, context: Context) -> pb.RenderPromptResponse:
@@ -400,12 +401,13 @@ class InferenceService(InferenceServiceServicer):
         ):
             yield
 
-    async def _prompt_alone(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
-        """The prompt that a request would have, and its model."""
+    async def _whole_prompt(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
+        """The prompt that a request would have, also one that is too long for the model, and the model."""
         _check(request)
         with self._tenant_held(context) as tenant:
             model = await self._expected.model(request.model)
-            return await _encode(self._encoder, request)(model, tenant, b""), model
+            unbounded = replace(model, max_model_len=MAX_MODEL_LEN)
+            return await _encode(self._encoder, request)(unbounded, tenant, b""), model
 
     def _tenant(self, context: Context) -> str:
         """Tenant that a call is for."""

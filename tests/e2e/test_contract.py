@@ -190,6 +190,26 @@ async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
         await b.empty()
 
 
+@pytest.mark.parametrize("num_words", [5_000, 40_000])
+async def test_prompt_too_long_for_the_model_is_counted(num_words: int) -> None:
+    """A text that is refused early by a lower bound, and one that is encoded until it is too long."""
+    async with bench() as b:
+        text = "word " * num_words
+        tokens = await b.stub.Tokenize(pb.TokenizeRequest(text=text))
+        generate = pb.GenerateRequest(text=text)
+        error = await error_of(b.stub.GenerateOnce(generate))
+        assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+
+        counted = await b.stub.CountTokens(pb.CountTokensRequest(generate=generate))
+
+        assert (counted.prompt_tokens, counted.max_model_len) == (len(tokens.token_ids), 4096)
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content=text)])
+        assert (await error_of(b.stub.ChatOnce(chat))).code() is grpc.StatusCode.OUT_OF_RANGE
+        assert (await b.stub.CountTokens(pb.CountTokensRequest(chat=chat))).prompt_tokens > counted.prompt_tokens
+        ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 5_000))
+        assert (await b.stub.CountTokens(pb.CountTokensRequest(generate=ids))).prompt_tokens == 5_000
+
+
 async def test_errors_of_a_request_within_a_request_name_its_field() -> None:
     async with bench() as b:
         bad = request(params={"top_p": 0})

@@ -2733,7 +2733,7 @@ class CountTokensResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Prompt length, in tokens."""
+    """Prompt length, in tokens; also of a prompt that is too long for the model."""
     max_model_len: _builtins.int
     """The model's longest prompt plus answer, in tokens."""
     def __init__(
