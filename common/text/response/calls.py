@@ -27,6 +27,8 @@ _IN_VALUE: Final = regex.compile(r'["\[\]{}]')
 _LITERAL_END: Final = regex.compile(r"(?:\A|[()\[\]{}*+?.^$|]|\\.)([^\\()\[\]{}*+?.^$|]*)\Z")
 _SCALAR: Final = regex.compile(r"[^\s,\]}]+")
 NO_ARGUMENTS: Final = "{}"
+# First characters of an object, of a string that may have one in it, and of `null`.
+_ARGUMENTS_BEGIN: Final = '{"n'
 # Of a tool: the schema of each argument.
 Properties = Mapping[str, Any]
 
@@ -139,6 +141,8 @@ class _WholeRegion:
     def _part(self, call: Mapping[str, Any]) -> CallPart:
         function = call["function"]
         name, arguments = function["name"], function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
         if not isinstance(arguments, dict) or not isinstance(name, str) or not self._accepts(name):
             raise ValueError("it is not a call")
         return CallPart(name, dumps(self._tools.typed(name, arguments)))
@@ -278,6 +282,14 @@ def _is_object(text: str) -> bool:
         return False
 
 
+def _object_text(value: str) -> str:
+    """The object that a JSON value stands for: itself, one for `null`, or one in a string; empty for any other."""
+    if value.startswith("{"):
+        return value
+    text = NO_ARGUMENTS if value == "null" else _string(value)
+    return text if _is_object(text) else ""
+
+
 class _BodyRegion:
     """A region that is the arguments."""
 
@@ -308,12 +320,16 @@ class _BodyRegion:
         return [CallPart(name, text[:start])] if start else []
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Takes an empty region that was closed for a call without arguments."""
-        is_empty = self._copy is None and not self.left.strip()
-        if is_empty and closed.delimiter is not None and not self._is_refused:
-            self.left, self.is_whole = "", True
-            return [CallPart(self._name, NO_ARGUMENTS)]
-        return []
+        """Gives the arguments of a region that was closed without any, or that are no object by themselves."""
+        if self._copy is not None or self._is_refused:
+            return []
+        given = self.left.strip()
+        is_empty = not given and closed.delimiter is not None
+        arguments = NO_ARGUMENTS if is_empty else _object_text(given)
+        if not arguments:
+            return []
+        self.left, self.is_whole = "", True
+        return [CallPart(self._name, arguments)]
 
 
 class _Expected(Enum):
@@ -414,7 +430,17 @@ class _ObjectRegion:
             if self._has_begun:
                 self.is_whole = _is_object(self._value)
             else:
-                self._early = self._value
+                self._take_early(_object_text(self._value), parts)
+
+    def _take_early(self, arguments: str, parts: list[CallPart]) -> None:
+        """Takes arguments that came before the name, or that have to be whole to be known."""
+        if not arguments:
+            self._expected = _Expected.NOTHING
+        elif self._name is None:
+            self._early = arguments
+        else:
+            self._begin(arguments, parts)
+            self.is_whole = _is_object(arguments)
 
     def _begin(self, arguments: str, parts: list[CallPart]) -> None:
         self._has_begun, self.is_whole = True, False
@@ -481,9 +507,9 @@ class _ObjectRegion:
 
     def _begin_value(self, char: str, parts: list[CallPart]) -> _Expected:
         if self._key == self._arguments_key:
-            if self._has_begun or char != "{":
+            if self._has_begun or char not in _ARGUMENTS_BEGIN:
                 return _Expected.NOTHING
-            if self._name is not None:
+            if self._name is not None and char == "{":
                 self._begin("", parts)
         return _Expected.VALUE_TEXT
 

@@ -377,6 +377,54 @@ def test_a_call_begins_with_its_name_and_goes_on_as_it_comes() -> None:
     assert reader.ends_with_call
 
 
+# Arguments as a model writes them, and the object that a client gets.
+OTHER_ARGUMENTS: Final = (
+    ("null", "{}"),
+    (r'"{\"a\": 1}"', '{"a": 1}'),
+    (r'"{\"a\": \"\u00e9\"}"', '{"a": "\u00e9"}'),
+    ('"{}"', "{}"),
+    ('"no object"', None),
+    ('"[1]"', None),
+    ("nil", None),
+    ("[1]", None),
+    ("7", None),
+)
+
+
+@pytest.mark.parametrize(("written", "given"), OTHER_ARGUMENTS)
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("qwen", '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>'),
+        ("qwen", '<tool_call>{{"arguments": {}, "name": "f"}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{{"name": "f", "arguments": {}}}]'),
+        ("llama", '{{"name": "f", "parameters": {}}}'),
+        ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("mistral_named", "[TOOL_CALLS]f[ARGS]{}"),
+    ],
+)
+def test_arguments_that_are_null_or_a_string_are_read(name: str, around: str, written: str, given: str | None) -> None:
+    """Calls without arguments and with JSON in a string are calls; what is no object stays content, and is not lost."""
+    family = next(each for each in FAMILIES if each.name == name)
+    text = around.format(written)
+
+    parts = read(family, [text])
+
+    assert calls_of(parts) == ([] if given is None else [("f", given)])
+    assert text_of(parts, Channel.CONTENT) == (text if given is None else "")
+    check_pieces(family, text, list(range(len(text))))
+
+
+def test_whole_calls_with_arguments_in_a_string_are_read() -> None:
+    spec = {**families.QWEN, "fields": {**families.QWEN["fields"]}}
+    spec["fields"]["tool_calls"] = {**spec["fields"]["tool_calls"], "content_args": {"unquoted_keys": True}}
+    parser = ResponseParser(ResponseTemplate(spec), tools=Tools({"f": {}}), separates_reasoning=True)
+
+    parts = parser.push(r'<tool_call>{name: "f", arguments: "{\"a\": 1}"}</tool_call>') + parser.finish()
+
+    assert calls_of(parts) == [("f", '{"a": 1}')]
+
+
 @pytest.mark.parametrize(
     ("text", "had", "ends"),
     [
