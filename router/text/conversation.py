@@ -54,10 +54,10 @@ def reading_of(
     form, options = model.text.response_form, request.reasoning
     separates = options.separate if options.HasField("separate") else model.reasons
     if separates and not model.reasons:
-        problem = f"is true, and the chat template of {model.name!r} has no reasoning"
+        problem = f"is true, and no reasoning is known of {model.name!r}"
         raise InvalidFieldError("reasoning.separate", problem, "false, or a model with CAPABILITY_REASONING")
     if tools is not None and not model.calls_tools:
-        problem = f"are given, and the chat template of {model.name!r} knows none"
+        problem = f"are given, and no calls of tools are known of {model.name!r}"
         raise InvalidFieldError("tools", problem, "no tools, or a model with CAPABILITY_TOOLS")
     if form is None or not (separates or tools):
         if options.HasField("max_tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -35,8 +36,11 @@ SCHEMA = {
 }
 # A call is the whole answer, as of Llama 3.
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <|python_tag|> #}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Of a checkpoint's own form.
@@ -190,7 +194,14 @@ def _until_arguments(stream: Iterator[pb.ChatResponse]) -> list[pb.ChatResponse]
 
 async def test_arguments_between_tags_are_held_one_by_one() -> None:
     files = tool_files()
-    files["chat_template.jinja"] += b"{# <function= #}"
+    # Calls as Qwen3-Coder writes them.
+    files["chat_template.jinja"] = re.sub(
+        rb'\{"name": .*\| tojson \}\}\}\n',
+        b"<function={{ call.function.name }}>\n"
+        b"{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n"
+        b"{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n",
+        files["chat_template.jinja"],
+    )
     worker = worker_of(files)
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
     properties = {"city": {"type": "string", "enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}}

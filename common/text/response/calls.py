@@ -7,7 +7,7 @@ it has to be taken back. What is no call, or stands around one, is left for othe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ import regex
 from common.json_text import is_text
 from common.text.response.regions import Closed, Opened
 from common.text.response.template import CallForm, Field
-from common.text.response.values import part_value, schema_types, typed
+from common.text.response.values import part_value, python_value, schema_types, typed
 
 _BLANKS: Final = " \t\n\r"
 # Keys beside name and arguments that say nothing more.
@@ -82,11 +82,22 @@ class Tools:
         """One argument."""
         types = schema_types(self._properties.get(name, {}).get(key))
         if isinstance(value, str):
-            return typed(value, types)
+            return _with_python(typed(value, types), types)
         if types and isinstance(value, list) and "array" not in types:
             # A name that stood several times.
             return [typed(item, types) if isinstance(item, str) else item for item in value]
         return value
+
+
+def _with_python(value: Any, types: Sequence[str]) -> Any:
+    """A value between tags; a list or an object also where a model writes it as Python does."""
+    if not isinstance(value, str) or "string" in types or not {"array", "object"} & {*types}:
+        return value
+    try:
+        found = python_value(value)
+    except ValueError:
+        return value
+    return found if ("array" if isinstance(found, list) else "object") in types else value
 
 
 def call_region(opened: Opened, tools: Tools) -> CallRegion:

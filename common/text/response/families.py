@@ -153,7 +153,7 @@ MISTRAL_NAMED: Final[Mapping[str, Any]] = {
     "fields": {
         "thinking": {"open": "[THINK]", "close": "[/THINK]"},
         "tool_calls": {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*[{\"n])",
+            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:(?:\[CALL_ID\]\w*)?\[ARGS\]|(?=\{))",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             "repeats": True,
             "content": "json",
@@ -207,6 +207,7 @@ LFM: Final[Mapping[str, Any]] = {
             "open": "<|tool_call_start|>",
             "close": "<|tool_call_end|>",
             "content": "python-call-list",
+            "content_args": {"line_ends": True},
             "transform_each": True,
             "transform": _LISTED_CALL,
         },

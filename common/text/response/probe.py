@@ -1,4 +1,4 @@
-"""Finds how a model writes calls and reasoning: renders some with its chat template, and reads them back. Pure.
+"""Finds how a model writes calls and reasoning: renders some with its chat template, and reads them back.
 
 A form is used only if everything that the chat template writes in it is read back as it was given. So a checkpoint
 never gets a form, or a capability, from the look of its chat template alone.
@@ -7,6 +7,7 @@ never gets a form, or a capability, from the look of its chat template alone.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import regex
 
+from common.limits import MAX_TEMPLATE_S
 from common.text.chat_template import ChatTemplate, TemplateInputError
 from common.text.response.calls import Tools
 from common.text.response.families import REASONING_MARKS, SPECS, WHOLE
@@ -22,6 +24,8 @@ from common.text.response.grammar import STYLES, CallStyle
 from common.text.response.parser import Channel, ResponseParser, merged
 from common.text.response.template import CALLS_FIELD, REASONING_FIELDS, ResponseTemplate
 
+# Characters of a conversation of a few words; system prompts of published chat templates have up to 12,000.
+_MOST_TEXT: Final = 1 << 17
 # Words that no chat template has by itself.
 _USERS: Final = ("Uvuqa", "Oweko")
 _RESULTS: Final = ("Jebiru", "Kotema")
@@ -32,6 +36,8 @@ _NAMES: Final = ("get_zixa", "put_wejo")
 _PROPERTIES: Final[Mapping[str, Any]] = {
     "place": {"type": "string", "description": "Place."},
     "days": {"type": "integer", "description": "Days."},
+    "text": {"type": "string", "description": "Text."},
+    "names": {"type": "array", "items": {"type": "string"}, "description": "Names."},
     "more": {"type": "object", "description": "More."},
 }
 TOOLS: Final[Sequence[Mapping[str, Any]]] = [
@@ -46,8 +52,8 @@ TOOLS: Final[Sequence[Mapping[str, Any]]] = [
     for name in _NAMES
 ]
 _ARGUMENTS: Final[Sequence[Mapping[str, Any]]] = (
-    {"place": _PLACE, "days": 3, "more": {"a": [1, True]}},
-    {"place": "Sivola"},
+    {"place": _PLACE, "days": 3, "text": 'a "b"\nc', "names": ["Abel"], "more": {"a": [1, True]}},
+    {},
 )
 # Variables with which chat templates switch reasoning on or off.
 _SWITCHES: Final[Sequence[Mapping[str, Any]]] = (
@@ -113,9 +119,14 @@ _SHAPES: Final = ((1, "", ""), (2, "", ""), (1, _CONTENT, ""), (1, _CONTENT, _RE
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """An answer as the chat template writes it, and what it says."""
+    """An answer as the chat template writes it, from the prompt's end on, and what it says.
+
+    Attributes:
+        begun: what a prompt has of it.
+    """
 
     text: str
+    begun: str = ""
     calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
     content: str = ""
     reasoning: str = ""
@@ -154,19 +165,27 @@ class _Probe:
     """Renders one chat template."""
 
     template: ChatTemplate
-    _rendered: dict[str, str | None] = field(default_factory=dict)
+    _rendered: dict[str, str] = field(default_factory=dict)
+    # Every rendering has a limit of its own; a hostile template shall not take it fifty times.
+    _end: float = field(default_factory=lambda: time.thread_time() + MAX_TEMPLATE_S)
 
     def render(self, messages: Sequence[dict[str, Any]], *, prompts: bool, tools: bool = True, **more: Any) -> str:
-        """The text of messages; empty where the chat template rejects them."""
+        """The text of messages; empty where the chat template rejects them, or takes too long."""
         key = json.dumps([messages, prompts, tools, more])
         if key not in self._rendered:
-            given: Any = TOOLS if tools else None
-            try:
-                text = self.template.render([*messages], tools=given, add_generation_prompt=prompts, **more)
-            except TemplateInputError:
-                text = None
-            self._rendered[key] = text
-        return self._rendered[key] or ""
+            self._rendered[key] = self._render(
+                messages, TOOLS if tools else None, add_generation_prompt=prompts, **more
+            )
+        return self._rendered[key]
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, **arguments: Any) -> str:
+        if time.thread_time() > self._end:
+            return ""
+        try:
+            text = self.template.render([*messages], tools=tools, **arguments)
+        except TemplateInputError:
+            return ""
+        return text if len(text) <= _MOST_TEXT else ""
 
     def shows_tools(self) -> bool:
         prompts = [self.render([_user()], prompts=True, tools=tools) for tools in (True, False)]
@@ -206,7 +225,7 @@ class _Probe:
                     continue
                 spec = reading.spec(family["fields"])
                 reader = _Reader(spec)
-                if all(reader.reads(each, tail) for each in answers):
+                if self._reads_content(reader) and all(reader.reads(each, tail) for each in answers):
                     style = _fitted_style(name, reading.marks, answers)
                     return FoundForm(name, spec, style or _plain_style(reading.marks), "" if style else _UNHELD)
         return None
@@ -231,20 +250,25 @@ class _Probe:
         """An answer, from the user's words on; says what of it the chat template has written."""
         message = variant.message(num_calls, content, reasoning)
         results = variant.results(num_calls, _RESULTS) if variant.has_results else []
-        for tools in (True, False):
-            rendered = self.render([_user(), message, *results], prompts=False, tools=tools)
-            if _USERS[0] in rendered:
-                break
-        else:
+        begun, text = self._behind_user([message, *results])
+        if not text:
             return None
-        text = rendered.rpartition(_USERS[0])[2]
         text = text.partition(_RESULTS[0])[0] if results else text
         calls = [
             (name, arguments)
             for name, arguments in list(zip(_NAMES, _ARGUMENTS, strict=True))[:num_calls]
-            if name in text and str(arguments["place"]) in text
+            if name in text
         ]
-        return _Written(text, calls, content if content in text else "", reasoning if reasoning in text else "")
+        return _Written(text, begun, calls, content if content in text else "", reasoning if reasoning in text else "")
+
+    def _behind_user(self, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        """The text behind a user's words: in a prompt that ends there, and with messages that follow."""
+        for tools in (True, False):
+            whole = self.render([_user(), *messages], prompts=False, tools=tools)
+            if _USERS[0] in whole:
+                prompt = self.render([_user()], prompts=True, tools=tools)
+                return prompt.rpartition(_USERS[0])[2], whole.partition(_USERS[0])[2]
+        return "", ""
 
     def _reasons(self, marks: tuple[str, str]) -> bool:
         """True if a model reasons between these marks."""
@@ -255,12 +279,24 @@ class _Probe:
             for variant in (_PLAIN, replace(_PLAIN, has_results=True))
             if (each := self._written(variant, 0, _CONTENT, _REASONING)) is not None and each.reasoning
         ]
+        if not self._reads_content(reader):
+            return False
         if answers:
             return all(reader.reads(each, self._tail()) for each in answers)
         with_calls = self._answers(_PLAIN, _REASONING)
         if with_calls:
             return all(f"{marks[0]}" in each.text and f"{marks[1]}" in each.text for each in with_calls)
         return self._prompts_reasoning(marks) or self._drops_reasoning(marks)
+
+    def _reads_content(self, reader: _Reader) -> bool:
+        """True if an answer of content alone is read as such, as the last message or as an earlier one."""
+        message, tail = _PLAIN.message(0, _CONTENT), self._tail()
+        for following in ([], [_user(_USERS[1])]):
+            begun, text = self._behind_user([message, *following])
+            text = text.rpartition(_USERS[1])[0] if following else text
+            if _CONTENT in text and reader.reads(_Written(text, begun, content=_CONTENT), tail):
+                return True
+        return False
 
     def _prompts_reasoning(self, marks: tuple[str, str]) -> bool:
         """True if prompts begin or end reasoning, or speak of both marks."""
@@ -281,9 +317,9 @@ class _Probe:
     def _tail(self) -> _Tail:
         """The text behind an answer's content."""
         message = _PLAIN.message(0, _CONTENT)
-        conversations = [[_user(), message], [_user(), message, _user(_USERS[1])]]
-        texts = [self.render(each, prompts=False).rpartition(_CONTENT)[2] for each in conversations]
-        return _Tail(texts[0].strip(), _common_start(*texts).strip())
+        texts = [self._behind_user([message, *following])[1] for following in ([], [_user(_USERS[1])])]
+        ends = [text.rpartition(_CONTENT)[2] for text in texts]
+        return _Tail(ends[0].strip(), _common_start(*ends).strip())
 
     def _anchor(self, marks: tuple[str, str] | None) -> str:
         """A pattern of the texts behind which an answer begins."""
@@ -332,11 +368,11 @@ class _Reader:
 
     def reads(self, written: _Written, tail: _Tail) -> bool:
         """True if an answer is read as it was given, but for the text that ends every answer."""
-        text = _behind(self._begins, written.text)
+        opening, text = self._split(written)
         if text is None or bool(written.reasoning) > self._template.has_reasoning:
             return False
         tools = Tools(dict.fromkeys(_NAMES, _PROPERTIES))
-        parser = ResponseParser(self._template, tools=tools, separates_reasoning=True)
+        parser = ResponseParser(self._template, tools=tools, separates_reasoning=True, opening=opening)
         parts = merged([*parser.push(text), *parser.finish()])
         read = {channel: "".join(part.text for part in parts if part.channel is channel) for channel in Channel}
         calls = [(part.name, part.text) for part in parts if part.channel is Channel.CALL]
@@ -348,6 +384,12 @@ class _Reader:
             and content.startswith(written.content)
             and tail.ends(content.removeprefix(written.content))
         )
+
+    def _split(self, written: _Written) -> tuple[str, str | None]:
+        """What a prompt has of an answer, and the rest; None without a beginning."""
+        if written.begun and written.text.startswith(written.begun):
+            return _behind(self._begins, written.begun) or "", written.text[len(written.begun) :]
+        return "", _behind(self._begins, written.text)
 
 
 def _plain_style(marks: tuple[str, str] | None) -> CallStyle:

@@ -98,6 +98,7 @@ class _CallList:
     _NAME: Final = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
     _NUMBER: Final = regex.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
     _STRING: Final = regex.compile(r"""'((?:[^'\\\n\r]|\\.)*)'|"((?:[^"\\\n\r]|\\.)*)\"""", flags=regex.DOTALL)
+    _LONG_STRING: Final = regex.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", flags=regex.DOTALL)
     _ESCAPE: Final = regex.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", flags=regex.DOTALL)
     _SURROGATE: Final = regex.compile(r"[\ud800-\udfff]")
     _ESCAPED: Final = {**{c: c for c in "\\'\"/"}, "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -106,9 +107,10 @@ class _CallList:
     _MOST_INTEGER: Final = 2**53 - 1
     _MOST_DEPTH: Final = 100
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, has_line_ends: bool = False) -> None:
         self._text = text
         self._at = 0
+        self._string_pattern = self._LONG_STRING if has_line_ends else self._STRING
 
     def read(self) -> list[dict[str, Any]]:
         """The calls, with name and arguments."""
@@ -203,7 +205,7 @@ class _CallList:
         return key, self._value(depth)
 
     def _string(self) -> str:
-        match = self._match(self._STRING)
+        match = self._match(self._string_pattern)
         if match is None:
             self._fail("a string does not end")
         body = match[1] if match[1] is not None else match[2]
@@ -221,6 +223,23 @@ class _CallList:
         return self._ESCAPED[match[2]]
 
 
+def _call_list(text: str, arguments: Arguments) -> _CallList:
+    """Python's calls; `line_ends`, which transformers does not have, allows line ends within strings."""
+    return _CallList(text, has_line_ends=bool(arguments.get("line_ends")))
+
+
+def python_value(text: str) -> Any:
+    """A list or an object as Python writes it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = _CallList(f"[f(x={text})]").read()[0]["arguments"]["x"]
+    if not isinstance(value, list | dict):
+        raise ValueError("it is neither a list nor an object")
+    return value
+
+
 PARSERS: Final[Mapping[str, Callable[[str, Arguments], Any]]] = {
     "text": text_value,
     "int": lambda text, arguments: int(text_value(text, arguments)),
@@ -229,7 +248,7 @@ PARSERS: Final[Mapping[str, Callable[[str, Arguments], Any]]] = {
     "json": json_value,
     "xml-inline": _tag_values,
     "kv-lines": _line_values,
-    "python-call-list": lambda text, _: _CallList(text).read(),
+    "python-call-list": lambda text, arguments: _call_list(text, arguments).read(),
 }
 
 

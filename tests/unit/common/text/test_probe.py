@@ -1,0 +1,204 @@
+"""Forms of answers that chat templates show: what is claimed is read back, and what is not read back is not claimed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+
+from common.text.response.fit import WrittenCalls, fitted
+from common.text.response.grammar import STYLES, every
+from common.text.response.probe import FoundForm, find_form, shows_tools
+from common.text.response.template import ResponseTemplate
+from tests.unit.common.text.chat_forms import (
+    CALLS,
+    FRAMES,
+    REASONING,
+    SHOWN_TOOLS,
+    UNREAD_CALLS,
+    WHOLE_CALLS,
+    chat_template,
+    readable,
+    source,
+)
+from tests.unit.common.text.written_answers import misread
+
+EVERY_CALLS: Final = {**CALLS, **WHOLE_CALLS}
+
+
+def found(text: str) -> FoundForm:
+    form = find_form(chat_template(text))
+    assert form is not None
+    return form
+
+
+def check_read_back(text: str) -> None:
+    """Checks that whatever a chat template writes in the form that it shows is read as it was given."""
+    chat = chat_template(text)
+    form = find_form(chat)
+    if form is not None:
+        assert [*misread(chat, ResponseTemplate(form.spec))] == []
+
+
+@pytest.mark.parametrize(
+    ("frame", "calls"),
+    [*((frame, "qwen") for frame in FRAMES), *((frame, name) for frame in ("chatml", "inst") for name in EVERY_CALLS)],
+)
+def test_calls_in_a_family_form_are_found_in_every_frame(frame: str, calls: str) -> None:
+    text = source(frame, "", EVERY_CALLS[calls], content="{% if not m.tool_calls %}{{ m.content }}{% endif %}")
+
+    form = found(text)
+
+    assert form.family == calls.partition(",")[0]
+    assert [*form.spec["fields"]] == ["tool_calls", "content"]
+    if frame == "chatml":
+        check_read_back(text)
+
+
+@pytest.mark.parametrize("marks", [marks for marks in REASONING if marks])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_reasoning_is_found_by_its_marks(frame: str, marks: str) -> None:
+    text = source(frame, REASONING[marks], "", tools="")
+
+    form = found(text)
+
+    assert form.spec["fields"]["thinking"]["open"] == marks
+    assert [*form.spec["fields"]] == ["thinking", "content"]
+    assert form.style.reasoning == (marks, f"{marks[0]}/{marks[1:]}")
+    check_read_back(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frame", FRAMES)
+def test_all_that_families_write_is_read_back_in_any_cut(frame: str) -> None:
+    """Over 600 chat templates: frames, reasoning and calls in all combinations."""
+    for _, marks, name in (each for each in readable() if each[0] == frame):
+        text = source(frame, REASONING[marks], EVERY_CALLS[name])
+        check_read_back(text)
+        if name in CALLS:
+            assert found(text).family == name.partition(",")[0], (frame, marks, name)
+            assert ("thinking" in found(text).spec["fields"]) == bool(marks)
+
+
+@pytest.mark.parametrize("frame", ["chatml", "llama"])
+@pytest.mark.parametrize("calls", UNREAD_CALLS)
+def test_calls_that_are_not_read_back_are_not_claimed(frame: str, calls: str) -> None:
+    """Published chat templates whose one telling word made them Qwen's or Llama's."""
+    text = source(frame, "", UNREAD_CALLS[calls])
+
+    assert find_form(chat_template(text)) is None
+
+
+@pytest.mark.parametrize("calls", UNREAD_CALLS)
+def test_reasoning_beside_unread_calls_is_kept(calls: str) -> None:
+    text = source("kimi", REASONING["<think>"], UNREAD_CALLS[calls])
+
+    assert [*found(text).spec["fields"]] == ["thinking", "content"]
+    check_read_back(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages }}",
+        "{% if tools %}<tool_call>{% endif %}</think>",
+        "tools <｜tool▁calls▁begin｜> ```json </think>",
+        "tools [TOOL_CALLS] <|start_header_id|> <|python_tag|> <function=",
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ m.content.nothing.at.all }}{% endfor %}",
+    ],
+)
+def test_words_of_a_chat_template_alone_claim_nothing(text: str) -> None:
+    assert find_form(chat_template(text)) is None
+
+
+@pytest.mark.parametrize("calls", ["qwen", "deepseek_v3", "deepseek_v31"])
+def test_calls_without_tools_in_the_prompt_are_not_claimed(calls: str) -> None:
+    """As of DeepSeek-V3 and R1: the chat template writes calls, and leaves out the tools of a request."""
+    text = source("deepseek", REASONING["<think>"], CALLS[calls], tools="")
+
+    assert not shows_tools(chat_template(text))
+    assert shows_tools(chat_template(SHOWN_TOOLS + text))
+    assert [*found(text).spec["fields"]] == ["thinking", "content"]
+    assert [*found(SHOWN_TOOLS.replace("\\n", "\n") + text).spec["fields"]] == ["thinking", "tool_calls", "content"]
+
+
+def test_calls_between_which_content_is_lost_are_not_claimed() -> None:
+    """Content behind calls, or with a mark of its own, would be read as what it is not."""
+    for content in ("", "<answer>{{ m.content }}</answer>", "{{ m.content | upper }}"):
+        text = source("chatml", "", CALLS["qwen"] if content else CALLS["qwen"] + "{{ m.content }}", content=content)
+        form = find_form(chat_template(text))
+        assert form is None or [*misread(chat_template(text), ResponseTemplate(form.spec))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "opening"),
+    [
+        # QwQ and Nemotron leave reasoning of earlier answers out: prompts begin it.
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think></think>", "<think></think>"),
+        ("<|im_start|>assistant\n</think>\n\n", ""),
+    ],
+)
+def test_reasoning_that_prompts_begin_or_end_is_known(text: str, opening: str) -> None:
+    begin = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    chat = chat_template(f"{begin}{{% if add_generation_prompt %}}{text}{{% endif %}}")
+
+    form = find_form(chat)
+
+    assert form is not None
+    assert ResponseTemplate(form.spec).opening(chat.render([{"role": "user", "content": "hm"}])) == opening
+
+
+def test_reasoning_that_is_taken_out_of_earlier_answers_is_known() -> None:
+    content = "{{ m.content.split('</think>')[-1] }}"
+
+    assert "thinking" in found(source("deepseek", "", "", content=content)).spec["fields"]
+
+
+def test_opening_of_an_answer_behind_a_result_is_known() -> None:
+    """Mistral's prompts end with a result, without another beginning of an answer."""
+    text = source("inst", "", CALLS["mistral"])
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hm"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "abcdefghi"},
+    ]
+
+    assert ResponseTemplate(found(text).spec).opening(chat_template(text).render(messages)) == ""
+
+
+@pytest.mark.parametrize("calls", [name for name in CALLS if name.partition(",")[0] in STYLES])
+def test_grammars_write_calls_as_the_chat_template_does(calls: str) -> None:
+    family, _, kind = calls.partition(", ")
+    form = found(source("chatml", REASONING["<think>"], CALLS[calls]))
+
+    assert not form.unheld
+    assert form.style.reasoning == ("<think>", "</think>")
+    if not kind and family != "mistral_named":
+        assert form.style == replace(STYLES[family], reasoning=("<think>", "</think>"))
+    chat = chat_template(source("chatml", "", CALLS[calls]))
+    call = {"type": "function", "id": "functions.f:0", "function": {"name": "f", "arguments": {}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    written = chat.render([{"role": "user", "content": "hm"}, message], add_generation_prompt=False)
+    begin = (
+        every(form.style.begin)[0].replace("{name}", "f").replace("{digits}", "0").replace("{word}", "functions.f:0")
+    )
+    assert every(form.style.before)[0] + begin in written
+
+
+def test_calls_that_no_grammar_writes_are_read_and_said_to_be_unheld() -> None:
+    form = found(source("chatml", "", CALLS["lfm"]))
+
+    assert form.unheld
+    assert "tool_calls" in form.spec["fields"]
+
+
+def test_style_of_calls_in_another_order_is_refused() -> None:
+    other = WrittenCalls(
+        '<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', "", ("f", "g"), ("a", "b"), "x"
+    )
+
+    assert fitted(STYLES["qwen"], other) is None

@@ -1,0 +1,208 @@
+"""Answers as chat templates write them, read back: what a template has written of an answer has to come out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from common.text.chat_template import ChatTemplate, TemplateInputError
+from common.text.response.calls import Tools
+from common.text.response.parser import Channel, ResponseParser
+from common.text.response.template import ResponseTemplate
+
+PROPERTIES: Final[Mapping[str, Any]] = {
+    "city": {"type": "string", "description": "A city."},
+    "days": {"type": "integer", "description": "Days."},
+    "exact": {"type": "boolean", "description": "Exact."},
+    "where": {"type": "object", "description": "A place."},
+    "tags": {"type": "array", "items": {"type": "string"}, "description": "Tags."},
+}
+NAMES: Final = ("get_weather", "find")
+TOOLS: Final = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}.",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
+    }
+    for name in NAMES
+]
+CALLS: Final = (
+    (NAMES[0], {"city": "São Paulo", "days": 3, "exact": True, "where": {"lat": 1.5, "ids": [1, 2]}, "tags": ["a b"]}),
+    (NAMES[1], {"city": 'the "old"\ntown'}),
+    (NAMES[1], {}),
+)
+THOUGHT: Final = "First I look.\nThen I say {it}."
+CONTENT: Final = "Let me see: [1] and {2}."
+HISTORIES: Final[Sequence[Sequence[Mapping[str, Any]]]] = (
+    [{"role": "user", "content": "Questa."}],
+    [{"role": "system", "content": "Ordine."}, {"role": "user", "content": "Questa."}],
+    [
+        {"role": "user", "content": "Prima."},
+        {"role": "assistant", "content": "Detto."},
+        {"role": "user", "content": "Questa."},
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """An answer of the assistant."""
+
+    calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    content: str = ""
+    reasoning: str = ""
+
+    def message(self, *, as_text: bool, ids: Sequence[str]) -> dict[str, Any]:
+        """The answer as a message, with arguments as objects or as text."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.calls:
+            made["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": id,
+                    "function": {"name": name, "arguments": json.dumps(arguments) if as_text else dict(arguments)},
+                }
+                for id, (name, arguments) in zip(ids, self.calls, strict=False)
+            ]
+        return made
+
+
+@dataclass(frozen=True)
+class Read:
+    """An answer as it was read."""
+
+    calls: Sequence[tuple[str, Any]]
+    content: str
+    reasoning: str
+
+
+ANSWERS: Final = (
+    Given(content=CONTENT),
+    Given(content=CONTENT, reasoning=THOUGHT),
+    Given(CALLS[:1]),
+    Given(CALLS[1:2], reasoning=THOUGHT),
+    Given(CALLS[2:], content=CONTENT),
+    Given(CALLS, content=CONTENT, reasoning=THOUGHT),
+)
+IDS: Final = (
+    ("abcdefgh1", "abcdefgh2", "abcdefgh3"),
+    tuple(f"functions.{name}:{i}" for i, (name, _) in enumerate(CALLS)),
+)
+
+
+def read(template: ResponseTemplate, opening: str, text: str, step: int) -> Read:
+    """An answer that comes in pieces of `step` characters."""
+    tools = Tools(dict.fromkeys(NAMES, PROPERTIES))
+    parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
+    parts = [part for at in range(0, len(text), step) for part in parser.push(text[at : at + step])] + parser.finish()
+    calls: list[list[str]] = []
+    for part in parts:
+        if part.channel is Channel.CALL and part.name:
+            calls.append([part.name, part.text])
+        elif part.channel is Channel.CALL:
+            calls[part.call][1] += part.text
+    said = {channel: "".join(part.text for part in parts if part.channel is channel) for channel in Channel}
+    return Read([(name, _loaded(text)) for name, text in calls], said[Channel.CONTENT], said[Channel.REASONING])
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Misread:
+    """An answer that was read as another one."""
+
+    written: str
+    expected: Read
+    found: Read
+
+
+def misread(chat: ChatTemplate, template: ResponseTemplate) -> Iterator[Misread]:
+    """Answers that a chat template writes and that are read otherwise, as far as calls and reasoning are claimed."""
+    for history in HISTORIES:
+        for given in ANSWERS:
+            if given.calls and not template.has_calls:
+                continue
+            if given.reasoning and not template.has_reasoning:
+                continue
+            if (found := _misread(chat, template, history, given)) is not None:
+                yield found
+
+
+def _misread(
+    chat: ChatTemplate, template: ResponseTemplate, history: Sequence[Mapping[str, Any]], given: Given
+) -> Misread | None:
+    """None if the answer is read right in one of the shapes of messages, or if the template writes it in none."""
+    found = None
+    for is_last, as_text, ids in product((True, False), (False, True), IDS):
+        written = _written(chat, template, history, given.message(as_text=as_text, ids=ids), is_last=is_last)
+        if written is None:
+            continue
+        opening, text = written
+        expected = _expected(given, text)
+        if given.calls and not expected.calls:
+            continue
+        reads = [read(template, opening, text, step) for step in (1, 3, 7, len(text))]
+        if all(each == expected for each in reads):
+            return None
+        found = Misread(text, expected, next(each for each in reads if each != expected))
+    return found
+
+
+def _expected(given: Given, text: str) -> Read:
+    """The parts of an answer that a text has."""
+    calls = [(name, dict(arguments)) for name, arguments in given.calls if name in text]
+    content = given.content if given.content and given.content in text else ""
+    reasoning = given.reasoning if given.reasoning and given.reasoning in text else ""
+    if calls and f"<|channel|>analysis<|message|>{given.content}<|end|>" in text:
+        # gpt-oss: the chat template itself writes content in front of calls as reasoning.
+        return Read(calls, "", content)
+    return Read(calls, content, reasoning)
+
+
+def _written(
+    chat: ChatTemplate,
+    template: ResponseTemplate,
+    history: Sequence[Mapping[str, Any]],
+    message: dict[str, Any],
+    *,
+    is_last: bool,
+) -> tuple[str, str] | None:
+    """What a prompt has begun of an answer, and the rest of it; None where no such answer is written."""
+    before = [dict(each) for each in history]
+    results = [
+        {"role": "tool", "content": "Esito.", "tool_call_id": call["id"], "name": call["function"]["name"]}
+        for call in message.get("tool_calls", ())
+    ]
+    after = [] if is_last else results or [{"role": "user", "content": "Esito."}]
+    plain = {"role": "assistant", "content": "Ende."}
+    for tools in (TOOLS, None):
+        try:
+            prompt = chat.render(before, tools=tools)
+            whole = chat.render([*before, message, *after], tools=tools, add_generation_prompt=False)
+            last = chat.render([*before, plain], tools=tools, add_generation_prompt=False)
+        except TemplateInputError:
+            continue
+        tail = last.rpartition("Ende.")[2]
+        if after:
+            # Up to the end of the answer, which is the beginning of the text behind every answer.
+            whole = whole.partition("Esito.")[0]
+            end = whole.rfind(tail.strip().split("\n")[0]) if tail.strip() else -1
+            whole = whole[:end] if end >= 0 else whole
+        whole = whole.removesuffix(tail)
+        if whole.startswith(prompt):
+            return template.opening(prompt), whole[len(prompt) :]
+        return "", template.opening(whole)
+    return None
