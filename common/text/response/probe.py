@@ -386,7 +386,7 @@ class _Reader:
         )
 
     def _split(self, written: _Written) -> tuple[str, str | None]:
-        """What a prompt has of an answer, and the rest; None without a beginning."""
+        """Splits an answer into what a prompt has of it, and the rest; None without a beginning."""
         if written.begun and written.text.startswith(written.begun):
             return _behind(self._begins, written.begun) or "", written.text[len(written.begun) :]
         return "", _behind(self._begins, written.text)
