@@ -52,7 +52,7 @@ def fitted(style: CallStyle, written: WrittenCalls) -> CallStyle | None:
     return None
 
 
-def _fitted_parts(parts: Mapping[str, str], written: WrittenCalls) -> dict[str, str] | None:
+def _fitted_parts(parts: Mapping[str, str], written: WrittenCalls) -> dict[str, Any] | None:
     """The parts with the blanks that stand around one call."""
     filled = {NAME: regex.escape(written.names[0]), KEY: regex.escape(written.keys[0])}
     pattern = _part("before", parts, filled) + _part("begin", parts, filled)
@@ -71,7 +71,7 @@ def _fitted_parts(parts: Mapping[str, str], written: WrittenCalls) -> dict[str, 
     return None if match is None else _spaced(parts, match)
 
 
-def _spaced(parts: Mapping[str, str], match: Any) -> dict[str, str] | None:
+def _spaced(parts: Mapping[str, str], match: Any) -> dict[str, Any] | None:
     """The parts with the blanks of a match."""
     groups = match.groupdict()
     lead = groups["lead"]

@@ -206,11 +206,11 @@ class _Probe:
     def _find_whole(self, name: str, spec: Mapping[str, Any], *, has_tools: bool) -> FoundForm | None:
         """The form of a family whose messages have a form of their own."""
         reader = _Reader(spec)
-        reasons = self._answers(_PLAIN, _REASONING)
+        reasons = [each for each in self._answers(_PLAIN, _REASONING) if not (each.calls and each.content)]
         if not reasons or not all(reader.reads(each, self._tail()) for each in reasons):
             return None
         for answers in self._calls() if has_tools else ():
-            # Content before a call is reasoning in such messages.
+            # Content in front of a call is reasoning in such messages.
             if all(reader.reads(each, self._tail()) for each in answers if not each.content):
                 return FoundForm(name, spec, STYLES[name])
         fields = {key: value for key, value in spec["fields"].items() if key != CALLS_FIELD}
@@ -368,7 +368,9 @@ class _Reader:
 
     def reads(self, written: _Written, tail: _Tail) -> bool:
         """True if an answer is read as it was given, but for the text that ends every answer."""
-        opening, text = self._split(written)
+        if self._is_split(written, tail):
+            return True
+        opening, text = self._begin(written)
         if text is None or bool(written.reasoning) > self._template.has_reasoning:
             return False
         tools = Tools(dict.fromkeys(_NAMES, _PROPERTIES))
@@ -385,7 +387,14 @@ class _Reader:
             and tail.ends(content.removeprefix(written.content))
         )
 
-    def _split(self, written: _Written) -> tuple[str, str | None]:
+    def _is_split(self, written: _Written, tail: _Tail) -> bool:
+        """True if content and calls are written as two messages, so that they are not one answer."""
+        behind = written.text.partition(written.content)[2].lstrip() if written.content and written.calls else ""
+        return bool(behind) and (
+            bool(tail.every and behind.startswith(tail.every)) or self._begins.match(behind) is not None
+        )
+
+    def _begin(self, written: _Written) -> tuple[str, str | None]:
         """Splits an answer into what a prompt has of it, and the rest; None without a beginning."""
         if written.begun and written.text.startswith(written.begun):
             return _behind(self._begins, written.begun) or "", written.text[len(written.begun) :]

@@ -180,7 +180,7 @@ def _written(
     *,
     is_last: bool,
 ) -> tuple[str, str] | None:
-    """What a prompt has begun of an answer, and the rest of it; None where no such answer is written."""
+    """What a prompt has begun of an answer, and the rest of it; None where no such answer is written as one message."""
     before = [dict(each) for each in history]
     results = [
         {"role": "tool", "content": "Esito.", "tool_call_id": call["id"], "name": call["function"]["name"]}
@@ -202,7 +202,15 @@ def _written(
             end = whole.rfind(tail.strip().split("\n")[0]) if tail.strip() else -1
             whole = whole[:end] if end >= 0 else whole
         whole = whole.removesuffix(tail)
+        if message.get("tool_calls") and _is_split(whole, message["content"], tail):
+            return None
         if whole.startswith(prompt):
             return template.opening(prompt), whole[len(prompt) :]
         return "", template.opening(whole)
     return None
+
+
+def _is_split(whole: str, content: str, tail: str) -> bool:
+    """True if content and calls are two messages."""
+    behind = whole.rpartition(content)[2].lstrip() if content and content in whole else ""
+    return bool(behind and tail.strip()) and behind.startswith(tail.strip().split("\n")[0])
