@@ -166,9 +166,6 @@ def _expected(given: Given, text: str) -> Read:
     calls = [(name, dict(arguments)) for name, arguments in given.calls if name in text]
     content = given.content if given.content and given.content in text else ""
     reasoning = given.reasoning if given.reasoning and given.reasoning in text else ""
-    if calls and f"<|channel|>analysis<|message|>{given.content}<|end|>" in text:
-        # gpt-oss: the chat template itself writes content in front of calls as reasoning.
-        return Read(calls, "", content)
     return Read(calls, content, reasoning)
 
 
@@ -202,7 +199,9 @@ def _written(
             end = whole.rfind(tail.strip().split("\n")[0]) if tail.strip() else -1
             whole = whole[:end] if end >= 0 else whole
         whole = whole.removesuffix(tail)
-        if message.get("tool_calls") and _is_split(whole, message["content"], tail):
+        # gpt-oss's chat template writes content in front of calls as reasoning; others take none beside calls.
+        is_other = "<|channel|>analysis" in whole or _is_split(whole, message["content"], tail)
+        if message.get("tool_calls") and message["content"] and is_other:
             return None
         if whole.startswith(prompt):
             return template.opening(prompt), whole[len(prompt) :]
