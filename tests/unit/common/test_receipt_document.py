@@ -65,7 +65,8 @@ def scalar(field: FieldDescriptor, value: Any) -> bytes:
 
 def item(field: FieldDescriptor, value: Any) -> bytes:
     if field.type == FieldDescriptor.TYPE_STRING:
-        return u32(len(value.encode())) + value.encode()
+        data: bytes = value.encode()
+        return u32(len(data)) + data
     return fields(value) if field.message_type is not None else scalar(field, value)
 
 

@@ -32,7 +32,7 @@ TOOLS: Final = [
     }
     for name in NAMES
 ]
-CALLS: Final = (
+CALLS: Final[Sequence[tuple[str, Mapping[str, Any]]]] = (
     (NAMES[0], {"city": "São Paulo", "days": 3, "exact": True, "where": {"lat": 1.5, "ids": [1, 2]}, "tags": ["a b"]}),
     (NAMES[1], {"city": 'the "old"\ntown'}),
     (NAMES[1], {}),
