@@ -163,7 +163,7 @@ MISTRAL_NAMED: Final[Mapping[str, Any]] = {
     },
 }
 NEMOTRON: Final = _list({"open": "<TOOLCALL>"}, "</TOOLCALL>", "<SPECIAL_11>Assistant\n")
-HUNYUAN: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|extra_0|>")
+JAMBA: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|assistant|>")
 # The array is the whole answer.
 XLAM: Final = _list({"open_pattern": r'\A\s*(?=\[\s*\{\s*"name")'}, "", _CHATML)
 KIMI: Final[Mapping[str, Any]] = {
@@ -280,7 +280,7 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mistral": MISTRAL,
     "mistral_named": MISTRAL_NAMED,
     "nemotron": NEMOTRON,
-    "hunyuan": HUNYUAN,
+    "jamba": JAMBA,
     "minimax": MINIMAX,
     "lfm": LFM,
     "gigachat": GIGACHAT,

@@ -141,7 +141,7 @@ STYLES: Final[Mapping[str, CallStyle]] = {
         delimiters=("[TOOL_CALLS]", "[ARGS]"),
     ),
     "nemotron": _array("<TOOLCALL>", "</TOOLCALL>", ("<TOOLCALL>", "</TOOLCALL>")),
-    "hunyuan": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
+    "jamba": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
     "xlam": replace(_array("", "", ()), reasoning=("", "")),
     "kimi": CallStyle(
         f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",

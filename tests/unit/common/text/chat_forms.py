@@ -103,7 +103,7 @@ CALLS: Final = {
     "mistral_named": f"{_EACH}[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}{{% endfor %}}",
     "mistral_named, with ids": f"{_EACH}[TOOL_CALLS]{_NAME}[CALL_ID]{{{{ c.id }}}}[ARGS]{_ARGUMENTS}{{% endfor %}}",
     "nemotron": f"{{% if m.tool_calls %}}<TOOLCALL>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</TOOLCALL>{{% endif %}}",
-    "hunyuan": f"{{% if m.tool_calls %}}<tool_calls>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</tool_calls>{{% endif %}}",
+    "jamba": f"{{% if m.tool_calls %}}<tool_calls>[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]</tool_calls>{{% endif %}}",
     "minimax": "{% if m.tool_calls %}\\n<minimax:tool_call>\\n"
     + _EACH
     + f'<invoke name="{_NAME}">\\n{_ITEMS}<parameter name="{{{{ k }}}}">{_TEXT}</parameter>\\n'

@@ -124,7 +124,7 @@ class Family:
     def _nemotron(self, answer: Answer, thought: str) -> str:
         return thought + answer.content + _array(answer, "<TOOLCALL>", "</TOOLCALL>")
 
-    def _hunyuan(self, answer: Answer, thought: str) -> str:
+    def _jamba(self, answer: Answer, thought: str) -> str:
         return thought + answer.content + _array(answer, "<tool_calls>", "</tool_calls>")
 
     def _xlam(self, answer: Answer, thought: str) -> str:
@@ -213,7 +213,7 @@ FAMILIES = (
     Family("kimi", families.KIMI, "", (*_THINK, *(f"<|tool_call{name}|>" for name in _KIMI))),
     Family("mistral_named", families.MISTRAL_NAMED, "", ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[")),
     Family("nemotron", families.NEMOTRON, "<think>\n", (*_THINK, "<TOOLCALL>", "</TOOLCALL>", "]")),
-    Family("hunyuan", families.HUNYUAN, "", (*_THINK, "<tool_calls>", "</tool_calls>", "]")),
+    Family("jamba", families.JAMBA, "", (*_THINK, "<tool_calls>", "</tool_calls>", "]")),
     Family("xlam", families.XLAM, "", ("[", "]", '{"name"')),
     Family("functionary", families.FUNCTIONARY, "", ("<function=f>", "</function>", "<|eom_id|>")),
     Family("lfm", families.LFM, "", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>", "]", "(")),
