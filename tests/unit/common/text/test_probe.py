@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
+from common.text.response.families import QWEN
 from common.text.response.fit import WrittenCalls, fitted
+from common.text.response.form import ResponseForm, response_form
 from common.text.response.grammar import STYLES, every
 from common.text.response.probe import FoundForm, find_form, shows_tools
 from common.text.response.template import ResponseTemplate
+from common.text.tokenizer import Tokenizer
 from tests.unit.common.text.chat_forms import (
     CALLS,
+    FILES,
     FRAMES,
     REASONING,
     SHOWN_TOOLS,
@@ -202,3 +207,27 @@ def test_style_of_calls_in_another_order_is_refused() -> None:
     )
 
     assert fitted(STYLES["qwen"], other) is None
+
+
+def form_of(text: str, own: object = None) -> ResponseForm | None:
+    """The form of a checkpoint with a chat template, and perhaps a response template of its own."""
+    config = json.loads(FILES["tokenizer_config.json"]) | ({"response_template": own} if own else {})
+    files = {**FILES, "tokenizer_config.json": json.dumps(config).encode()}
+    return response_form(files, Tokenizer.from_files(files), chat_template(text))
+
+
+def test_checkpoint_can_call_tools_only_if_prompts_show_them() -> None:
+    shown, hidden = (source("chatml", "", CALLS["qwen"], tools=tools) for tools in (SHOWN_TOOLS, ""))
+
+    built_in, own, own_hidden = form_of(shown), form_of(shown, QWEN), form_of(hidden, QWEN)
+
+    assert form_of(hidden) is None
+    assert built_in is not None
+    assert own is not None
+    assert own_hidden is not None
+    assert (built_in.calls_tools, own.calls_tools, own_hidden.calls_tools) == (True, True, False)
+
+
+@pytest.mark.parametrize("calls", UNREAD_CALLS)
+def test_checkpoint_with_unread_calls_has_no_form(calls: str) -> None:
+    assert form_of(source("llama", "", UNREAD_CALLS[calls])) is None
