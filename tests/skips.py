@@ -17,6 +17,8 @@ TOOLS = (
     "envoy",
     "hadolint",
     "yamllint",
+    "check-jsonschema",
+    "zizmor",
     "kubernetes-validate",
     "ip",
     "the generator",

@@ -52,16 +52,19 @@ SUMMARIES = {
     "version": "Print the versions of Fissile and its dependencies.",
 }
 
-# Top-level module that may be missing -> the extra of pyproject.toml that brings it.
-EXTRA_OF = {
-    "torch": "worker,cpu",
-    "safetensors": "worker,cpu",
-    "huggingface_hub": "worker,cpu",
-    "msgpack": "worker,cpu",
-    "tokenizers": "router",
-    "jinja2": "router",
-    "regex": "router",
-    "dns": "router",
+# Arguments of `pip install`, in a checkout. The client is named by its folder, so that pip asks no package index for it.
+_ROUTER = "./protos '.[router]'"
+_WORKER = "--extra-index-url https://download.pytorch.org/whl/cpu ./protos '.[router,worker,cpu]'"
+# Top-level module that may be missing -> the arguments that bring it.
+INSTALLED_BY = {
+    "torch": _WORKER,
+    "safetensors": _WORKER,
+    "huggingface_hub": _WORKER,
+    "msgpack": _WORKER,
+    "tokenizers": _ROUTER,
+    "jinja2": _ROUTER,
+    "regex": _ROUTER,
+    "dns": _ROUTER,
 }
 
 
@@ -79,10 +82,10 @@ def find_entry_points(group: str) -> dict[str, EntryPoint]:
 
 
 def missing_extra(command: str, module: str) -> CommandError:
-    """A part of Fissile is not installed here: says which extra to install."""
+    """A part of Fissile is not installed here: says what to run in a checkout."""
     return CommandError(
-        f"`fissile {command}` needs {module}, which is not installed here: pip install 'fissile[{EXTRA_OF[module]}]'"
-        " (in a checkout: make setup)"
+        f"`fissile {command}` needs {module}, which is not installed here. In a checkout of Fissile: "
+        f"pip install {INSTALLED_BY[module]} (or make setup)"
     )
 
 
@@ -93,7 +96,7 @@ def naming_missing_extra(command: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module not in EXTRA_OF:
+        if module not in INSTALLED_BY:
             raise
         raise missing_extra(command, module) from error
 

@@ -134,7 +134,7 @@ def test_what_needs_torch_says_what_to_install(
     assert result.returncode == 2, result.stderr
     (refusal,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert refusal.startswith(f"error: `fissile {command}` needs ")
-    assert "pip install 'fissile[worker,cpu]'" in refusal
+    assert "./protos '.[router,worker,cpu]'" in refusal
     assert "Traceback" not in result.stderr
 
 

@@ -178,8 +178,8 @@ def test_a_missing_extra_is_named() -> None:
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: `fissile router` needs tokenizers, which is not installed here: pip install 'fissile[router]'"
-        " (in a checkout: make setup)\n"
+        "error: `fissile router` needs tokenizers, which is not installed here. In a checkout of Fissile: "
+        "pip install ./protos '.[router]' (or make setup)\n"
     )
 
 

@@ -1,0 +1,118 @@
+"""The release workflow as far as it can be checked without a registry, and the install that README gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import release_version
+from tests.deploy.tools import DEPLOY, ROOT, run, tool
+
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text("utf-8"))["jobs"]
+    return found
+
+
+def steps(jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+def test_the_workflow_fits_the_schema_of_workflows() -> None:
+    result = run([tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", WORKFLOW])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_zizmor_has_nothing_to_say_about_the_workflow() -> None:
+    result = run([tool("zizmor"), "--offline", "--persona=auditor", WORKFLOW])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_actions_are_named_by_commit(jobs: dict[str, Any]) -> None:
+    used = [step["uses"] for step in steps(jobs) if "uses" in step]
+    assert [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
+
+
+def test_scripts_of_the_workflow_exist(jobs: dict[str, Any]) -> None:
+    commands = " ".join(step.get("run", "") for step in steps(jobs))
+    named = re.findall(r"scripts/[\w.]+", commands)
+    assert {"scripts/wheel.sh", "scripts/sdist.sh", "scripts/check_wheel.sh", "scripts/sbom.sh"} <= set(named)
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_images_of_the_workflow_are_those_of_the_container_files(jobs: dict[str, Any]) -> None:
+    built = jobs["images"]["strategy"]["matrix"]["image"]
+    assert sorted(built) == sorted(path.stem for path in (DEPLOY / "docker").glob("*.Dockerfile"))
+
+
+def test_a_tag_of_the_version_is_taken_and_another_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert release_version.main([f"v{VERSION}"]) == 0
+    assert release_version.main(["v9.9.9"]) == 1
+    refused = capsys.readouterr().err
+    assert "protos/pyproject.toml" in refused
+    assert "deploy/kubernetes/base/router.yaml" in refused
+
+
+def test_pages_name_no_tag_that_does_not_exist() -> None:
+    """Kustomizations that a page gives must resolve today."""
+    tags = run(["git", "tag"]).stdout.split()
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DEPLOY / "README.md"):
+        named = re.findall(r"\?ref=(v[\w.]+)", page.read_text("utf-8"))
+        assert [tag for tag in named if tag not in tags] == [], page
+
+
+def install_commands() -> list[str]:
+    """The install commands of README's section, without comments."""
+    section = (ROOT / "README.md").read_text("utf-8").partition("## Installing it")[2].partition("\n## ")[0]
+    return [command.partition("#")[0].strip() for command in re.findall(r"^pip (install .*)$", section, re.MULTILINE)]
+
+
+def test_readme_installs_the_router_and_the_client() -> None:
+    commands = [shlex.split(command) for command in install_commands()]
+    assert ["install", "./protos", ".[router]"] in commands
+    assert ["install", "./protos"] in commands
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_readmes_install_of_the_router_works_from_a_checkout(tmp_path: Path) -> None:
+    """In a copy of what git tracks, without a compiler: the kernels are another test's."""
+    source, bin_folder = tmp_path / "check out", tmp_path / "venv" / "bin"
+    for name in run(["git", "ls-files", "-z"]).stdout.split("\0"):
+        if name and (ROOT / name).is_file() and not name.startswith(("tests/", "docs/", "deploy/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
+    environment = {**kept, "PATH": str(bin_folder)}
+    command = [bin_folder / "python", "-m", "pip", "install", "--quiet", "./protos", ".[router]"]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    if "Failed to establish a new connection" in done.stderr:
+        pytest.skip("a package registry is not reachable")
+    assert done.returncode == 0, done.stderr
+
+    def fissile(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [bin_folder / "fissile", *arguments],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert fissile("version").stdout.split()[:2] == ["fissile", VERSION]
+    assert "--worker TARGET" in fissile("router", "--help").stdout
+    refused = fissile("worker", "--model", "nowhere")
+    assert refused.returncode == 2
+    assert "pip install" in refused.stderr
