@@ -27,7 +27,7 @@ from common.limits import (
 )
 from common.process.restart_policy import GiveUp, RestartPolicy
 from common.rpc.auth import PeerAccess
-from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.server import GrpcServer, HealthServer, PortTakenError
 from common.rpc.tls import ServerTls, TlsError
 from common.telemetry import names
 from common.telemetry.exporter import ExportError
@@ -349,6 +349,12 @@ async def _first(*work: Awaitable[Any]) -> int:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _run_ranks(options: WorkerOptions, stop: asyncio.Event) -> int:
+    threads = threads_per_rank(options.threads, options.topology.ranks_per_node)
+    health = None if options.health_port is None else HealthServer(options.host, options.health_port)
+    return await run_node(options.topology, options.config.model, threads, stop, health)
+
+
 async def run_worker(options: WorkerOptions) -> int:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once. Returns the exit code.
 
@@ -366,10 +372,9 @@ async def run_worker(options: WorkerOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    if options.topology.node_rank > 0:
-        threads = threads_per_rank(options.threads, options.topology.ranks_per_node)
-        return await run_node(options.topology, options.config.model, threads, stop)
     try:
+        if options.topology.node_rank > 0:
+            return await _run_ranks(options, stop)
         worker = Worker(options)
         await worker.start()
         code = await worker.serve(stop)

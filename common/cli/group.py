@@ -52,7 +52,7 @@ SUMMARIES = {
     "version": "Print the versions of Fissile and its dependencies.",
 }
 
-# Arguments of `pip install`, in a checkout. The client is named by its folder, so that pip asks no package index for it.
+# Arguments of `pip install` in a checkout. They name the client's folder: pip must not ask a package index for it.
 _ROUTER = "./protos '.[router]'"
 _WORKER = "--extra-index-url https://download.pytorch.org/whl/cpu ./protos '.[router,worker,cpu]'"
 # Top-level module that may be missing -> the arguments that bring it.

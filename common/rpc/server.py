@@ -215,6 +215,64 @@ async def _check_name(request: health_pb2.HealthCheckRequest, context: Any) -> N
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 
 
+class HealthServer:
+    """A port that serves health alone, in plain text: beside a GrpcServer, or in a process that serves nothing else.
+
+    Args:
+        host: address to listen on.
+        port: TCP port; 0 for any free one.
+        health: of the GrpcServer beside it; None for a process that has none.
+        max_connection_age_s: after which clients must connect anew; 0 is never.
+
+    Attributes:
+        port: the port that is listened on; 0 before `listen`.
+    """
+
+    def __init__(self, host: str, port: int, health: _Health | None = None, max_connection_age_s: float = 0.0) -> None:
+        options = server_options(MAX_HEALTH_MESSAGE_BYTES, max_connection_age_s, SIDE_PORT)
+        interceptors = [MetadataBound(), RequestReader(SIDE_PORT.unread)]
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._health = _Health() if health is None else health
+        self._host = host
+        self._wanted_port = port
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """`host:port` that is listened on."""
+        return _join(self._host, self.port)
+
+    async def start(self) -> None:
+        """Listens in a process without a GrpcServer: liveness is SERVING, readiness NOT_SERVING.
+
+        Raises:
+            PortTakenError: the address is in use or is not one of this machine.
+        """
+        await self._health.set(LIVENESS, _SERVING)
+        await self.set_serving(False)
+        await self.listen()
+
+    async def listen(self) -> None:
+        """Listens.
+
+        Raises:
+            PortTakenError: the address is in use or is not one of this machine.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.port = _listen(self._server, self._host, self._wanted_port, option="--health-port")
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets readiness."""
+        for name in ("", READINESS):
+            await self._health.set(name, _SERVING if serving else _NOT_SERVING)
+
+    async def close(self) -> None:
+        """Ends all watches and closes the port."""
+        self._health.end_watches()
+        await self._server.stop(0)
+
+
 class GrpcServer:
     """One listening grpc.aio server. Add servicers to `server` between construction and `start`.
 
@@ -255,15 +313,16 @@ class GrpcServer:
         interceptors = [self._requests, *checks, RequestReader(bounds.unread)]
         options = server_options(max_message_bytes, max_connection_age_s, bounds)
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
-        self._probed = None if health_port is None else _health_server(max_connection_age_s)
-        self._wanted_health_port = health_port
+        self._health = _Health()
+        self._probed = (
+            None if health_port is None else HealthServer(host, health_port, self._health, max_connection_age_s)
+        )
         self.port = self.health_port = 0
         self.is_serving = False
         self._host = host
         self._wanted_port = port
         self._services = tuple(services)
         self._tls = tls
-        self._health = _Health()
 
     @property
     def address(self) -> str:
@@ -283,10 +342,9 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         add_reflection(self.server, (*self._services, _HEALTH_SERVICE))
         self.port = _listen(self.server, self._host, self._wanted_port, credentials)
-        if self._probed is not None and self._wanted_health_port is not None:
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
-            self.health_port = _listen(self._probed, self._host, self._wanted_health_port)
-            await self._probed.start()
+        if self._probed is not None:
+            await self._probed.listen()
+            self.health_port = self._probed.port
         if credentials is None and not is_loopback(self._host):
             log.warning(
                 "PLAIN TEXT outside loopback: anybody on the way can read prompts, answers and keys; use --tls-cert",
@@ -329,7 +387,7 @@ class GrpcServer:
         finally:
             ending.cancel()
         if self._probed is not None:
-            await self._probed.stop(0)
+            await self._probed.close()
 
     async def _stop_calls(self, grace_s: float) -> None:
         """Stops the server as soon as no call is left.
@@ -372,26 +430,26 @@ class GrpcServer:
                 quiet = quiet + 1 if now - before < 2 * _LOOK_S else 0
 
 
-def _health_server(max_connection_age_s: float) -> grpc.aio.Server:
-    """A server for health alone."""
-    options = server_options(MAX_HEALTH_MESSAGE_BYTES, max_connection_age_s, SIDE_PORT)
-    return grpc.aio.server(options=options, interceptors=[MetadataBound(), RequestReader(SIDE_PORT.unread)])
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Returns the port; raises PortTakenError."""
+def _listen(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+    option: str = "--port",
+) -> int:
+    """Returns the port; raises PortTakenError, which names the option to change."""
     wanted = _join(host, port)
     try:
         return server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
     except RuntimeError:
-        raise PortTakenError(_why_not(host, port)) from None
+        raise PortTakenError(_why_not(host, port, option)) from None
 
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _why_not(host: str, port: int) -> str:
+def _why_not(host: str, port: int, option: str) -> str:
     """Why the address cannot be listened on, and what to change. gRPC itself does not say."""
     name = host.strip("[]")
     try:
@@ -407,5 +465,5 @@ def _why_not(host: str, port: int) -> str:
         if error.errno == errno.EADDRNOTAVAIL:
             return f"{host} is not an address of this machine: change --host"
         if error.errno == errno.EACCES:
-            return f"port {port} needs more rights than this process has: choose another --port"
-    return f"port {port} on {host} is in use: stop what listens there, or choose another --port (0 takes any)"
+            return f"port {port} needs more rights than this process has: choose another {option}"
+    return f"port {port} on {host} is in use: stop what listens there, or choose another {option} (0 takes any)"

@@ -2,6 +2,8 @@
 
 A rank that is not connected waits for the engine; one whose engine has ended ends too and is started anew, so the
 machine is ready for the engine's next start. What is wrong with the model the engine says, on its own machine.
+
+With a health port, liveness is SERVING while this process runs, and readiness while the processes of all its ranks do.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
 import structlog
 
+from common.rpc.server import HealthServer
 from worker.ranks.rank_peers import spawn_rank
 from worker.ranks.topology import Topology
 
@@ -24,36 +27,77 @@ _LOOK_S: Final = 0.25
 _AGAIN_S: Final = 1.0
 
 
-async def run_node(topology: Topology, model: str, threads: int, stop: asyncio.Event) -> int:
-    """Keeps this machine's ranks running until `stop`. Returns the exit code."""
+async def run_node(
+    topology: Topology, model: str, threads: int, stop: asyncio.Event, health: HealthServer | None = None
+) -> int:
+    """Keeps this machine's ranks running until `stop`. Returns the exit code.
+
+    Args:
+        topology: the ranks.
+        model: checkpoint folder.
+        threads: of each rank.
+        stop: ends the ranks.
+        health: answers probes; None opens no port.
+
+    Raises:
+        PortTakenError: the port of `health` cannot be listened on.
+    """
     host, port = topology.meeting_point
     target = f"{host}:{port}"
-    log.info("serving ranks", ranks=list(topology.local_ranks), engine=target)
-    ranks = [_Kept(rank, partial(spawn_rank, rank, target, topology, model, threads)) for rank in topology.local_ranks]
+    if health is not None:
+        await health.start()
+    probed = {} if health is None else {"health": health.address}
+    log.info("serving ranks", ranks=list(topology.local_ranks), engine=target, **probed)
+
+    async def tell() -> None:
+        if health is not None:
+            await health.set_serving(all(rank.is_running for rank in ranks))
+
+    ranks = [
+        _Kept(rank, partial(spawn_rank, rank, target, topology, model, threads), tell) for rank in topology.local_ranks
+    ]
     try:
         await asyncio.gather(*(rank.keep(stop) for rank in ranks))
     finally:
         for rank in ranks:
             rank.end()
+        if health is not None:
+            await health.close()
     log.info("ranks ended")
     return 0
 
 
 class _Kept:
-    """One rank that is started again when it ends."""
+    """One rank that is started again when it ends.
 
-    def __init__(self, rank: int, spawn: Callable[[], subprocess.Popen[bytes]]) -> None:
+    Args:
+        rank: its number.
+        spawn: starts its process.
+        tell: is called when the process has started or ended.
+    """
+
+    def __init__(
+        self, rank: int, spawn: Callable[[], subprocess.Popen[bytes]], tell: Callable[[], Awaitable[None]]
+    ) -> None:
         self._rank = rank
         self._spawn = spawn
+        self._tell = tell
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True if its process runs."""
+        return self._process is not None and self._process.poll() is None
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Until `stop`."""
         while not stop.is_set():
             # On the event loop's thread, which lasts as long as this process: the kernel ends ranks with it.
             self._process = self._spawn()
+            await self._tell()
             while self._process.poll() is None and not stop.is_set():
                 await _wait(stop, _LOOK_S)
+            await self._tell()
             if not stop.is_set():
                 log.info("rank ended; starting it again", rank=self._rank, exit_code=self._process.returncode)
                 await _wait(stop, _AGAIN_S)
