@@ -45,7 +45,7 @@ from router.api.rpc_scope import SERVICE
 from router.api.server_info import ServerInfo, shown_options
 from router.api.shutdown import OpenCalls
 from router.model_registry import ModelRegistry
-from router.options import RouterOptions, checked_settings, rereader, router_options
+from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader, router_options
 from router.requests.request_router import RequestRouter
 from router.runtime_config import ConfigStore, ReloadedConfig, RuntimeConfig
 from router.scheduling.dispatcher import Dispatcher
@@ -380,7 +380,7 @@ async def _prepare_reading() -> None:
     gc.freeze()
 
 
-@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ConfigurableCommand, modes=ROUTER_MODES, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @router_options
 def router(**given: Any) -> None:

@@ -13,6 +13,7 @@ import click
 
 from common.cli.core.config_file import arguments_of
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import Mode
 from common.cli.core.options import Duration, Fraction, option
 from common.cli.core.tls_options import apply
 from common.errors import ApiError
@@ -327,6 +328,22 @@ router_options = apply(
         help="Lowest level that is logged.",
     ),
 )  # fmt: skip
+
+
+ROUTER_MODES: Final = (
+    Mode(
+        "without --admin-port",
+        lambda given: given["admin_port"] is None,
+        "there is no AdminService",
+        unused=frozenset({"admin_host", "admin_client_ca"}),
+    ),
+    Mode(
+        "without --audit and --audit-kv",
+        lambda given: not given["audit"] and not given["audit_kv"],
+        "no answer is compared",
+        unused=frozenset({"audit_dir"}),
+    ),
+)
 
 
 def rereader(context: click.Context) -> Callable[[], ReloadedConfig]:

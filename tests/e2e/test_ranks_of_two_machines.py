@@ -25,7 +25,7 @@ from worker.llm_engine import LLMEngine, default_config
 pytestmark = pytest.mark.slow
 
 PROMPT = [7, 8, 9, 10] * 9
-COMMON = ["worker", "--tp-size", "2", "--nnodes", "2", "--dtype", "float32", "--max-model-len", "512"]
+COMMON = ["worker", "--tp-size", "2", "--nnodes", "2"]
 
 
 def ip(*arguments: str) -> None:
@@ -99,7 +99,7 @@ def machines(cable: Cable, model: Path, tmp_path_factory: pytest.TempPathFactory
     port = free_port()
     environment = {"OMP_NUM_THREADS": "1"}
     meeting = ["--dist-init", f"tcp://{cable.here}:{free_port()}", "--model", str(model)]
-    options = ["--port", str(port), "--kv-cache-memory", "16MiB"]
+    options = ["--port", str(port), "--kv-cache-memory", "16MiB", "--dtype", "float32", "--max-model-len", "512"]
     first = Process("machine-0", [*COMMON, *meeting, *options], port, folder / "machine-0.log", environment)
     log = folder / "machine-1.log"
     first.start()

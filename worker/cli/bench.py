@@ -21,12 +21,14 @@ from common.cli.bench.service import Terms
 from common.cli.bench.target import PROGRESS_EVERY_S, OnProgress
 from common.cli.bench.workload import Work
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand
 from common.config import Config
 from common.errors import ApiError
 from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
 from worker.cli.worker import worker
+from worker.cli.worker_modes import ENGINE_MODES
 from worker.cli.worker_options import worker_options
 from worker.config.model_config import ModelError
 from worker.engine.core import EngineDeadError
@@ -43,6 +45,7 @@ OF_A_SERVICE: Final[dict[str, Any]] = {
     "nnodes": 1,
     "node_rank": 0,
     "dist_init": "",
+    "dist_secret": None,
     "dp_size": 1,
     "dp_rank": 0,
     "step_timeout": STEP_TIMEOUT_S,
@@ -140,7 +143,7 @@ def engine_options(command: click.Command) -> list[click.Parameter]:
     return [parameter for parameter in worker.params if parameter.name not in _LEFT_AWAY | taken]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ModalCommand, modes=ENGINE_MODES, context_settings={"help_option_names": ["-h", "--help"]})
 @plan_options
 def offline(**given: Any) -> int:
     """Measure the engine with a checkpoint, in this process: no router, no gRPC.

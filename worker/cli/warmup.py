@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand
 from common.config import Config
 from common.errors import ApiError
 from common.hub import HubError, model_folder
 from common.pooling import LAST
 from common.telemetry.logs import LEVELS, setup_logging
 from worker.cli.bench import OF_A_SERVICE, engine_options
+from worker.cli.worker_modes import FIXED_KV_MEMORY, ON_CPU
 from worker.cli.worker_options import worker_options
 from worker.config.model_config import ModelConfig, ModelError
 from worker.ranks.rank_peers import RankLostError
@@ -250,7 +252,9 @@ def run(options: WorkerOptions) -> None:
             click.echo(f"then {_compute(engine, work):.2f} s")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=ModalCommand, modes=(ON_CPU, FIXED_KV_MEMORY), context_settings={"help_option_names": ["-h", "--help"]}
+)
 def warmup(log_level: str, model: str, **given: Any) -> None:
     """Compile the kernels that a worker with these options needs, before it is started.
 

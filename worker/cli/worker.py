@@ -10,6 +10,7 @@ import structlog
 import uvloop
 
 from common.cli.core.config_file import ConfigurableCommand, config_option
+from common.cli.core.modes import unused_variables
 from common.cli.core.options import SHORTEST_S, ByteSize, Duration, Fraction, Sizes, option
 from common.cli.core.speculative_option import Speculation
 from common.cli.core.tls_options import file_option, health_port_option, server_tls_options
@@ -28,6 +29,7 @@ from common.step_defaults import (
 )
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.output import guard_standard_streams
+from worker.cli.worker_modes import MODES
 from worker.cli.worker_options import worker_options
 from worker.server import run_worker
 
@@ -52,7 +54,7 @@ class WorkerCommand(ConfigurableCommand):
         return warmup.make_context(f"{info_name} {WARMUP}", args[1:], *rest, **extra)
 
 
-@click.command(cls=WorkerCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=WorkerCommand, modes=MODES, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("worker")
 @option(
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
@@ -137,6 +139,12 @@ class WorkerCommand(ConfigurableCommand):
     help="KV cache memory of each rank, e.g. 2GiB. Default: a quarter of the free memory, for all ranks together.",
 )  # fmt: skip
 @option(
+    "--gpu-memory-utilization", envvar="FISSILE_GPU_MEMORY_UTILIZATION", type=Fraction(),
+    default=f"{100 * Config.gpu_memory_utilization:g}%", metavar="FRACTION",
+    help="On a GPU and with --simulate: part of the memory for weights, a step, the KV cache and other processes "
+    "together.",
+)  # fmt: skip
+@option(
     "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
     help="Tokens per KV block; 1 or a multiple of 16.",
 )  # fmt: skip
@@ -201,7 +209,8 @@ class WorkerCommand(ConfigurableCommand):
     "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
     help="Number of machines that the ranks are spread over, equally many on each. Run this command on all of them "
     "with the same --tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves "
-    "requests, the others run ranks only and need no other option.",
+    "requests; the others run ranks only, and besides take --dist-secret, --threads, --health-port with --host, and "
+    "--log-level.",
 )  # fmt: skip
 @option(
     "--node-rank", envvar="FISSILE_NODE_RANK", type=click.IntRange(min=0), default=0,
@@ -257,6 +266,8 @@ def worker(log_level: str, **given: Any) -> int:
     """
     guard_standard_streams()
     setup_logging(log_level, service="worker")
+    if unused := unused_variables(click.get_current_context()):
+        log.warning("variables without effect in this mode", variables=unused)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return uvloop.run(run_worker(worker_options(**given)))

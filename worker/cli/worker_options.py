@@ -9,6 +9,7 @@ from typing import Any, Final
 from common.cli.core.errors import CommandError
 from common.cli.core.tls_options import server_tls
 from common.config import CompilationConfig, Config, ParallelConfig
+from common.config_parts import NGRAM
 from common.errors import ApiError
 from common.files import UnreadableFileError, read_file
 from common.hub import HubError, default_model_name, model_folder
@@ -35,6 +36,7 @@ _OF_CONFIG: Final = (
     "batch_invariant",
     "enforce_eager",
     "quantize",
+    "gpu_memory_utilization",
     "speculative_config",
     "prefill_slice_s",
     "enable_expert_parallel",
@@ -64,6 +66,12 @@ def worker_options(
     """
     if simulate is not None and max(others["tp_size"], others["dp_size"]) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
+    speculation = others["speculative_config"]
+    if simulate is not None and speculation is not None and speculation.method != NGRAM:
+        raise CommandError(
+            f"--speculative-config has no effect with --simulate and the method {speculation.method}, whose drafts a "
+            f"model makes; take the method {NGRAM}"
+        )
     try:
         topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY}, dist_secret=_secret(dist_secret))
         folder = model_folder(model, weights=simulate is None)

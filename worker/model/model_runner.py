@@ -20,7 +20,7 @@ from common.config import Config
 from common.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
-from kernels.select import select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 from kernels.upload import to_device
 from worker.config.architectures import model_class, support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
@@ -467,6 +467,8 @@ def _kernels(config: Config) -> KernelBackend:
         raise ModelError(str(error)) from error
     if config.compilation_config.cudagraph_capture_sizes and kernels.graphs is None:
         raise ModelError(f"cudagraph_capture_sizes: kernels {kernels.name} capture no graphs; leave it empty")
+    if kernels.name in CPU_BACKENDS:
+        _refuse_gpu_settings(config, kernels.name)
     if config.speculative_config is not None and not kernels.batch_invariant:
         raise ModelError(
             f"speculative_config: kernels {kernels.name} that are tuned by the number of rows compute several rows of "
@@ -474,6 +476,25 @@ def _kernels(config: Config) -> KernelBackend:
             "--no-batch-invariant"
         )
     return kernels
+
+
+def _refuse_gpu_settings(config: Config, kernels: str) -> None:
+    """Refuses settings that kernels of a CPU would ignore.
+
+    Raises:
+        ModelError: there is one.
+    """
+    if not config.batch_invariant:
+        raise ModelError(
+            f"batch_invariant: kernels {kernels} never depend on the batch; leave out --no-batch-invariant"
+        )
+    if config.enforce_eager:
+        raise ModelError(f"enforce_eager: kernels {kernels} capture no graphs; leave out --enforce-eager")
+    if config.gpu_memory_utilization != Config.gpu_memory_utilization:
+        raise ModelError(
+            f"gpu_memory_utilization: kernels {kernels} use no GPU; leave out --gpu-memory-utilization, or say "
+            "--kv-cache-memory"
+        )
 
 
 def _with_forced(output: ScheduledBatchOutput, forced: dict[int, tuple[int, list[int]]]) -> ScheduledBatchOutput:

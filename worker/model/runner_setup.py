@@ -78,7 +78,7 @@ def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
     if runner.kernels.device.type == "cpu":
         return with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
     free_bytes = device_memory(runner)
-    if not free_bytes:
+    if not free_bytes and not config.kv_cache_memory:
         share = config.gpu_memory_utilization
         raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
     # The whole of it: a GPU's memory is nobody else's.

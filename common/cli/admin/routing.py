@@ -15,6 +15,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import json_option, option, seconds
 from common.rpc.durations import to_duration, to_seconds
 
@@ -97,7 +98,17 @@ def as_table(routing: apb.Routing, version: int) -> str:
     return output.aligned([*rows, ("version", str(version))])
 
 
-@click.command()
+_MODES: Final = (
+    Mode(
+        "without NAME=VALUE",
+        lambda given: not given["changed"],
+        "nothing is changed",
+        unused=frozenset({"if_version"}),
+    ),
+)
+
+
+@click.command(cls=ModalCommand, modes=_MODES)
 @click.argument("changed", nargs=-1, metavar="[NAME=VALUE]...")
 @option(
     "--if-version", envvar="FISSILE_IF_VERSION", default=0, type=click.IntRange(0), metavar="N",

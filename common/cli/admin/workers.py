@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 import grpc
@@ -17,6 +17,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import Duration, json_option, option
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 from common.rpc.durations import to_duration, to_seconds
@@ -123,7 +124,23 @@ async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb
     await admin.use(calls)
 
 
-@click.command()
+_MODES: Final = (
+    Mode(
+        "without --watch",
+        lambda given: not given["watching"],
+        "the workers are listed once",
+        unused=frozenset({"interval", "count"}),
+    ),
+    Mode(
+        "with --watch",
+        lambda given: given["watching"],
+        "it has no deadline",
+        unused=frozenset({"timeout"}),
+    ),
+)
+
+
+@click.command(cls=ModalCommand, modes=_MODES)
 @admin_options
 @option("--watch/--no-watch", "watching", envvar="FISSILE_WATCH", default=False, help="Repeat until Ctrl-C.")
 @option(

@@ -32,9 +32,11 @@ from common.cli.client.generate import given, with_sampling_options
 from common.cli.core.client import Answer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.core.word_wrap import WordWrap
+from common.logprobs import LOGPROB_FIELDS
 
 HELP: Final = """\
 /help         lists these commands
@@ -302,7 +304,23 @@ def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: b
     return model
 
 
-@click.command()
+_MODES: Final = (
+    Mode(
+        "in a conversation",
+        lambda _: True,
+        "only texts are shown; ask by `fissile generate`",
+        unused=frozenset(LOGPROB_FIELDS),
+    ),
+    Mode(
+        "without --tool-command",
+        lambda given: not given["tool_commands"],
+        "no command runs",
+        unused=frozenset({"confirms"}),
+    ),
+)
+
+
+@click.command(cls=ModalCommand, modes=_MODES)
 @routers_option
 @option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
 @option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat. Default: none.")

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from fissile.client import AsyncClient
@@ -19,6 +19,7 @@ from common.cli.client.proof import write_proof
 from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import Bias, Line, json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
@@ -271,7 +272,43 @@ async def ask_router(
     return answer
 
 
-@click.command()
+_MODES: Final = (
+    Mode(
+        "with --offline",
+        lambda given: given["offline"] is not None,
+        "no router is called",
+        unused=frozenset(
+            {"addresses", "model", "api_key", "timeout", "tls", "tls_ca", "tls_name", "client_cert", "client_key"}
+        ),
+    ),
+    Mode(
+        "without --receipt",
+        lambda given: given["receipt"] is None,
+        "digests of logits are a part of the receipt",
+        unused=frozenset({"logits_every"}),
+    ),
+    Mode(
+        "with --text",
+        lambda given: given["chat"] is False,
+        "a plain text has no messages",
+        unused=frozenset({"system"}),
+    ),
+    Mode(
+        "without --logprobs, --logprob-token-id or --prompt-logprobs",
+        lambda given: given["logprobs"] is None and given["prompt_logprobs"] is None and not given["logprob_token_ids"],
+        "no logprobs are shown",
+        unused=frozenset({"logprobs_kind"}),
+    ),
+    Mode(
+        "without --prompt-logprobs",
+        lambda given: given["prompt_logprobs"] is None,
+        "no logprobs of the prompt are shown",
+        unused=frozenset({"prompt_logprobs_start"}),
+    ),
+)
+
+
+@click.command(cls=ModalCommand, modes=_MODES)
 @click.argument("prompt", required=False)
 @routers_option
 @option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")

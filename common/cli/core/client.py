@@ -300,6 +300,8 @@ async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text
         if chat is None:
             model = await client.model(question.model, timeout_s=timeout_s)
             chat = pb.CAPABILITY_CHAT in model.capabilities
+        if question.system and not chat:
+            raise CommandError("--system needs a model with a chat template: leave it out")
         async with open_stream(client, question, timeout_s, chat=chat) as stream:
             async for event in stream:
                 if isinstance(event, Delta):

@@ -24,6 +24,7 @@ import yaml
 from click.core import ParameterSource
 
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand
 from common.cli.core.options import option
 from common.files import UnreadableFileError, read_file
 from common.limits import MAX_OPTIONS_FILE_BYTES, MAX_OPTIONS_VALUES
@@ -79,8 +80,15 @@ class FilePlace:
         return f"--config {self.path}{line}: {self.section}.{name}"
 
 
-class ConfigurableCommand(click.Command):
+class ConfigurableCommand(ModalCommand):
     """A command with `config_option`."""
+
+    def written(self, context: click.Context, param: click.Option) -> str:
+        """The option as the user wrote it, with its place if that is in the file."""
+        if context.get_parameter_source(param.name or "") is ParameterSource.DEFAULT_MAP:
+            place: FilePlace = context.meta[_PLACE]
+            return place.of(param.opts[0].removeprefix("--"))
+        return super().written(context, param)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
         """As click's; a value of the file that is not allowed is refused with its place.

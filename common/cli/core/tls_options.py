@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from common.cli.core.client import Credentials
 from common.cli.core.errors import CommandError
@@ -103,8 +104,9 @@ def client_tls(
 
 _CLIENT_TLS_OPTIONS = apply(
     option(
-        "--tls/--no-tls", envvar="FISSILE_TLS", default=False,
-        help="Connect with TLS, trusting the public CAs unless --tls-ca names others.",
+        "--tls/--no-tls", envvar="FISSILE_TLS", default=None,
+        help="Connect with TLS, trusting the public CAs unless --tls-ca names others, or in plain text. Default: TLS "
+        "with --tls-ca, else plain text.",
     ),
     file_option("--tls-ca", "FISSILE_TLS_CA", "CAs of the server, PEM; connects with TLS."),
     option(
@@ -130,17 +132,35 @@ def with_tls(command: _Command) -> _Command:
     @functools.wraps(command)
     def wrapped(
         *args: Any,
-        tls: bool,
+        tls: bool | None,
         tls_ca: Path | None,
         tls_name: str,
         client_cert: Path | None,
         client_key: Path | None,
         **kwargs: Any,
     ) -> Any:
-        files = client_tls(ca=tls_ca, cert=client_cert, key=client_key, name=tls_name, wanted=tls)
+        if tls is False:
+            # Credentials of the environment may be for other calls; those of the command line are for this one.
+            _refuse_credentials_without_tls()
+            return command(*args, tls=None, **kwargs)
+        files = client_tls(ca=tls_ca, cert=client_cert, key=client_key, name=tls_name, wanted=bool(tls))
         return command(*args, tls=files, **kwargs)
 
     return _CLIENT_TLS_OPTIONS(wrapped)
+
+
+def _refuse_credentials_without_tls() -> None:
+    """Refuses options of TLS on a command line that says `--no-tls`, or whose environment does.
+
+    Raises:
+        CommandError: there is one.
+    """
+    context = click.get_current_context()
+    for name in ("tls_ca", "tls_name", "client_cert", "client_key"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise CommandError(
+                f"--{name.replace('_', '-')} has no effect with --no-tls or FISSILE_TLS=0: leave one of them out"
+            )
 
 
 def with_credentials(command: _Command) -> _Command:

@@ -27,6 +27,7 @@ from common.cli.core.config_file import (
 )
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
+from common.cli.core.modes import Mode
 from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, FractionText, option
 from common.cli.core.speculative_option import SpeculationText
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
@@ -216,6 +217,8 @@ def make_fleet(
         CommandError: there is no model to serve, or nothing to run it with (exit code 2).
     """
     _check_can_serve(model, simulate)
+    if not (threads or simulate):
+        threads = threads_per_worker(workers)
     # One call, so that all are different.
     router_port, health_port, *worker_ports = free_ports(workers + 2)
     return Fleet(
@@ -237,7 +240,7 @@ def make_fleet(
             "audit_kv": audit_kv,
             **router_options,
         },
-        worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
+        worker_options={"threads": threads, "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
         health_port=health_port if router_options.get("tls_cert") else 0,
@@ -322,7 +325,42 @@ def describe_kv_memory(fleet: Fleet) -> str:
     return f"a quarter of the free memory ({available_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
-@click.command(cls=ConfigurableCommand)
+def _is_protected(given: Mapping[str, Any]) -> bool:
+    """True if callers of the router need TLS or a key, which this command has not."""
+    return any(given[name] for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys")) or bool(
+        os.environ.get(_KEY_LINES_VARIABLE)
+    )
+
+
+_MODES: Final = (
+    Mode(
+        "with --once",
+        lambda given: given["once"] and not given["ask"],
+        "it ends after the first answer",
+        unused=frozenset({"ask"}),
+    ),
+    Mode(
+        "with --no-ask",
+        lambda given: not given["ask"] and not given["once"],
+        "there is no first request",
+        unused=frozenset({"prompt"}),
+    ),
+    Mode(
+        "with TLS or API keys",
+        lambda given: given["ask"] and _is_protected(given),
+        "this command has no credentials for a first request",
+        unused=frozenset({"ask", "prompt"}),
+    ),
+    Mode(
+        "without --audit and --audit-kv",
+        lambda given: given["audit"] is None and given["audit_kv"] is False,
+        "no answer is compared",
+        unused=frozenset({"audit_dir"}),
+    ),
+)
+
+
+@click.command(cls=ConfigurableCommand, modes=_MODES)
 @config_option("serve")
 @option(
     "--model", envvar="FISSILE_MODEL", metavar="MODEL",
@@ -484,7 +522,7 @@ def serve(
     """
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
-    is_protected = any(protection.values()) or bool(os.environ.get(_KEY_LINES_VARIABLE))
+    is_protected = _is_protected(protection)
     if once and is_protected:
         raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
     if speculate:

@@ -1,0 +1,321 @@
+"""No option of any command is accepted and ignored: in each mode each is used or refused."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import pytest
+
+from common.cli.core.errors import CommandError
+from common.cli.core.modes import ModalCommand, unused_variables
+from common.cli.core.options import Bias, ByteSize, ByteSizeText, Duration, Fraction, FractionText, Line, Sizes
+from common.cli.group import COMMANDS, fissile
+from common.config import Config
+from common.sampling_params import SamplingParams
+from tests.e2e.simulated import simulated_model
+from worker.cli.warmup import warmup
+from worker.cli.worker import worker
+from worker.cli.worker_options import worker_options
+from worker.config.engine_config import with_special_tokens
+from worker.config.model_config import ModelConfig
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.engine_factory import EngineOptions, build_engine
+from worker.progress import Progress
+from worker.server import WorkerOptions
+
+
+def leaves(command: click.Command, context: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    """All commands that are no groups, by their names behind `fissile`."""
+    if not isinstance(command, click.Group):
+        yield path.strip(), command
+        return
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        assert found is not None
+        yield from leaves(found, context, f"{path} {name}")
+
+
+LEAVES = dict(leaves(fissile, click.Context(fissile))) | {"worker warmup": warmup}
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option) and param.expose_value]
+
+
+_EXAMPLES: dict[type[click.ParamType[Any]], str] = {
+    Duration: "2s", ByteSize: "1MiB", ByteSizeText: "1MiB", Fraction: "50%", FractionText: "50%", Sizes: "2",
+    Line: "x", Bias: "1=2",
+}  # fmt: skip
+_TEXTS = {
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}',
+    "simulate": "instant",
+    "dist_init": "tcp://127.0.0.1:4100",
+    "lease_s": "4s",
+    "addresses": "h:1",
+    "address": "h:1",
+    "tenant_weight": "a=2",
+    "tenant_concurrency": "2",
+    "tenant_max_priority": "low",
+    "slo": "ttft=1s",
+    "rate": "1",
+    "concurrency": "2",
+    "tool_commands": "a=b",
+}
+
+
+def written(param: click.Option) -> list[str]:
+    """The option on a command line, with a value that is not its default."""
+    if param.is_flag:
+        return [param.secondary_opts[0] if param.default is True else param.opts[0]]
+    name, kind = param.name or "", param.type
+    if isinstance(kind, click.Choice):
+        value = next(str(choice) for choice in kind.choices if choice != param.default)
+    elif name in _TEXTS:
+        value = _TEXTS[name]
+    elif type(kind) in _EXAMPLES:
+        value = _EXAMPLES[type(kind)]
+    elif isinstance(kind, click.types.FloatParamType):
+        value = "0.5"
+    elif isinstance(kind, click.types.IntParamType):
+        least = int(kind.min or 0) if isinstance(kind, click.IntRange) else 0
+        value = str(least + 2)
+    else:
+        value = "text"
+    return [param.opts[0], value]
+
+
+def parsed(command: click.Command, arguments: Sequence[str]) -> click.Context:
+    return command.make_context("fissile", list(arguments))
+
+
+# Arguments that bring each mode about, by the command and the mode's name.
+ON = {
+    ("worker", "with --node-rank 1 or more"): "--model m --tp-size 2 --nnodes 2 --dist-init tcp://a:1 --node-rank 1",
+    ("worker", "with --node-rank 1 or more and without --health-port"):
+        "--model m --tp-size 2 --nnodes 2 --dist-init tcp://a:1 --node-rank 1",
+    ("worker", "with --simulate"): "--model m --simulate instant",
+    ("worker", "without --tp-size or --dp-size"): "--model m",
+    ("worker", "without --nnodes or --dp-size"): "--model m --tp-size 2",
+    ("worker", "with --dp-size 2 or more"): "--model m --dp-size 2 --dist-init tcp://a:1 --enable-expert-parallel",
+    ("worker", "with kernels of a CPU"): "--model m --kernels cpu",
+    ("worker", "with kernels of a GPU"): "--model m --kernels triton",
+    ("worker", "with --kv-cache-memory"): "--model m --kv-cache-memory 1MiB",
+    ("worker", "with --no-prefix-caching or --no-batch-invariant"): "--model m --no-prefix-caching",
+    ("worker warmup", "with kernels of a CPU"): "--model m --kernels cpu",
+    ("worker warmup", "with --kv-cache-memory"): "--model m --kv-cache-memory 1MiB",
+    ("bench offline", "with kernels of a CPU"): "--model m --kernels cpu",
+    ("bench offline", "with kernels of a GPU"): "--model m --kernels triton",
+    ("bench offline", "with --kv-cache-memory"): "--model m --kv-cache-memory 1MiB",
+    ("serve", "with --once"): "--once --no-ask",
+    ("serve", "with --no-ask"): "--no-ask",
+    ("serve", "with TLS or API keys"): "--api-keys keys",
+    ("serve", "without --audit and --audit-kv"): "--no-audit-kv",
+    ("router", "without --admin-port"): "",
+    ("router", "without --audit and --audit-kv"): "--no-audit-kv",
+    ("generate", "with --offline"): "hello --offline m",
+    ("generate", "without --receipt"): "hello",
+    ("generate", "with --text"): "hello --text",
+    ("generate", "without --logprobs, --logprob-token-id or --prompt-logprobs"): "hello",
+    ("generate", "without --prompt-logprobs"): "hello --logprobs 1",
+    ("chat", "in a conversation"): "",
+    ("chat", "without --tool-command"): "",
+    ("workers", "without --watch"): "",
+    ("workers", "with --watch"): "--watch",
+    ("routing", "without NAME=VALUE"): "",
+}  # fmt: skip
+
+
+def test_each_mode_has_arguments_that_bring_it_about() -> None:
+    modes = {
+        (name, mode.name)
+        for name, command in LEAVES.items()
+        if isinstance(command, ModalCommand)
+        for mode in command.modes
+    }
+    assert modes == ON.keys()
+
+
+@pytest.mark.parametrize(("name", "mode"), ON)
+def test_an_option_without_effect_is_refused_with_the_reason(name: str, mode: str) -> None:
+    command = LEAVES[name]
+    assert isinstance(command, ModalCommand)
+    (wanted,) = [each for each in command.modes if each.name == mode]
+    arguments = ON[name, mode].split()
+    idle = [param for param in options_of(command) if wanted.has_no_use_for(param.name or "")]
+    assert idle
+    for param in idle:
+        text = written(param)
+        if set(text[:1]) & set(arguments) or param.name == "ask":
+            text = ["--ask"] if mode == "with TLS or API keys" else ["--no-ask"]
+        with pytest.raises(CommandError) as refused:
+            parsed(command, [*arguments, *text])
+        line = str(refused.value)
+        assert refused.value.exit_code == 2
+        assert line.endswith("; leave it out"), line
+        assert any(line.startswith(f"{opt} has no effect ") for opt in (*param.opts, *param.secondary_opts)), line
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_command_uses_each_of_its_parameters(name: str) -> None:
+    """Its function reads each, or hands it on by `**`; decorators that take some away use those."""
+    function: Any = LEAVES[name].callback
+    while function is not None:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        (definition,) = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        taken = definition.args
+        names = {each.arg for each in (*taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg) if each is not None}
+        read = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+        assert names - read == set(), f"{name}: {definition.name}"
+        function = getattr(function, "__wrapped__", None)
+
+
+RANKS = ON["worker", "with --node-rank 1 or more"].split()
+
+
+def node_arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: Sequence[str]) -> object:
+    """Arguments that a machine of ranks is run with, but for those of every process."""
+    from worker import server
+
+    context = parsed(worker, ["--model", str(folder), *RANKS[2:], "--health-port", "0", *arguments])
+    given = {key: value for key, value in context.params.items() if key != "log_level"}
+    options = worker_options(**given)
+    seen: list[object] = []
+
+    async def run_node(*passed: Any) -> int:
+        topology, model, threads, _, health = passed
+        seen.append((topology, model, threads, health.address, health._wanted_port))
+        return 0
+
+    monkeypatch.setattr(server, "run_node", run_node)
+    import asyncio
+
+    asyncio.run(server.run_worker(options))
+    return seen[0]
+
+
+def test_a_machine_of_ranks_uses_each_option_that_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, other = simulated_model(tmp_path / "a"), simulated_model(tmp_path / "b")
+    secret = tmp_path / "secret"
+    secret.write_text("known\n")
+    mode = next(each for each in worker.modes if each.only is not None)  # type: ignore[attr-defined]
+    changed = {
+        "model": ["--model", str(other)],
+        "tp_size": ["--tp-size", "4"],
+        "nnodes": ["--tp-size", "6", "--nnodes", "3"],
+        "node_rank": ["--tp-size", "6", "--nnodes", "3", "--node-rank", "2"],
+        "dist_init": ["--dist-init", "tcp://b:2"],
+        "dist_secret": ["--dist-secret", str(secret)],
+        "threads": ["--threads", "7"],
+        "health_port": ["--health-port", "3"],
+        "host": ["--host", "::1"],
+    }
+    assert changed.keys() == mode.only - {"log_level"}
+    plain = node_arguments(monkeypatch, folder, [])
+    for name, arguments in changed.items():
+        assert node_arguments(monkeypatch, folder, arguments) != plain, name
+
+
+class Recorded(Config):
+    """A Config that notes which of its fields the engine reads."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith(("worker.engine.", "worker.simulation.", "worker.config.engine_config")):
+            Recorded.read.add(name)
+        return super().__getattribute__(name)
+
+
+# Options of the engine and the fields of Config that they become.
+FIELD_OF = {
+    "block_size": "kv_cache_block_size",
+    "prefix_caching": "enable_prefix_caching",
+    "graph_sizes": "compilation_config",
+    "tp_size": "tensor_parallel_size",
+    "dp_size": "parallel_config",
+    "dp_rank": "parallel_config",
+}
+OF_THE_SERVICE = {field.name for field in fields(WorkerOptions)} | {
+    "model_name", "drain_timeout", "step_timeout", "tls_cert", "tls_key", "tls_client_ca", "router_identities",
+    "log_level", "simulate", "nnodes", "node_rank", "dist_init",
+}  # fmt: skip
+
+
+def test_a_simulated_engine_uses_each_option_that_it_takes(tmp_path: Path) -> None:
+    folder = simulated_model(tmp_path)
+    mode = next(each for each in worker.modes if each.name == "with --simulate")  # type: ignore[attr-defined]
+    params = parsed(worker, ["--model", str(folder), "--simulate", "instant"]).params
+    options = worker_options(**{name: value for name, value in params.items() if name != "log_level"})
+    config = Recorded(**{each.name: getattr(options.config, each.name) for each in fields(Config)})
+    model_config = ModelConfig.from_folder(folder)
+    Recorded.read.clear()
+    built = build_engine(
+        EngineOptions(with_special_tokens(config, model_config), model_config, simulate=options.simulate), Progress()
+    )
+    built.core.add_request(EngineSequence([1, 2, 3], config.kv_cache_block_size, SamplingParams(max_tokens=4)))
+    while built.core.has_unfinished():
+        built.core.step()
+    taken = {
+        param.name or ""
+        for param in options_of(worker)
+        if not mode.has_no_use_for(param.name or "")
+        and param.name not in OF_THE_SERVICE | {"tp_size", "dp_size", "dp_rank"}
+    }
+    assert {name for name in taken if FIELD_OF.get(name, name) not in Recorded.read} == {"model"}
+
+
+@pytest.mark.parametrize("size", ["--tp-size", "--dp-size"])
+def test_a_simulation_refuses_ranks(size: str, tmp_path: Path) -> None:
+    params = parsed(worker, ["--model", str(tmp_path), "--simulate", "instant", size, "2"]).params
+    with pytest.raises(CommandError, match="--simulate runs no ranks"):
+        worker_options(**{name: value for name, value in params.items() if name != "log_level"})
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft_model"])
+def test_a_simulation_refuses_drafts_of_a_model(method: str, tmp_path: Path) -> None:
+    model = "" if method == "mtp" else ', "model": "d"'
+    text = f'{{"method": "{method}", "num_speculative_tokens": 2{model}}}'
+    params = parsed(worker, ["--model", "m", "--simulate", "instant", "--speculative-config", text]).params
+    with pytest.raises(CommandError, match=f"no effect with --simulate and the method {method}"):
+        worker_options(**{name: value for name, value in params.items() if name != "log_level"})
+
+
+def test_a_variable_without_effect_is_named_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and shells set variables for every command."""
+    monkeypatch.setenv("FISSILE_WEIGHTS_CACHE", "/cache")
+    monkeypatch.setenv("FISSILE_WORKER_PORT", "5")
+    monkeypatch.setenv("FISSILE_WORKER_HEALTH_PORT", "6")
+    assert unused_variables(parsed(worker, RANKS)) == ["FISSILE_WEIGHTS_CACHE", "FISSILE_WORKER_PORT"]
+
+
+def test_an_option_of_the_file_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("worker:\n  model: m\n  port: 5\n")
+    with pytest.raises(CommandError, match=r"line 3: worker\.port has no effect with --node-rank 1 or more"):
+        parsed(worker, [*RANKS, "--config", str(path)])
+
+
+@pytest.mark.parametrize("command", ["models", "generate"])
+def test_credentials_of_the_command_line_are_refused_in_plain_text(command: str) -> None:
+    arguments = [*(["hello"] if command == "generate" else []), "--no-tls", "--tls-ca", "ca.pem"]
+    context = parsed(LEAVES[command], arguments)
+    with context, pytest.raises(CommandError, match="--tls-ca has no effect with --no-tls"):
+        context.invoke(_callback(LEAVES[command]), **context.params)
+
+
+def _callback(command: click.Command) -> Callable[..., Any]:
+    assert command.callback is not None
+    return command.callback
+
+
+def test_commands_are_those_of_the_entry_points() -> None:
+    assert {name.split()[0] for name in LEAVES} == set(fissile.list_commands(click.Context(fissile))), COMMANDS
