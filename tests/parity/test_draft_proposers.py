@@ -417,9 +417,7 @@ def test_layers_that_are_not_there(tmp_path: Path) -> None:
 def test_engines_in_lockstep_have_no_layer_that_drafts(tmp_path: Path) -> None:
     folder = make_mtp_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1)
     parts = {"parallel_config": ParallelConfig(2), "enable_expert_parallel": True}
-    _refused(
-        folder, SpeculativeConfig(K, MTP, adaptive=False), "leave out --data-parallel-size, or speculation", **parts
-    )
+    _refused(folder, SpeculativeConfig(K, MTP, adaptive=False), "leave out --dp-size, or speculation", **parts)
 
 
 def _refused(folder: Path, spec: SpeculativeConfig, message: str, **given: Any) -> None:

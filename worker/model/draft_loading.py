@@ -130,7 +130,7 @@ def _refuse_lockstep(config: Config, method: str) -> None:
     if config.parallel_config.data_parallel_size > 1:
         raise ModelError(
             f"speculative_config.method {method}: engines in lockstep share no experts of a draft model; "
-            "leave out --data-parallel-size, or speculation"
+            "leave out --dp-size, or speculation"
         )
 
 

@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +20,8 @@ from common.cli.core.options import Bias, ByteSize, ByteSizeText, Duration, Frac
 from common.cli.group import COMMANDS, fissile
 from common.config import Config
 from common.sampling_params import SamplingParams
+from tests.commands import LEAVES
 from tests.e2e.simulated import simulated_model
-from worker.cli.warmup import warmup
 from worker.cli.worker import worker
 from worker.cli.worker_options import worker_options
 from worker.config.engine_config import with_special_tokens
@@ -30,20 +30,6 @@ from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine_factory import EngineOptions, build_engine
 from worker.progress import Progress
 from worker.server import WorkerOptions
-
-
-def leaves(command: click.Command, context: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
-    """All commands that are no groups, by their names behind `fissile`."""
-    if not isinstance(command, click.Group):
-        yield path.strip(), command
-        return
-    for name in command.list_commands(context):
-        found = command.get_command(context, name)
-        assert found is not None
-        yield from leaves(found, context, f"{path} {name}")
-
-
-LEAVES = dict(leaves(fissile, click.Context(fissile))) | {"worker warmup": warmup}
 
 
 def options_of(command: click.Command) -> list[click.Option]:

@@ -1,0 +1,131 @@
+"""Every option that a page, a help text or an error names exists, and in the command that the text gives it to."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import KNOWN, LEAVES, names_of
+
+ROOT = Path(__file__).parents[2]
+_PRODUCT = ("common", "router", "worker", "kernels")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]+(?:-[a-z0-9]+)*(?![\w*])")
+# A command in a code block or in backticks, to the end of the line, of the span or of the command.
+_COMMAND = re.compile(r"\bfissile ((?:[a-z]+ ?)+)([^`\n|#]*)")
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# Options of other programs, by program.
+FOREIGN = {
+    "pip": {"--extra-index-url", "--index-url", "--constraint"},
+    "docker": {"--build-arg", "--name", "--network", "--time", "--format", "--ulimit"},
+    "kubectl": {"--replicas"},
+    "buf curl": {"--protocol", "--http2-prior-knowledge", "--list-methods"},
+    "http.server": {"--bind", "--directory"},
+    "pre-commit": {"--hook-stage"},
+    "mypy": {"--strict"},
+    "envoy": {"--drain-time-s"},
+    "git": {"--short"},
+    "linker": {"--exclude-libs", "--gc-sections"},
+}
+
+
+def _tracked(*suffixes: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name.endswith(suffixes) and (ROOT / name).is_file()]
+
+
+PAGES = [name for name in _tracked(".md") if name != "CHANGELOG.md"]
+SOURCES = [name for name in _tracked(".py") if name.split("/")[0] in _PRODUCT]
+
+
+def literals(source: str) -> Iterator[str]:
+    """The string literals of a module, docstrings among them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def named(text: str) -> set[str]:
+    """The options that a text names."""
+    return set(_OPTION.findall(text))
+
+
+def _of_our_programs() -> frozenset[str]:
+    """Options of benchmarks, of scripts, and of what trains the demo model."""
+    others = [name for name in _tracked(".py") if name.split("/")[0] in ("tests", "scripts", "deploy")]
+    return frozenset(text for name in others for text in literals((ROOT / name).read_text()) if _OPTION.fullmatch(text))
+
+
+KNOWN_IN_PAGES = KNOWN.union(*FOREIGN.values(), _of_our_programs())
+KNOWN_IN_SOURCES = KNOWN.union(*FOREIGN.values())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_of_a_page_exist(page: str) -> None:
+    assert named((ROOT / page).read_text()) - KNOWN_IN_PAGES == set()
+
+
+@pytest.mark.parametrize("folder", _PRODUCT)
+def test_options_of_helps_errors_and_docstrings_exist(folder: str) -> None:
+    wrong = {
+        source: missing
+        for source in SOURCES
+        if source.startswith(f"{folder}/")
+        for text in literals((ROOT / source).read_text())
+        if (missing := named(text) - KNOWN_IN_SOURCES)
+    }
+    assert wrong == {}
+
+
+def commands_in(text: str) -> Iterator[tuple[str, set[str]]]:
+    """Commands of `fissile` that a text gives, by name, with the options given to each.
+
+    A `;`, `&`, pipe or word after a closing bracket ends a command.
+    """
+    joined = text.replace("\\\n", " ")
+    spans = [line for block in _CODE_BLOCK.findall(joined) for line in block.splitlines()]
+    spans += re.findall(r"`([^`]+)`", _CODE_BLOCK.sub("", joined).replace("\n", " "))
+    for span in spans:
+        for words, rest in _COMMAND.findall(span):
+            name = " ".join(words.split())
+            while name and name not in LEAVES:
+                name = name.rpartition(" ")[0]
+            # `fissile config show COMMAND` takes the options of that command.
+            if name and name != "config show":
+                yield name, named(re.split(r"[;&>)]", rest)[0])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_of_a_page_has_the_options_that_it_is_given(page: str) -> None:
+    wrong = [
+        (name, option)
+        for name, options in commands_in((ROOT / page).read_text())
+        for option in options - names_of(LEAVES[name]) - {"--help"}
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", _PRODUCT)
+def test_a_command_of_an_error_or_help_has_the_options_that_it_is_given(folder: str) -> None:
+    wrong = [
+        (source, name, option)
+        for source in SOURCES
+        if source.startswith(f"{folder}/")
+        for text in literals((ROOT / source).read_text())
+        for name, options in commands_in(text)
+        for option in options - names_of(LEAVES[name]) - {"--help"}
+    ]
+    assert wrong == []
+
+
+def test_wrong_options_are_found() -> None:
+    assert named("leave out --data-parallel-size, or --no-tls") - KNOWN == {"--data-parallel-size"}
+    page = (
+        "Run `fissile worker\n--tensor-parallel 2`:\n"
+        "```sh\nfissile bench serve --rate 2 \\\n  --drafts 4 | head --lines 2\n```\n"
+    )
+    assert sorted(commands_in(page)) == [("bench serve", {"--rate", "--drafts"}), ("worker", {"--tensor-parallel"})]
