@@ -291,7 +291,8 @@ class Scheduler:
         """Lets the gated sequences wait for a prefill, all or none; asked once per step."""
         if not self.gated:
             return
-        age, decoding = now - min(seq.arrive_time for seq in self.gated.heads()), len(self.running) > 0
+        # Callers may add sequences in another order than they arrived, so the first of a class may not be the oldest.
+        age, decoding = now - min(seq.arrive_time for seq in self.gated), len(self.running) > 0
         if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
             while self.gated:
                 self.waiting.append(self.gated.popleft())

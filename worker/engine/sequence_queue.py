@@ -42,13 +42,9 @@ class SequenceSet:
         del self._classes[seq.priority][seq.id]
         self._size -= 1
 
-    def heads(self) -> list[Sequence]:
-        """The first entry of each class that has any."""
-        return [next(iter(seqs.values())) for seqs in self._classes.values() if seqs]
-
     def first(self) -> Sequence:
         """The entry at the front, which stays."""
-        return self.heads()[0]
+        return next(iter(self))
 
     def last(self) -> Sequence:
         """The newest entry of the lowest class, which stays."""

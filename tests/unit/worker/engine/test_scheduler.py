@@ -6,6 +6,8 @@ import queue
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from common.config import Config, SpeculativeConfig
 from common.errors import InvalidFieldError, PromptTooLongError
@@ -338,6 +340,24 @@ class TestGate:
             sched.add(seq)
         assert step(sched, now=1.05).total_tokens_num_prefill == 0
         assert step(sched, now=1.08).req_ids == [s.id for s in burst]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.tuples(st.integers(0, 90), st.sampled_from(Priority)), min_size=1, max_size=8), st.integers(0, 160)
+    )
+    def test_gate_opens_by_the_earliest_of_all_arrivals(
+        self, arrivals: list[tuple[int, Priority]], now_ms: int
+    ) -> None:
+        """In whatever order they were added, and of whatever class they are: the hold is 50 ms here."""
+        sched, _ = self.gated()
+        for number, (arrive_ms, priority) in enumerate(arrivals):
+            seq = self.late(1.0 + arrive_ms / 1e3, 100 * (number + 2))
+            seq.priority = priority
+            sched.add(seq)
+        age_ms = now_ms - min(arrive_ms for arrive_ms, _ in arrivals)
+        assume(abs(age_ms - 50) > 1)
+        prompts = step(sched, now=1.0 + now_ms / 1e3).total_seqs_num_prefill
+        assert prompts == (len(arrivals) if age_ms > 50 else 0)
 
     def test_an_idle_engine_starts_at_once(self) -> None:
         sched, running = self.gated()
