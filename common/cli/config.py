@@ -12,13 +12,13 @@ from common.cli.core.config_file import FILE
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Duration, Fraction, json_option
 from common.cli.core.output import aligned
-from common.cli.group import COMMANDS, find_entry_points
+from common.cli.group import COMMANDS, SuggestingGroup, find_entry_points
 
 # The commands that take --config.
 CONFIGURABLE = ("router", "worker", "serve")
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def config() -> None:
     """Show the configuration."""
 

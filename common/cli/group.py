@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from common.cli.core.errors import CommandError
+from common.version import fissile_version
 
 COMMANDS = "fissile.commands"
 OFFLINE = "fissile.offline"
@@ -101,7 +103,26 @@ def naming_missing_extra(command: str) -> Iterator[None]:
         raise missing_extra(command, module) from error
 
 
-class LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """A group that suggests a command where a name is unknown, as click does for options."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's.
+
+        Raises:
+            UsageError: there is no such command.
+        """
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            near = difflib.get_close_matches(name, self.list_commands(ctx), 3)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(SuggestingGroup):
     """A group whose commands are the entry points of `fissile.commands`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -132,7 +153,17 @@ class LazyGroup(click.Group):
                 raise
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"fissile {fissile_version()}")
+        context.exit()
+
+
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Print the version; `fissile version` prints those of the dependencies too.",
+)  # fmt: skip
 def fissile() -> None:
     """Serves large language models over gRPC: one request, one answer.
 

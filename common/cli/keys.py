@@ -7,18 +7,19 @@ import json
 import click
 
 from common.cli.core.errors import CommandError
-from common.cli.core.options import json_option, option
+from common.cli.core.options import argument, json_option, option
+from common.cli.group import SuggestingGroup
 from common.priority import PRIORITIES
 from common.rpc.api_keys import KeyFileError, Role, new_key
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def keys() -> None:
     """Make API keys for the callers of a router."""
 
 
 @keys.command()
-@click.argument("name")
+@argument("name")
 @option(
     "--tenant",
     envvar="FISSILE_TENANT",

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Final
 
 import grpc
+from fissile.v1 import errors_pb2
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 _ALPHA: Final = "grpc.reflection.v1alpha"
 _V1: Final = "grpc.reflection.v1"
 _V1_FILE: Final = "grpc/reflection/v1/reflection.proto"
+# Contracts of ours that no service's file imports: a process describes the files that it has loaded.
+_REASONS: Final = errors_pb2.DESCRIPTOR
 SERVICE_NAMES: Final = (reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
 
 

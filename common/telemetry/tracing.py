@@ -164,6 +164,7 @@ class Tracing:
         arrived: float,
         model: str = "",
         request_id: str = "",
+        rid: str = "",
         worker_id: str = "",
     ) -> SequenceSpan:
         """Starts the worker's span of a sequence, at its arrival.
@@ -173,7 +174,8 @@ class Tracing:
             tracestate: likewise.
             arrived: monotonic seconds.
             model: the model's name.
-            request_id: the sequence's id, for people.
+            request_id: of a request without a router; empty otherwise.
+            rid: of a router's sequence, as in log lines; empty otherwise.
             worker_id: this worker.
         """
         if self._tracer is None:
@@ -183,6 +185,7 @@ class Tracing:
             names.OPERATION: names.TEXT_COMPLETION,
             names.REQUEST_MODEL: model,
             names.RESPONSE_ID: request_id,
+            names.RID: rid,
             names.WORKER_ID: worker_id,
         }
         context = extract([(names.TRACEPARENT, traceparent), (names.TRACESTATE, tracestate)])

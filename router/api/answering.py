@@ -123,7 +123,7 @@ class Answering:
             while True:
                 # A session keeps its weights while they are rolled, because its requests build on earlier answers.
                 model = self._model(asked)
-                asked.record.model = model.name
+                asked.record.model = asked.call.model = model.name
                 measure.model(model.name)
                 streams = await begin(model, streams)
                 try:

@@ -100,7 +100,7 @@ class Replaying:
         """
         receipt = request.receipt
         model = self._model(asked.request, receipt)
-        asked.record.model = model.name
+        asked.record.model = asked.call.model = model.name
         only_worker = self._address(request.worker_id, model, receipt.numerics)
         model.check_generates()
         with at_path("generate" if kind.continues else "chat"):

@@ -94,7 +94,9 @@ def spawn_rank(
         target,
         model,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_LOG_LEVEL": "ERROR"}
+    # PyTorch's own lines are no JSON, and its warnings about names of hosts are of no use here.
+    quiet = {"GLOO_LOG_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
     environment[SECRET_VARIABLE] = topology.dist_secret
     if is_loopback(topology.meeting_point[0]):
         # NCCL and RCCL listen on the first other interface by default.

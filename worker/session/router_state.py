@@ -323,7 +323,7 @@ class RouterSequences:
             arrival.tracestate,
             arrived=seq.arrive_time,
             model=self._facts.model,
-            request_id=f"{arrival.rid:x}",
+            rid=f"{arrival.rid:x}",
             worker_id=self._facts.worker_id,
         )
         trace = RequestTrace(arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))

@@ -8,14 +8,14 @@ from fissile.admin.v1 import admin_pb2 as apb
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Duration, json_option, option
+from common.cli.core.options import Duration, argument, json_option, option
 from common.rpc.durations import to_duration
 
 _HEADINGS = ("WORKER", "BLOCKS", "")
 
 
 @click.command()
-@click.argument("worker")
+@argument("worker")
 @option(
     "--evict/--no-evict", envvar="FISSILE_EVICT", default=False,
     help="Also move running requests to other workers of the same numerics class; clients do not notice.",
@@ -34,7 +34,7 @@ def cordon(worker: str, evict: bool, admin: Admin) -> None:
 
 
 @click.command()
-@click.argument("worker")
+@argument("worker")
 @admin_options
 def uncordon(worker: str, admin: Admin) -> None:
     """Let the cordoned WORKER take new work again. A draining worker cannot be brought back: it ends."""
@@ -43,7 +43,7 @@ def uncordon(worker: str, admin: Admin) -> None:
 
 
 @click.command()
-@click.argument("worker")
+@argument("worker")
 @option(
     "--deadline", envvar="FISSILE_DRAIN_DEADLINE", default="0s", type=Duration(0, 86_400),
     help="Longest time for requests that no other worker can take; 0s: the worker's own --drain-timeout.",
@@ -56,11 +56,11 @@ def drain(worker: str, deadline: float, admin: Admin) -> None:
     """
     wanted = apb.DrainWorkerRequest(worker_id=worker, deadline=to_duration(deadline) if deadline else None)
     sequences = admin.ask(lambda stub: stub.DrainWorker, wanted).sequences
-    click.echo(f"{worker} drains; {_running(sequences)}")
+    click.echo(f"{worker} drains and then ends; {_running(sequences)}")
 
 
 @click.command()
-@click.argument("worker", required=False, default="")
+@argument("worker", required=False, default="")
 @admin_options
 @json_option
 def flush(worker: str, admin: Admin, as_json: bool) -> None:
@@ -82,4 +82,7 @@ def flush(worker: str, admin: Admin, as_json: bool) -> None:
 
 
 def _running(sequences: int) -> str:
-    return f"{sequences or 'no'} sequence{'' if sequences == 1 else 's'} of all routers run or wait there"
+    """Sequences that the worker has of all routers, in words."""
+    if not sequences:
+        return "it has no sequence of any router"
+    return f"it still has {sequences} sequence{'' if sequences == 1 else 's'}, of all routers together"

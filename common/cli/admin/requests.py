@@ -9,7 +9,7 @@ from fissile.admin.v1 import admin_pb2 as apb
 
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
-from common.cli.core.options import json_option, option
+from common.cli.core.options import argument, json_option, option
 from common.rpc.durations import to_seconds
 
 _HEADINGS = ("REQUEST", "TENANT", "METHOD", "MODEL", "STATE", "AGE", "PROMPT", "OUTPUT", "WORKER", "ATTEMPTS")
@@ -71,7 +71,7 @@ def requests(tenant: str, admin: Admin, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("request_id")
+@argument("request_id")
 @_tenant_option
 @admin_options
 def cancel(request_id: str, tenant: str, admin: Admin) -> None:

@@ -31,7 +31,7 @@ from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.cli.core.options import SHORTEST_S, Duration, address_option, option
 from common.cli.core.tls_options import with_credentials
-from common.cli.group import OFFLINE, find_entry_points, naming_missing_extra
+from common.cli.group import OFFLINE, SuggestingGroup, find_entry_points, naming_missing_extra
 from common.cli.version import versions
 
 SUMMARIES = {
@@ -220,7 +220,7 @@ def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
         target.close()
 
 
-class BenchGroup(click.Group):
+class BenchGroup(SuggestingGroup):
     """`serve` is here; `offline`, which needs the worker, is found by its entry point and imported when asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -46,7 +46,7 @@ def _no_answer(error: grpc.aio.AioRpcError, address: str, service: str) -> Comma
 @address_option
 @with_tls
 @option(
-    "--service", envvar="FISSILE_HEALTH_SERVICE", default="readiness", metavar="NAME",
+    "--service", envvar="FISSILE_HEALTH_SERVICE", default="readiness", metavar="NAME", may_be_empty=True,
     help="Health service: readiness (it takes work), liveness (the process answers), or the full name of a gRPC "
     "service.",
 )  # fmt: skip

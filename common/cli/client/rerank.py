@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.texts import Caller, Source, added_usage, shown, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
-from common.cli.core.options import json_option, option, routers_option, timeout_option
+from common.cli.core.options import argument, json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.limits import MAX_DOCUMENTS
 
@@ -60,7 +60,7 @@ def as_table(documents: Sequence[pb.RankedDocument]) -> str:
 
 
 @click.command()
-@click.argument("query")
+@argument("query")
 @click.argument("documents", nargs=-1)
 @with_texts
 @routers_option

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import click
+from click.core import ParameterSource
 from fissile.client.connections import is_target
 
 from common.cli.core.client import DEFAULT_ADDRESS
@@ -153,9 +154,57 @@ class Line(click.ParamType[str]):
     envvar_list_splitter = "\n"
 
 
-def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """`click.option` with its default and its environment variable shown in the help."""
-    return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
+_GIVEN: Final = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+
+def _refuse_empty(param: click.Parameter, context: click.Context, value: Any) -> None:
+    """Refuses an empty value, which is most often an empty variable of a shell. An empty variable of the environment
+    counts as unset.
+
+    Raises:
+        BadParameter: it is empty, or one of its values is.
+    """
+    values = value if isinstance(value, tuple | list) else (value,)
+    if "" in values and context.get_parameter_source(param.name or "") in _GIVEN:
+        raise click.BadParameter("it is empty: give a value, or leave it out", context, param)
+
+
+class FilledOption(click.Option):
+    """An option that takes no empty value."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """See click."""
+        _refuse_empty(self, ctx, value)
+        return super().process_value(ctx, value)
+
+
+class FilledArgument(click.Argument):
+    """An argument that takes no empty value."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """See click."""
+        _refuse_empty(self, ctx, value)
+        return super().process_value(ctx, value)
+
+
+def option(
+    *names: str, envvar: str, may_be_empty: bool = False, **attributes: Any
+) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """`click.option` with its default and its environment variable shown in the help.
+
+    Args:
+        names: as click's.
+        envvar: environment variable.
+        may_be_empty: True if an empty value means something.
+        attributes: as click's.
+    """
+    kind = click.Option if may_be_empty else FilledOption
+    return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, cls=kind, **attributes)
+
+
+def argument(name: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """`click.argument` that takes no empty value."""
+    return click.argument(name, cls=FilledArgument, **attributes)
 
 
 def _address(_: click.Context, __: click.Parameter, text: str) -> str:
@@ -175,6 +224,8 @@ def _addresses(context: click.Context, parameter: click.Parameter, text: str) ->
 
 address_option = option(
     "--address",
+    "--router",
+    "address",
     envvar="FISSILE_ADDRESS",
     default=DEFAULT_ADDRESS,
     callback=_address,

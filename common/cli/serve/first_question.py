@@ -113,8 +113,9 @@ def next_steps(address: str, options: str = "", capabilities: Collection[int] = 
     if on_path and Path(on_path) == installed:
         program = "fissile"
     else:
-        program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
-    where = f"--address {address}{options}"
+        path = shlex.quote(str(installed))
+        program = path if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
+    where = f"--address {shlex.quote(address)}{options}"
     generates = pb.CAPABILITY_GENERATE in capabilities
     commands = [f'{program} generate {where} "{FIRST_PROMPT}"', f"{program} chat {where}"] if generates else []
     if pb.CAPABILITY_EMBED in capabilities and not generates:
@@ -126,5 +127,5 @@ def next_steps(address: str, options: str = "", capabilities: Collection[int] = 
     commands.append(f"{program} models {where}")
     example = CHECKOUT / "examples" / "python_client.py"
     if generates and example.is_file() and not options:
-        commands.append(f"{sys.executable} {example} {address}")
+        commands.append(shlex.join([sys.executable, str(example), address]))
     return "\n  ".join([f"\nserving on {address} until Ctrl-C. From another terminal:", *commands]) + "\n"

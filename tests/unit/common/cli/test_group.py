@@ -20,6 +20,7 @@ from common.cli.core.client import Question
 from common.cli.core.errors import CommandError
 from common.constraints.forms import FORMS
 from common.sampling_params import SamplingParams
+from common.version import fissile_version
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -198,3 +199,27 @@ def test_an_old_python_is_refused_with_one_line(
 def test_an_old_python_can_read_what_refuses_it(path: str) -> None:
     ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 5))
     assert "from __future__" not in (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serv"], "No such command 'serv'. Did you mean serve? (`fissile --help` lists what there is)"),
+        (["bench", "ofline"], "Did you mean offline?"),
+        (["keys", "nwe"], "Did you mean new?"),
+        (["config", "shwo"], "Did you mean show?"),
+        (["xyzzy"], "No such command 'xyzzy'. (`fissile --help` lists what there is)"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fissile", *arguments])
+    assert group.run() == 2
+    assert said in capsys.readouterr().err
+
+
+def test_version_is_an_option_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fissile", "--version"])
+    assert group.run() == 0
+    assert capsys.readouterr().out == f"fissile {fissile_version()}\n"

@@ -20,7 +20,7 @@ from common.cli.core.options import Bias, ByteSize, ByteSizeText, Duration, Frac
 from common.cli.group import COMMANDS, fissile
 from common.config import Config
 from common.sampling_params import SamplingParams
-from tests.commands import LEAVES
+from tests.commands import LEAVES, names_of
 from tests.e2e.simulated import simulated_model
 from worker.cli.worker import worker
 from worker.cli.worker_options import worker_options
@@ -305,3 +305,39 @@ def _callback(command: click.Command) -> Callable[..., Any]:
 
 def test_commands_are_those_of_the_entry_points() -> None:
     assert {name.split()[0] for name in LEAVES} == set(fissile.list_commands(click.Context(fissile))), COMMANDS
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_an_empty_value_is_refused(name: str) -> None:
+    """Most often it is an empty variable of a shell: `fissile serve --model "$MODEL"`."""
+    command = LEAVES[name]
+    taken = [param for param in options_of(command) if not param.is_flag]
+    for param in taken:
+        if (name, param.name) == ("health", "service"):
+            continue
+        with pytest.raises((click.BadParameter, CommandError)) as refused:
+            parsed(command, [param.opts[0], ""])
+        # `--config` is read while the others are.
+        error = refused.value
+        assert isinstance(error, click.BadParameter), error
+        assert error.param is param
+
+
+@pytest.mark.parametrize("command", ["flush", "cordon", "uncordon", "drain", "cancel", "keys new", "verify"])
+def test_an_empty_argument_is_refused(command: str) -> None:
+    """`fissile flush "$WORKER"` with an empty variable would flush all workers."""
+    with pytest.raises(click.BadParameter, match="it is empty: give a value, or leave it out"):
+        parsed(LEAVES[command], [""])
+
+
+def test_an_empty_value_of_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text('router:\n  port: 0\n  placement: ""\n  host: ""\n')
+    with pytest.raises(CommandError, match=r"line [34]: router\.(placement|host): "):
+        parsed(LEAVES["router"], ["--config", str(path)])
+
+
+def test_every_command_that_calls_a_router_takes_both_names() -> None:
+    callers = {name for name, command in LEAVES.items() if names_of(command) & {"--address", "--router"}}
+    assert {"generate", "models", "health", "verify", "bench serve", "chat"} <= callers
+    assert [name for name in callers if not {"--address", "--router"} <= names_of(LEAVES[name])] == []
