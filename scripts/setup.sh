@@ -61,8 +61,33 @@ say() {
   echo "[$step/$steps] $*"
 }
 
+child=""
+# Bash lets a background command ignore Ctrl-C.
+trap '[ -z "$child" ] || kill "$child" 2>/dev/null' EXIT
+
+# with_progress COMMAND...: runs it with its output in the log. A terminal shows the time and the newest line of the log;
+# elsewhere there is a line every half minute.
+with_progress() {
+  local began=$SECONDS told=0 code=0
+  "$@" >>"$log" 2>&1 &
+  child=$!
+  while kill -0 "$child" 2>/dev/null; do
+    sleep 0.2
+    if [ -t 1 ]; then
+      printf '\r\033[K      %d s: %.60s' $((SECONDS - began)) "$(tail -n 1 "$log" | tr -cd '[:print:]')"
+    elif [ $((SECONDS - began - told)) -ge 30 ]; then
+      told=$((SECONDS - began))
+      echo "      $told s so far; what it does now: tail $log"
+    fi
+  done
+  [ ! -t 1 ] || printf '\r\033[K'
+  wait "$child" || code=$?
+  child=""
+  return "$code"
+}
+
 pip_install() {
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c requirements/tests.lock "$@" >>"$log" 2>&1
+  with_progress "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check -c requirements/tests.lock "$@"
 }
 
 last_words() {
@@ -102,7 +127,7 @@ install_torch() {
 }
 
 install_fissile() {
-  say "installing Fissile and what it needs ($1)"
+  say "installing Fissile and what it needs ($1), and compiling the CPU kernels: some minutes"
   pip_install -e protos -e ".[$1]" || fail "installing Fissile failed: $(last_words) (the whole log: $log)"
 }
 

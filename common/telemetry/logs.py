@@ -11,6 +11,8 @@ import contextlib
 import io
 import logging
 import os
+import re
+import shutil
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -26,12 +28,22 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("auto", "json", "console")
 LEVEL_VARIABLE: Final = "FISSILE_LOG_LEVEL"
 FORMAT_VARIABLE: Final = "FISSILE_LOG_FORMAT"
+# Columns of the terminal that shows the lines of a process which has none itself: set by `fissile serve`.
+WIDTH_VARIABLE: Final = "FISSILE_LOG_WIDTH"
+# https://no-color.org and https://force-color.org
+NO_COLOR_VARIABLE: Final = "NO_COLOR"
+FORCE_COLOR_VARIABLE: Final = "FORCE_COLOR"
 
 # Trace id (32 hex digits) of the request that the current task works on; empty outside of one.
 current_trace_id: ContextVar[str] = ContextVar("current_trace_id", default="")
 # Its id, printable; empty outside of one.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 
+_COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
+# The blank before `name=`, which may be colored.
+_BETWEEN_FIELDS: Final = re.compile(rf" (?=(?:{_COLOR.pattern})*[\w.]+(?:{_COLOR.pattern})*=)")
+# Below the level of a line, behind its time.
+_INDENT: Final = " " * 9
 _FIRST_FIELDS: Final = ("ts", "level", "event", "service", "trace_id", "request_id")
 
 
@@ -135,13 +147,51 @@ def _renderers(console: bool, stream: TextIO) -> list[Processor]:
     return [
         _for_terminals,
         structlog.dev.ConsoleRenderer(
-            colors=stream.isatty(),
+            colors=wants_color(stream),
             sort_keys=False,
             timestamp_key="ts",
             pad_event_to=32,
             exception_formatter=_traceback,
         ),
+        *([_folding(width)] if (width := _width(stream)) else []),
     ]
+
+
+def wants_color(stream: TextIO) -> bool:
+    """True if text for a stream may have colors: it is a terminal's, and NO_COLOR does not forbid them."""
+    if os.environ.get(NO_COLOR_VARIABLE):
+        return False
+    return bool(os.environ.get(FORCE_COLOR_VARIABLE)) or stream.isatty()
+
+
+def _width(stream: TextIO) -> int:
+    """Columns of the terminal that shows the lines; 0 if none does."""
+    given = os.environ.get(WIDTH_VARIABLE, "")
+    if given.isdecimal():
+        return int(given)
+    return shutil.get_terminal_size().columns if stream.isatty() else 0
+
+
+def _folding(width: int) -> Processor:
+    """A processor that continues a line which is wider than the terminal below its event, between two fields."""
+
+    def fold(_logger: Any, _method: str, text: Any) -> str:
+        first, newline, others = str(text).partition("\n")
+        lines: list[str] = []
+        length = 0
+        for part in _BETWEEN_FIELDS.split(first):
+            size = len(_COLOR.sub("", part))
+            if lines and length + 1 + size > width:
+                lines.append(_INDENT + part)
+                length = len(_INDENT) + size
+            elif lines:
+                lines[-1] += " " + part
+                length += 1 + size
+            else:
+                lines, length = [part], size
+        return "\n".join(line.rstrip() if line is not lines[-1] else line for line in lines) + newline + others
+
+    return fold
 
 
 def _for_terminals(_logger: Any, _method: str, event: EventDict) -> EventDict:

@@ -25,6 +25,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_status import rpc_status
 
 from common.cli.admin.cordon import cordon, drain, flush, uncordon
+from common.cli.admin.requests import requests
 from common.cli.admin.routing import reload, routing
 from common.cli.admin.workers import workers
 from common.cli.core.errors import CommandError
@@ -62,9 +63,9 @@ class Site:
             assert time.monotonic() < end, f"{self.states()}"
             time.sleep(0.02)
 
-    def begun(self, *requests: pb.GenerateRequest) -> list[Any]:
+    def begun(self, *wanted: pb.GenerateRequest) -> list[Any]:
         """Calls that have got their first message."""
-        calls = [self.service.stub.Generate(asked, timeout=60) for asked in requests]
+        calls = [self.service.stub.Generate(asked, timeout=60) for asked in wanted]
         for call in calls:
             next(iter(call))
         return calls
@@ -154,6 +155,16 @@ def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: S
     assert [answer.token_ids for answer in answers] == undisturbed
     assert all(a.finish is not None and a.finish.exact for a in answers)
     site.run(uncordon, "worker-0")
+
+
+def test_requests_show_the_model_that_was_chosen(site: Site) -> None:
+    """O26: a client that leaves the name out gets the only model, and operators see which."""
+    calls = site.begun(request(0, 1900))
+    try:
+        (shown,) = json.loads(site.run(requests, "--json"))
+        assert (shown["model"], shown["state"]) == ("test", "REQUEST_STATE_STREAMING")
+    finally:
+        site.cancel(calls)
 
 
 def test_with_all_workers_cordoned_requests_wait(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,10 @@ def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> N
     for span in (router, worker):
         assert span.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens
         assert span.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens
+    # O27: one attribute has one meaning on both sides of the hop.
+    assert router.attributes["gen_ai.response.id"] == parts[0].request_id
+    assert "gen_ai.response.id" not in worker.attributes
+    assert re.fullmatch("[0-9a-f]{1,16}", str(worker.attributes["fissile.rid"]))
     # C12: a chat on both sides of the hop.
     assert {s.attributes["gen_ai.operation.name"] for s in (router, worker)} == {"chat"}
     # C8: why decoding took as long as it did.

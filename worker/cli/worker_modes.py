@@ -81,6 +81,7 @@ SIMULATED: Final = Mode(
             "dist_secret",
         }
     ),
+    holds={"weights_cache": "off", "enable_constraints": False, "kv_digests": 0.0},
 )
 WITHOUT_RANKS: Final = Mode(
     "without --tp-size or --dp-size",
@@ -105,12 +106,14 @@ ON_CPU: Final = Mode(
     _is_on_cpu,
     "it is about GPUs",
     unused=frozenset(("batch_invariant", "enforce_eager", "graph_sizes", "gpu_memory_utilization")),
+    holds={"batch_invariant": True},
 )
 ON_GPU: Final = Mode(
     "with kernels of a GPU",
     lambda given: given["kernels"] in _GPU_KERNELS,
     "it is about CPUs",
     unused=frozenset(("weights_cache",)),
+    holds={"weights_cache": "off"},
 )
 FIXED_KV_MEMORY: Final = Mode(
     "with --kv-cache-memory",
@@ -123,6 +126,7 @@ UNDIGESTED: Final = Mode(
     lambda given: not (given["prefix_caching"] and given["batch_invariant"]),
     "no KV block is digested: none is cached, or no other worker has equal ones",
     unused=frozenset(("kv_digests",)),
+    holds={"kv_digests": 0.0},
 )
 # Also of `fissile bench offline`.
 ENGINE_MODES: Final = (ON_CPU, ON_GPU, FIXED_KV_MEMORY)

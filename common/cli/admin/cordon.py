@@ -84,5 +84,5 @@ def flush(worker: str, admin: Admin, as_json: bool) -> None:
 def _running(sequences: int) -> str:
     """Sequences that the worker has of all routers, in words."""
     if not sequences:
-        return "it has no sequence of any router"
-    return f"it still has {sequences} sequence{'' if sequences == 1 else 's'}, of all routers together"
+        return "no sequence is left on it"
+    return f"{sequences} sequence{'' if sequences == 1 else 's'} still on it, counted over all routers"

@@ -29,17 +29,23 @@ class Mode:
         reason: why the options have no effect, a clause.
         unused: parameters without effect.
         only: instead of `unused`: the parameters with an effect, all others have none.
+        holds: values that ask for what is so anyway in this mode, by parameter; these are taken.
     """
 
     name: str
     is_on: Callable[[Mapping[str, Any]], bool]
     reason: str
     unused: frozenset[str] = frozenset()
-    only: frozenset[str] | None = field(default=None)
+    only: frozenset[str] | None = None
+    holds: Mapping[str, Any] = field(default_factory=dict)
 
     def has_no_use_for(self, parameter: str) -> bool:
         """True if the parameter has no effect in this mode."""
         return parameter not in self.only if self.only is not None else parameter in self.unused
+
+    def ignores(self, parameter: str, value: Any) -> bool:
+        """True if the parameter has no effect, and the value asks for something else than what is so anyway."""
+        return self.has_no_use_for(parameter) and not (parameter in self.holds and self.holds[parameter] == value)
 
 
 class ModalCommand(click.Command):
@@ -87,6 +93,7 @@ def _without_effect(
             continue
         for param in command.params:
             name = param.name or ""
-            is_idle = isinstance(param, click.Option) and name in context.params and mode.has_no_use_for(name)
-            if is_idle and context.get_parameter_source(name) in sources:
+            if not isinstance(param, click.Option) or name not in context.params:
+                continue
+            if mode.ignores(name, context.params[name]) and context.get_parameter_source(name) in sources:
                 yield mode, param

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import time
 from collections.abc import Collection, Mapping
@@ -36,18 +37,27 @@ from common.cli.serve.demo_drafts import demo_speculation
 from common.cli.serve.first_question import FIRST_PROMPT, GENERATES, FirstQuestion, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
-from common.cli.serve.supervisor import REFUSED, Supervisor
+from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
 from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
-from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
+from common.telemetry.logs import (
+    FORCE_COLOR_VARIABLE,
+    FORMAT_VARIABLE,
+    LEVELS,
+    NO_COLOR_VARIABLE,
+    WIDTH_VARIABLE,
+    setup_logging,
+)
 from common.telemetry.output import guard_standard_streams
 from common.version import fissile_version
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
 GIB = 1 << 30
+# Columns of log lines on a terminal that is narrower than any field.
+_LEAST_WIDTH: Final = 40
 POLL_S = 0.1
 # A connection that was refused because the router does not listen yet is tried again soon.
 _QUICK_RECONNECT = [
@@ -65,7 +75,9 @@ class Service:
         self._fleet = fleet
         self._first = first
         self._console = console
-        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console, config))
+        children = fleet.children()
+        environment = _child_environment(console, config, prefix_width(children))
+        self._supervisor = Supervisor(children, console, environment)
         self._ended_by: signal.Signals | None = None
         self._end = asyncio.Event()
         self._has_served = False
@@ -178,13 +190,24 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
+def _child_environment(console: Console, config: Path | None, prefix: int) -> dict[str, str]:
     """Environment that children need besides their options: a checkout's modules, the file, and logs fit for what
-    shows them."""
+    shows them.
+
+    Args:
+        console: shows their lines.
+        config: the file of options.
+        prefix: columns before each of their lines.
+    """
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
+    shown: dict[str, str] = {}
+    if console.terminal:
+        shown[WIDTH_VARIABLE] = str(max(_LEAST_WIDTH, shutil.get_terminal_size().columns - prefix))
+        if not os.environ.get(NO_COLOR_VARIABLE):
+            shown[FORCE_COLOR_VARIABLE] = "1"
     file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file}
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file, **shown}
 
 
 def make_fleet(

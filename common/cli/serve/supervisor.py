@@ -23,6 +23,7 @@ from common.process.restart_policy import GiveUp, RestartPolicy
 from common.process.tasks import keep_running
 
 REFUSED = 2
+_SEPARATOR = " | "
 LAST_LINES = 20
 # Longer than any line a child writes on purpose; a longer one is cut.
 MAX_LINE_BYTES = 1 << 20
@@ -63,7 +64,7 @@ class Supervisor:
         self._console = console
         self._environment = {**os.environ, **environment}
         self._stopping = asyncio.Event()
-        self._width = max(len(child.name) for child in children)
+        self._width = _name_width(children)
 
     async def run(self) -> None:
         """Keeps all children running; returns after `stop`.
@@ -141,7 +142,7 @@ class Supervisor:
                 self._child_line(child, text)
 
     def _child_line(self, child: Child, text: str) -> None:
-        self._console.line(f"{child.name:<{self._width}} | {text}")
+        self._console.line(f"{child.name:<{self._width}}{_SEPARATOR}{text}")
 
     def _delay_after(self, child: Child, code: int) -> float:
         """Says what happened. Returns the seconds to wait before starting the child again."""
@@ -170,6 +171,15 @@ class Supervisor:
         self._stopping.set()
         for child in self._children:
             _signal(child, signal.SIGKILL)
+
+
+def _name_width(children: Sequence[Child]) -> int:
+    return max(len(child.name) for child in children)
+
+
+def prefix_width(children: Sequence[Child]) -> int:
+    """Columns of `name | `, which stands before each line of a child."""
+    return _name_width(children) + len(_SEPARATOR)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

@@ -114,18 +114,21 @@ def files_of(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_the_services_and_has_the_details_of_errors(site: Site, version: str) -> None:
-    """C14: by both names; a tool that prints an error's details finds their types."""
+    """C14, O28: by both names; a tool that prints an error's details finds their types, and those of its reasons."""
     details = [f"google.rpc.{name}" for name in ("BadRequest", "RetryInfo", "ErrorInfo")]
+    reasons = [f"fissile.v1.{name}" for name in ("ErrorReason", "ERROR_REASON_INVALID_FIELD")]
     asked = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
-        *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in details),
+        *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in (*details, *reasons)),
     ]
     services, *files = [answer async for answer in reflected(site, version, asked)]
     found = {each.name for each in services.list_services_response.service}
     both = {f"grpc.reflection.{each}.ServerReflection" for each in ("v1alpha", "v1")}
     assert {SERVICE, "grpc.health.v1.Health", *both} <= found
-    for answer in files:
+    for answer in files[: len(details)]:
         assert "google/rpc/error_details.proto" in files_of(answer)
+    for answer in files[len(details) :]:
+        assert "fissile/v1/errors.proto" in files_of(answer)
 
 
 async def test_every_service_that_reflection_lists_can_be_called_by_its_descriptor(site: Site) -> None:

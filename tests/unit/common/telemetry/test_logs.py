@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.telemetry.logs import current_request_id, setup_logging
+from common.telemetry.logs import _folding, current_request_id, setup_logging
 from common.telemetry.tracing import Tracing
 
+ROOT = Path(__file__).parents[4]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 METADATA = [("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01")]
 
@@ -167,3 +178,46 @@ def test_lines_of_a_request_carry_its_id() -> None:
     assert list(odd) == ["ts", "level", "event", "service", "trace_id", "request_id", "why"]
     assert (odd["request_id"], other["request_id"]) == ("r1", "r2")
     assert "request_id" not in outside
+
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@given(
+    st.integers(20, 200), st.dictionaries(st.from_regex(r"[a-z]{1,12}", fullmatch=True), st.text("ab 01", max_size=30))
+)
+def test_folded_lines_fit_the_terminal_and_lose_nothing(width: int, fields: dict[str, str]) -> None:
+    """O30: only a field that is too wide by itself stands out of its line."""
+    whole = " ".join(
+        ["12:00:00 [info     ] something happened               ", *(f"{k}={v!r}" for k, v in fields.items())]
+    )
+    lines = str(_folding(width)(None, "info", whole)).split("\n")
+    # A field may hold text that looks like fields, so blanks may move, and nothing else.
+    assert " ".join(lines).split() == whole.split()
+    assert all(len(line) <= width or line.count("=") <= 1 or line is lines[0] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)]
+)
+def test_a_terminal_gets_colors_and_lines_of_its_width(environment: dict[str, str], is_colored: bool) -> None:
+    program = (
+        "import structlog; from common.telemetry.logs import setup_logging; setup_logging('info')\n"
+        "structlog.get_logger('x').info('worker serving', **{f'field{i}': 'v' * i for i in range(12)})"
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "FISSILE_LOG_FORMAT")
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env={**kept, **environment}, stderr=theirs
+    ) as process:
+        assert process.wait(60) == 0
+    os.close(theirs)
+    text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert bool(_COLORS.search(text)) is is_colored
+    lines = _COLORS.sub("", text).splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
