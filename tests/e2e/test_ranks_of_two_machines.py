@@ -141,6 +141,14 @@ def test_a_machine_that_comes_back_is_used_again(machines: Machines) -> None:
     assert "rank 1 on another machine has closed its connection" in machines.first.log.read_text()
 
 
+def test_logs_of_both_machines_are_json_alone(machines: Machines) -> None:
+    """O31: PyTorch warned in lines of its own that the address of the other machine has no name."""
+    for log in (machines.first.log, machines.second_log):
+        lines = log.read_text().splitlines()
+        assert lines
+        assert [line for line in lines if not line.startswith("{")] == []
+
+
 def test_both_end_on_sigterm(machines: Machines) -> None:
     pids = ranks_of(machines.second.pid) + ranks_of(machines.first.running.pid)
     assert len(pids) == 2

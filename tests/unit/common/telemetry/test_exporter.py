@@ -67,6 +67,24 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
         assert phase.end_ns - phase.start_ns == pytest.approx(1e8, abs=1e3)
 
 
+def test_the_variables_of_sampling_and_of_the_service_hold(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O32: as docs/operating.md says: a share of 0 leaves the traces whose client has set the flag."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "routers-of-mine")
+    tracing = setup_tracing("fissile-router", "r1")
+    parents = [f"00-{digit * 32}-{'7' * 16}-0{flag}" for digit, flag in (("1", "0"), ("2", "1"), ("3", "0"))]
+    for parent in (*parents, ""):
+        with tracing.request_span(GENERATE, [("traceparent", parent)] if parent else []) as span:
+            # Log lines have the id of a trace that is not recorded, too.
+            assert not parent or trace_id_of(span.traceparent) == trace_id_of(parent)
+    tracing.shutdown(PATIENT_S)
+    (recorded,) = receiver.wait_for(GENERATE)
+    assert (recorded.trace_id, recorded.service) == ("2" * 32, "routers-of-mine")
+
+
 def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the shutdown comes back, though the SDK would wait for an hour."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)

@@ -1,0 +1,39 @@
+"""scripts/setup.sh says what it does while it installs for minutes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_PART = re.search(r'^child="".*?^}', (ROOT / "scripts" / "setup.sh").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def program(body: str, log: Path) -> list[str]:
+    assert _PART is not None
+    return ["bash", "-c", f"set -euo pipefail; log={log}; : >$log\n{_PART[0]}\n{body}"]
+
+
+def test_a_terminal_sees_the_newest_line_of_the_log(tmp_path: Path) -> None:
+    """O29: it was silent for eleven minutes."""
+    work = 'work() { echo "Collecting numpy"; sleep 1; echo "ERROR: no such thing"; return 3; }'
+    body = f"{work}; with_progress work || echo code $?"
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(program(body, tmp_path / "log"), stdout=theirs) as process:
+        assert process.wait(60) == 0
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert " s: Collecting numpy" in shown
+    assert shown.endswith("code 3\r\n")
+    assert (tmp_path / "log").read_text() == "Collecting numpy\nERROR: no such thing\n"
+
+
+def test_a_command_that_runs_ends_with_the_script(tmp_path: Path) -> None:
+    """Bash lets a background command ignore Ctrl-C."""
+    body = "work() { exec sleep 600; }; (sleep 0.5; kill -TERM $$) & with_progress work"
+    done = subprocess.run(program(body, tmp_path / "log"), capture_output=True, timeout=60, check=False)
+    assert done.returncode != 0
