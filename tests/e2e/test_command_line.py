@@ -402,6 +402,20 @@ def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..
 
 
 @pytest.mark.slow
+def test_offline_shows_the_logprobs_that_it_is_asked_for(simulated: str) -> None:
+    options = ("--offline", simulated, "--max-tokens", "2", "--ignore-eos", "--temperature", "0")
+    asked = ("--logprobs", "1", "--logprob-token-id", "5", "--prompt-logprobs", "0")
+    shown = fissile("generate", *options, *asked, "hello").stderr
+    found = json.loads(fissile("generate", *options, *asked, "--json", "hello").stdout)
+    head, *answer = shown.partition(" answer token")[2].splitlines()[:3]
+    assert head.split() == ["logprob", "rank", "most", "likely"]
+    assert "prompt token" in shown
+    assert [line.split()[:2] for line in answer] == [
+        [str(one["token_id"]), f"{one['logprob']:.4f}"] for one in found["logprobs"]
+    ]
+
+
+@pytest.mark.slow
 def test_offline_generates_without_a_router(simulated: str) -> None:
     options = ("generate", "--offline", simulated, "--max-tokens", "5", "--ignore-eos", "--temperature", "0")
     answer = fissile(*options, "--json", "hello")

@@ -8,12 +8,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
 from fissile.client import AsyncClient
+from fissile.v1 import inference_pb2 as pb
 
 from common.cli.client.proof import write_proof
 from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
@@ -366,6 +367,24 @@ def generate(
         write_proof(receipt, answer)
 
 
+def _offline_answer(answer: Mapping[str, Any]) -> Answer:
+    """The logprobs of an answer of the engine, as a router sends them."""
+
+    def entries(name: str) -> list[pb.TokenLogprobs]:
+        return [
+            pb.TokenLogprobs(
+                token_id=one["token_id"],
+                logprob=one["logprob"],
+                rank=one["rank"],
+                top=[pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in one["top"]],
+                given=one["given"],
+            )
+            for one in answer.get(name, ())
+        ]
+
+    return Answer(logprobs=entries("logprobs"), prompt_logprobs=entries("prompt_logprobs"))
+
+
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
     """Runs the model of a checkpoint folder in this process; the engine is found by its entry point.
 
@@ -393,6 +412,8 @@ def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
     shown = TextStream()
     shown.write(answer["text"])
     shown.end_line()
+    for line in _offline_answer(answer).logprob_lines():
+        click.echo(line, err=True)
     click.echo(
         f"TTFT {answer['ttft'] * 1e3:.1f} ms, {answer['tpot'] * 1e3:.2f} ms per token, "
         f"{answer['num_tokens_output']} tokens from {answer['num_tokens_input']}, {answer['finish_reason']}",
