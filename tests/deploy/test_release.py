@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +88,64 @@ def test_readme_installs_the_router_and_the_client() -> None:
     assert ["install", "./protos"] in commands
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_readmes_install_of_the_router_works_from_a_checkout(tmp_path: Path) -> None:
-    """In a copy of what git tracks, without a compiler: the kernels are another test's."""
-    source, bin_folder = tmp_path / "check out", tmp_path / "venv" / "bin"
+def checkout(folder: Path) -> Path:
+    """A copy of what git tracks, without tests, pages and manifests."""
     for name in run(["git", "ls-files", "-z"]).stdout.split("\0"):
         if name and (ROOT / name).is_file() and not name.startswith(("tests/", "docs/", "deploy/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def pip(python: Path, *arguments: str | Path, cwd: Path, path: str) -> None:
+    """Runs pip to its end; skips the test where it reaches no registry.
+
+    Args:
+        python: of the environment.
+        arguments: of pip.
+        cwd: folder that it runs in.
+        path: of programs; without a compiler on it the kernels, which are another test's, are left out.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
-    environment = {**kept, "PATH": str(bin_folder)}
-    command = [bin_folder / "python", "-m", "pip", "install", "--quiet", "./protos", ".[router]"]
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    command = [str(python), "-m", "pip", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env={**kept, "PATH": path}, capture_output=True, text=True, check=False)
     if "Failed to establish a new connection" in done.stderr:
         pytest.skip("a package registry is not reachable")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_source_archives_hold_all_that_the_wheels_are_built_from(tmp_path: Path) -> None:
+    source, tools = checkout(tmp_path / "src"), tmp_path / "src" / "build" / "wheel"
+    (wanted,) = re.findall(r"\bbuild==[\d.]+", (ROOT / "scripts" / "wheel.sh").read_text("utf-8"))
+    subprocess.run([sys.executable, "-m", "venv", tools], check=True)
+    python, path = tools / "bin" / "python", str(tools / "bin")
+    pip(python, "install", "--quiet", wanted, cwd=source, path=path)
+    made = subprocess.run([source / "scripts" / "sdist.sh", "dist"], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    archives = sorted((source / "dist").glob("*.tar.gz"))
+    assert [file.name for file in archives] == [f"fissile-{VERSION}.tar.gz", f"fissile_client-{VERSION}.tar.gz"]
+    pip(python, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, *archives, cwd=tmp_path, path=path)
+    packed = {
+        name
+        for wheel in tmp_path.glob("*.whl")
+        for name in zipfile.ZipFile(wheel).namelist()
+        if ".dist-info/" not in name
+    }
+    tracked = set(run(["git", "ls-files", "common", "router", "worker", "kernels"]).stdout.split())
+    stubs = set(run(["git", "-C", "protos", "ls-files", "fissile"]).stdout.split())
+    assert tracked | stubs <= packed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_readmes_install_of_the_router_works_from_a_checkout(tmp_path: Path) -> None:
+    source, bin_folder = checkout(tmp_path / "check out"), tmp_path / "venv" / "bin"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip(bin_folder / "python", "install", "--quiet", "./protos", ".[router]", cwd=source, path=str(bin_folder))
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**kept, "PATH": str(bin_folder)}
 
     def fissile(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

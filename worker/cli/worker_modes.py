@@ -20,11 +20,11 @@ def _is_simulated(given: Mapping[str, Any]) -> bool:
 
 
 def _has_no_ranks(given: Mapping[str, Any]) -> bool:
-    return given["tp_size"] == 1 and given["dp_size"] == 1
+    return bool(given["tp_size"] == 1 and given["dp_size"] == 1)
 
 
 def _is_alone(given: Mapping[str, Any]) -> bool:
-    return given["nnodes"] == 1 and given["dp_size"] == 1
+    return bool(given["nnodes"] == 1 and given["dp_size"] == 1)
 
 
 def _is_on_cpu(given: Mapping[str, Any]) -> bool:
