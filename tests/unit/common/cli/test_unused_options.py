@@ -193,7 +193,7 @@ def test_a_machine_of_ranks_uses_each_option_that_it_takes(monkeypatch: pytest.M
     folder, other = simulated_model(tmp_path / "a"), simulated_model(tmp_path / "b")
     secret = tmp_path / "secret"
     secret.write_text("known\n")
-    mode = next(each for each in worker.modes if each.only is not None)  # type: ignore[attr-defined]
+    mode = next(each for each in worker.modes if each.only is not None)
     changed = {
         "model": ["--model", str(other)],
         "tp_size": ["--tp-size", "4"],
@@ -205,6 +205,7 @@ def test_a_machine_of_ranks_uses_each_option_that_it_takes(monkeypatch: pytest.M
         "health_port": ["--health-port", "3"],
         "host": ["--host", "::1"],
     }
+    assert mode.only is not None
     assert changed.keys() == mode.only - {"log_level"}
     plain = node_arguments(monkeypatch, folder, [])
     for name, arguments in changed.items():
@@ -240,7 +241,7 @@ OF_THE_SERVICE = {field.name for field in fields(WorkerOptions)} | {
 
 def test_a_simulated_engine_uses_each_option_that_it_takes(tmp_path: Path) -> None:
     folder = simulated_model(tmp_path)
-    mode = next(each for each in worker.modes if each.name == "with --simulate")  # type: ignore[attr-defined]
+    mode = next(each for each in worker.modes if each.name == "with --simulate")
     params = parsed(worker, ["--model", str(folder), "--simulate", "instant"]).params
     options = worker_options(**{name: value for name, value in params.items() if name != "log_level"})
     config = Recorded(**{each.name: getattr(options.config, each.name) for each in fields(Config)})
