@@ -18,7 +18,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.cli.client.proof import write_proof
 from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
-from common.cli.core.console import TextStream
+from common.cli.core.console import TextStream, fitted
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import Bias, Line, json_option, option, routers_option, timeout_option
@@ -269,7 +269,7 @@ async def ask_router(
     else:
         for line in answer.logprob_lines():
             click.echo(line, err=True)
-        click.echo(answer.figures(), err=True)
+        click.echo(fitted(answer.figures()), err=True)
     return answer
 
 

@@ -6,7 +6,9 @@ Lines and the spinner go to standard error, the answer goes to standard output.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from dataclasses import dataclass, field
 
 from common.cli.core.client import printable
@@ -14,7 +16,17 @@ from common.cli.core.word_wrap import WordWrap
 from common.telemetry.output import in_order
 
 _DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
+# Columns of a line on a terminal that says it has fewer.
+_LEAST_WIDTH = 20
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def fitted(text: str) -> str:
+    """A line of figures for standard error, on as many lines as a terminal needs; without a terminal as it is."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in text.splitlines())
 
 
 @dataclass(slots=True)
@@ -119,5 +131,5 @@ class Console:
         """Ends the answer's last line, writes its figures, then what was kept back."""
         self._answer.end_line()
         kept, self._kept = self._kept or [], None
-        for text in [figures, *kept] if figures else kept:
+        for text in [fitted(figures), *kept] if figures else kept:
             self.line(text)
