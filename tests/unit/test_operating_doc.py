@@ -61,6 +61,7 @@ REACHED_BY = {
     "enable_prefix_caching": ["--no-prefix-caching"],
     "scheduler_delay_factor": ["--scheduler-delay-factor", "0.5"],
     "scheduling_policy": ["--scheduling-policy", "prefill_first"],
+    "prefill_slice_s": ["--prefill-slice", "1s"],
     "gpu_memory_utilization": ["--gpu-memory-utilization", "0.5"],
     "kv_cache_memory": ["--kv-cache-memory", "3MiB"],
     "max_model_len": ["--max-model-len", "99"],
