@@ -63,6 +63,7 @@ INSTALLED_BY = {
     "safetensors": _WORKER,
     "huggingface_hub": _WORKER,
     "msgpack": _WORKER,
+    "transformers": _ROUTER,
     "tokenizers": _ROUTER,
     "jinja2": _ROUTER,
     "regex": _ROUTER,
