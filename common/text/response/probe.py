@@ -16,13 +16,14 @@ from typing import Any, Final
 import regex
 
 from common.limits import MAX_TEMPLATE_S
-from common.text.chat_template import ChatTemplate, TemplateInputError
+from common.text.chat_template import ChatTemplate
 from common.text.response.calls import Tools
 from common.text.response.families import REASONING_MARKS, SPECS, WHOLE
 from common.text.response.fit import WrittenCalls, fitted
 from common.text.response.grammar import STYLES, CallStyle
 from common.text.response.parser import Channel, ResponseParser, merged
 from common.text.response.template import CALLS_FIELD, REASONING_FIELDS, ResponseTemplate
+from common.text.template_sandbox import TemplateInputError
 
 # Characters of a conversation of a few words; system prompts of published chat templates have up to 12,000.
 _MOST_TEXT: Final = 1 << 17

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from common.text.chat_template import ChatTemplate, TemplateInputError
+from common.text.chat_template import ChatTemplate
 from common.text.response.calls import Tools
 from common.text.response.parser import Channel, ResponseParser
 from common.text.response.template import ResponseTemplate
+from common.text.template_sandbox import TemplateInputError
 
 PROPERTIES: Final[Mapping[str, Any]] = {
     "city": {"type": "string", "description": "A city."},
