@@ -99,9 +99,8 @@ class PrefillMeter:
 
     def _note_cost(self, cost: float, seconds: float, *, is_telling: bool) -> None:
         """A small step may show that prompts are quicker than was thought, but never that they are slower."""
-        unit_s = seconds / cost
-        if is_telling or unit_s < self._unit_s:
-            self._unit_s = _mean(self._unit_s, unit_s)
+        if is_telling or seconds < cost * self._unit_s:
+            self._unit_s = _mean(self._unit_s, seconds / cost)
 
     def _note_rate(self, num_tokens: int, duration_s: float, *, is_telling: bool) -> None:
         """A small step may show that the worker is faster than was thought, but never that it is slower."""
