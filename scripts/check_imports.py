@@ -79,6 +79,10 @@ RULES = {
                 names("torch"),
                 "types of the classes that it names, nothing at run time",
             ),
+            "worker/config/transformers_config.py": (
+                names("transformers"),
+                "its config classes, which need no PyTorch (common/deferred_torch.py)",
+            ),
         },
     ),
     "router/scheduling": Rule(WORLD | GRPC, {}),

@@ -391,7 +391,8 @@ class LLMEngine:
         if runner is None:
             self.core = _loaded_engine(config, model_config, clock)
         else:
-            config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
+            model_len, longest = model_config.max_position_embeddings, model_config.longest_len
+            config = with_pool(config, model_len, lambda _: 0, 0, longest=longest)
             self.core = EngineCore(config, runner, clock, grammars=getattr(runner, "grammars", None))
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None

@@ -136,6 +136,11 @@ def parted(architecture: str) -> tuple[str, Head]:
     return architecture, OUTPUT_HEAD
 
 
+def model_type(decoder: str) -> str:
+    """Name of a decoder's model in `transformers`, which is that of the file with its class."""
+    return support_model_arch_dict[decoder].partition(":")[0].rpartition(".")[2]
+
+
 def model_class(architecture: str) -> type[CausalModel]:
     """The class of a supported architecture, whatever its head. Imports PyTorch."""
     found: Any = _imported(support_model_arch_dict[parted(architecture)[0]])

@@ -12,6 +12,7 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_KV_BLOCKS
 from worker.config.model_config import ModelConfig
+from worker.config.special_tokens import tokenizer_eos_id
 
 # Share of the free memory that the KV cache takes when nothing is said.
 _FREE_SHARE = 4
@@ -29,8 +30,11 @@ def default_weights_cache() -> str:
 def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
     """`config` with the model's beginning- and end-of-sequence ids, as far as it has none of its own.
 
+    A sequence ends with the tokenizer's `eos_token` too: fine-tunes of base models name their end of turn there alone.
+
     Raises:
         InvalidFieldError: an id of its own is outside the model's vocabulary.
+        TokenizerError: the tokenizer's files cannot be used.
     """
     vocab_size = model_config.vocab_size
     for name, ids in (("eos_token_id", (config.eos_token_id or 0,)), ("stop_token_ids", config.stop_token_ids)):
@@ -38,12 +42,16 @@ def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
     bos = model_config.bos_token_id if config.bos_token_id is None else config.bos_token_id
     if config.eos_token_ids:
         return replace(config, bos_token_id=bos)
-    first, *further = model_config.eos_token_ids or (None,)
-    stops = tuple(token for token in further if token is not None)
-    return replace(config, bos_token_id=bos, eos_token_id=first, stop_token_ids=stops)
+    ids = list(model_config.eos_token_ids)
+    tokenizers = tokenizer_eos_id(config.model) if config.model else None
+    if tokenizers is not None and tokenizers < vocab_size and tokenizers not in ids:
+        ids.append(tokenizers)
+    return replace(config, bos_token_id=bos, eos_token_id=next(iter(ids), None), stop_token_ids=tuple(ids[1:]))
 
 
-def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int) -> Config:
+def with_pool(
+    config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int, *, longest: int = 0
+) -> Config:
     """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits.
 
     A length that was not asked for is lowered to what the cache holds. A length that was asked for enlarges the cache
@@ -55,12 +63,14 @@ def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], in
         model_len: the model's own length, tokens.
         num_blocks_for: number of blocks that so many bytes hold.
         free_bytes: memory that can be used.
+        longest: greatest `max_model_len` that may be asked for; 0 takes `model_len`.
 
     Raises:
         InvalidFieldError: `max_model_len` is beyond the model's, or does not fit the memory.
     """
-    if config.max_model_len > model_len:
-        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most the model's own {model_len}")
+    longest = longest or model_len
+    if config.max_model_len > longest:
+        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most the model's own {longest}")
     size = config.kv_cache_block_size
     wanted = _blocks(config.max_model_len or model_len, size)
     num_blocks = config.num_kvcache_blocks or num_blocks_for(config.kv_cache_memory or free_bytes // _FREE_SHARE)

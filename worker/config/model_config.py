@@ -3,8 +3,9 @@ here."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,49 +15,14 @@ from common.files import UnreadableFileError, read_json_file
 from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from common.limits import MAX_CONFIG_FILE_BYTES
 from common.sampling_params import SamplingParams, model_defaults
-from worker.config.architectures import parted, support_model_arch_dict
+from worker.config.architectures import draft_head_arch_dict, model_type, parted, support_model_arch_dict
 from worker.config.quantization import parse_quantization
 from worker.config.stored_names import stored_names
+from worker.config.transformers_config import is_of_other_model, read_settings
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-_DEEPSEEK = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
-# Defaults of transformers for keys that config.json lacks, where they differ from Llama's.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"head_dim": 128, "max_position_embeddings": 32768},
-    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
-    "MixtralForCausalLM": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-    },
-    "Glm4MoeForCausalLM": {
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 131072,
-    },
-    "GptOssForCausalLM": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "attention_bias": True,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-    },
-    "DeepseekV3ForCausalLM": {**_DEEPSEEK, "max_position_embeddings": 4096},
-    "DeepseekV32ForCausalLM": {**_DEEPSEEK, "max_position_embeddings": 163840},
-}
-# Likewise, where there are neither `rope_parameters` nor `rope_scaling`.
-_ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "GptOssForCausalLM": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
 Entry = TypeVar("Entry", int, str)
 _KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 # Largest count or length: kernels take them in 32 bits.
@@ -115,12 +81,12 @@ class ModelConfig:
 
     Attributes:
         dtype: the checkpoint's own dtype, one of DTYPES.
-        eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
+        eos_token_ids: end-of-sequence ids of generation_config.json, then further ones of config.json.
         sampling_defaults: what generation_config.json says for parameters that a request leaves out.
         quant_config: how the checkpoint's weights are quantized.
         head: what it makes of hidden states.
         num_labels: of a classifier; else 0.
-        source: config.json as it is, for what only one architecture knows.
+        source: config.json with the defaults of its config class, for what only one architecture knows.
         The others are named as in config.json.
     """
 
@@ -183,6 +149,13 @@ class ModelConfig:
         """True if some layers are mixtures of experts."""
         return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
+    @property
+    def longest_len(self) -> int:
+        """Greatest length that may be asked for, tokens: as in vLLM, what linear or yarn scaling stretches to."""
+        base = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}
+        scaled = min(base.get(self.rope.type, 0) * self.rope.factor, _MOST)
+        return max(self.max_position_embeddings, int(scaled))
+
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of config.json, for what only one architecture knows; `default` where it has none.
 
@@ -197,15 +170,13 @@ class ModelConfig:
             raise ModelError(f"config.json: {key} is {value}; it must be at most {_MOST}")
         return value
 
-    def slides(self, layer: int, by_default: bool) -> bool:
-        """True if `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+    def slides(self, layer: int) -> bool:
+        """True if `layer_types` gives a layer a sliding window.
 
         Raises:
             ModelError: there is not one type per layer, or one of another kind.
         """
-        types = self.listed("layer_types", str)
-        if types is None:
-            return by_default
+        types = self.listed("layer_types", str) or []
         if len(types) != self.num_hidden_layers:
             raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
         if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
@@ -223,29 +194,40 @@ class ModelConfig:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a list of {_KINDS[kind]}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str) -> float:
         """A real number of config.json.
 
         Raises:
             ModelError: it is not one.
         """
-        value = self.source.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"config.json: {key} is {value!r}; it must be a number")
-        return float(value)
+        with _as_model_error():
+            return _number(self.source, key)
 
-    def flag(self, key: str, default: bool) -> bool:
-        """Reads a boolean of config.json: True if it is set.
+    def positive(self, key: str) -> float:
+        """A number of config.json above 0, and finite.
 
         Raises:
             ModelError: it is not one.
         """
-        value = self.source.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
-        return value
+        with _as_model_error():
+            return _positive(self.source, key)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True if a boolean of config.json is set.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        with _as_model_error():
+            return _flag(self.source, key, default)
+
+
+@contextlib.contextmanager
+def _as_model_error() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"config.json: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -263,44 +245,59 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectures: Collection[str]) -> ModelConfig:
     architecture = _architecture(config, architectures)
     decoder, head = parted(architecture)
-    config = {**_DEFAULTS.get(decoder, {}), **config}
-    if decoder in _ROPE_DEFAULTS and not (config.get("rope_parameters") or config.get("rope_scaling")):
-        config["rope_parameters"] = _ROPE_DEFAULTS[decoder]
-    _refuse_unsupported(config)
-    hidden_size = _count(config, "hidden_size")
-    heads = _count(config, "num_attention_heads")
-    kv_heads = _count(config, "num_key_value_heads", heads)
-    head_dim = _count(config, "head_dim", hidden_size // heads)
+    settings = read_settings(config, _model_type(config, decoder))
+    if settings["hidden_act"] != "silu":
+        raise ModelError(f"hidden_act {settings['hidden_act']!r} is not supported; supported: silu")
+    hidden_size = _count(settings, "hidden_size")
+    heads = _count(settings, "num_attention_heads")
+    kv_heads = _count(settings, "num_key_value_heads")
+    # Mixtral's class has none where config.json has none.
+    head_dim = _count(settings, "head_dim", hidden_size // heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    rope = rope_config(config)
+    rope = rope_config(settings)
     if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
         rotary = f"head_dim {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
         raise ModelError(f"{rotary}: rotary embeddings need an even number")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        num_hidden_layers=_count(config, "num_hidden_layers"),
+        num_hidden_layers=_count(settings, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_count(config, "intermediate_size"),
-        vocab_size=_count(config, "vocab_size"),
-        rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        intermediate_size=_count(settings, "intermediate_size"),
+        vocab_size=_count(settings, "vocab_size"),
+        rms_norm_eps=_positive(settings, "rms_norm_eps"),
         rope=rope,
-        tie_word_embeddings=head == OUTPUT_HEAD and bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        max_position_embeddings=_count(config, "max_position_embeddings", 2048),
+        tie_word_embeddings=head == OUTPUT_HEAD and _flag(settings, "tie_word_embeddings", False),
+        attention_bias=_flag(settings, "attention_bias", False),
+        mlp_bias=_flag(settings, "mlp_bias", False),
+        max_position_embeddings=_count(settings, "max_position_embeddings"),
         dtype=_dtype(config),
-        bos_token_id=next(iter(_token_ids("bos_token_id", _first(generation, config, "bos_token_id"))), None),
-        eos_token_ids=_token_ids("eos_token_id", _first(generation, config, "eos_token_id")),
+        bos_token_id=_bos_token_id(generation, config),
+        eos_token_ids=_eos_token_ids(generation, config),
         sampling_defaults=model_defaults(generation),
         quant_config=parse_quantization(config),
         head=head,
         num_labels=_num_labels(config) if head == CLASSIFIER else 0,
-        source=config,
+        source=settings,
     )
+
+
+def _model_type(config: Mapping[str, Any], decoder: str) -> str:
+    """The class's name in `transformers`, by the architecture.
+
+    Raises:
+        ModelError: `model_type` names another model of `transformers`, which computes something else.
+    """
+    if decoder in draft_head_arch_dict:
+        # `transformers` has no such heads; their entries have Llama's names.
+        return "llama"
+    expected = model_type(decoder)
+    if is_of_other_model(named := config.get("model_type"), expected):
+        raise ModelError(f"model_type {named!r} does not fit the architecture {decoder}; {expected!r} does")
+    return expected
 
 
 def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
@@ -334,28 +331,19 @@ def _is_decoder_alone(folder: Path) -> bool:
     return _EMBEDDING in names and _OUTPUT not in names
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Settings that would change the numbers if they were ignored; others are an architecture's own to refuse."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-
-
-def rope_config(config: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"rope parameters are {parameters!r}; they must be an object")
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+def rope_config(settings: Mapping[str, Any]) -> RopeConfig:
+    """Rotary embedding, of `rope_parameters` as the config classes fill them in from every spelling."""
+    parameters: Mapping[str, Any] = settings["rope_parameters"]
+    kind = parameters["rope_type"]
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     rope = RopeConfig(
-        theta=_positive(parameters if "rope_theta" in parameters else config, "rope_theta", RopeConfig.theta),
+        theta=_positive(parameters, "rope_theta"),
         type=kind,
-        partial_rotary_factor=1.0 if partial is None else float(partial),
+        partial_rotary_factor=_positive(parameters, "partial_rotary_factor", 1.0),
     )
-    if not 0.0 < rope.partial_rotary_factor <= 1.0:
-        raise ValueError(f"partial_rotary_factor is {partial!r}; it must be above 0 and at most 1")
+    if rope.partial_rotary_factor > 1.0:
+        raise ValueError(f"partial_rotary_factor is {rope.partial_rotary_factor}; it must be above 0 and at most 1")
     if kind == "linear":
         return replace(rope, factor=_positive(parameters, "factor"))
     if kind == "llama3":
@@ -369,32 +357,28 @@ def rope_config(config: Mapping[str, Any]) -> RopeConfig:
             high_freq_factor=high,
             original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
         )
-    return _yarn(rope, parameters, config) if kind == "yarn" else rope
+    return _yarn(rope, parameters, settings) if kind == "yarn" else rope
 
 
-def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> RopeConfig:
+def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RopeConfig:
     """As transformers reads it: without `factor` the two lengths say it, without `attention_factor` the mscales do."""
     if rope.theta <= 1.0:
         raise ValueError(f"rope_theta is {rope.theta:g}; it must be above 1 with yarn")
-    given = config.get("original_max_position_embeddings", parameters.get("original_max_position_embeddings"))
-    longest = _count(config, "max_position_embeddings", 2048)
-    lengths = {"original_max_position_embeddings": given}
-    original = _count(lengths, "original_max_position_embeddings", longest)
+    original = _count(parameters, "original_max_position_embeddings")
+    longest = _count(settings, "max_position_embeddings")
     factor = _positive(parameters, "factor", longest / original)
-    all_dim = float(parameters.get("mscale_all_dim") or 0.0)
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None:
-        mscale = float(parameters.get("mscale") or 0.0)
-        whole = yarn_mscale(factor)
-        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if mscale and all_dim else whole
+    mscale, all_dim = _number(parameters, "mscale", 0.0), _number(parameters, "mscale_all_dim", 0.0)
+    attention_factor = yarn_mscale(factor)
+    if mscale and all_dim:
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return replace(
         rope,
         factor=factor,
         original_max_position_embeddings=original,
-        attention_factor=_positive({"attention_factor": attention_factor}, "attention_factor"),
-        beta_fast=_positive({"beta_fast": parameters.get("beta_fast") or None}, "beta_fast", RopeConfig.beta_fast),
-        beta_slow=_positive({"beta_slow": parameters.get("beta_slow") or None}, "beta_slow", RopeConfig.beta_slow),
-        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_positive(parameters, "attention_factor", attention_factor),
+        beta_fast=_positive({"beta_fast": parameters.get("beta_fast") or RopeConfig.beta_fast}, "beta_fast"),
+        beta_slow=_positive({"beta_slow": parameters.get("beta_slow") or RopeConfig.beta_slow}, "beta_slow"),
+        truncate=_flag(parameters, "truncate", True),
         mscale_all_dim=all_dim,
     )
 
@@ -412,12 +396,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return dtype
 
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise KeyError(key)
+def _count(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _given(settings, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}; it must be a positive integer")
     if value > _MOST:
@@ -425,21 +405,46 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """A number above 0, and finite: others make NaN of everything that is computed with it."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise KeyError(key)
+    value = _given(settings, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
         raise ValueError(f"{key} is {value!r}; it must be a number above 0")
     return float(value)
 
 
-def _first(generation: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
-    value = generation.get(key)
-    return config.get(key) if value is None else value
+def _number(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _given(settings, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{key} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _flag(settings: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
+    value = _given(settings, key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}; it must be true or false")
+    return value
+
+
+def _given(settings: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = settings.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{key} is {'null' if key in settings else 'missing'}")
+    return value
+
+
+def _bos_token_id(generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    key = "bos_token_id"
+    value = config.get(key) if generation.get(key) is None else generation[key]
+    return next(iter(_token_ids(key, value)), None)
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of both files: engines that stop at either never run past a turn that the other one names."""
+    key = "eos_token_id"
+    return tuple(dict.fromkeys(_token_ids(key, generation.get(key)) + _token_ids(key, config.get(key))))
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:

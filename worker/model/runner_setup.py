@@ -74,16 +74,17 @@ def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
     Raises:
         InvalidFieldError: the lengths do not fit the KV memory.
     """
-    model_len = runner.model_config.max_position_embeddings
+    model_len, longest = runner.model_config.max_position_embeddings, runner.model_config.longest_len
     if runner.kernels.device.type == "cpu":
-        return with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+        free_bytes = available_memory(runner.mapped_bytes)
+        return with_pool(config, model_len, runner.num_blocks_for, free_bytes, longest=longest)
     free_bytes = device_memory(runner)
     if not free_bytes and not config.kv_cache_memory:
         share = config.gpu_memory_utilization
         raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
     # The whole of it: a GPU's memory is nobody else's.
     config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
-    return with_pool(config, model_len, runner.num_blocks_for, free_bytes)
+    return with_pool(config, model_len, runner.num_blocks_for, free_bytes, longest=longest)
 
 
 def make_executor(

@@ -44,8 +44,8 @@ def load_ranks(
         block_bytes = max(group.call("load", config, group.threads).values())
         shares_sums = any(group.call("share_sums").values())
         config, free_bytes = _on_devices(config, group)
-        model_len = model_config.max_position_embeddings
-        config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
+        model_len, longest = model_config.max_position_embeddings, model_config.longest_len
+        config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes, longest=longest)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
         if all(group.call("warmup").values()):

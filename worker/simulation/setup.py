@@ -29,8 +29,8 @@ def simulated_runner(config: Config, model_config: ModelConfig, cost: CostModel)
             raise InvalidFieldError("simulate", "leaves no memory for a KV cache beside the weights", "more chips")
         config = replace(config, num_kvcache_blocks=num_blocks)
     block_bytes = block_size * (cost.kv_bytes_per_token or _checkpoint_bytes(model_config))
-    model_len = model_config.max_position_embeddings
-    config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes=0)
+    model_len, longest = model_config.max_position_embeddings, model_config.longest_len
+    config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes=0, longest=longest)
     runner = SimulatedRunner(
         model_config.vocab_size,
         config.eos_token_id,

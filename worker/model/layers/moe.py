@@ -222,10 +222,10 @@ def grouped_moe_config(config: ModelConfig) -> MoEConfig:
     routing = Routing(
         top_k=config.count("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalize=config.flag("norm_topk_prob", True),
-        num_groups=config.count("n_group", 1),
-        top_groups=config.count("topk_group", 1),
-        scale=config.number("routed_scaling_factor", 1.0),
+        renormalize=config.flag("norm_topk_prob"),
+        num_groups=config.count("n_group"),
+        top_groups=config.count("topk_group"),
+        scale=config.number("routed_scaling_factor"),
     )
     return MoEConfig(config.count("n_routed_experts"), config.count("moe_intermediate_size"), routing)
 

@@ -21,7 +21,6 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
 
     indexer = False
     layer_type = "full_attention"
-    dense_layers = 3
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

@@ -14,10 +14,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
-        """True if the layer is a mixture of experts; `mlp_layer_types` says it, where it is given."""
-        types = config.listed("mlp_layer_types", str)
-        if types is None:
-            return super().sparse(config, layer)
+        """True if `mlp_layer_types` makes the layer a mixture of experts."""
+        types = config.listed("mlp_layer_types", str) or []
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
             raise ModelError("config.json: mlp_layer_types must say dense or sparse for each layer")
         # MTP layers, behind the others, are of the last one's kind.

@@ -26,7 +26,6 @@ class Glm4MoeForCausalLM(GroupedMoEForCausalLM):
     """GLM-4 MoE."""
 
     attention = Glm4MoeAttention
-    dense_layers = 1
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -42,4 +41,4 @@ class Glm4MoeForCausalLM(GroupedMoEForCausalLM):
 
 
 def _has_norms(config: ModelConfig) -> bool:
-    return config.flag("use_qk_norm", False)
+    return config.flag("use_qk_norm")

@@ -43,14 +43,14 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """Every other layer has one, the first among them, unless `layer_types` says otherwise."""
-        return config.count("sliding_window", 128) if config.slides(layer, layer % 2 == 0) else None
+        """Layers that `layer_types` calls sliding have one."""
+        return config.count("sliding_window") if config.slides(layer) else None
 
     @classmethod
     def moe_config(cls, config: ModelConfig) -> MoEConfig:
         """The experts' shape."""
-        clamp = ClampedSwiglu(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
-        routing = Routing(config.count("num_experts_per_tok", 4), "topk_softmax")
+        clamp = ClampedSwiglu(config.number("swiglu_alpha"), config.positive("swiglu_limit"))
+        routing = Routing(config.count("num_experts_per_tok"), "topk_softmax")
         return MoEConfig(config.count("num_local_experts"), config.intermediate_size, routing, clamp)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -35,9 +35,6 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
         draft_layer: the first MTP layer, where `Build.drafts` asks for it.
     """
 
-    # Dense layers where config.json does not say how many.
-    dense_layers: int
-
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.draft_layer = MtpLayer(build, self) if build.drafts else None
@@ -45,7 +42,7 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if a layer's feed-forward network is a mixture of experts."""
-        return layer >= config.count("first_k_dense_replace", cls.dense_layers, least=0)
+        return layer >= config.count("first_k_dense_replace", least=0)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A mixture of experts, or a dense network in the first layers."""
@@ -154,4 +151,4 @@ def _has_own(build: Build, name: str, shared: str) -> bool:
 
 def _shared_inner(config: ModelConfig) -> int:
     """Inner units of all shared experts, which are one network."""
-    return config.count("moe_intermediate_size") * config.count("n_shared_experts", 1)
+    return config.count("moe_intermediate_size") * config.count("n_shared_experts")

@@ -27,13 +27,13 @@ class MixtralForCausalLM(LlamaForCausalLM):
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
         """`sliding_window`, in every layer."""
-        return None if config.source.get("sliding_window") is None else config.count("sliding_window")
+        return None if config.source["sliding_window"] is None else config.count("sliding_window")
 
     @classmethod
     def moe_config(cls, config: ModelConfig) -> MoEConfig:
         """The experts' shape."""
-        routing = Routing(config.count("num_experts_per_tok", 2), renormalize=True)
-        return MoEConfig(config.count("num_local_experts", 8), config.intermediate_size, routing)
+        routing = Routing(config.count("num_experts_per_tok"), renormalize=True)
+        return MoEConfig(config.count("num_local_experts"), config.intermediate_size, routing)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A mixture of experts."""

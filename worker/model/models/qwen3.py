@@ -32,12 +32,11 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
         """With `use_sliding_window`, from layer `max_window_layers` on, unless `layer_types` says otherwise."""
-        used = config.flag("use_sliding_window", False)
-        if not config.slides(layer, used and layer >= config.count("max_window_layers", 28, least=0)):
+        if not config.slides(layer):
             return None
-        if not used:
+        if not config.flag("use_sliding_window"):
             raise ModelError("layer_types has sliding_attention, but use_sliding_window is not true")
-        return config.count("sliding_window", 4096)
+        return config.count("sliding_window")
 
     @classmethod
     def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:

@@ -28,20 +28,19 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
         """With `use_sliding_window`, every layer has one."""
-        return config.count("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+        return None if config.source["sliding_window"] is None else config.count("sliding_window")
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if a layer's feed-forward network is a mixture of experts."""
         dense_only = config.listed("mlp_only_layers", int) or ()
-        return layer not in dense_only and (layer + 1) % config.count("decoder_sparse_step", 1) == 0
+        return layer not in dense_only and (layer + 1) % config.count("decoder_sparse_step") == 0
 
     @classmethod
     def moe_config(cls, config: ModelConfig) -> MoEConfig:
-        """The experts' shape; transformers 5 writes `num_local_experts`, checkpoints of the hub have `num_experts`."""
-        name = "num_experts" if "num_experts" in config.source else "num_local_experts"
-        routing = Routing(config.count("num_experts_per_tok", 8), renormalize=config.flag("norm_topk_prob", False))
-        return MoEConfig(config.count(name), config.count("moe_intermediate_size"), routing)
+        """The experts' shape."""
+        routing = Routing(config.count("num_experts_per_tok"), renormalize=config.flag("norm_topk_prob"))
+        return MoEConfig(config.count("num_experts"), config.count("moe_intermediate_size"), routing)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A mixture of experts, or a dense network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import InvalidFieldError
+from common.text.tokenizer import TokenizerError
+from tests.checkpoints import EOS_ID, IM_END_ID, SPECIAL_TOKENS, write_tokenizer
 from worker.config.engine_config import with_pool, with_special_tokens
 from worker.config.model_config import ModelConfig
+from worker.config.special_tokens import tokenizer_eos_id
 
 BLOCK_BYTES = 1000
 
@@ -76,12 +80,75 @@ def test_the_pool_always_holds_the_longest(model_len: int, asked: int, memory: i
         assert sized.num_kvcache_blocks * 3 <= (memory or free)
 
 
+def test_a_length_up_to_the_scaled_one_is_served_if_it_is_asked_for() -> None:
+    """B12: the card of Qwen3 says four times the length; without an option the model's own length stays."""
+    sized = partial(with_pool, model_len=640, num_blocks_for=lambda size: size // 1000, free_bytes=10**6, longest=2048)
+    assert sized(Config()).max_model_len == 640
+    assert sized(Config(max_model_len=2048)).max_model_len == 2048
+    with pytest.raises(InvalidFieldError, match="model's own 2048"):
+        sized(Config(max_model_len=2049))
+
+
 def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
-    shape = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), 8)
-    written = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 8, "head_dim": 8, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 7], "bos_token_id": 1}))
-    model = ModelConfig.from_folder(tmp_path)
+    model = model_of(tmp_path, generation={"eos_token_id": [5, 6, 7], "bos_token_id": 1})
     config = with_special_tokens(Config(), model)
     assert (config.bos_token_id, config.eos_token_id, config.stop_token_ids) == (1, 5, (6, 7))
     assert with_special_tokens(Config(), replace(model, eos_token_ids=())).eos_token_ids == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("config_json", "generation", "own", "expected"),
+    [
+        (None, None, 3, [3]),
+        (2, None, 3, [2, 3]),
+        (2, [5, 6], 3, [5, 6, 2, 3]),
+        (2, [5, 2, 3], 3, [5, 2, 3]),
+        (None, 5, None, [5]),
+    ],
+)
+def test_the_tokenizers_end_of_sequence_counts(
+    tmp_path: Path, config_json: int | None, generation: Any, own: int | None, expected: list[int]
+) -> None:
+    """B4: a fine-tune of a base model names its end of turn in tokenizer_config.json alone, and never stopped."""
+    model = model_of(tmp_path, eos_token_id=config_json, generation={"eos_token_id": generation})
+    write_tokenizer(tmp_path, 300)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["eos_token"] = None if own is None else SPECIAL_TOKENS[own]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = with_special_tokens(Config(model=str(tmp_path)), model)
+    assert [config.eos_token_id, *config.stop_token_ids] == expected
+    assert config.can_constrain
+    assert with_special_tokens(replace(config, stop_token_ids=(1,)), model).stop_token_ids == (1,)
+
+
+def test_the_tokenizers_end_of_sequence_is_one_of_the_models_ids(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 300)
+    assert tokenizer_eos_id(tmp_path) == EOS_ID
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<|over|>"})
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for text, found in (("<|over|>", 300), ({"content": "<|im_end|>"}, IM_END_ID), ("<|absent|>", None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": text}))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        assert tokenizer_eos_id(tmp_path) == found
+    model = model_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
+    assert with_special_tokens(Config(model=str(tmp_path)), model).eos_token_ids == frozenset()
+
+
+@pytest.mark.parametrize("content", ['{"added_tokens": 5}', '{"model": {"vocab": [1]}}', "[]"])
+def test_a_tokenizer_of_another_form_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    with pytest.raises(TokenizerError) as raised:
+        tokenizer_eos_id(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def model_of(folder: Path, generation: dict[str, Any] | None = None, **entries: Any) -> ModelConfig:
+    """A small Llama's configuration, of files in `folder`."""
+    shape = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 8)
+    written = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 8, "head_dim": 8, "vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(written | shape | entries))
+    (folder / "generation_config.json").write_text(json.dumps(generation or {}))
+    return ModelConfig.from_folder(folder)

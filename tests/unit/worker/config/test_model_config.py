@@ -30,6 +30,18 @@ LLAMA: dict[str, Any] = {
 }
 
 
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 4}
+QWEN3_MOE = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 16}
+GLM4 = {
+    **QWEN3,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {**QWEN3, "architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
+
+
 def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
     config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -66,7 +78,7 @@ def test_the_architecture_names_the_head(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_a_relative_has_the_defaults_of_its_decoder(tmp_path: Path) -> None:
-    changes = {"head_dim": None, "max_position_embeddings": None}
+    changes = {"head_dim": None, "max_position_embeddings": None, "num_key_value_heads": 4}
     configs = [
         ModelConfig.from_folder(write(tmp_path, architectures=[f"Qwen3{end}"], **changes))
         for end in ("ForCausalLM", "Model", "ForSequenceClassification")
@@ -106,11 +118,16 @@ def test_files_that_cannot_be_read_say_so_when_they_are_loaded(tmp_path: Path) -
         assert stored_names(tmp_path) == frozenset()
 
 
-def test_generation_config_wins(tmp_path: Path) -> None:
+def test_generation_config_names_bos_and_sampling_and_both_files_name_ends(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8], "bos_token_id": None, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     config = ModelConfig.from_folder(write(tmp_path, generation))
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8))
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8, 2))
     assert config.sampling_defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    assert ModelConfig.from_folder(write(tmp_path, {"eos_token_id": 2, "bos_token_id": 3})).bos_token_id == 3
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (2,)
+    # The class has token ids of the first Llama, which are those of other tokens in later ones.
+    config = ModelConfig.from_folder(write(tmp_path, {}, eos_token_id=None, bos_token_id=None))
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
 def test_rope_spellings(tmp_path: Path) -> None:
@@ -140,13 +157,29 @@ def test_rope_spellings(tmp_path: Path) -> None:
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
             "rope scaling 'longrope' is not supported; supported: def",
         ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; supported: fp8"),
         ({"quantization_config": {"quant_method": "quark"}}, "'global_quant_config' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
-        ({"hidden_size": None}, "'hidden_size' is missing"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a positive integer"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be a positive integer"),
+        ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({**GLM4, "routed_scaling_factor": "2"}, "routed_scaling_factor is '2'; it must be a number"),
+        ({"head_dim": 1.5}, "head_dim is 1.5; it must be a whole number or null"),
+        ({"attention_bias": "no"}, "attention_bias is 'no'; it must be true or false"),
+        ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be an object"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn'; it must be an object"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters differs by layer, which is not supported; give one for all layers",
+        ),
+        ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config is not supported; leave it out"),
+        ({"attribute_map": {"hidden_size": "vocab_size"}}, "attribute_map is not supported; leave it out"),
+        (
+            {"model_type": "mistral"},
+            "model_type 'mistral' does not fit the architecture LlamaForCausalLM",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15, of which 15 are rotated: rotary embeddings need an even number"),
         ({"head_dim": 20, "partial_rotary_factor": 0.25}, "head_dim 20, of which 5 are rotated"),
@@ -160,16 +193,6 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
     assert "\n" not in str(error.value)
 
 
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 16}
-GLM4 = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 16,
-    "num_experts_per_tok": 2,
-}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -180,27 +203,30 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
             "sliding window attention is not supported for LlamaForCausalLM",
         ),
         (
-            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types has sliding_attention, but use_sliding_window is not true",
         ),
         (
-            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
+            {**QWEN3, "layer_types": ["full_attention"]},
             "layer_types must list 2 layers",
         ),
         ({**QWEN3_MOE, "layer_types": ["full_attention"] * 2}, "layer_types is not supported for Qwen3MoeForCausalLM"),
-        ({**QWEN3_MOE, "num_experts": None}, "num_local_experts is None; it must be an integer of at least 1"),
+        ({**QWEN3_MOE, "num_experts": 0}, "num_experts is 0; it must be an integer of at least 1"),
         ({**QWEN3_MOE, "num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts"),
-        ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
         ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer of at least 1"),
+        ({**GLM4, "num_local_experts": "8"}, "n_routed_experts is '8'; it must be an integer of at least 1"),
         ({**GLM4, "scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid"),
         ({**GLM4, "n_group": 3}, "n_group 3 does not split 8 experts into equal groups of two or more"),
         ({**GLM4, "n_group": 8}, "n_group 8 does not split 8 experts into equal groups of two or more"),
         ({**GLM4, "n_group": 4, "num_experts_per_tok": 3}, "does not hold num_experts_per_tok 3"),
         ({**GLM4, "n_group": 4, "topk_group": 5}, "topk_group 5 of n_group 4 groups of 2 experts"),
-        ({**GLM4, "routed_scaling_factor": "2"}, "routed_scaling_factor is '2'; it must be a number"),
         ({**GLM4, "use_sliding_window": True}, "sliding window attention is not supported for Glm4MoeForCausalLM"),
         ({**GPT_OSS, "layer_types": ["full_attention", "chunked"]}, "layer type 'chunked' is not supported"),
         ({**GPT_OSS, "attention_bias": False}, "attention_bias false is not supported"),
+        # The native kernels take a limit of 0 for none.
+        ({**GPT_OSS, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number above 0"),
+        ({**GPT_OSS, "swiglu_limit": -1}, "swiglu_limit is -1.0; it must be a number above 0"),
+        ({**GPT_OSS, "swiglu_alpha": float("nan")}, "swiglu_alpha is nan; it must be a number"),
     ],
 )
 def test_what_one_architecture_does_not_do(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -218,7 +244,7 @@ def test_defaults_of_architectures_are_those_of_transformers(tmp_path: Path) -> 
         made: Any = config_class
         reference = made(rope_parameters={"rope_type": "default"})
         named = config_class.__name__.replace("Config", "ForCausalLM")
-        folder = write(tmp_path, architectures=[named], rope_theta=None, rms_norm_eps=None)
+        folder = write(tmp_path, architectures=[named], rope_theta=None, rms_norm_eps=None, num_key_value_heads=4)
         config = ModelConfig.from_folder(folder)
         assert config.rms_norm_eps == reference.rms_norm_eps, named
         assert config.rope.theta == reference.rope_parameters["rope_theta"], named
@@ -251,7 +277,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("changes", "message"),
     [
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be a number above 0"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
+        ({"rms_norm_eps": 0}, r"rms_norm_eps is 0\.0; it must be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
         ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
         ({"rope_theta": -3}, "rope_theta is -3; it must be a number above 0"),
@@ -275,9 +301,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta is 1; it must be above 1 with yarn"),
         ({"rope_theta": 10**400}, "int too large to convert to float"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000.*; it must be at most 2147483647"),
-        ({"rope_parameters": [1]}, r"rope parameters are \[1\]; they must be an object"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a positive integer"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000.*; it must be at most 1024"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole number"),
         ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must be a token id, or a list of them"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; it must be a list of names"),
     ],
@@ -305,6 +330,24 @@ def test_a_list_of_another_kind_is_one_line(tmp_path: Path, kind: type[Any], val
     with pytest.raises(ModelError, match=rf"config\.json: mlp_layer_types is .*; it must be a list of {valid}"):
         config.listed("mlp_layer_types", kind)
     assert config.listed("layer_types", kind) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({}, 512),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 1280),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, 512),
+        ({"rope_scaling": YARN}, 512),
+        ({"rope_scaling": YARN | {"factor": 8.0}}, 1024),
+        ({"rope_parameters": YARN | {"factor": 1e300}}, 2**31 - 1),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"rope_scaling": LLAMA3}, 512),
+    ],
+)
+def test_the_longest_length_is_what_rope_is_scaled_to(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
+    """B12: as in vLLM, --max-model-len may go up to the original length times yarn's factor."""
+    assert ModelConfig.from_folder(write(tmp_path, **rope)).longest_len == longest
 
 
 def test_a_window_beyond_all_lengths_is_one_line(tmp_path: Path) -> None:

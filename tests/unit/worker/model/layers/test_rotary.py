@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.processes import resident_bytes
-from worker.config.model_config import rope_config
+from worker.config.model_config import RopeConfig, rope_config
+from worker.config.transformers_config import read_settings
 from worker.model.layers import rotary
 from worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
 
@@ -36,6 +37,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+def rope_of(config: dict[str, Any]) -> RopeConfig:
+    """Rotary embedding that a config.json of Llama asks for."""
+    return rope_config(read_settings(config, "llama"))
+
+
 @pytest.mark.parametrize("name", list(PARAMETERS))
 def test_frequencies_and_factor(name: str) -> None:
     from transformers import Glm4MoeConfig
@@ -49,7 +55,7 @@ def test_frequencies_and_factor(name: str) -> None:
         parameters["rope_type"], Glm4MoeRotaryEmbedding.compute_default_rope_parameters
     )
     frequencies, attention_factor = reference(config)
-    rope = rope_config({"rope_parameters": parameters, "max_position_embeddings": 2048})
+    rope = rope_of({"rope_parameters": parameters, "max_position_embeddings": 2048})
     assert rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
     torch.testing.assert_close(inverse_frequencies(rope, 96), frequencies, rtol=1e-6, atol=0.0)
     cos, sin = RotaryEmbedding(rope, 96, 300)(torch.tensor([0, 7, 299]))
@@ -68,12 +74,12 @@ def test_spellings_of_older_checkpoints() -> None:
         "original_max_position_embeddings": 256,
     }
     new = {"rope_parameters": PARAMETERS["yarn-partial"], "max_position_embeddings": 2048}
-    assert rope_config(old) == rope_config(new)
+    assert rope_of(old) == rope_of(new)
 
 
 def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """W12: in float64 at once, those of a million positions took gigabytes. The numbers are the same."""
-    rope, positions = rope_config({"rope_theta": 1e4}), torch.arange(300)
+    rope, positions = rope_of({"rope_theta": 1e4}), torch.arange(300)
     whole = RotaryEmbedding(rope, 64, 300)(positions)
     sizes: list[int] = []
     outer = torch.outer
@@ -92,7 +98,7 @@ def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_made_when_it_is_needed_has_the_same_bits(threads: int) -> None:
     """W12: pieces are made by steps, on other threads and in other numbers than at the start."""
-    rope = rope_config({"rope_parameters": PARAMETERS["llama3"], "max_position_embeddings": 2048})
+    rope = rope_of({"rope_parameters": PARAMETERS["llama3"], "max_position_embeddings": 2048})
     length = 3 * rotary._PIECE + 77
     positions = torch.arange(length)
     expected = RotaryEmbedding(rope, 96, length)(positions)
@@ -110,7 +116,7 @@ def test_what_is_made_when_it_is_needed_has_the_same_bits(threads: int) -> None:
 
 def test_a_model_of_a_million_positions_takes_what_its_answers_need() -> None:
     """W12: 0.5 GB and 5 s at the start, for positions that hardly an answer reaches."""
-    rope = rope_config({"rope_parameters": PARAMETERS["default"], "max_position_embeddings": 2048})
+    rope = rope_of({"rope_parameters": PARAMETERS["default"], "max_position_embeddings": 2048})
     before = resident_bytes()
     made = RotaryEmbedding(rope, 256, 1 << 20)
     made(torch.tensor([0, 5000]))

@@ -1,0 +1,64 @@
+"""Config classes are read without PyTorch, which works afterwards as if nothing had been deferred."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+READS = """
+import sys
+from common.deferred_torch import deferred_torch
+from worker.config.transformers_config import read_settings
+
+settings = read_settings({"hidden_size": 8, "dtype": "bfloat16"}, "qwen3")
+assert settings["hidden_size"] == 8, settings
+assert "torch" not in sys.modules
+"""
+USES = {
+    "nothing": "",
+    "a model of transformers": """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+
+shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
+config = Qwen3Config(
+    vocab_size=16, hidden_size=8, intermediate_size=8, max_position_embeddings=16, rope_parameters=yarn, **shape
+)
+assert Qwen3ForCausalLM(config)(torch.tensor([[1, 2]])).logits.shape == (1, 2, 16)
+""",
+    "an import while it is deferred": """
+with deferred_torch():
+    import torch
+    from torch import nn
+
+    assert torch.ones(2).sum() == 2.0
+import torch as real
+
+assert sys.modules["torch"] is real and real.nn is nn and real.ones(1) == 1.0
+with deferred_torch():
+    import torch
+
+assert torch is real
+""",
+    "an import that fails": """
+try:
+    with deferred_torch():
+        raise ImportError
+except ImportError:
+    pass
+import torch
+
+assert torch.__version__ and torch.nn.Linear
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=pytest.mark.slow if use.startswith("a model") else ()) for use in USES]
+)
+def test_torch_is_loaded_by_who_uses_it(use: str) -> None:
+    run = subprocess.run([sys.executable, "-c", READS + USES[use]], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
