@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
 import structlog
 import torch
 
 from common.config import QUANTIZE_NO
 from kernels.interface import KernelBackend, PackedFormat
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.stored_names import stored_names
+from worker.weights.tensor_index import KV_SCALE_SUFFIXES, some
 
 _log = structlog.get_logger(__name__)
 
@@ -18,6 +24,8 @@ _BY_NAME = {
     "fp8": torch.float8_e4m3fn,
 }
 AUTO = "auto"
+# Parts of `quantization_config` that say how a KV cache is quantized: of compressed-tensors and Quark.
+_KV_SETTINGS: Final = ("kv_cache_scheme", "kv_cache_quant_config")
 
 
 def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) -> torch.dtype:
@@ -58,3 +66,25 @@ def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend)
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache for `Config.kv_cache_dtype`: `auto` is the model's."""
     return dtype if name == AUTO else _BY_NAME[name]
+
+
+def warn_of_kv_scales(folder: Path, source: Mapping[str, Any], kv_dtype: torch.dtype) -> None:
+    """Logs one warning if a checkpoint has calibrated scales of the KV cache, which no kernel uses: all scales are 1.
+
+    Args:
+        folder: of the checkpoint.
+        source: its config.json.
+        kv_dtype: of the cache.
+    """
+    names = sorted(name for name in stored_names(folder) if name.endswith(KV_SCALE_SUFFIXES))
+    quantization = source.get("quantization_config")
+    settings = [name for name in _KV_SETTINGS if isinstance(quantization, Mapping) and quantization.get(name)]
+    if names or settings:
+        _log.warning(
+            "calibrated scales of the KV cache are not used",
+            tensors=len(names),
+            such_as=some(names),
+            settings=settings,
+            kv_cache_dtype=str(kv_dtype).removeprefix("torch."),
+            scale=1,
+        )

@@ -31,7 +31,7 @@ from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
 from worker.model.draft_loading import DraftSource
 from worker.model.draft_proposer import DraftProposer, LaunchedStep, SampledStep
-from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format
+from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format, warn_of_kv_scales
 from worker.model.forward_context import (
     Context,
     DPMetadata,
@@ -136,6 +136,8 @@ class ModelRunner:
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.packed_format = resolve_packed_format(config.quantize, self.dtype, self.kernels)
         self.shard = shard or Shard()
+        if self.shard.rank == 0:
+            warn_of_kv_scales(Path(config.model), model_config.source, self.kv_dtype)
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
                 f"enable_expert_parallel: {model_config.architecture} has no experts to spread; leave it out"
