@@ -1,0 +1,266 @@
+"""config.json as people publish it, in every spelling: the worker reads it as `transformers` does, or refuses it.
+
+The reference is `AutoConfig.from_pretrained` of the same folder, and the rotary frequencies that its models compute.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
+from tests.parity.published_configs import PUBLISHED
+from tests.parity.test_models import close, load_models
+from worker.config.architectures import model_class
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.layers.rotary import inverse_frequencies
+from worker.model.models.llama import LlamaForCausalLM
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+# Settings that only some architectures have, as their models read them.
+OWN = (
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+    "index_topk",
+    "mlp_layer_types",
+    "swiglu_limit",
+    "swiglu_alpha",
+    "use_qk_norm",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "num_nextn_predict_layers",
+)
+EXPERTS = ("num_local_experts", "n_routed_experts")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPES: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"rope_type": "default", "rope_theta": 500.0},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "type": "dynamic", "factor": 3.0, "rope_theta": 7000.0},
+    YARN,
+    YARN | {"type": "linear", "attention_factor": 1.5},
+    {"type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 20, "truncate": False},
+    {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
+    LLAMA3,
+    LLAMA3 | {"original_max_position_embeddings": None},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+    {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+]
+# Entries of every architecture, and values that files have for them.
+SPELLINGS: dict[str, list[Any]] = {
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "rope_theta": [5e5, 10_000, 1],
+    "partial_rotary_factor": [0.5, 1.0],
+    "original_max_position_embeddings": [256],
+    "max_position_embeddings": [512],
+    "num_key_value_heads": [None, 2, 4],
+    "head_dim": [None, 16, 24],
+    "rms_norm_eps": [1e-5, 1],
+    "hidden_act": ["silu"],
+    "attention_bias": [True, False],
+    "mlp_bias": [False],
+    "tie_word_embeddings": [True, False],
+    "dtype": [None, "float16"],
+    "torch_dtype": ["bfloat16"],
+    "use_sliding_window": [True, False],
+    "sliding_window": [None, 40],
+    "max_window_layers": [0, 2],
+    "layer_types": [
+        ["full_attention"] * 3,
+        ["sliding_attention", "full_attention", "sliding_attention"],
+        ["full_attention"],
+        ["deepseek_sparse_attention"] * 3,
+    ],
+    "num_experts": [6],
+    "num_local_experts": [8],
+    "n_routed_experts": [16],
+    "num_experts_per_tok": [2],
+    "n_group": [None, 1, 4],
+    "topk_group": [1, 2],
+    "norm_topk_prob": [None, True, False],
+    "routed_scaling_factor": [1, 2.5],
+    "n_shared_experts": [2],
+    "first_k_dense_replace": [0, 2],
+    "mlp_layer_types": [["dense", "sparse", "sparse"]],
+    "num_nextn_predict_layers": [0, 2],
+    "num_mtp_layers": [1],
+    "q_lora_rank": [None, 24],
+    "qk_rope_head_dim": [16],
+    "decoder_sparse_step": [2],
+    "mlp_only_layers": [None, [1]],
+    "use_qk_norm": [True],
+    "swiglu_limit": [5, 7.0],
+    "output_attentions": [False],
+    "temperature": [0.5],
+}
+SHAPE = {
+    name: DEFAULT_SHAPE[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+}
+
+
+@st.composite
+def files(draw: st.DrawFn) -> dict[str, Any]:
+    """A config.json with entries in any of their spellings, in any order."""
+    name = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    keys = draw(st.lists(st.sampled_from(list(SPELLINGS)), unique=True, max_size=7))
+    given = {key: draw(st.sampled_from(SPELLINGS[key])) for key in keys}
+    return {
+        "architectures": [f"{ARCHITECTURES[name][0]}ForCausalLM"],
+        "model_type": name,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        **SHAPE,
+        **given,
+    }
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+@given(files())
+def test_any_spelling_is_read_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    """B2 and its class: entries under two names, at two places, null, absent."""
+    outcome = compare(tmp_path, config)
+    assert "\n" not in outcome
+    event(outcome.partition(":")[0])
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_a_published_file_is_read_as_by_transformers(tmp_path: Path, name: str) -> None:
+    assert compare(tmp_path, PUBLISHED[name]) == "equal"
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("scaling", ROPES)
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_rope_in_both_spellings(tmp_path: Path, architecture: str, scaling: dict[str, Any] | None) -> None:
+    """B2: rope_scaling beside rope_parameters changed the numbers in transformers alone."""
+    shape = {**DEFAULT_SHAPE, **ARCHITECTURES[architecture][1]}
+    named = {"architectures": [f"{ARCHITECTURES[architecture][0]}ForCausalLM"], "model_type": architecture}
+    for parameters in ROPES:
+        compare(tmp_path, {**shape, **named, "rope_scaling": scaling, "rope_parameters": parameters})
+
+
+def compare(folder: Path, config: dict[str, Any]) -> str:
+    """`equal`, or why there is nothing to compare: who refuses the file."""
+    from transformers import AutoConfig
+
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        own = ModelConfig.from_folder(folder)
+        architecture: Any = model_class(own.architecture)
+        shapes = architecture.tensor_shapes(own)
+    except ModelError as error:
+        return f"refused: {error}"
+    try:
+        reference: Any = AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        return f"refused by transformers: {type(error).__name__}"
+    assert {key: getattr(own, key) for key in SIZES} == {key: getattr(reference, key) for key in SIZES}
+    assert own.dtype == str(reference.dtype or "float32").removeprefix("torch.")
+    assert own.head_dim == (getattr(reference, "head_dim", None) or own.hidden_size // own.num_attention_heads)
+    for key in (*OWN, *EXPERTS):
+        if hasattr(reference, key):
+            assert own.source.get(key) == getattr(reference, key), key
+    if hasattr(reference, "qk_rope_head_dim"):
+        # With another head_dim beside it the model of transformers fails.
+        reference.head_dim = reference.qk_rope_head_dim
+    frequencies, attention_factor = reference_rope(reference)
+    assert own.rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    rotated = getattr(reference, "qk_rope_head_dim", own.head_dim)
+    torch.testing.assert_close(inverse_frequencies(own.rope, rotated), frequencies, rtol=1e-6, atol=0.0)
+    if issubclass(architecture, LlamaForCausalLM):
+        windows = [architecture.window(own, layer) for layer in range(own.num_hidden_layers)]
+        assert windows == [reference_window(reference, layer) for layer in range(own.num_hidden_layers)]
+    experts = {name.split(".experts.")[1].split(".")[0] for name in shapes if ".experts." in name} - {""}
+    numbered = {name for name in experts if name.isdigit()}
+    if numbered:
+        assert len(numbered) == next(getattr(reference, key) for key in EXPERTS if hasattr(reference, key))
+    return "equal"
+
+
+def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
+    """Frequencies and attention factor that a model of `transformers` computes from its config."""
+    from transformers import AutoModel
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_parameters["rope_type"]
+    if kind != "default":
+        made = ROPE_INIT_FUNCTIONS[kind](config)
+        return made[0], float(made[1])
+    module = __import__(AutoModel._model_mapping[type(config)].__module__, fromlist=["x"])
+    rotary = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
+    frequencies, factor = rotary.compute_default_rope_parameters(config)
+    return frequencies, float(factor)
+
+
+def reference_window(config: Any, layer: int) -> int | None:
+    """Sliding window of a layer in a model of `transformers`."""
+    if config.model_type in ("qwen3", "gpt_oss"):
+        return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+    return config.sliding_window if config.model_type in ("mixtral", "qwen3_moe") else None
+
+
+# Changes of a saved config.json that earlier readings took for other settings.
+EDITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn beside the default": ("qwen3", {"rope_scaling": YARN}),
+    "llama3 beside the default": ("llama", {"rope_scaling": LLAMA3}),
+    "linear beside yarn": ("gpt_oss", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "original length outside of llama3": (
+        "llama",
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 300},
+    ),
+    "experts under two names": ("qwen3_moe", {"num_local_experts": 7, "num_experts": 7}),
+    "theta at two places": ("mixtral", {"rope_theta": 77.0}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("yarn") else pytest.mark.slow) for name in EDITS]
+)
+def test_logits_of_a_file_with_two_spellings(tmp_path: Path, name: str) -> None:
+    """B2: log-probabilities were off by up to 7.7."""
+    architecture, changes = EDITS[name]
+    folder = make_checkpoint(tmp_path, architecture, tokenizer=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    models = load_models(folder)
+    prompt = models.random_prompts([130], seed=1)[0]
+    close(models.logits(prompt, 0), models.reference.logits(prompt)[-1])
