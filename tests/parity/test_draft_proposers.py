@@ -11,7 +11,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from common.config import MIXED, PREFILL_FIRST, Config, ParallelConfig, SpeculativeConfig
 from common.config_parts import DRAFT_MODEL, EAGLE3, MTP
-from common.sampling_params import SamplingParams
+from common.constraints.forms import Constraint
+from common.sampling_params import PROCESSED, SamplingParams
 from kernels.interface import SampleParams
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
@@ -36,7 +37,7 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
-from worker.model import model_runner
+from worker.model import grammar_masks, model_runner
 from worker.model.draft_proposer import SampledStep
 from worker.model.model_proposers import ModelProposer, SmallModelProposer, StepRows
 from worker.model.model_runner import ModelRunner
@@ -298,6 +299,78 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     stats = engine.core.scheduler.spec_stats
     assert stats.total_accepted_tokens == stats.total_draft_tokens > 0
     engine.close()
+
+
+REGEX: Final = Constraint("regex", ("[a-z]{3,20}( [0-9]{2,9}){1,3}",))
+SCHEMA: Final = Constraint(
+    "json_schema",
+    ('{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}',),
+)
+# By field of SamplingParams.
+STEERED: Final[dict[str, dict[str, Any]]] = {
+    "temperature": {"temperature": 1.3},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "presence_penalty": {"presence_penalty": 0.7},
+    "frequency_penalty": {"frequency_penalty": -0.5},
+    "seed": {"seed": 5},
+    "max_tokens": {"max_tokens": 17},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": tuple(range(100, 160))},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {2: 3.0}},
+    "stop_strings": {"stop_strings": ("q",)},
+    "include_stop_string": {"include_stop_string": True, "stop_strings": ("q",)},
+    "stop_token_ids": {"stop_token_ids": (90, 91)},
+    "stop_token_sequences": {"stop_token_sequences": ((90, 91),)},
+    "n": {"n": 2},
+    "logit_bias": {"logit_bias": {50: 5.0, 60: -5.0}},
+    "bad_words": {"bad_words": ("e", "th")},
+    "bad_words_token_ids": {"bad_words_token_ids": ((100,), (101, 102))},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(5, 200))},
+    "logprobs": {"logprobs": 2},
+    "logprob_token_ids": {"logprobs": 0, "logprob_token_ids": (7,)},
+    "logprobs_kind": {"logprobs": 1, "logprobs_kind": PROCESSED},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "prompt_logprobs_start": {"prompt_logprobs": 1, "prompt_logprobs_start": 2},
+    "num_drafts": {"num_drafts": 2},
+    "constraint": {"constraint": REGEX},
+    "constraint, greedy": {"constraint": REGEX, "temperature": 0.0},
+    "constraint, JSON": {"constraint": SCHEMA},
+    "constraint, allowed_token_ids": {"constraint": REGEX, "allowed_token_ids": tuple(range(5, 330))},
+    "constraint, bad_words": {"constraint": REGEX, "bad_words": ("e", "1"), "bad_words_token_ids": ((72, 73),)},
+    "constraint, min_tokens": {"constraint": REGEX, "min_tokens": 25},
+    "constraint, ignore_eos": {"constraint": REGEX, "ignore_eos": True},
+    "constraint, penalties": {"constraint": SCHEMA, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+}
+
+
+def test_drafts_of_the_same_model_are_right_with_each_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E1: drafts of a model did not follow grammars, nor what else confines a row with one."""
+    # Routers and the library make it of a constraint.
+    assert set(STEERED) >= {field.name for field in fields(SamplingParams)} - {"grammar"}
+    folder = make_checkpoint(tmp_path, max_position_embeddings=512)
+    options: dict[str, Any] = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "num_kvcache_blocks": 200}
+    spec = SpeculativeConfig(K, DRAFT_MODEL, str(folder), adaptive=False)
+    drafting, plain = LLMEngine(Config(speculative_config=spec, **options)), LLMEngine(Config(**options))
+    # A busy machine has slow masks, which do not confine drafts; and forced texts are guesses at how a text is cut.
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
+    drafting.core.runner.forces = False  # type: ignore[attr-defined]
+    prompts, wrong = [[30 + i, 40, 50 + i] for i in range(6)], dict[str, tuple[int, int]]()
+    for name, given in STEERED.items():
+        stats = drafting.core.scheduler.spec_stats
+        before = stats.total_accepted_tokens, stats.total_draft_tokens
+        requests = [{"max_tokens": 30, "seed": i, **given} for i in range(len(prompts))]
+        answers = [engine.generate(prompts, requests) for engine in (drafting, plain)]
+        assert _streams(answers[0]) == _streams(answers[1]), name
+        accepted, made = stats.total_accepted_tokens - before[0], stats.total_draft_tokens - before[1]
+        if not accepted or accepted != made:
+            wrong[name] = accepted, made
+    assert wrong == {}
+    drafting.close()
+    plain.close()
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])

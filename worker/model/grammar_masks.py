@@ -174,6 +174,43 @@ class GrammarMasks:
             return None, ended
         return AllowedBits(np.array(rows, np.int64), bits[: len(rows)]), ended
 
+    def ahead(self, histories: Mapping[int, TokenHistory]) -> Confined:
+        """As `confined`, of rows that a draft model draws; the states of their sequences stay as they are.
+
+        Slow masks are left out, as are those of sequences without a state: a draft is only a guess, and its step has
+        no room for more than one such mask of a sequence. The other masks of these rows hold in any case.
+
+        Args:
+            histories: by row of logits, with the tokens of the step and the drafts so far as drafts.
+        """
+        given = {row: history for row, history in histories.items() if history.params.grammar}
+        if not given:
+            return NOT_CONFINED
+        bits = np.empty((len(given), -(-self._grammars.num_ids // _WORD_BITS)), np.uint32)
+        ended = dict[int, str]()
+        for own, (row, history) in zip(bits, given.items(), strict=True):
+            try:
+                self._write_ahead(history, own)
+            except (_Ended, _Failed):
+                ended[row] = COMPLETE
+        return AllowedBits(np.array(list(given), np.int64), bits), ended
+
+    def _write_ahead(self, history: TokenHistory, bits: Bits) -> None:
+        """Writes the mask of a row that a draft model draws."""
+        bits[:] = np.iinfo(np.uint32).max
+        state = self._states.get(history.seq_id)
+        known = state is not None and state.tokens is history.tokens and state.count <= history.num_output
+        if state is not None and known and state.mask_s < _SLOW_S:
+            matcher = state.matcher.deep_copy()
+            matcher.consume_tokens(history.output_from(state.count))
+            _check(matcher)
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            _check(matcher)
+            if history.params.ignore_eos:
+                _clear(bits, self._eos)
+        if not bits.any() or not self._others.narrow(history, bits, self._grammars.num_ids):
+            raise _Ended(COMPLETE)
+
     def completes(self, history: TokenHistory, tokens: Sequence[int]) -> bool:
         """True if the grammar allows nothing behind tokens that were drawn under the masks of `history`.
 

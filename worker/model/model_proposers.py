@@ -1,7 +1,8 @@
 """Proposers that are models: an EAGLE-3 head, an MTP layer of the checkpoint, or a small model of its own.
 
-Drafts are drawn as the target draws at their positions: with the same noise, parameters, penalties and masks. A draft
-that is as likely here as there is then the same token, which is most of what makes drafts of sampled answers right.
+Drafts are drawn as the target draws at their positions: with the same noise, parameters, penalties, masks and grammars.
+A draft that is as likely here as there is then the same token, which is most of what makes drafts of sampled answers
+right. Only grammars with slow masks do not confine drafts (`GrammarMasks.ahead`).
 """
 
 from __future__ import annotations
@@ -121,17 +122,18 @@ class ModelProposer:
     Args:
         model: drafts for the target.
         runner: of its KV and its rows.
-        sampler: draws drafts; nobody else's, since it keeps what it has seen of sequences.
-        sampled_ids: ids below it may be drafted.
+        target: the rank's runner, whose sampler has the states of grammars.
     """
 
     takes_states = False
 
-    def __init__(self, model: DraftModel, runner: DraftRunner, sampler: Sampler, sampled_ids: int) -> None:
+    def __init__(self, model: DraftModel, runner: DraftRunner, target: ModelRunner) -> None:
         self._model = model
         self._runner = runner
-        self._sampler = sampler
-        self._sampled_ids = sampled_ids
+        # Of its own, since a sampler keeps what it has seen of sequences.
+        self._sampler = Sampler(target.kernels, target.config.eos_token_ids, fetches=True)
+        self._confined = target.sampler.confined_drafts
+        self._sampled_ids = target.sampled_ids
         self.kv_spec = runner.kv_spec
         self.num_layers = runner.num_layers
 
@@ -274,7 +276,10 @@ class ModelProposer:
         if isinstance(step, SampledStep) and step.batch.histories:
             histories = self._histories(step, own, drafts)
         num_rejected = None if num_rejected is None else num_rejected[: len(own)]
-        return self._sampler.sample_rows(step.batch, own, positions, logits, histories, num_rejected=num_rejected)
+        confined = self._confined(histories)
+        return self._sampler.sample_rows(
+            step.batch, own, positions, logits, histories, confined=confined, num_rejected=num_rejected
+        )
 
     @staticmethod
     def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
@@ -311,12 +316,12 @@ class EagleProposer(ModelProposer):
     """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py), in one operation where there is one.
 
     Args:
-        model, runner, sampler, sampled_ids: as of ModelProposer.
+        model, runner, target: as of ModelProposer.
     """
 
-    def __init__(self, model: Eagle3Head, runner: DraftRunner, sampler: Sampler, sampled_ids: int) -> None:
-        super().__init__(model, runner, sampler, sampled_ids)
-        fused = model.fuse_drafts(sampled_ids)
+    def __init__(self, model: Eagle3Head, runner: DraftRunner, target: ModelRunner) -> None:
+        super().__init__(model, runner, target)
+        fused = model.fuse_drafts(target.sampled_ids)
         self._chains = None if fused is None else DraftChains(model, fused)
 
     @override
@@ -347,7 +352,7 @@ class EagleProposer(ModelProposer):
         heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))
         spec = head.kv_spec(config, target.shard)
         rows = DraftRunner(target.config, target.kernels, head.kv_names, spec, heads)
-        return cls(head, rows, _sampler(target), target.sampled_ids)
+        return cls(head, rows, target)
 
 
 class MtpProposer(ModelProposer):
@@ -359,7 +364,7 @@ class MtpProposer(ModelProposer):
     def of(cls, layer: DraftModel, target: ModelRunner) -> MtpProposer:
         """Proposes for the target that has the layer."""
         rows = DraftRunner(target.config, target.kernels, layer.kv_names, target.kv_spec, target.num_heads)
-        return cls(layer, rows, _sampler(target), target.sampled_ids)
+        return cls(layer, rows, target)
 
 
 class SmallModel:
@@ -411,7 +416,7 @@ class SmallModelProposer(ModelProposer):
         heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))
         spec = model_class(config.architecture).kv_spec(config, target.shard)
         rows = DraftRunner(target.config, target.kernels, small.kv_names, spec, heads)
-        return cls(small, rows, _sampler(target), target.sampled_ids)
+        return cls(small, rows, target)
 
     @override
     def num_drafts(self, step: DraftedStep, i: int) -> int:
@@ -426,7 +431,3 @@ class SmallModelProposer(ModelProposer):
     @override
     def launched_rows(self, step: LaunchedStep, wanted: Iterable[int]) -> LaunchedRows:
         return LaunchedRows.with_newest(step, wanted)
-
-
-def _sampler(target: ModelRunner) -> Sampler:
-    return Sampler(target.kernels, target.config.eos_token_ids, fetches=True)

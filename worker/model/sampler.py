@@ -281,6 +281,14 @@ class Sampler:
                 masks = self._threads.submit(self._grammars.confined, histories)
             self._begun = batch, histories, masks
 
+    def confined_drafts(self, histories: Mapping[int, TokenHistory]) -> Confined:
+        """Masks of grammars for rows that a draft model draws behind the tokens of the last step.
+
+        Args:
+            histories: by row of its logits.
+        """
+        return NOT_CONFINED if self._grammars is None else self._grammars.ahead(histories)
+
     def end_complete(self, batch: ScheduledBatch) -> None:
         """Ends sequences whose grammars allow nothing behind the tokens of the last step, if these are here already.
 

@@ -223,6 +223,52 @@ def test_a_late_token_counts() -> None:
     assert np.array_equal(bits.bits, expected.bits)
 
 
+def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts: list[int]) -> list[int] | str:
+    """Ids that a draft model may draw behind drafts; or why none."""
+    bits, ended = masks.ahead({3: history(output, params).with_drafts(drafts)})
+    assert bits is not None
+    return ended[3] if ended else np.flatnonzero(np.unpackbits(bits.bits[0].view(np.uint8), bitorder="little")).tolist()
+
+
+@pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30, "bad_words_token_ids": ((40, 41),)}])
+def test_drafts_are_confined_as_the_tokens_at_their_positions(
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E1: masks ahead of a state are those that it has when it comes there, and leave it as it is."""
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
+    schema = {"type": "object", "properties": {"ab": {"type": "string"}}, "required": ["ab"]}
+    params = params_of({"json_schema": schema}, **others)
+    rnd, masks, output = random.Random(1), new_masks(), list[int]()
+    while not isinstance(allowed(masks, output, params), str) and len(output) < 60:
+        drafts = list[int]()
+        for _ in range(4):
+            found, expected = ahead(masks, output, params, drafts), allowed(new_masks(), [*output, *drafts], params)
+            if isinstance(expected, str):
+                assert found == COMPLETE
+                break
+            assert found == expected
+            drafts.append(choose(rnd, expected))
+            if drafts[-1] == END:
+                break
+        output.append(drafts[0])
+        if output[-1] == END:
+            break
+    assert len(output) > 5
+
+
+def test_slow_masks_do_not_confine_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has no room for several slow masks of a sequence. What else confines the row does not depend on it."""
+    letters = tuple(TEXTS.index(letter) for letter in (b"a", b"b", b"c"))
+    params, output = params_of({"regex": "[ab]{4}"}, allowed_token_ids=letters), list[int]()
+    masks, some = new_masks(), sorted([*letters, END])
+    assert ahead(masks, output, params, []) == some, "nothing is known of the sequence"
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
+    allowed(masks, output, params)
+    assert ahead(masks, output, params, []) == sorted(letters[:2])
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.0)
+    assert ahead(masks, output, params, []) == some
+
+
 def test_slices_of_the_vocabulary_change_no_mask() -> None:
     """They are a short cut: the masks are those without any, along random walks and at each length of a text."""
     tokens = TOKENIZER.token_bytes()
