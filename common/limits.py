@@ -187,8 +187,10 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 # which name each tensor.
 MAX_CONFIG_FILE_BYTES = 16 * MIB
 MAX_WEIGHT_INDEX_BYTES = 100 * MIB
-# Layers of a model: lists by layer are made from config.json alone. Published models have at most some 130.
+# Layers of a model, and experts of a layer: lists of them are made from config.json alone. Published models have at
+# most some 130 and 512.
 MAX_MODEL_LAYERS = 1024
+MAX_MODEL_EXPERTS = 2048
 # Bytes of a configuration file of options, and its values with aliases written out.
 MAX_OPTIONS_FILE_BYTES = MIB
 MAX_OPTIONS_VALUES = 100_000

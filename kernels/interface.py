@@ -255,10 +255,18 @@ class Routing:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up within +-`limit`."""
+    """gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up within +-`limit`.
+
+    Raises:
+        ValueError: `limit` is not above 0, which native kernels take for no clamp.
+    """
 
     alpha: float
     limit: float
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0.0:
+            raise ValueError(f"limit is {self.limit}; it must be above 0")
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,7 @@ def reference_window(config: Any, layer: int) -> int | None:
 # Changes of a saved config.json that earlier readings took for other settings.
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn beside the default": ("qwen3", {"rope_scaling": YARN}),
+    "yarn up to twice its config's length": ("qwen3", {"rope_scaling": YARN, "max_position_embeddings": 65}),
     "llama3 beside the default": ("llama", {"rope_scaling": LLAMA3}),
     "linear beside yarn": ("gpt_oss", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
     "original length outside of llama3": (

@@ -48,6 +48,13 @@ def step(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torc
     return x, ids, torch.rand(rows, SLOTS, generator=generator)
 
 
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_a_limit_that_is_not_above_0_is_refused(limit: float) -> None:
+    """E3: native kernels took it for no clamp, and computed another activation."""
+    with pytest.raises(ValueError, match="it must be above 0"):
+        ClampedSwiglu(alpha=1.702, limit=limit)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("clamp", [None, CLAMP])

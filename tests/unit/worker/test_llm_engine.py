@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from fissile.seed import derive_seed
 from hypothesis import given, settings
+from structlog.testing import capture_logs
 
 from common.config import Config
+from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError, PromptTooLongError
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from tests.checkpoints import make_checkpoint, write_tokenizer
+from tests.checkpoints import IM_END_ID, make_checkpoint, write_tokenizer
 from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuations
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -549,3 +552,49 @@ def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict
         assert answer["token_ids"] == greedy[0]["token_ids"][: greedy[0]["token_ids"].index(ends) + 1]
     with pytest.raises(InvalidFieldError, match="eos_token_id is"):
         LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96, eos_token_id=1 << 20))
+
+
+def test_a_turn_ends_where_the_tokenizer_says(tmp_path: Path) -> None:
+    """B4: a fine-tune of a base model, whose end of turn only tokenizer_config.json names, wrote the next turns too."""
+    folder = make_checkpoint(tmp_path, num_hidden_layers=1)
+    (folder / "generation_config.json").unlink()
+    for name, changes in (
+        ("config.json", {"eos_token_id": None}),
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}),
+    ):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | changes))
+    engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=64))
+    biased = {"temperature": 0.0, "max_tokens": 6, "logit_bias": {IM_END_ID: 100.0}}
+    (answer,) = engine.generate([[7, 300]], biased)
+    assert (answer["token_ids"], answer["finish_reason"]) == ([IM_END_ID], "eos")
+    confined = SamplingParams(temperature=0.0, max_tokens=30, constraint=Constraint("regex", ("[a-c]{3}",)))
+    (answer,) = engine.generate([[7, 300]], confined)
+    assert re.fullmatch("[a-c]{3}", answer["text"])
+    engine.close()
+
+
+def test_a_length_that_rope_is_scaled_to_is_served(tmp_path: Path) -> None:
+    """B12: refused, although the model's card says so."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=80, rope_parameters=yarn)
+    engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=256))
+    prompt = [40 + i % 200 for i in range(240)]
+    (answer,) = engine.generate([prompt], {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True})
+    assert len(answer["token_ids"]) == 8
+    engine.close()
+    with pytest.raises(InvalidFieldError, match="at most the model's own 256"):
+        LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=257))
+
+
+def test_scales_of_the_kv_cache_are_told_once(tmp_path: Path) -> None:
+    """B14: served with a scale of 1, and no log line."""
+    folder = make_checkpoint(tmp_path, num_hidden_layers=1)
+    content = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": quantization}))
+    with capture_logs() as logs:
+        LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=64, kv_cache_dtype="fp8")).close()
+    told = [line for line in logs if line["event"] == "calibrated scales of the KV cache are not used"]
+    assert [(line["settings"], line["log_level"]) for line in told] == [(["kv_cache_scheme"], "warning")]

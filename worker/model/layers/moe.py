@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from common.limits import MAX_MODEL_EXPERTS
 from kernels.interface import ClampedSwiglu, ExpertWeights, PackedLinear, Routing
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.forward_context import get_forward_context
@@ -46,6 +47,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         routing = self.routing
+        if self.num_experts > MAX_MODEL_EXPERTS:
+            raise ModelError(f"config.json: a layer has {self.num_experts} experts; at most {MAX_MODEL_EXPERTS}")
         if routing.top_k > self.num_experts:
             raise ModelError(f"num_experts_per_tok {routing.top_k} is more than the {self.num_experts} experts")
         if routing.num_groups == 1:

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from common.limits import MAX_MODEL_LAYERS
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
 from worker.model.layers.embedding import Embedding, LMHead, head_weight
@@ -131,7 +132,10 @@ class MtpLayer:
 
 
 def _num_mtp_layers(config: ModelConfig) -> int:
-    return config.count("num_nextn_predict_layers", 0, least=0)
+    count = config.count("num_nextn_predict_layers", 0, least=0)
+    if count > MAX_MODEL_LAYERS:
+        raise ModelError(f"config.json: num_nextn_predict_layers is {count}; it must be at most {MAX_MODEL_LAYERS}")
+    return count
 
 
 def _has_own(build: Build, name: str, shared: str) -> bool:

@@ -223,6 +223,7 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
         ({**GLM4, "use_sliding_window": True}, "sliding window attention is not supported for Glm4MoeForCausalLM"),
         ({**GPT_OSS, "layer_types": ["full_attention", "chunked"]}, "layer type 'chunked' is not supported"),
         ({**GPT_OSS, "attention_bias": False}, "attention_bias false is not supported"),
+        ({**GPT_OSS, "num_local_experts": 10**9}, "a layer has 1000000000 experts; at most 2048"),
         # The native kernels take a limit of 0 for none.
         ({**GPT_OSS, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number above 0"),
         ({**GPT_OSS, "swiglu_limit": -1}, "swiglu_limit is -1.0; it must be a number above 0"),
