@@ -26,6 +26,9 @@ _REFUSED: Final = ("per_layer_config", "attribute_map")
 # Spelling of transformers 4, which is a property of the classes of 5.
 _OLD_ROPE: Final = "rope_scaling"
 _ROPE: Final = "rope_parameters"
+# Entries of which the classes make lists, or by which they divide.
+_BOUNDED: Final = {"num_hidden_layers": MAX_MODEL_LAYERS, "num_attention_heads": 2**31 - 1}
+_LOGGER: Final = "transformers"
 # How the classes begin what they say of a value.
 _FIELD: Final = re.compile("Validation error for field '([^']+)'")
 # Types of entries, for people.
@@ -54,36 +57,45 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         if config.get(name):
             raise ValueError(f"{name} is not supported; leave it out")
     _check_rope(config)
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_MODEL_LAYERS:
-        # The classes make lists of it.
-        raise ValueError(f"num_hidden_layers is {layers}; it must be at most {MAX_MODEL_LAYERS}")
-    with _silence(), deferred_torch():
-        # Takes most of a second and 30 MB, which only who reads a checkpoint's configuration pays.
-        from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
-        from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    for name, most in _BOUNDED.items():
+        value = config.get(name)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise ValueError(f"{name} is {value}; it must be 1 to {most}")
+    config_class: Any = _config_classes()[model_type]
+    # A derived class checks the type of each entry, but does not compare entries with each other. Those checks
+    # refuse models that can run: a hidden size that is no multiple of the heads, although there is a head_dim.
+    derived: Any = type(config_class.__name__, (config_class,), {})
+    # Known only when it has been imported.
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
 
-        config_class: Any = CONFIG_MAPPING[model_type]
-        # A derived class checks the type of each entry, but does not compare entries with each other. Those checks
-        # refuse models that can run: a hidden size that is no multiple of the heads, although there is a head_dim.
-        derived: Any = type(config_class.__name__, (config_class,), {})
-        try:
+    try:
+        with _silence():
             read = derived(**_entries(config, config_class))
             read.standardize_rope_params()
-        except StrictDataclassError as error:
-            raise ValueError(_named(error, config, config_class)) from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
-            raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from None
+    except StrictDataclassError as error:
+        raise ValueError(_named(error, config, config_class)) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from None
     settings = {name: value for name, value in vars(read).items() if not name.startswith("_")}
     return settings | {alias: settings[name] for alias, name in config_class.attribute_map.items() if name in settings}
 
 
 def is_of_other_model(model_type: object, expected: str) -> bool:
     """True if `model_type` names a model of `transformers` other than the `expected` one."""
-    with deferred_torch():
-        from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    return model_type != expected and isinstance(model_type, str) and model_type in _config_classes()
 
-    return model_type != expected and isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+def _config_classes() -> Any:
+    """Config classes of `transformers` by `model_type`; loads most of a second and 30 MB the first time."""
+    logger = logging.getLogger(_LOGGER)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        with deferred_torch():
+            # Without PyTorch it advises to install it.
+            from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    finally:
+        logger.disabled = was_disabled
+    return CONFIG_MAPPING
 
 
 def _check_rope(config: Mapping[str, Any]) -> None:
@@ -130,7 +142,7 @@ def _one_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Keeps warnings of `transformers` off stderr: what matters of them is refused with a ModelError."""
-    logger = logging.getLogger("transformers")
+    logger = logging.getLogger(_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

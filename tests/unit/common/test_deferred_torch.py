@@ -16,6 +16,14 @@ settings = read_settings({"hidden_size": 8, "dtype": "bfloat16"}, "qwen3")
 assert settings["hidden_size"] == 8, settings
 assert "torch" not in sys.modules
 """
+WITHOUT = """
+import sys
+sys.modules["torch"] = None
+from worker.config.transformers_config import is_of_other_model, read_settings
+
+assert is_of_other_model("mistral", "llama")
+assert read_settings({"pad_token_id": -1, "rope_scaling": {"type": "yarn", "factor": 0.5}}, "llama")
+"""
 USES = {
     "nothing": "",
     "a model of transformers": """
@@ -62,3 +70,9 @@ assert torch.__version__ and torch.nn.Linear
 def test_torch_is_loaded_by_who_uses_it(use: str) -> None:
     run = subprocess.run([sys.executable, "-c", READS + USES[use]], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_nothing_is_told_where_torch_is_not_installed() -> None:
+    """`transformers` advises on stderr to install it, and warns of entries that are refused or checked elsewhere."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

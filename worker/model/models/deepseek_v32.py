@@ -15,6 +15,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if `mlp_layer_types` makes the layer a mixture of experts."""
+        # From which the types follow if there are none in config.json.
+        config.count("first_k_dense_replace", least=0)
         types = config.listed("mlp_layer_types", str) or []
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
             raise ModelError("config.json: mlp_layer_types must say dense or sparse for each layer")
