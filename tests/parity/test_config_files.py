@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.published_configs import PUBLISHED
 from tests.parity.test_models import close, load_models
+from worker.config import transformers_config
 from worker.config.architectures import model_class
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.rotary import inverse_frequencies
@@ -165,6 +166,20 @@ def test_any_spelling_is_read_as_by_transformers(tmp_path: Path, config: dict[st
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_published_file_is_read_as_by_transformers(tmp_path: Path, name: str) -> None:
     assert compare(tmp_path, PUBLISHED[name]) == "equal"
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "saved" in name or "-4.5" in name])
+def test_settings_cross_to_a_process_that_does_not_read_them(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank gets them as JSON, and spares the import of `transformers`."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = ModelConfig.from_folder(tmp_path)
+    sent = json.dumps(config.source)
+    monkeypatch.delattr(transformers_config, "_config_classes")
+    crossed = ModelConfig.from_folder(tmp_path, settings=json.loads(sent))
+    assert crossed == config
+    assert crossed.source == config.source
 
 
 @pytest.mark.each_value

@@ -114,12 +114,19 @@ class ModelConfig:
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
-    def from_folder(cls, path: Path | str, architectures: Collection[str] = SUPPORTED_ARCHITECTURES) -> ModelConfig:
+    def from_folder(
+        cls,
+        path: Path | str,
+        architectures: Collection[str] = SUPPORTED_ARCHITECTURES,
+        *,
+        settings: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
         """Reads and checks a checkpoint's configuration.
 
         Args:
             path: the folder.
             architectures: that it may have.
+            settings: `source` of the same checkpoint, read by another process: spares the import of `transformers`.
 
         Raises:
             ModelError: the folder or a file is missing or malformed, or the model is not supported.
@@ -132,7 +139,7 @@ class ModelConfig:
             raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
         generation = _read_json(folder / "generation_config.json") or {}
         try:
-            parsed = _parse(config, generation, architectures)
+            parsed = _parse(config, generation, architectures, settings)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} cannot be used: {what}") from error
@@ -242,10 +249,15 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectures: Collection[str]) -> ModelConfig:
+def _parse(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    architectures: Collection[str],
+    settings: Mapping[str, Any] | None,
+) -> ModelConfig:
     architecture = _architecture(config, architectures)
     decoder, head = parted(architecture)
-    settings = read_settings(config, _model_type(config, decoder))
+    settings = read_settings(config, _model_type(config, decoder)) if settings is None else settings
     if settings["hidden_act"] != "silu":
         raise ModelError(f"hidden_act {settings['hidden_act']!r} is not supported; supported: silu")
     hidden_size = _count(settings, "hidden_size")

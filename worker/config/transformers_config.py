@@ -11,6 +11,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any, Final
 
 from common.deferred_torch import deferred_torch
@@ -26,6 +27,8 @@ _REFUSED: Final = ("per_layer_config", "attribute_map")
 # Spelling of transformers 4, which is a property of the classes of 5.
 _OLD_ROPE: Final = "rope_scaling"
 _ROPE: Final = "rope_parameters"
+# Kinds of entries; the classes have others for themselves.
+_JSON: Final = (str, int, float, list, dict, NoneType)
 # Entries of which the classes make lists, or by which they divide.
 _BOUNDED: Final = {"num_hidden_layers": MAX_MODEL_LAYERS, "num_attention_heads": 2**31 - 1}
 _LOGGER: Final = "transformers"
@@ -44,7 +47,7 @@ _KINDS: Final = {
 
 
 def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Every setting of a model: what config.json says, what the class takes for absent entries, and its rope.
+    """Every setting of a model: what config.json says, what the class takes for absent entries, and its rope; as JSON.
 
     Args:
         config: content of config.json.
@@ -76,7 +79,7 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         raise ValueError(_named(error, config, config_class)) from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from None
-    settings = {name: value for name, value in vars(read).items() if not name.startswith("_")}
+    settings = {name: value for name, value in vars(read).items() if _is_setting(name, value)}
     return settings | {alias: settings[name] for alias, name in config_class.attribute_map.items() if name in settings}
 
 
@@ -115,6 +118,10 @@ def _entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
         for name, value in copy.deepcopy(dict(config)).items()
         if name not in _READ_HERE and (name in known or not (name.startswith("_") or hasattr(config_class, name)))
     }
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return name not in _READ_HERE and not name.startswith("_") and isinstance(value, _JSON)
 
 
 def _as_number_of(default: object, value: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.available_memory import available_memory
 from common.config import Config
 from common.errors import ApiError
+from common.files import parse_json
 from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
@@ -158,8 +159,18 @@ class Rank:
         assert self._data is not None, "any_has_work before join_engines"
         return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
 
-    def load(self, config: Config, threads: int) -> int:
-        """Loads this rank's part of the model; bytes of one KV block on this rank."""
+    def load(self, config: Config, threads: int, settings: str) -> int:
+        """Loads this rank's part of the model.
+
+        Args:
+            config: of the engine.
+            threads: of this rank's arithmetic.
+            settings: `ModelConfig.source` as JSON, so that no rank imports `transformers`; that config.json is the same
+                here, the digest of the weights says.
+
+        Returns:
+            Bytes of one KV block on this rank.
+        """
         import torch  # noqa: PLC0415
 
         from kernels.select import CPU_BACKENDS  # noqa: PLC0415
@@ -175,7 +186,7 @@ class Rank:
         config = replace(config, model=self._model)
         collectives = self._collectives or Alone()
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
-        model_config = ModelConfig.from_folder(self._model)
+        model_config = ModelConfig.from_folder(self._model, settings=parse_json(settings))
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
         if self._rank == 0:
             self._waiter = make_token_waiter(config, self._runner, time.perf_counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 
 from common.config import Config
@@ -41,7 +42,8 @@ def load_ranks(
     with contextlib.ExitStack() as stack:
         stack.callback(group.close)
         progress.stage("loading weights")
-        block_bytes = max(group.call("load", config, group.threads).values())
+        settings = json.dumps(model_config.source)
+        block_bytes = max(group.call("load", config, group.threads, settings).values())
         shares_sums = any(group.call("share_sums").values())
         config, free_bytes = _on_devices(config, group)
         model_len, longest = model_config.max_position_embeddings, model_config.longest_len
