@@ -187,12 +187,14 @@ class GrammarMasks:
         if not given:
             return NOT_CONFINED
         bits = np.empty((len(given), -(-self._grammars.num_ids // _WORD_BITS)), np.uint32)
-        ended = dict[int, str]()
+        ended, began = dict[int, str](), time.thread_time()
         for own, (row, history) in zip(bits, given.items(), strict=True):
             try:
                 self._write_ahead(history, own)
             except (_Ended, _Failed):
                 ended[row] = COMPLETE
+            began, before_it = time.thread_time(), began
+            self._charge(history, began - before_it)
         return AllowedBits(np.array(list(given), np.int64), bits), ended
 
     def _write_ahead(self, history: TokenHistory, bits: Bits) -> None:
