@@ -42,11 +42,11 @@ def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
     bos = model_config.bos_token_id if config.bos_token_id is None else config.bos_token_id
     if config.eos_token_ids:
         return replace(config, bos_token_id=bos)
-    ids = list(model_config.eos_token_ids)
+    ends = model_config.eos_token_ids
     tokenizers = tokenizer_eos_id(config.model) if config.model else None
-    if tokenizers is not None and tokenizers < vocab_size and tokenizers not in ids:
-        ids.append(tokenizers)
-    return replace(config, bos_token_id=bos, eos_token_id=next(iter(ids), None), stop_token_ids=tuple(ids[1:]))
+    if tokenizers is not None and tokenizers < vocab_size and tokenizers not in ends:
+        ends = (*ends, tokenizers)
+    return replace(config, bos_token_id=bos, eos_token_id=next(iter(ends), None), stop_token_ids=ends[1:])
 
 
 def with_pool(

@@ -78,7 +78,7 @@ def test_the_architecture_names_the_head(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_a_relative_has_the_defaults_of_its_decoder(tmp_path: Path) -> None:
-    changes = {"head_dim": None, "max_position_embeddings": None, "num_key_value_heads": 4}
+    changes: dict[str, Any] = {"head_dim": None, "max_position_embeddings": None, "num_key_value_heads": 4}
     configs = [
         ModelConfig.from_folder(write(tmp_path, architectures=[f"Qwen3{end}"], **changes))
         for end in ("ForCausalLM", "Model", "ForSequenceClassification")
