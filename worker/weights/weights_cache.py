@@ -312,6 +312,7 @@ _PACKING_MODULES: Final = (
     "worker/config/quantization",
     "worker/config/shares",
     "worker/config/stored_names",
+    "worker/config/transformers_config",
     "worker/model/model_loader",
     "worker/model/sharding",
 )

@@ -37,6 +37,7 @@ BASE: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "hidden_size": HIDDEN,
     "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
     "head_dim": 6,
     "num_hidden_layers": 1,
     "intermediate_size": 8,
@@ -173,7 +174,7 @@ class Layer:
 
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "full": (False, {}),
-    "no-query-latent": (False, {"q_lora_rank": None}),
+    "no-query-latent": (False, {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": None}),
     "halves": (False, {"rope_interleave": False}),
     "biases": (False, {"attention_bias": True}),
     "yarn": (False, {"rope_parameters": YARN}),
@@ -229,9 +230,14 @@ def test_the_cache_entry_of_deepseek_v3() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be an integer of at least 1"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at least 1"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim 5 is odd"),
-        ({"q_lora_rank": None}, "q_lora_rank is null; the indexer needs"),
+        ({"q_lora_rank": None}, "q_lora_rank is None; it must be a whole number"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": None},
+            "q_lora_rank is null; the indexer needs",
+        ),
         ({"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 6"),
         ({"index_topk": 0}, "index_topk is 0; it must be an integer of at least 1"),
     ],
