@@ -269,7 +269,9 @@ def _parse(
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     rope = rope_config(settings)
     if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
-        rotary = f"head_dim {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
+        # Of latent attention, whose class takes it for head_dim.
+        name = "qk_rope_head_dim" if "qk_rope_head_dim" in settings else "head_dim"
+        rotary = f"{name} {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
         raise ModelError(f"{rotary}: rotary embeddings need an even number")
     return ModelConfig(
         architecture=architecture,

@@ -232,7 +232,7 @@ def test_the_cache_entry_of_deepseek_v3() -> None:
     [
         ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a whole number"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at least 1"),
-        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim 5 is odd"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim 5, of which 5 are rotated: rotary embeddings need an even number"),
         ({"q_lora_rank": None}, "q_lora_rank is None; it must be a whole number"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": None},
