@@ -156,8 +156,8 @@ class WorkerCommand(ConfigurableCommand):
 @option(
     "--prefill-slice", "prefill_slice_s", envvar="FISSILE_PREFILL_SLICE", type=Duration(),
     default=f"{1000 * PREFILL_SLICE_S:g}ms",
-    help="Longest time of the prompts in a step while anything decodes, or four usual decode steps where these take "
-    "longer: streams have no longer gaps beside a long prompt. 0s bounds steps by tokens alone.",
+    help="Longest step with prompts while anything decodes, or five usual decode steps where these take longer: "
+    "streams have no longer gaps beside a long prompt. 0s bounds steps by tokens alone.",
 )  # fmt: skip
 @option(
     "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True,

@@ -1,8 +1,8 @@
 """Measures how fast this worker computes prompts, and cuts chunks by it.
 
-While anything decodes, the prompts of a step may take a bounded time: a *slice*. So a stream has no longer gap than a
-slice and its own decode, however long the prompt beside it. What prompts take of a step is its duration without that of
-a usual decode step, since both read the weights once.
+While anything decodes, a step with prompts may take a bounded time: a *slice*. So a stream has no longer gap than that,
+however long the prompt beside it. What prompts take of a step is its duration without that of a usual decode step,
+since both read the weights once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TELLING_SHARE: Final = 1 / 8
 _LEAST_CHUNK: Final = 1 / 64
 # Where decode steps are slow, a slice is as long as this number of them: shorter ones would slow down prompts, whose
 # steps take a decode's time each, and hardly shorten the gaps.
-_SLICE_STEPS: Final = 4
+_SLICE_STEPS: Final = 5
 # A step may have been interrupted: it counts as at most this number of usual ones.
 _MOST_SLOWDOWN: Final = 2.0
 # Least share of a step's duration that is taken for the prompts': the decodes beside them may have been quick.
@@ -36,7 +36,7 @@ class PrefillMeter:
 
     Args:
         max_num_batched_tokens: tokens of a full step.
-        slice_s: seconds of a slice; 0 bounds steps by tokens alone.
+        slice_s: seconds of a step with prompts while anything decodes; 0 bounds steps by tokens alone.
 
     Attributes:
         last_prompt_latency: seconds of the last one that computed prompt tokens.
@@ -78,8 +78,8 @@ class PrefillMeter:
                 self.context_cost.note(batch.total_tokens_num_prefill, num_pairs, prompts_s)
 
     def step_cost(self, *, has_decodes: bool, most: float = math.inf) -> float:
-        """Budget of the step's prompts: `most` without decodes; beside them a slice, and at most as much as a full step
-        of a prompt that begins."""
+        """Budget of the step's prompts: `most` without decodes; beside them what a slice has room for, and at most as
+        much as a full step of a prompt that begins."""
         if not has_decodes:
             return most
         full = self.context_cost.of(0, self._max_tokens)
@@ -88,7 +88,8 @@ class PrefillMeter:
         if self._unit_s == 0:
             # Enough to find out what prompts cost here.
             return _TELLING_SHARE * full
-        return min(full, max(self._slice_s, _SLICE_STEPS * self._decode_s) / self._unit_s)
+        longest_s = max(self._slice_s, _SLICE_STEPS * self._decode_s)
+        return min(full, (longest_s - self._decode_s) / self._unit_s)
 
     def cut(self, step: Step, start: int, num_tokens: int) -> int:
         """Number of a prompt's next `num_tokens`, from `start` on, that the step can afford."""

@@ -1,4 +1,4 @@
-"""How long streams wait for the prompts beside them: at most a slice and a decode, once the worker knows its speed."""
+"""How long streams wait for the prompts beside them: at most a slice, once the worker knows its speed."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def run(machine: Machine, slice_s: float, *, policy: str = MIXED, num_streams: i
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_streams_beside_a_long_prompt_wait_a_slice_and_a_decode(name: str) -> None:
+def test_streams_beside_a_long_prompt_wait_at_most_a_slice(name: str) -> None:
     found = run(MACHINES[name], SLICE_S)
-    longest = max(SLICE_S, 4 * DECODE_S[name]) + DECODE_S[name]
+    longest = max(SLICE_S, 5 * DECODE_S[name])
     # The first step is the smallest one that tells what prompts cost.
     assert found.chunks[0][0] <= MAX_TOKENS / 8
     assert max(found.gaps[1:]) <= 1.01 * longest
@@ -123,8 +123,8 @@ def test_alone_a_prompt_takes_full_steps() -> None:
 def test_prompts_before_decodes_take_slices_too() -> None:
     """Four steps of prompts in a row, as `prefill_first` promises, each no longer than a slice."""
     found = run(MACHINES["additive"], SLICE_S, policy=PREFILL_FIRST)
-    assert max(seconds for _, seconds in found.chunks[1:]) <= 1.01 * (SLICE_S + DECODE_S["additive"])
-    assert max(found.gaps) <= 1.01 * (4 * (SLICE_S + 0.06) + 0.12)
+    assert max(seconds for _, seconds in found.chunks[1:]) <= 1.01 * max(SLICE_S, 5 * DECODE_S["additive"])
+    assert max(found.gaps) <= 1.01 * (4 * max(SLICE_S, 0.3) + 0.12)
 
 
 MUTANTS = [
@@ -138,12 +138,12 @@ MUTANTS = [
 def test_no_gap_is_longer_than_a_slice(decode_s: float, token_s: float, slice_s: float, noise: float) -> None:
     """On any machine whose least chunk fits a slice, also a noisy one."""
     found = run(additive(decode_s, token_s), slice_s, noise=noise)
-    longest = max(slice_s, 4 * decode_s, token_s * MAX_TOKENS / 64) + decode_s
+    longest = max(slice_s, 5 * decode_s, token_s * MAX_TOKENS / 64 + decode_s)
     # What is known of the speed is a mean of noisy steps, and so is the decode's time.
     assert max(found.gaps[2:], default=0.0) <= (1 + noise) ** 2 * 1.05 * longest
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_a_fault_shows(mutant: Mutant) -> None:
-    names, test = list(MACHINES), test_streams_beside_a_long_prompt_wait_a_slice_and_a_decode
+    names, test = list(MACHINES), test_streams_beside_a_long_prompt_wait_at_most_a_slice
     assert_noticed(mutant, lambda number: test(names[number]), range(len(names)))
