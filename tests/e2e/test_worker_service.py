@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from common.cli.core.errors import CommandError
 from common.process.tasks import task_failures
+from common.text.tokenizer import tokenizer_files
 from tests.e2e.worker_bench import (
     ENDLESS,
     NUM_BLOCKS,
@@ -115,8 +116,8 @@ async def test_description_and_tokenizer(site: Site, folder: Path) -> None:
         assert not sha256
         files[piece.name] = files.get(piece.name, b"") + piece.data
         sha256 = piece.sha256
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
-    assert files == {name: (folder / name).read_bytes() for name in names}
+    assert sorted(files) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert files == tokenizer_files(folder)
     digest = hashlib.sha256()
     for name, data in sorted(files.items()):
         digest.update(name.encode() + b"\0" + len(data).to_bytes(8, "little") + data)

@@ -28,7 +28,7 @@ from common.cli.client.chat_tools import (
     commands_of,
     read_tools,
 )
-from common.cli.client.generate import given, with_sampling_options
+from common.cli.client.generate import LOGPROB_MODES, given, with_sampling_options
 from common.cli.core.client import Answer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
@@ -36,7 +36,6 @@ from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.core.word_wrap import WordWrap
-from common.logprobs import LOGPROB_FIELDS
 
 HELP: Final = """\
 /help         lists these commands
@@ -305,12 +304,7 @@ def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: b
 
 
 _MODES: Final = (
-    Mode(
-        "in a conversation",
-        lambda _: True,
-        "only texts are shown; ask by `fissile generate`",
-        unused=frozenset(LOGPROB_FIELDS),
-    ),
+    *LOGPROB_MODES,
     Mode(
         "without --tool-command",
         lambda given: not given["tool_commands"],

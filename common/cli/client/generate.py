@@ -273,6 +273,21 @@ async def ask_router(
     return answer
 
 
+# Modes of the commands that show logprobs.
+LOGPROB_MODES: Final = (
+    Mode(
+        "without --logprobs, --logprob-token-id or --prompt-logprobs",
+        lambda given: given["logprobs"] is None and given["prompt_logprobs"] is None and not given["logprob_token_ids"],
+        "no logprobs are shown",
+        unused=frozenset({"logprobs_kind"}),
+    ),
+    Mode(
+        "without --prompt-logprobs",
+        lambda given: given["prompt_logprobs"] is None,
+        "no logprobs of the prompt are shown",
+        unused=frozenset({"prompt_logprobs_start"}),
+    ),
+)
 _MODES: Final = (
     Mode(
         "with --offline",
@@ -294,18 +309,7 @@ _MODES: Final = (
         "a plain text has no messages",
         unused=frozenset({"system"}),
     ),
-    Mode(
-        "without --logprobs, --logprob-token-id or --prompt-logprobs",
-        lambda given: given["logprobs"] is None and given["prompt_logprobs"] is None and not given["logprob_token_ids"],
-        "no logprobs are shown",
-        unused=frozenset({"logprobs_kind"}),
-    ),
-    Mode(
-        "without --prompt-logprobs",
-        lambda given: given["prompt_logprobs"] is None,
-        "no logprobs of the prompt are shown",
-        unused=frozenset({"prompt_logprobs_start"}),
-    ),
+    *LOGPROB_MODES,
 )
 
 

@@ -111,7 +111,8 @@ ON = {
     ("generate", "with --text"): "hello --text",
     ("generate", "without --logprobs, --logprob-token-id or --prompt-logprobs"): "hello",
     ("generate", "without --prompt-logprobs"): "hello --logprobs 1",
-    ("chat", "in a conversation"): "",
+    ("chat", "without --logprobs, --logprob-token-id or --prompt-logprobs"): "",
+    ("chat", "without --prompt-logprobs"): "--logprobs 1",
     ("chat", "without --tool-command"): "",
     ("workers", "without --watch"): "",
     ("workers", "with --watch"): "--watch",
@@ -259,7 +260,7 @@ def test_a_simulated_engine_uses_each_option_that_it_takes(tmp_path: Path) -> No
         if not mode.has_no_use_for(param.name or "")
         and param.name not in OF_THE_SERVICE | {"tp_size", "dp_size", "dp_rank"}
     }
-    assert {name for name in taken if FIELD_OF.get(name, name) not in Recorded.read} == {"model"}
+    assert {name for name in taken if FIELD_OF.get(name, name) not in Recorded.read} == set()
 
 
 @pytest.mark.parametrize("size", ["--tp-size", "--dp-size"])
