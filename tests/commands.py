@@ -1,4 +1,4 @@
-"""The commands of `fissile`, for tests that look at all of them."""
+"""All commands of `fissile`, for tests that check each of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _leaves(command: click.Command, context: click.Context, path: str = "") -> I
         yield from _leaves(found, context, f"{path} {name}")
 
 
-# All commands that are no groups, by their names behind `fissile`.
+# All commands except groups, by the name after `fissile`.
 LEAVES = dict(_leaves(fissile, click.Context(fissile))) | {"worker warmup": warmup}
 
 
 def names_of(command: click.Command) -> set[str]:
-    """The names of a command's options, with those of their negations."""
+    """The names of a command's options, including their negations."""
     return {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
 
 

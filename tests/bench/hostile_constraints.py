@@ -1,9 +1,9 @@
 """Rate of a plain stream beside hostile constraints: `python -m tests.bench.hostile_constraints [--seconds 2]`.
 
-The service has one worker, with the demo model or that of `--model`. A client runs one plain stream after the other.
-`--beside` other streams run at the same time and start again whenever they end. Turns alternate: first streams with a
-hostile constraint, then plain streams whose answers are as long as the mean answer of the first. A ratio is the median
-over these pairs. The statuses of the other streams and the worker's memory are printed too.
+The service has one worker, with the demo model or the model of `--model`. A client runs plain streams one by one.
+`--beside` other streams run at the same time and restart when they end. Turns alternate: the other streams first have
+a hostile constraint, then they are plain and as long as the mean hostile answer. Each ratio is the median over these
+pairs. Also prints the statuses of the other streams and the worker's memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.e2e.service import Service, running_service
 from tests.unit.common.constraints.test_check import HOSTILE
 
 _DEMO: Final = Path(__file__).parents[2] / "deploy" / "demo" / "checkpoint"
-# Seconds in which the other streams start before the rate is measured.
+# Seconds between the start of the other streams and the measurement.
 _WARM_UP_S: Final = 0.3
 # A constraint with equally long answers and quick masks, for comparison.
 _HARMLESS: Final = {"harmless": {"regex": "[a-z ]{300,500}"}}
@@ -101,7 +101,7 @@ def rate(stub: InferenceServiceStub, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Turn:
-    """Rates of one pair of turns, tokens per second, and the statuses of the hostile streams."""
+    """Rates in tokens per second of one pair of turns, and the statuses of the hostile streams."""
 
     name: str
     beside_hostile: float
@@ -110,7 +110,7 @@ class Turn:
 
 
 def turns(service: Service, options: argparse.Namespace) -> Iterator[Turn]:
-    """Pairs of turns, round after round."""
+    """Yields one Turn per constraint and round, after measuring it."""
     every = {**_HARMLESS, **HOSTILE}
     for _ in range(options.rounds):
         for name in options.only or every:

@@ -1,9 +1,9 @@
-"""How long streams wait beside a long prompt: `python -m tests.bench.long_prompt [--folder FOLDER] [--rounds 3]`.
+"""Gaps of streams beside a long prompt: `python -m tests.bench.long_prompt [--folder FOLDER] [--rounds 3]`.
 
 Random weights of Qwen3-0.6B's shape in bfloat16. Four streams decode when a prompt of 3,000 tokens arrives. Engines
 with and without a prefill slice take turns. Prints the usual decode step, the streams' longest gap until the prompt's
-first token, the prompt's time to first token, and tokens per second of all, prompt tokens included. The first round
-includes how an engine finds out its speed.
+first token, the prompt's time to first token, and the tokens per second of all sequences, prompt tokens included. In
+the first round the engine does not know its speed yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _USUAL_STEPS: Final = 20
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds, and tokens per second."""
+    """One measurement: usual step, longest gap and time to first token in seconds; rate in tokens per second."""
 
     usual: float
     longest_gap: float
@@ -46,7 +46,7 @@ class Round:
 
 
 def measure(core: EngineCore, streams: int, prompt_tokens: int, place: int) -> Round:
-    """One long prompt beside streams, which are ended afterwards."""
+    """Measures one long prompt beside `streams` sequences, then ends them."""
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     beside = [Sequence([10 + place, i, 1, 2, 3, 4, 5, 6], 16, params) for i in range(streams)]
     core.add_group(beside)
@@ -77,7 +77,7 @@ def measure(core: EngineCore, streams: int, prompt_tokens: int, place: int) -> R
 
 
 def rounds(folder: Path, options: argparse.Namespace) -> Iterator[tuple[float, Round]]:
-    """Slices, and what was measured with each; in turns."""
+    """Yields (slice, Round) for each slice in turn, `options.rounds` times."""
     config = replace(
         default_config(folder), dtype="bfloat16", max_model_len=options.prompt + 1000, num_kvcache_blocks=1000
     )
@@ -90,13 +90,13 @@ def rounds(folder: Path, options: argparse.Namespace) -> Iterator[tuple[float, R
 def _core(config: Config) -> EngineCore:
     core = LLMEngine(config).core
     assert isinstance(core.runner, ModelRunner)
-    # As in a worker: a page of the KV cache that is used for the first time takes 4 ms, and 56 come at once.
+    # As in a worker: the first use of a KV cache page takes 4 ms, and 56 pages are first used at once.
     core.runner.touch_kv_cache()
     return core
 
 
 def main() -> None:
-    """Prints a line for each turn."""
+    """Prints one line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of a checkpoint; default: random weights of the shape")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    # As in a worker, which collects garbage between steps.
+    # A worker collects garbage only between steps.
     gc.disable()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

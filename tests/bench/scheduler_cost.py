@@ -1,11 +1,16 @@
-"""What a step costs the engine thread besides the model: schedule() and postprocess(), the batch's building included.
+"""Engine-thread cost of a step without the model: schedule() and postprocess(), including the batch's construction.
 
     python -m tests.bench.scheduler_cost
 
-Microseconds per running sequence and step, with 10 000 sequences waiting and a pool of a million blocks; what the pool
-takes to make; and milliseconds of a step of 256 sequences with long contexts, their block tables for the model runner
-included, which is most of the gap between two steps; and the longest step while 64 sequences follow a prompt of 100,000
-tokens. Thread time, so that other processes on the machine count little.
+Prints:
+
+- the time and memory to make a pool of a million blocks;
+- microseconds per running sequence and step, with 10 000 sequences waiting;
+- milliseconds of a step of 256 sequences with long contexts, including their block tables for the model runner, which
+  make most of the gap between two steps;
+- the longest step while 64 sequences follow a prompt of 100,000 tokens.
+
+All times are thread times, so other processes on the machine count little.
 """
 
 from __future__ import annotations
@@ -97,7 +102,7 @@ def report_contexts(num_tokens: int, num_steps: int) -> str:
 
 
 def report_followers(num_followers: int, num_tokens: int) -> str:
-    """One line: steps in which sequences are admitted whose whole prompt but for three tokens is cached."""
+    """One line: times of the steps that admit sequences whose prompts are cached except the last three tokens."""
     scheduler, prompt = make_scheduler(256), list(range(1, num_tokens + 1))
     seqs = [Sequence([*prompt, i, i, i], 16, SamplingParams(max_tokens=5000)) for i in range(1, num_followers + 2)]
     scheduler.add_group(seqs[:1])

@@ -132,7 +132,7 @@ def service(folder: Path) -> Iterator[list[Process]]:
     for i, unlike in enumerate(WORKERS):
         port = free_port()
         own = ["--model", str(DEMO), "--model-name", NAME, "--port", str(port), "--worker-id", f"worker-{i}"]
-        # A worker that caches nothing has no blocks to digest.
+        # A worker without prefix caching has no blocks to digest.
         digests = [] if "--no-prefix-caching" in unlike else ["--kv-digests", "100%"]
         arguments = ["worker", *own, "--max-model-len", str(LENGTH), *digests, *unlike]
         workers.append(

@@ -94,7 +94,7 @@ def running_envoy(folder: Path, configuration: Configuration, upstream_ports: Se
     path.write_text(yaml.safe_dump(configuration), encoding="utf-8")
     command = [tool("envoy"), "-c", path, "--disable-hot-restart", "--concurrency", "1", "--log-level", "warn"]
     with log.open("wb") as output:
-        # The path of the descriptor set is from the root of the checkout.
+        # The path of the descriptor set is relative to the root of the checkout.
         process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=output, stderr=output)
     envoy = Envoy(port, admin_port, log, process)
     try:

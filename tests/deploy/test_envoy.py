@@ -185,7 +185,7 @@ def test_pages_of_other_origins_may_not_read_answers(mesh: Mesh) -> None:
 
 
 def by_json(mesh: Mesh, method: str, body: str, query: str = "") -> tuple[int, str]:
-    """Status and body of a POST of JSON."""
+    """Status and body of the answer to a JSON POST."""
     connection = http.client.HTTPConnection("127.0.0.1", mesh.envoy.port, timeout=60)
     with contextlib.closing(connection):
         path = f"/fissile.v1.InferenceService/{method}{query}"
@@ -195,7 +195,7 @@ def by_json(mesh: Mesh, method: str, body: str, query: str = "") -> tuple[int, s
 
 
 def test_json_gets_the_answers_that_grpc_gets(mesh: Mesh) -> None:
-    """O19: curl needs no gRPC."""
+    """O19: clients without gRPC, such as curl, can use JSON."""
     asked = request(41, 30)
     whole = generate(mesh.stub, asked)
     status, once = by_json(mesh, "GenerateOnce", MessageToJson(asked))
@@ -235,7 +235,7 @@ def test_a_large_request_and_a_chat_pass_as_json(mesh: Mesh) -> None:
 def test_an_error_is_json_with_its_reason_and_field(
     mesh: Mesh, method: str, body: dict[str, Any], status: int, reason: str, field: str | None
 ) -> None:
-    """O19: the body was empty where the descriptor set lacked the types of details."""
+    """O19: the body was empty when the descriptor set lacked the types of error details."""
     got, said = by_json(mesh, method, json.dumps(body))
     details = json.loads(said)["details"]
     assert (got, [each["reason"] for each in details if "reason" in each]) == (status, [reason])

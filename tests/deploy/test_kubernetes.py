@@ -297,7 +297,7 @@ def test_pods_have_an_account_of_their_own_and_a_priority(variant: str, componen
 
 @each
 def test_folders_of_pods_have_a_limit(variant: str, component: str) -> None:
-    """Else a Pod could fill its node's disk."""
+    """Without a limit a Pod could fill its node's disk."""
     volumes = pod(variant, component)["spec"]["volumes"]
     assert [v["name"] for v in volumes if "emptyDir" in v and "sizeLimit" not in v["emptyDir"]] == []
 

@@ -1,4 +1,4 @@
-"""The release workflow as far as it can be checked without a registry, and the install that README gives."""
+"""The release workflow, checked without a registry, and the install commands of the README."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_tag_of_the_version_is_taken_and_another_refused(capsys: pytest.Captur
 
 
 def test_pages_name_no_tag_that_does_not_exist() -> None:
-    """Kustomizations that a page gives must resolve today."""
+    """A kustomization in a page must resolve today."""
     tags = run(["git", "tag"]).stdout.split()
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DEPLOY / "README.md"):
         named = re.findall(r"\?ref=(v[\w.]+)", page.read_text("utf-8"))
@@ -77,7 +77,7 @@ def test_pages_name_no_tag_that_does_not_exist() -> None:
 
 
 def install_commands() -> list[str]:
-    """The install commands of README's section, without comments."""
+    """The install commands of the README's section "Installing it", without comments."""
     section = (ROOT / "README.md").read_text("utf-8").partition("## Installing it")[2].partition("\n## ")[0]
     return [command.partition("#")[0].strip() for command in re.findall(r"^pip (install .*)$", section, re.MULTILINE)]
 
@@ -89,7 +89,7 @@ def test_readme_installs_the_router_and_the_client() -> None:
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of what git tracks, without tests, pages and manifests."""
+    """Copies the tracked files into `folder`, except tests, pages and manifests; returns `folder`."""
     for name in run(["git", "ls-files", "-z"]).stdout.split("\0"):
         if name and (ROOT / name).is_file() and not name.startswith(("tests/", "docs/", "deploy/")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +98,13 @@ def checkout(folder: Path) -> Path:
 
 
 def pip(python: Path, *arguments: str | Path, cwd: Path, path: str) -> None:
-    """Runs pip to its end; skips the test where it reaches no registry.
+    """Runs pip to its end; skips the test if pip reaches no registry.
 
     Args:
-        python: of the environment.
-        arguments: of pip.
-        cwd: folder that it runs in.
-        path: of programs; without a compiler on it the kernels, which are another test's, are left out.
+        python: the environment's interpreter.
+        arguments: pip's arguments.
+        cwd: pip's working folder.
+        path: PATH of pip. Without a compiler on it the wheel has no kernels; another test covers them.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX")}
     command = [str(python), "-m", "pip", *map(str, arguments)]

@@ -158,7 +158,7 @@ def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: S
 
 
 def test_requests_show_the_model_that_was_chosen(site: Site) -> None:
-    """O26: a client that leaves the name out gets the only model, and operators see which."""
+    """O26: a request without a model name gets the only model, and operators see its name."""
     calls = site.begun(request(0, 1900))
     try:
         (shown,) = json.loads(site.run(requests, "--json"))

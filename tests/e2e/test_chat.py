@@ -35,7 +35,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 LETTERS = "hijklmnpqrstuvwxyz"
-# The editor asks the terminal to mark pastes whenever it begins to read a message.
+# The editor sends this when it begins to read a message: it asks the terminal to mark pastes.
 PASTES = "\x1b[?2004h"
 
 
@@ -122,7 +122,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         self._arguments = arguments
-        # No test reads the history of those who run it, or writes to it.
+        # Keeps tests away from the history of the user who runs them.
         self._history = {"XDG_STATE_HOME": str(state)} if state else {"FISSILE_HISTORY": "0"}
         self._kind = kind
         self._slave = slave
@@ -159,11 +159,11 @@ class Terminal:
 
     @property
     def is_dumb(self) -> bool:
-        """True if it shows characters alone."""
+        """True if the terminal has no control sequences."""
         return self._kind == "dumb"
 
     def paste(self, text: str) -> None:
-        """Pastes as a terminal does that has been told to mark pastes."""
+        """Pastes `text` between the marks of bracketed paste."""
         self.type(f"\x1b[200~{text}\x1b[201~")
 
     def type(self, keys: str) -> None:
@@ -235,14 +235,14 @@ async def test_what_goes_wrong_on_a_terminal_is_a_line() -> None:
 
 
 def said(b: Bench) -> list[str]:
-    """Messages of the user in the last conversation that the worker has got."""
-    # Special tokens are not shown.
+    """The user's messages in the last prompt that the worker received."""
+    # The decoded prompt has no special tokens, so roles separate the messages.
     turns = prompts(b)[-1].split("user\n")[1:]
     return [turn.partition("assistant\n")[0] for turn in turns]
 
 
 async def test_a_paste_of_several_lines_is_one_message() -> None:
-    """O16: three lines were three questions."""
+    """O16: a paste of three lines sent three messages."""
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind="xterm", columns=80) as chat:
         for pasted in (
             "one\ntwo\nthree",
@@ -309,7 +309,7 @@ async def test_a_history_that_cannot_be_kept_is_a_line(tmp_path: Path) -> None:
 
 
 def words(_: wpb.SubmitSequence) -> list[int]:
-    """Words of four letters and a blank, without an end."""
+    """An answer of 400 words of four letters and a blank, without an end of sequence."""
     return [*TOKENIZER.encode("lion ")] * 400
 
 

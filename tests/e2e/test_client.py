@@ -400,7 +400,7 @@ def test_a_number_of_answers_that_is_none_takes_no_memory() -> None:
 
 
 def test_an_asyncio_client_goes_on_with_the_next_event_loop() -> None:
-    """F19: `Event loop is closed` in the second `asyncio.run`, as scripts and notebooks have it."""
+    """F19: in scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
 
     async def serve(stop: threading.Event, ready: Queue[str]) -> None:
         async with bench(FakeWorker(FILES, answer=short)) as b:

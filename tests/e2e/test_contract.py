@@ -192,7 +192,7 @@ async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
 
 @pytest.mark.parametrize("num_words", [5_000, 40_000])
 async def test_prompt_too_long_for_the_model_is_counted(num_words: int) -> None:
-    """A text that is refused early by a lower bound, and one that is encoded until it is too long."""
+    """Generate refuses the longer text by a lower bound, and encodes the shorter one until it is too long."""
     async with bench() as b:
         text = "word " * num_words
         tokens = await b.stub.Tokenize(pb.TokenizeRequest(text=text))

@@ -194,7 +194,7 @@ def _until_arguments(stream: Iterator[pb.ChatResponse]) -> list[pb.ChatResponse]
 
 async def test_arguments_between_tags_are_held_one_by_one() -> None:
     files = tool_files()
-    # Calls as Qwen3-Coder writes them.
+    # Calls in Qwen3-Coder's form.
     files["chat_template.jinja"] = re.sub(
         rb'\{"name": .*\| tojson \}\}\}\n',
         b"<function={{ call.function.name }}>\n"

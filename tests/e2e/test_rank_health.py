@@ -1,4 +1,4 @@
-"""Probes of a machine that runs ranks only, `fissile worker --node-rank 1 --health-port`, whose engine is elsewhere."""
+"""Health probes of a machine that runs only ranks: `fissile worker --node-rank 1 --health-port`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHIN_S = 90.0
 
 
 def status(port: int, service: str) -> str:
-    """The health of a service; empty without an answer."""
+    """The health status of a service; "" without an answer."""
     try:
         return asyncio.run(serving_status(f"127.0.0.1:{port}", service, 5.0))
     except CommandError:
@@ -51,7 +51,7 @@ def command(folder: Path, *options: str) -> list[str]:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """A machine of ranks, its health port and its log."""
+    """The process of a machine that runs only ranks, its health port and its log."""
     port, log = free_port(), tmp_path / "node.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -72,7 +72,7 @@ def test_probes_of_a_machine_of_ranks_follow_its_ranks(node: tuple[subprocess.Po
     wait_for(port, "liveness", "SERVING", log)
     wait_for(port, "readiness", "SERVING", log)
     (rank,) = children(process.pid)
-    # Whoever asks sees the loss: the rank is started again after a second.
+    # Polling sees the loss, because the rank restarts only after a second.
     os.kill(rank, signal.SIGKILL)
     wait_for(port, "readiness", "NOT_SERVING", log)
     assert status(port, "liveness") == "SERVING"

@@ -33,7 +33,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(name: str, model: Path, folder: Path, *options: str, secret: str = "") -> Process:
     port = free_port()
-    # A machine that runs ranks only takes none of the options of a worker's service and engine.
+    # A machine that runs only ranks refuses the options of a worker's service and engine.
     served = [] if "--node-rank" in options else ["--port", str(port), *OPTIONS]
     arguments = ["worker", "--model", str(model), *served, *options]
     environment = {"OMP_NUM_THREADS": "1", **({SECRET_VARIABLE: secret} if secret else {})}

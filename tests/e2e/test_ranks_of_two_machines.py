@@ -142,7 +142,7 @@ def test_a_machine_that_comes_back_is_used_again(machines: Machines) -> None:
 
 
 def test_logs_of_both_machines_are_json_alone(machines: Machines) -> None:
-    """O31: PyTorch warned in lines of its own that the address of the other machine has no name."""
+    """O31: PyTorch wrote plain-text warnings that the other machine's address has no name."""
     for log in (machines.first.log, machines.second_log):
         lines = log.read_text().splitlines()
         assert lines

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 # What the router extra does not bring.
 ABSENT = ("torch", "triton")
-# Before anything else of the interpreter is imported. Libraries that look for these packages find none.
+# Runs before all other imports, so that libraries find none of these packages.
 REFUSAL = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT}))

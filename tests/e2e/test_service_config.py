@@ -1,4 +1,4 @@
-"""The shipped service config: which calls gRPC repeats at another router, and which it does not."""
+"""The shipped service config: the calls that gRPC retries at another router, and those that it does not."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ async def code_of(call: Any) -> str:
 async def test_calls_that_a_stopped_server_never_saw_go_to_another_router(retries_cancelled: bool) -> None:
     """O15: calls that arrive between the stop of gRPC's core and its GOAWAY end as CANCELLED; no router sees them.
 
-    The core is stopped while many calls wait to be accepted, so that it hits many, not one or two in a thousand.
+    The test stops the core while many calls wait to be accepted, so many calls end so, not one or two in a thousand.
     """
     shipped = json.loads(SHIPPED)
     (method,) = shipped["methodConfig"]
-    # A short wait, for the sake of the test's time.
+    # A short backoff makes the test quicker.
     method["retryPolicy"]["initialBackoff"] = "0.01s"
     if not retries_cancelled:
         method["retryPolicy"]["retryableStatusCodes"] = ["UNAVAILABLE"]
@@ -56,7 +56,7 @@ async def test_calls_that_a_stopped_server_never_saw_go_to_another_router(retrie
             await collect(stub.Generate(request(request_id=f"warm {i}"), wait_for_ready=True))
         calls = [stub.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(400)]
         await until(lambda: ends.router.service.in_flight > 0)
-        # Behind the back of `GrpcServer.stop`, which accepts and refuses what has arrived.
+        # Bypasses `GrpcServer.stop`, which would accept the calls that arrived and refuse them.
         await ends.router.server.server.stop(0)
         codes = Counter(await asyncio.gather(*map(code_of, calls)))
         if retries_cancelled:
@@ -66,7 +66,7 @@ async def test_calls_that_a_stopped_server_never_saw_go_to_another_router(retrie
 
 
 async def test_a_call_that_an_operator_has_cancelled_is_not_repeated() -> None:
-    """Its status is CANCELLED too, and a policy that repeats that one would undo `fissile cancel`."""
+    """A policy that retries every CANCELLED would undo `fissile cancel`."""
     worker = FakeWorker(FILES, room_seqs=1, step_s=0.01)
     async with bench(worker, admin_port=0) as b, channel_to(b) as channel:
         assert b.router.admin is not None
@@ -79,7 +79,7 @@ async def test_a_call_that_an_operator_has_cancelled_is_not_repeated() -> None:
             error = await error_of(waiting)
         assert error.code() is grpc.StatusCode.CANCELLED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "CANCELLED_BY_OPERATOR"
-        # No second attempt has come while the first request still runs.
+        # No second attempt arrives: only the first request is in flight.
         await asyncio.sleep(0.5)
         assert b.router.service.in_flight == 1
         first.cancel()

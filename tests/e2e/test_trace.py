@@ -68,7 +68,7 @@ def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> N
     for span in (router, worker):
         assert span.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens
         assert span.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens
-    # O27: one attribute has one meaning on both sides of the hop.
+    # O27: an attribute has the same meaning on both sides of the hop.
     assert router.attributes["gen_ai.response.id"] == parts[0].request_id
     assert "gen_ai.response.id" not in worker.attributes
     assert re.fullmatch("[0-9a-f]{1,16}", str(worker.attributes["fissile.rid"]))

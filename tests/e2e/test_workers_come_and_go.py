@@ -136,7 +136,7 @@ async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -
 
 
 def calls_that_need_a_model(b: Bench, model: str) -> dict[str, Any]:
-    """One call of each method whose request names a model; ListModels says what there is now."""
+    """One call of each method whose request names a model; ListModels does not wait for one."""
     chat = pb.ChatRequest(model=model, messages=[pb.ChatMessage(role="user", content="hi")])
     generate = request(model=model)
     receipt = pb.Receipt(version=VERSION, request_sha256=bytes(32), output_sha256=bytes(32))
@@ -161,7 +161,7 @@ def calls_that_need_a_model(b: Bench, model: str) -> dict[str, Any]:
 
 
 async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
-    """How calls have ended."""
+    """The status of each call, by its name, after all have ended."""
     ended = await asyncio.gather(*calls.values(), return_exceptions=True)
     assert all(not isinstance(end, BaseException) or isinstance(end, grpc.aio.AioRpcError) for end in ended)
     codes = [end.code() if isinstance(end, grpc.aio.AioRpcError) else grpc.StatusCode.OK for end in ended]
@@ -170,7 +170,7 @@ async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
 
 @pytest.mark.parametrize("model", ["", "m"])
 async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: str) -> None:
-    """O14: GetModel and Tokenize failed at once where Generate waited."""
+    """O14: GetModel and Tokenize failed at once, but Generate waited."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
         calls = calls_that_need_a_model(b, model)
@@ -188,7 +188,7 @@ async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: s
 
 
 async def test_commands_wait_for_the_first_worker_too() -> None:
-    """O14: fissile generate and fissile chat ask for the model first, which failed at once."""
+    """O14: `fissile generate` and `fissile chat` call GetModel first, which failed at once."""
     worker = FakeWorker(FILES, answer=short)
     async with early(worker, worker_wait_s=60.0) as b:
         at = ("--address", b.router.server.address)
@@ -200,7 +200,7 @@ async def test_commands_wait_for_the_first_worker_too() -> None:
 
 
 async def test_every_call_that_needs_a_model_ends_with_the_router() -> None:
-    """O14: calls that wait for a model do not outlive the router, and leave nothing when their client goes."""
+    """O14: the end of the router or of the client ends a call that waits for a model."""
     async with early(FakeWorker(FILES)) as b:
         gone = b.stub.GetModel(pb.GetModelRequest())
         await until(lambda: b.router.pool.tables()["early"] == 1)
@@ -214,7 +214,7 @@ async def test_every_call_that_needs_a_model_ends_with_the_router() -> None:
 
 
 async def test_a_lookup_that_waits_takes_a_place_of_its_tenant() -> None:
-    """O14: who floods a router that starts with GetModel is refused by the limit of the tenant."""
+    """O14: the tenant's limit refuses a flood of GetModel calls to a starting router."""
     async with early(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=2))
         waiting = [b.stub.GetModel(pb.GetModelRequest()) for _ in range(2)]

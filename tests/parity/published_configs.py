@@ -1,6 +1,6 @@
-"""Entries of config.json files as models were published with them: those that decide the numbers.
+"""Entries of published config.json files that decide the numbers.
 
-Shapes and rope are the publishers' own; entries for training, and lists of layers without quantization, are left out.
+Shapes and rope are the publishers'. Entries for training, and lists of layers without quantization, are left out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def _entries(architecture: str, model: str, sizes: tuple[int, ...], /, **entries: Any) -> dict[str, Any]:
-    """A file with its sizes in the order of `_SIZES`."""
+    """The entries of a file; `sizes` has the order of `_SIZES`."""
     named = {"architectures": [architecture], "model_type": model, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     return named | dict(zip(_SIZES, sizes, strict=True)) | entries
 
@@ -307,7 +307,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=50000.0,
         rms_norm_eps=1e-5,
     ),
-    # Its model_type, kimi_k2, is none of transformers' own: there its code is remote.
+    # transformers has no model_type kimi_k2: the checkpoint brings its own code.
     "Kimi-K2": _deepseek(
         7168,
         18432,

@@ -1,6 +1,6 @@
-"""config.json as people publish it, in every spelling: the worker reads it as `transformers` does, or refuses it.
+"""The worker reads any spelling of config.json as `transformers` does, or refuses it.
 
-The reference is `AutoConfig.from_pretrained` of the same folder, and the rotary frequencies that its models compute.
+The reference is `AutoConfig.from_pretrained` of the same folder, and the rotary frequencies of its models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-# Settings that only some architectures have, as their models read them.
+# Settings of some architectures only, under the names that their models read.
 OWN = (
     "num_experts_per_tok",
     "norm_topk_prob",
@@ -85,7 +85,7 @@ ROPES: list[dict[str, Any] | None] = [
     {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
 ]
-# Entries of every architecture, and values that files have for them.
+# Entries of all architectures, with values found in files.
 SPELLINGS: dict[str, list[Any]] = {
     "rope_scaling": ROPES,
     "rope_parameters": ROPES,
@@ -140,7 +140,7 @@ SHAPE = {
 
 @st.composite
 def files(draw: st.DrawFn) -> dict[str, Any]:
-    """A config.json with entries in any of their spellings, in any order."""
+    """A config.json with entries in any spelling and order."""
     name = draw(st.sampled_from(sorted(ARCHITECTURES)))
     keys = draw(st.lists(st.sampled_from(list(SPELLINGS)), unique=True, max_size=7))
     given = {key: draw(st.sampled_from(SPELLINGS[key])) for key in keys}
@@ -157,7 +157,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 @given(files())
 def test_any_spelling_is_read_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
-    """B2 and its class: entries under two names, at two places, null, absent."""
+    """B2 and similar faults: entries under two names, in two places, null, or absent."""
     outcome = compare(tmp_path, config)
     assert "\n" not in outcome
     event(outcome.partition(":")[0])
@@ -172,7 +172,7 @@ def test_a_published_file_is_read_as_by_transformers(tmp_path: Path, name: str) 
 def test_settings_cross_to_a_process_that_does_not_read_them(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank gets them as JSON, and spares the import of `transformers`."""
+    """A rank receives the settings as JSON, so it need not import `transformers`."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = ModelConfig.from_folder(tmp_path)
     sent = json.dumps(config.source)
@@ -186,7 +186,7 @@ def test_settings_cross_to_a_process_that_does_not_read_them(
 @pytest.mark.parametrize("scaling", ROPES)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_rope_in_both_spellings(tmp_path: Path, architecture: str, scaling: dict[str, Any] | None) -> None:
-    """B2: rope_scaling beside rope_parameters changed the numbers in transformers alone."""
+    """B2: rope_scaling beside rope_parameters changed the numbers of transformers, but not ours."""
     shape = {**DEFAULT_SHAPE, **ARCHITECTURES[architecture][1]}
     named = {"architectures": [f"{ARCHITECTURES[architecture][0]}ForCausalLM"], "model_type": architecture}
     for parameters in ROPES:
@@ -194,7 +194,7 @@ def test_rope_in_both_spellings(tmp_path: Path, architecture: str, scaling: dict
 
 
 def compare(folder: Path, config: dict[str, Any]) -> str:
-    """`equal`, or why there is nothing to compare: who refuses the file."""
+    """Compares both readings of a file; `equal`, or the refusal by the worker or by `transformers`."""
     from transformers import AutoConfig
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -211,14 +211,14 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
     assert {key: getattr(own, key) for key in SIZES} == {key: getattr(reference, key) for key in SIZES}
     assert own.dtype == str(reference.dtype or "float32").removeprefix("torch.")
     if getattr(reference, "head_dim", None) is None:
-        # Of Mixtral; scaled rope of transformers then fails.
+        # Mixtral; without head_dim the scaled rope of transformers fails.
         reference.head_dim = reference.hidden_size // reference.num_attention_heads
     assert own.head_dim == reference.head_dim
     for key in (*OWN, *EXPERTS):
         if hasattr(reference, key):
             assert own.source.get(key) == getattr(reference, key), key
     if hasattr(reference, "qk_rope_head_dim"):
-        # With another head_dim beside it the model of transformers fails.
+        # The model of transformers fails if head_dim differs from it.
         reference.head_dim = reference.qk_rope_head_dim
     frequencies, attention_factor = reference_rope(reference)
     assert own.rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
@@ -235,7 +235,7 @@ def compare(folder: Path, config: dict[str, Any]) -> str:
 
 
 def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
-    """Frequencies and attention factor that a model of `transformers` computes from its config."""
+    """Frequencies and attention factor of the `transformers` model of a config."""
     from transformers import AutoModel
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -250,13 +250,13 @@ def reference_rope(config: Any) -> tuple[torch.Tensor, float]:
 
 
 def reference_window(config: Any, layer: int) -> int | None:
-    """Sliding window of a layer in a model of `transformers`."""
+    """Sliding window of a layer of the `transformers` model; None without one."""
     if config.model_type in ("qwen3", "gpt_oss"):
         return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
     return config.sliding_window if config.model_type in ("mixtral", "qwen3_moe") else None
 
 
-# Changes of a saved config.json that earlier readings took for other settings.
+# Changes of a saved config.json that the worker once read as other settings.
 EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn beside the default": ("qwen3", {"rope_scaling": YARN}),
     "yarn up to twice its config's length": ("qwen3", {"rope_scaling": YARN, "max_position_embeddings": 65}),
@@ -275,7 +275,7 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "name", [pytest.param(name, marks=() if name.startswith("yarn") else pytest.mark.slow) for name in EDITS]
 )
 def test_logits_of_a_file_with_two_spellings(tmp_path: Path, name: str) -> None:
-    """B2: log-probabilities were off by up to 7.7."""
+    """B2: log-probabilities differed by up to 7.7."""
     architecture, changes = EDITS[name]
     folder = make_checkpoint(tmp_path, architecture, tokenizer=False)
     path = folder / "config.json"

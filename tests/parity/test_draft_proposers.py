@@ -307,7 +307,7 @@ SCHEMA: Final = Constraint(
     "json_schema",
     ('{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}',),
 )
-# By field of SamplingParams.
+# Parameters of a request, by the field of SamplingParams that they set, or by several fields.
 STEERED: Final[dict[str, dict[str, Any]]] = {
     "temperature": {"temperature": 1.3},
     "top_k": {"top_k": 7},
@@ -349,14 +349,15 @@ STEERED: Final[dict[str, dict[str, Any]]] = {
 def test_drafts_of_the_same_model_are_right_with_each_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E1: drafts of a model did not follow grammars, nor what else confines a row with one."""
-    # Routers and the library make it of a constraint.
+    """E1: drafts of a model followed neither grammars nor the other limits of a row with a grammar."""
+    # Routers and the library make the grammar from a constraint.
     assert set(STEERED) >= {field.name for field in fields(SamplingParams)} - {"grammar"}
     folder = make_checkpoint(tmp_path, max_position_embeddings=512)
     options: dict[str, Any] = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "num_kvcache_blocks": 200}
     spec = SpeculativeConfig(K, DRAFT_MODEL, str(folder), adaptive=False)
     drafting, plain = LLMEngine(Config(speculative_config=spec, **options)), LLMEngine(Config(**options))
-    # A busy machine has slow masks, which do not confine drafts; and forced texts are guesses at how a text is cut.
+    # Masks slower than _SLOW_S do not confine drafts, and a busy machine has such masks.
+    # Forced texts are off, because they only guess how a text is cut into tokens.
     monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
     drafting.core.runner.forces = False  # type: ignore[attr-defined]
     prompts, wrong = [[30 + i, 40, 50 + i] for i in range(6)], dict[str, tuple[int, int]]()

@@ -1,7 +1,7 @@
-"""Texts tell people to install folders and extras of a checkout, never a package by a name that anybody may register.
+"""Texts tell people to install from a checkout, never by a package name.
 
-Neither `fissile` nor `fissile-client` is published. Whoever registered one of them would run code on the machine of
-each reader that installs it by name.
+`fissile` and `fissile-client` are unpublished, so anybody may register these names and run code on the machine of each
+reader who installs them by name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from common.cli.group import INSTALLED_BY
 ROOT = Path(__file__).parents[2]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 _SUFFIXES = (".md", ".py", ".sh", ".toml", ".yaml", ".yml", ".Dockerfile", "Makefile")
-# A command that installs, to the end of its line or of its quotes.
+# An install command, up to the end of its line or of its backticks.
 _COMMAND = re.compile(r"\b(?:pipx? (?:install|download|wheel)|uv (?:add|pip install|tool install)|uvx)\b([^`\n]*)")
-# The extras of an installed name, wherever they stand.
+# One of our package names with extras, anywhere in a text.
 _EXTRAS_OF_A_NAME = re.compile(r"\bfissile(?:-client)?\[")
-# Both packages by name, as an argument of such a command.
+# One of our package names as an argument of an install command.
 _NAME = re.compile(r"(?:^|\s)['\"]?fissile(?:[-_]client)?(?:['\"]|\[|[=<>~]|\s|\)|$)")
 _OWN = "tests/unit/test_install_texts.py"
 
@@ -37,7 +37,7 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 
 def by_name(text: str) -> list[str]:
-    """The lines of a text that tell to install one of our packages by its name."""
+    """The lines of a text that install one of our packages by name."""
     return [
         line.strip()
         for line in text.splitlines()
@@ -88,14 +88,14 @@ def test_folders_and_extras_of_install_commands_exist() -> None:
                 assert (ROOT / path / "pyproject.toml").is_file(), f"{name}: {command}"
                 wanted = {extra for extra in extras.removesuffix("]").split(",") if extra}
                 assert wanted <= _PROJECT["optional-dependencies"].keys(), f"{name}: {command}"
-                # Without it pip asks the package index for `fissile-client`.
+                # Without ./protos pip asks the package index for `fissile-client`.
                 assert "protos" in command, f"{name}: {command}"
                 seen += 1
     assert seen >= 10
 
 
 def test_hints_name_the_extras_that_bring_the_module() -> None:
-    """Each module that the program may miss is a requirement of one of the extras that its hint names."""
+    """The hint for a missing module names an extra that requires the module."""
     distributions = {"dns": "dnspython"}
     for module, arguments in INSTALLED_BY.items():
         (service,) = [word for word in shlex.split(arguments) if word.startswith(".[")]

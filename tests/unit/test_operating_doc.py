@@ -52,7 +52,7 @@ def test_every_command_of_operators_is_described(command: str) -> None:
     assert f"`fissile {command}" in TEXT
 
 
-# Options of `fissile worker`, each with another value than its default, that set a field of Config.
+# Arguments of `fissile worker` that change each field of Config from its default.
 REACHED_BY = {
     "model": ["--model", "/other"],
     "max_num_seqs": ["--max-num-seqs", "3"],

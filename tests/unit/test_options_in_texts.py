@@ -1,4 +1,4 @@
-"""Every option that a page, a help text or an error names exists, and in the command that the text gives it to."""
+"""Every option in a page, help text or error exists, and the command beside it takes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import KNOWN, LEAVES, names_of
 ROOT = Path(__file__).parents[2]
 _PRODUCT = ("common", "router", "worker", "kernels")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]+(?:-[a-z0-9]+)*(?![\w*])")
-# A command in a code block or in backticks, to the end of the line, of the span or of the command.
+# A command in a code block or in backticks, up to the end of its line or span, or to a pipe or `#`.
 _COMMAND = re.compile(r"\bfissile ((?:[a-z]+ ?)+)([^`\n|#]*)")
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Options of other programs, by program.
@@ -43,19 +43,19 @@ SOURCES = [name for name in _tracked(".py") if name.split("/")[0] in _PRODUCT]
 
 
 def literals(source: str) -> Iterator[str]:
-    """The string literals of a module, docstrings among them."""
+    """The string literals of a module, including docstrings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
 def named(text: str) -> set[str]:
-    """The options that a text names."""
+    """The options in a text."""
     return set(_OPTION.findall(text))
 
 
 def _of_our_programs() -> frozenset[str]:
-    """Options of benchmarks, of scripts, and of what trains the demo model."""
+    """Options of the benchmarks, the scripts and the training of the demo model."""
     others = [name for name in _tracked(".py") if name.split("/")[0] in ("tests", "scripts", "deploy")]
     return frozenset(text for name in others for text in literals((ROOT / name).read_text()) if _OPTION.fullmatch(text))
 
@@ -82,9 +82,9 @@ def test_options_of_helps_errors_and_docstrings_exist(folder: str) -> None:
 
 
 def commands_in(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Commands of `fissile` that a text gives, by name, with the options given to each.
+    """Yields the name of each `fissile` command in a text, with its options there.
 
-    A `;`, `&`, pipe or word after a closing bracket ends a command.
+    A `;`, `&`, `>`, `#`, pipe or closing bracket ends a command.
     """
     joined = text.replace("\\\n", " ")
     spans = [line for block in _CODE_BLOCK.findall(joined) for line in block.splitlines()]
@@ -94,7 +94,7 @@ def commands_in(text: str) -> Iterator[tuple[str, set[str]]]:
             name = " ".join(words.split())
             while name and name not in LEAVES:
                 name = name.rpartition(" ")[0]
-            # `fissile config show COMMAND` takes the options of that command.
+            # `fissile config show COMMAND` takes the options of COMMAND.
             if name and name != "config show":
                 yield name, named(re.split(r"[;&>)]", rest)[0])
 

@@ -49,7 +49,7 @@ def test_envoys_descriptor_set_is_made_of_the_stubs() -> None:
         return [file for file in files.file if file.name.startswith("fissile/")]
 
     assert ours(checked_in) == ours(made), "run `make protos` and commit what it changes"
-    # Those of other packages may be of another version than the one that is installed.
+    # Files of other packages may have another version than the installed one, so only their names count.
     assert [file.name for file in checked_in.file] == [file.name for file in made.file]
     details = next(file for file in checked_in.file if file.name == "google/rpc/error_details.proto")
     assert {"ErrorInfo", "BadRequest", "RetryInfo"} <= {message.name for message in details.message_type}

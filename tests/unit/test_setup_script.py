@@ -1,4 +1,4 @@
-"""scripts/setup.sh says what it does while it installs for minutes."""
+"""scripts/setup.sh shows its progress while it installs for minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def program(body: str, log: Path) -> list[str]:
 
 
 def test_a_terminal_sees_the_newest_line_of_the_log(tmp_path: Path) -> None:
-    """O29: it was silent for eleven minutes."""
+    """O29: the script printed no line for eleven minutes."""
     work = 'work() { echo "Collecting numpy"; sleep 1; echo "ERROR: no such thing"; return 3; }'
     body = f"{work}; with_progress work || echo code $?"
     ours, theirs = pty.openpty()
@@ -33,7 +33,7 @@ def test_a_terminal_sees_the_newest_line_of_the_log(tmp_path: Path) -> None:
 
 
 def test_a_command_that_runs_ends_with_the_script(tmp_path: Path) -> None:
-    """Bash lets a background command ignore Ctrl-C."""
+    """Bash makes a background command ignore Ctrl-C, so the script must end it."""
     body = "work() { exec sleep 600; }; (sleep 0.5; kill -TERM $$) & with_progress work"
     done = subprocess.run(program(body, tmp_path / "log"), capture_output=True, timeout=60, check=False)
     assert done.returncode != 0

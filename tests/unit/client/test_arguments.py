@@ -1,4 +1,4 @@
-"""Types of the client's arguments against the protos, and against type checkers."""
+"""The client's argument types match the protos, and type checkers find wrong arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 ROOT = Path(__file__).resolve().parents[3]
 USES = Path(__file__).with_name("uses")
-# What calls are given first, or send themselves.
+# Fields that are positional arguments, or that the client sets itself.
 NOT_NAMED = {
     pb.GenerateRequest: {"text", "token_ids", "resume"},
     pb.ChatRequest: {"messages", "resume"},
@@ -46,7 +46,7 @@ TYPES = [
     (given.RerankArguments, pb.RerankRequest, set()),
     (given.ScoreArguments, pb.ScoreRequest, set()),
 ]
-# By C++ type of a field that is no message and not repeated.
+# Python type of a singular scalar field, by its C++ type.
 PLAIN = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_FLOAT: float,
@@ -109,11 +109,11 @@ def test_notebooks_and_help_see_every_argument(client: Any, method: str, typed: 
 
 
 def sample(field: Any) -> Any:
-    """A value that fits a field: text, number, list, mapping, or a nested one of them."""
+    """A valid value of a field: a text, number, list or mapping, perhaps nested."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return {5: 1.5}
     if field.message_type is not None:
-        # One field is as good as all: of a oneof there is but one.
+        # One field is enough, and a oneof allows no second one.
         inner = field.message_type.fields[0]
         value: Any = {inner.name: sample(inner)}
     elif field.enum_type is not None:
@@ -125,7 +125,7 @@ def sample(field: Any) -> Any:
 
 
 def request_of(message: Any, named: Mapping[str, Any]) -> Message:
-    """The request of a call with these arguments."""
+    """The request that the client makes of the arguments `named`."""
     makers: Mapping[Any, Any] = {
         pb.GenerateRequest: lambda: generate_request("p", named),
         pb.ChatRequest: lambda: chat_request("p", named),
@@ -153,7 +153,7 @@ def test_every_argument_reaches_its_field(typed: Any, message: Any, _more: set[s
 
 
 def checked(command: list[str]) -> list[int]:
-    """Lines of the bad uses of which a type checker complains; it must have none about the good ones."""
+    """The lines of bad_uses.py with a type checker's errors; fails if another file has errors."""
     environment = {**os.environ, "MYPYPATH": str(ROOT / "protos")}
     done = subprocess.run(command, cwd=USES, env=environment, capture_output=True, text=True, check=False)
     complaints = [line for line in done.stdout.splitlines() if " error: " in line or "- error:" in line]
@@ -169,7 +169,7 @@ def wrong_lines() -> list[int]:
 
 @pytest.mark.slow
 def test_mypy_finds_wrong_arguments_and_no_others(tmp_path: Path) -> None:
-    """F19, O17: a misspelled or mistyped argument was `Any`."""
+    """F19, O17: type checkers accepted misspelled and mistyped arguments, because all were `Any`."""
     options = ["--strict", "--config-file", str(USES / "mypy.ini"), "--cache-dir", str(tmp_path)]
     assert checked([sys.executable, "-m", "mypy", *options, "good_uses.py", "bad_uses.py"]) == wrong_lines()
 

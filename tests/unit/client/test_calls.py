@@ -41,7 +41,7 @@ def test_another_constraint_is_refused_by_name() -> None:
 
 
 CLIENT = Client("127.0.0.1:1")
-# Each is a call, and a part of what its ValueError says.
+# Pairs of a call and a part of its ValueError's message.
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda c: c.chat("hi", temprature=1), "temprature: ChatRequest has no such field; did you mean temperature"),
     (lambda c: c.chat(None), "messages is None; give a text, or a list of messages"),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
 def test_what_cannot_be_sent_is_a_value_error_before_anything_is_sent(call: Callable[[Any], Any], said: str) -> None:
-    """F16 to F19: nobody listens there, so that a call that is sent fails otherwise, and late."""
+    """F16 to F19: no server listens at the address, so a call that is sent fails later with another error."""
     with pytest.raises(ValueError, match=re.escape(said)):
         call(CLIENT)
 
@@ -173,7 +173,7 @@ def test_output_options_are_arguments_like_any_other() -> None:
 
 
 class EchoedMetadata(grpc.GenericRpcHandler):
-    """A service whose every method answers with the metadata that has arrived."""
+    """A service whose methods all return the metadata that they received."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         came = [(name, value) for name, value in details.invocation_metadata if not name.startswith("user-agent")]
@@ -196,7 +196,7 @@ def echo() -> Iterator[Callable[..., bytes]]:
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
 def test_metadata_that_is_taken_arrives_unchanged(echo: Callable[..., bytes], pairs: list[Any]) -> None:
-    """F16: whatever would be changed, or fail the call, is a ValueError."""
+    """F16: metadata that gRPC would change or refuse raises a ValueError."""
     try:
         metadata = sendable(pairs)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Config classes are read without PyTorch, which works afterwards as if nothing had been deferred."""
+"""`transformers` config classes load without PyTorch, and PyTorch works normally afterwards."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_torch_is_loaded_by_who_uses_it(use: str) -> None:
 
 
 def test_nothing_is_told_where_torch_is_not_installed() -> None:
-    """`transformers` advises on stderr to install it, and warns of entries that are refused or checked elsewhere."""
+    """Without PyTorch `transformers` would print install advice, and warnings about entries that the worker checks."""
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

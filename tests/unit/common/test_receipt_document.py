@@ -1,4 +1,4 @@
-"""Digests of requests against an encoder that reads sizes and neutral values from the tables of docs/contract.md."""
+"""Request digests equal those of an encoder that reads sizes and neutral values from docs/contract.md."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ APART: Final = ("seed", "n", "best_of", "num_drafts")
 
 
 def row(begin: str) -> list[str]:
-    """Cells of the first row of a table whose first cell begins with a text."""
+    """The cells of the first table row in the contract that begins with `begin`."""
     line = re.search(rf"^\| {re.escape(begin)}.*$", CONTRACT, re.MULTILINE)
     assert line is not None
     return [cell.strip() for cell in line[0].strip("|").split("|")]
 
 
 def sizes() -> dict[str, int]:
-    """Bytes of each scalar type."""
+    """Size in bytes of each scalar type."""
     types, numbers = row("`uint32`")
     found = [int(number) for number in re.findall(r"\d+", numbers)]
     return dict(zip(re.findall(r"\w+", types), found, strict=True))
 
 
 def neutral() -> dict[str, float]:
-    """Neutral values of the parameters that have one of their own."""
+    """Neutral values of the parameters whose neutral value is not 0."""
     names, value = row("`temperature`, `top_p`")
     assert row("every other")[1] == "0 or false"
     return {name: float(value) for name in re.findall(r"`([a-z_]+)`", names)}
@@ -71,7 +71,7 @@ def item(field: FieldDescriptor, value: Any) -> bytes:
 
 
 def fields(message: Any) -> bytes:
-    """The fields of a message, by the tables of the contract."""
+    """A message's fields, encoded as the tables of the contract say."""
     made = []
     of_params = isinstance(message, pb.SamplingParams)
     for field in sorted(message.DESCRIPTOR.fields, key=lambda each: each.number):

@@ -228,7 +228,7 @@ def test_template_arguments_that_are_refused(text: str, path: str) -> None:
 
 
 def test_parameters_of_apply_chat_template_are_no_variables() -> None:
-    """B16: `continue_final_message` was accepted and ignored."""
+    """B16: the router accepted `continue_final_message` and ignored it."""
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     for name in known - {"tools", "documents", "add_generation_prompt"}:
         request = pb.ChatRequest(template_arguments_json=json.dumps({name: True}))

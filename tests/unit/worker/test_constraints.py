@@ -88,7 +88,7 @@ def asked(**others: Any) -> list[dict[str, Any]]:
 
 
 def generate(engine: LLMEngine, params: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answers; no step is in flight afterwards, which would use the runner at the same time as the next engine."""
+    """Generates answers, then ends all steps: one in flight would share the runner with the next engine."""
     answers = engine.generate([PROMPT] * len(params), params, request_ids=[f"r{i}" for i in range(len(params))])
     while engine.core.has_unfinished():
         engine.core.step()

@@ -555,7 +555,7 @@ def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict
 
 
 def test_a_turn_ends_where_the_tokenizer_says(tmp_path: Path) -> None:
-    """B4: a fine-tune of a base model, whose end of turn only tokenizer_config.json names, wrote the next turns too."""
+    """B4: a fine-tune that names its end of turn only in tokenizer_config.json went on with the next turns."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     (folder / "generation_config.json").unlink()
     for name, changes in (
@@ -575,7 +575,7 @@ def test_a_turn_ends_where_the_tokenizer_says(tmp_path: Path) -> None:
 
 
 def test_a_length_that_rope_is_scaled_to_is_served(tmp_path: Path) -> None:
-    """B12: refused, although the model's card says so."""
+    """B12: the worker refused a length that the model's card allows."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=80, rope_parameters=yarn)
     engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=256))
@@ -588,7 +588,7 @@ def test_a_length_that_rope_is_scaled_to_is_served(tmp_path: Path) -> None:
 
 
 def test_scales_of_the_kv_cache_are_told_once(tmp_path: Path) -> None:
-    """B14: served with a scale of 1, and no log line."""
+    """B14: the worker served the checkpoint at scale 1, without a log line."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     content = json.loads((folder / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}

@@ -1,4 +1,4 @@
-"""Calls of the client library with mistakes; type checkers find the marked lines, and no others."""
+"""Calls of the client library with mistakes. Type checkers report the lines marked "wrong", and no others."""
 
 from __future__ import annotations
 

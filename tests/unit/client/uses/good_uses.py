@@ -1,4 +1,4 @@
-"""Calls of the client library as programs write them; type checkers find nothing wrong with them."""
+"""Correct calls of the client library. Type checkers report no errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No option of any command is accepted and ignored: in each mode each is used or refused."""
+"""Every command uses or refuses each of its options, in each mode."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _TEXTS = {
 
 
 def written(param: click.Option) -> list[str]:
-    """The option on a command line, with a value that is not its default."""
+    """An option as command-line arguments, with a value other than its default."""
     if param.is_flag:
         return [param.secondary_opts[0] if param.default is True else param.opts[0]]
     name, kind = param.name or "", param.type
@@ -82,7 +82,7 @@ def parsed(command: click.Command, arguments: Sequence[str]) -> click.Context:
     return command.make_context("fissile", list(arguments))
 
 
-# Arguments that bring each mode about, by the command and the mode's name.
+# Arguments that select each mode, by the command and the mode's name.
 ON = {
     ("worker", "with --node-rank 1 or more"): "--model m --tp-size 2 --nnodes 2 --dist-init tcp://a:1 --node-rank 1",
     ("worker", "with --node-rank 1 or more and without --health-port"):
@@ -154,7 +154,7 @@ def test_an_option_without_effect_is_refused_with_the_reason(name: str, mode: st
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_a_command_uses_each_of_its_parameters(name: str) -> None:
-    """Its function reads each, or hands it on by `**`; decorators that take some away use those."""
+    """The command's function, and each decorator around it, reads every parameter that it takes."""
     function: Any = LEAVES[name].callback
     while function is not None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -170,7 +170,7 @@ RANKS = ON["worker", "with --node-rank 1 or more"].split()
 
 
 def node_arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: Sequence[str]) -> object:
-    """Arguments that a machine of ranks is run with, but for those of every process."""
+    """The arguments of `run_node` for a command line, except those that every process has."""
     from worker import server
 
     context = parsed(worker, ["--model", str(folder), *RANKS[2:], "--health-port", "0", *arguments])
@@ -214,7 +214,7 @@ def test_a_machine_of_ranks_uses_each_option_that_it_takes(monkeypatch: pytest.M
 
 
 class Recorded(Config):
-    """A Config that notes which of its fields the engine reads."""
+    """A Config that records the fields that the engine reads."""
 
     read: ClassVar[set[str]] = set()
 
@@ -225,7 +225,7 @@ class Recorded(Config):
         return super().__getattribute__(name)
 
 
-# Options of the engine and the fields of Config that they become.
+# The field of Config for each engine option with another name.
 FIELD_OF = {
     "block_size": "kv_cache_block_size",
     "prefix_caching": "enable_prefix_caching",
@@ -280,7 +280,7 @@ def test_a_simulation_refuses_drafts_of_a_model(method: str, tmp_path: Path) -> 
 
 
 def test_a_variable_without_effect_is_named_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images and shells set variables for every command."""
+    """Images and shells set variables for all commands, so a variable without effect is no error."""
     monkeypatch.setenv("FISSILE_WEIGHTS_CACHE", "/cache")
     monkeypatch.setenv("FISSILE_WORKER_PORT", "5")
     monkeypatch.setenv("FISSILE_WORKER_HEALTH_PORT", "6")
@@ -326,7 +326,7 @@ def test_commands_are_those_of_the_entry_points() -> None:
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_an_empty_value_is_refused(name: str) -> None:
-    """Most often it is an empty variable of a shell: `fissile serve --model "$MODEL"`."""
+    """An empty value is usually an unset shell variable: `fissile serve --model "$MODEL"`."""
     command = LEAVES[name]
     taken = [param for param in options_of(command) if not param.is_flag]
     for param in taken:
@@ -334,7 +334,7 @@ def test_an_empty_value_is_refused(name: str) -> None:
             continue
         with pytest.raises((click.BadParameter, CommandError)) as refused:
             parsed(command, [param.opts[0], ""])
-        # `--config` is read while the others are.
+        # `--config` too fails as a bad parameter, because click reads it with the other options.
         error = refused.value
         assert isinstance(error, click.BadParameter), error
         assert error.param is param
@@ -342,7 +342,7 @@ def test_an_empty_value_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("command", ["flush", "cordon", "uncordon", "drain", "cancel", "keys new", "verify"])
 def test_an_empty_argument_is_refused(command: str) -> None:
-    """`fissile flush "$WORKER"` with an empty variable would flush all workers."""
+    """With an empty variable `fissile flush "$WORKER"` would flush all workers."""
     with pytest.raises(click.BadParameter, match="it is empty: give a value, or leave it out"):
         parsed(LEAVES[command], [""])
 

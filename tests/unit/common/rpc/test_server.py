@@ -114,7 +114,7 @@ def files_of(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_the_services_and_has_the_details_of_errors(site: Site, version: str) -> None:
-    """C14, O28: by both names; a tool that prints an error's details finds their types, and those of its reasons."""
+    """C14, O28: both names of reflection have the types of error details and reasons, so tools can print them."""
     details = [f"google.rpc.{name}" for name in ("BadRequest", "RetryInfo", "ErrorInfo")]
     reasons = [f"fissile.v1.{name}" for name in ("ErrorReason", "ERROR_REASON_INVALID_FIELD")]
     asked = [

@@ -70,7 +70,7 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
 def test_the_variables_of_sampling_and_of_the_service_hold(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """O32: as docs/operating.md says: a share of 0 leaves the traces whose client has set the flag."""
+    """O32: as in docs/operating.md, with a share of 0 only traces with the client's sampled flag are recorded."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "routers-of-mine")
@@ -78,7 +78,7 @@ def test_the_variables_of_sampling_and_of_the_service_hold(
     parents = [f"00-{digit * 32}-{'7' * 16}-0{flag}" for digit, flag in (("1", "0"), ("2", "1"), ("3", "0"))]
     for parent in (*parents, ""):
         with tracing.request_span(GENERATE, [("traceparent", parent)] if parent else []) as span:
-            # Log lines have the id of a trace that is not recorded, too.
+            # Log lines need the trace id even if the trace is not recorded.
             assert not parent or trace_id_of(span.traceparent) == trace_id_of(parent)
     tracing.shutdown(PATIENT_S)
     (recorded,) = receiver.wait_for(GENERATE)

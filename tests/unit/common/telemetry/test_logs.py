@@ -187,13 +187,13 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
     st.integers(20, 200), st.dictionaries(st.from_regex(r"[a-z]{1,12}", fullmatch=True), st.text("ab 01", max_size=30))
 )
 def test_folded_lines_fit_the_terminal_and_lose_nothing(width: int, fields: dict[str, str]) -> None:
-    """O30: only a field that is too wide by itself stands out of its line."""
+    """O30: a line exceeds the width only if a single field does."""
     whole = " ".join(
         ["12:00:00 [info     ] something happened               ", *(f"{k}={v!r}" for k, v in fields.items())]
     )
     fold: Any = _folding(width)
     lines = fold(None, "info", whole).split("\n")
-    # A field may hold text that looks like fields, so blanks may move, and nothing else.
+    # Only blanks may change: a field's text may look like several fields.
     assert " ".join(lines).split() == whole.split()
     assert all(len(line) <= width or line.count("=") <= 1 or line is lines[0] for line in lines)
 

@@ -1,4 +1,4 @@
-"""Chat templates of our own, put together from the parts that published ones have: frames, reasoning and calls."""
+"""Chat templates for tests, made of the parts of published ones: frames, reasoning and calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Frame:
     """Text around messages; `ROLE` stands for a message's role.
 
     Attributes:
-        begin: of a message.
-        end: of a message.
-        begins_answer: of a prompt.
+        begin: text before a message.
+        end: text after a message.
+        begins_answer: text at the end of a prompt, before the answer.
     """
 
     begin: str
@@ -44,7 +44,7 @@ FRAMES: Final = {
     "glm": Frame("<|ROLE|>\\n", "", "<|assistant|>\\n"),
     "nemotron": Frame("<SPECIAL_11>ROLE\\n", "\\n<SPECIAL_12>\\n", "<SPECIAL_11>assistant\\n"),
     "words": Frame("### ROLE: ", "\\n\\n", "### assistant:"),
-    # The user's turn ends where an answer begins, with and without `add_generation_prompt`.
+    # The end of the user's turn begins the answer, with and without `add_generation_prompt`.
     "inst": Frame("", "", ""),
 }
 REASONING: Final = {
@@ -53,7 +53,7 @@ REASONING: Final = {
     "[THINK]": "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}",
     "<seed:think>": "{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}",
 }
-# A line end that Jinja does not take for that of the tag in front of it.
+# Jinja drops a line end after a tag (trim_blocks), but not this one.
 _LINE: Final = "{{ '\\n' }}"
 _LINE_END: Final = "LINE_END"
 _EACH: Final = "{% for c in m.tool_calls %}"
@@ -115,13 +115,13 @@ CALLS: Final = {
     "{{ \"'\" ~ v ~ \"'\" if v is string else v }}{{ ', ' if not loop.last }}{% endfor %})"
     f"{_COMMA}{{% endfor %}}]<|tool_call_end|>{{% endif %}}",
 }
-# Calls that are the whole answer, without content or reasoning.
+# Calls that make up the whole answer, without content or reasoning.
 WHOLE_CALLS: Final = {
     "llama": "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
     f'{{"name": "{_NAME}", "parameters": {_ARGUMENTS}}}{{% endif %}}',
     "xlam": f"{{% if m.tool_calls %}}[{_EACH}{_OBJECT}{_COMMA}{{% endfor %}}]{{% endif %}}",
 }
-# Calls of published chat templates that no form of ours reads.
+# Calls of published chat templates that no built-in form reads.
 UNREAD_CALLS: Final = {
     "python without quotes": f"{_EACH}[{_NAME}({_ITEMS}{{{{ k }}}}={{{{ v }}}}, {{% endfor %}})]{{% endfor %}}",
     "python without a token": f'{_EACH}[{_NAME}(city="Oslo")]{{% endfor %}}',
@@ -146,7 +146,7 @@ SHOWN_TOOLS: Final = "{% if tools %}Tools: {{ tools | tojson }}\\n{% endif %}"
 def source(
     frame: str, reasoning: str, calls: str, *, tools: str = SHOWN_TOOLS, content: str = "{{ m.content }}"
 ) -> str:
-    """The text of a chat template; `reasoning` and `calls` are parts of one."""
+    """The text of a chat template made of these parts, in the frame named `frame`."""
     answer = f"{reasoning}{content}{calls}"
     if frame == "inst":
         made = tools + _INST.replace("ANSWER", answer)
@@ -163,14 +163,14 @@ def source(
 
 @lru_cache
 def chat_template(text: str) -> ChatTemplate:
-    """A chat template of one text."""
+    """The ChatTemplate of a template text."""
     made = ChatTemplate.from_files({**FILES, "chat_template.jinja": text.encode()})
     assert made is not None
     return made
 
 
 def readable() -> Iterator[tuple[str, str, str]]:
-    """Frame, reasoning and calls of all chat templates whose calls are read."""
+    """Names of frame, reasoning and calls of all combinations whose calls a built-in form reads."""
     for frame in FRAMES:
         for marks in REASONING:
             yield from ((frame, marks, name) for name in CALLS)

@@ -177,7 +177,7 @@ def _array(answer: Answer, begin: str, end: str) -> str:
 
 
 def _python(value: Any) -> str:
-    """A value as Python writes it, with the escapes of JSON."""
+    """A value in Python's notation, with strings escaped as in JSON."""
     if isinstance(value, list):
         return f"[{', '.join(map(_python, value))}]"
     if isinstance(value, dict):

@@ -103,7 +103,7 @@ def files(kind: str = "byte_level", **config: Any) -> Files:
 
 
 def save(made: Files, folder: Path) -> Path:
-    """Writes the files into `folder`."""
+    """Writes the files into `folder` and returns it."""
     for name, data in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

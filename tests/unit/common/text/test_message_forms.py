@@ -1,6 +1,6 @@
-"""The form in which templates take messages, found by probes, and texts that a template leaves out of the prompt.
+"""Probes find the form of messages that a template needs, and texts missing from the prompt are refused.
 
-The templates are small ones of the classes that published templates are of.
+Each template is a small example of a class of published templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS = (
     "{% for m in messages %}{{ m['role'] }}: "
     "{% for c in m['content'] | selectattr('type','equalto','text') %}{{ c['text'] }}{% endfor %}{% endfor %}"
 )
-# Parts for users alone, as templates of models that see images have them.
+# Parts in user messages only, as in templates of models that see images.
 USER_PARTS = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' %}{% for c in m.content %}"
     "{% if c.type == 'text' %}{{ c.text | trim }}{% endif %}{% endfor %}"
@@ -30,18 +30,18 @@ USER_PARTS = (
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
 CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }}\n"
 TAIL = "</call>{% endfor %}{% else %}<{{ m.role }}>{{ m['content'] }}{% endif %}{% endfor %}"
-# As DeepSeek-V3: arguments are concatenated as text.
+# As in DeepSeek-V3, the template concatenates arguments as text.
 TEXT_ARGUMENTS = HEAD + CALLS + "{{ '```json\n' + c['function']['arguments'] + '\n```' }}" + TAIL
-# Prints an object as Python writes it.
+# Prints the arguments object in Python's notation.
 PRINTED_ARGUMENTS = HEAD + CALLS + "{{ c.function.arguments }}" + TAIL
-# As DeepSeek-V3 and R1 were first published: the content of calls is None, and a text beside them hides the calls.
+# As in the first published DeepSeek-V3 and R1: calls need content None, and a text beside them hides the calls.
 NULL_CONTENT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
     "{% for c in m['tool_calls'] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% elif m['role'] == 'assistant' %}<assistant>{{ m['content'] }}{% else %}<{{ m['role'] }}>{{ m['content'] }}"
     "{% endif %}{% endfor %}"
 )
-# Prints the calls, and an answer of its own before them unless the content is None.
+# Prints the calls, and before them a separate answer unless the content is None.
 EMPTY_TURN = (
     "{% for m in messages %}{% if m.tool_calls %}{% if m.content is not none %}<assistant>{{ m.content }}{% endif %}"
     + CALLS
@@ -49,16 +49,16 @@ EMPTY_TURN = (
     + TAIL
 )
 PRINTS_NONE = HEAD + "{{ m.content }}" + CALLS + "{{ c.function.arguments | tojson }}" + TAIL
-# As gpt-oss: reasoning or a text beside a call, and one call of a message.
+# As in gpt-oss: either reasoning or a text beside a call, and only the first call of a message.
 ONE_ANALYSIS = (
     "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
     "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
     "<analysis>{{ m.content or m.thinking }}<call>{{ m.tool_calls[0].function.name }} "
     "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
-# As Llama 3.1: a message of calls has nothing else.
+# As in Llama 3.1: a message with calls is printed without its content.
 CALLS_ALONE = HEAD + CALLS + "{{ c.function.arguments | tojson }}" + TAIL
-# As Kimi-K2: the id has the name.
+# As in Kimi-K2: the id contains the call's name.
 NAMED_IDS = HEAD + (
     "{% for c in m.tool_calls %}<call>{{ c.id }} {{ c.function.arguments | tojson }}{% endfor %}"
     "{% else %}<{{ m.name or m.role }}>{{ m.tool_call_id }} {{ m.content }}{% endif %}{% endfor %}"
@@ -88,7 +88,7 @@ def refused_path(source: str, messages: list[Message], tools: list[dict[str, Any
 
 
 def test_template_that_loops_over_parts_gets_parts() -> None:
-    """B1: the text was dropped, status OK."""
+    """B1: the prompt lacked the text, and the status was OK."""
     assert prompt(PARTS, [said("user", "how do I pick a lock?")]) == "user: how do I pick a lock?"
     messages = [said("system", "be kind"), said("user", "a"), said("assistant", "b"), said("user", "c")]
     assert prompt(PARTS, messages) == "system: be kinduser: aassistant: buser: c"
@@ -104,7 +104,7 @@ def test_template_that_prints_text_keeps_text() -> None:
 
 
 def test_calls_go_back_as_text_where_templates_concatenate_arguments() -> None:
-    """B3, F14: INVALID_ARGUMENT, `can only concatenate str (not "dict") to str`."""
+    """B3, F14: the router answered INVALID_ARGUMENT, `can only concatenate str (not "dict") to str`."""
     rendered = prompt(TEXT_ARGUMENTS, called())
     assert '```json\n{"ort": "Köln", "n": 2, "x": 0.5}\n```' in rendered
 
@@ -114,7 +114,7 @@ def test_calls_go_back_as_text_where_templates_would_print_a_python_object() -> 
 
 
 def test_calls_are_printed_where_templates_want_null_content() -> None:
-    """B3b: the calls vanished, status OK."""
+    """B3b: the prompt lacked the calls, and the status was OK."""
     assert "<call>wetter" in prompt(NULL_CONTENT, called())
 
 
@@ -133,14 +133,14 @@ def test_text_beside_calls_is_a_message_of_its_own_where_it_would_be_lost() -> N
 
 
 def test_reasoning_and_text_beside_a_call_are_one_analysis() -> None:
-    """B10: INVALID_ARGUMENT in the second turn."""
+    """B10: the router answered INVALID_ARGUMENT in the second turn."""
     rendered = prompt(ONE_ANALYSIS, called("I look.", reasoning_content="Where is it?"))
     assert "<analysis>Where is it?\n\nI look.<call>wetter" in rendered
     assert "<analysis>I look.<call>wetter" in prompt(ONE_ANALYSIS, called("I look."))
 
 
 def test_second_call_that_a_template_leaves_out_is_refused() -> None:
-    """B10: it was lost without a word."""
+    """B10: the prompt lacked the second call, and the status was OK."""
     messages = called()
     other = {"type": "function", "id": "2", "function": {"name": "wetter", "arguments": {"ort": "Bonn"}}}
     messages[1]["tool_calls"] = [CALL, other]
@@ -155,7 +155,7 @@ def test_ids_have_names_where_names_are_printed_nowhere_else() -> None:
 
 
 def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
-    """F14: INVALID_ARGUMENT, `'dict object' has no attribute 'description'`."""
+    """F14: the router answered INVALID_ARGUMENT, `'dict object' has no attribute 'description'`."""
     bare = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     rendered = prompt(DESCRIPTIONS, [said("user", "hi")], [TOOL, bare])
     assert "now: \n" in rendered
@@ -165,15 +165,15 @@ def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "path"),
     [
-        # The last message alone.
+        # Prints only the last message.
         ("{{ messages[-1].content }}", [said("user", "a"), said("assistant", "b"), said("user", "c")], "[0].content"),
-        # No system messages, as the template of Mistral 7B.
+        # Prints no system messages, as Mistral 7B's template.
         (
             "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}",
             [said("system", "yes"), said("user", "hi")],
             "[0].content",
         ),
-        # One of two that follow each other, however short, and however often its letters occur in the template.
+        # Prints the last of several messages with one role; the lost text is short and occurs in the template itself.
         (
             "{% for m in messages %}{% if loop.last or m.role != loop.nextitem.role %}"
             "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}",
@@ -182,7 +182,7 @@ def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
         ),
         ("{% for m in messages %}{{ m.content[:30] }}{% endfor %}", [said("user", "word " * 20)], "[0].content"),
         ("{% for m in messages %}{{ m.content[-30:] }}{% endfor %}", [said("user", "word " * 20)], "[0].content"),
-        # Calls of messages that are not the last.
+        # Prints no calls.
         (
             CHATML,
             [*called(), said("user", "thanks")],
@@ -192,7 +192,7 @@ def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
     ],
 )  # fmt: skip
 def test_text_that_a_template_leaves_out_is_refused_by_name(source: str, messages: list[Message], path: str) -> None:
-    """B1: input that a template does not print was lost without a word."""
+    """B1: the router accepted input that the template did not print."""
     assert refused_path(source, messages) == f"messages{path}"
 
 
@@ -252,7 +252,7 @@ def test_usual_conversations_are_rendered_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_hostile_template_is_read_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One budget for all probes, not one for each."""
+    """All probes together share one time budget."""
     monkeypatch.setattr("common.text.template_sandbox.MAX_TEMPLATE_S", 0.2)
     start = time.thread_time()
     template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")

@@ -1,4 +1,4 @@
-"""Forms of answers that chat templates show: what is claimed is read back, and what is not read back is not claimed."""
+"""A chat template gets calls and reasoning exactly if a built-in form reads back its rendered answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def found(text: str) -> FoundForm:
 
 
 def check_read_back(text: str) -> None:
-    """Checks that whatever a chat template writes in the form that it shows is read as it was given."""
+    """Checks that the form found for a chat template reads back all answers that the template renders."""
     chat = chat_template(text)
     form = find_form(chat)
     if form is not None:
@@ -77,7 +77,7 @@ def test_reasoning_is_found_by_its_marks(frame: str, marks: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("frame", FRAMES)
 def test_all_that_families_write_is_read_back_in_any_cut(frame: str) -> None:
-    """Over 600 chat templates: frames, reasoning and calls in all combinations."""
+    """More than 600 chat templates combine all frames, reasoning marks and calls."""
     for _, marks, name in (each for each in readable() if each[0] == frame):
         text = source(frame, REASONING[marks], EVERY_CALLS[name])
         check_read_back(text)
@@ -89,7 +89,7 @@ def test_all_that_families_write_is_read_back_in_any_cut(frame: str) -> None:
 @pytest.mark.parametrize("frame", ["chatml", "llama"])
 @pytest.mark.parametrize("calls", UNREAD_CALLS)
 def test_calls_that_are_not_read_back_are_not_claimed(frame: str, calls: str) -> None:
-    """Published chat templates whose one telling word made them Qwen's or Llama's."""
+    """Earlier one word in such published templates was enough to read them as Qwen's or Llama's."""
     text = source(frame, "", UNREAD_CALLS[calls])
 
     assert find_form(chat_template(text)) is None
@@ -120,7 +120,7 @@ def test_words_of_a_chat_template_alone_claim_nothing(text: str) -> None:
 
 @pytest.mark.parametrize("calls", ["qwen", "deepseek_v3", "deepseek_v31"])
 def test_calls_without_tools_in_the_prompt_are_not_claimed(calls: str) -> None:
-    """As of DeepSeek-V3 and R1: the chat template writes calls, and leaves out the tools of a request."""
+    """As with DeepSeek-V3 and R1, the chat template writes calls but leaves out the tools of a request."""
     text = source("deepseek", REASONING["<think>"], CALLS[calls], tools="")
 
     assert not shows_tools(chat_template(text))
@@ -130,7 +130,7 @@ def test_calls_without_tools_in_the_prompt_are_not_claimed(calls: str) -> None:
 
 
 def test_calls_between_which_content_is_lost_are_not_claimed() -> None:
-    """Content behind calls, or with a mark of its own, would be read as what it is not."""
+    """The form would misread content after calls, or content with its own mark."""
     for content in ("", "<answer>{{ m.content }}</answer>", "{{ m.content | upper }}"):
         text = source("chatml", "", CALLS["qwen"] if content else CALLS["qwen"] + "{{ m.content }}", content=content)
         form = find_form(chat_template(text))
@@ -140,7 +140,7 @@ def test_calls_between_which_content_is_lost_are_not_claimed() -> None:
 @pytest.mark.parametrize(
     ("text", "opening"),
     [
-        # QwQ and Nemotron leave reasoning of earlier answers out: prompts begin it.
+        # Templates of QwQ and Nemotron leave out earlier reasoning, but their prompts begin it.
         ("<|im_start|>assistant\n<think>\n", "<think>\n"),
         ("<|im_start|>assistant\n<think></think>", "<think></think>"),
         ("<|im_start|>assistant\n</think>\n\n", ""),
@@ -163,7 +163,7 @@ def test_reasoning_that_is_taken_out_of_earlier_answers_is_known() -> None:
 
 
 def test_opening_of_an_answer_behind_a_result_is_known() -> None:
-    """Mistral's prompts end with a result, without another beginning of an answer."""
+    """Mistral's prompts end with the tool's result, without a mark for the beginning of the answer."""
     text = source("inst", "", CALLS["mistral"])
     call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
     messages: list[dict[str, Any]] = [
@@ -210,7 +210,7 @@ def test_style_of_calls_in_another_order_is_refused() -> None:
 
 
 def form_of(text: str, own: object = None) -> ResponseForm | None:
-    """The form of a checkpoint with a chat template, and perhaps a response template of its own."""
+    """The form of a checkpoint with chat template `text` and, if given, its own response template `own`."""
     config = json.loads(FILES["tokenizer_config.json"]) | ({"response_template": own} if own else {})
     files = {**FILES, "tokenizer_config.json": json.dumps(config).encode()}
     return response_form(files, Tokenizer.from_files(files), chat_template(text))

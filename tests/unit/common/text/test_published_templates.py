@@ -1,6 +1,6 @@
-"""Published chat templates: rendered as by transformers, or refused; no text of a conversation is lost.
+"""Published chat templates render as in transformers without lost text, or are refused.
 
-The templates come from packages of the registry, so none is kept here.
+The templates are downloaded in packages of the registry, so the repository has none.
 """
 
 from __future__ import annotations

@@ -377,7 +377,7 @@ def test_a_call_begins_with_its_name_and_goes_on_as_it_comes() -> None:
     assert reader.ends_with_call
 
 
-# Arguments as a model writes them, and the object that a client gets.
+# Arguments in the model's answer, and the object that the client receives; None if the call is content.
 OTHER_ARGUMENTS: Final = (
     ("null", "{}"),
     (r'"{\"a\": 1}"', '{"a": 1}'),
@@ -404,7 +404,7 @@ OTHER_ARGUMENTS: Final = (
     ],
 )
 def test_arguments_that_are_null_or_a_string_are_read(name: str, around: str, written: str, given: str | None) -> None:
-    """Calls without arguments and with JSON in a string are calls; what is no object stays content, and is not lost."""
+    """`null` and JSON objects in a string are arguments; with other values the whole text is content."""
     family = next(each for each in FAMILIES if each.name == name)
     text = around.format(written)
 

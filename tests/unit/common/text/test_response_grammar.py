@@ -181,7 +181,7 @@ def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bo
     return len(calls)
 
 
-# Calls that begin with text alone, or that end where the next one begins, are no form of a checkpoint's own.
+# A checkpoint's own form allows no calls that begin without a delimiter, or that end at the next call.
 BUILT_IN: Final = ("mistral_named", "xlam")
 OWN: Final = [Model(family, is_own=True) for family in STYLES if family not in BUILT_IN]
 MODELS: Final = [*map(Model, STYLES), Model("qwen", False), *OWN]

@@ -1,4 +1,4 @@
-"""Answers that differ from transformers' parser, and only in the ways that docs/contract.md lists."""
+"""Answers differ from transformers' parser only in the ways that docs/contract.md lists."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEYS: Final = {"name", "arguments", "id", "type"}
 
 
 class ReferenceAnswer:
-    """An answer as transformers' parser reads it.
+    """The result of transformers' parser for an answer.
 
     Raises:
-        ValueError: it refuses the text.
+        ValueError: the parser refuses the text.
     """
 
     def __init__(self, family: Family, text: str) -> None:
@@ -45,7 +45,7 @@ class ReferenceAnswer:
         return next((each["value"] for each in reversed(self.closed) if each["field"] == field), "")
 
     def named_difference(self, *, has_implicit_content: bool, is_delimited: bool) -> str:
-        """The way in which ours may differ; empty for none."""
+        """The allowed difference for this answer; "" if both must be equal."""
         if any(set(call) - KEYS or not isinstance(call.get("arguments"), dict) for call in self.calls):
             return "arguments that are no object, or other keys"
         if not is_delimited and any(call.get("name") not in NAMES for call in self.calls):
@@ -80,7 +80,7 @@ def test_answers_differ_from_transformers_only_in_named_ways(family: Family, dat
     if content == reference.last("content") and [name for name, _ in calls] == [c["name"] for c in reference.calls]:
         assert [json.loads(arguments) for _, arguments in calls] == [c["arguments"] for c in reference.calls]
         return
-    # Text within a call's region that is neither its name nor its arguments is content here, and lost there.
+    # The remaining text of a call's region is content here; transformers drops it.
     assert reference.calls
     assert content.startswith(reference.last("content"))
     assert len(content) > len(reference.last("content"))

@@ -104,7 +104,7 @@ def test_beginning_of_sequence_goes_before_plain_text_only() -> None:
 
 
 def auto_tokenizer(made: Files, folder: Path) -> Any:
-    """`AutoTokenizer` of transformers for the same files."""
+    """transformers' `AutoTokenizer` of the same files."""
     save(made, folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -127,7 +127,7 @@ FLAGS: list[dict[str, Any]] = [
 def test_tokens_around_a_text_are_those_of_auto_tokenizer(
     framed: str, model_type: str | None, name: str | None, flags: dict[str, Any], tmp_path: Path
 ) -> None:
-    """B9: flags that the class ignores took Llama 3's beginning away, or put an end behind every prompt."""
+    """B9: flags that the class ignores removed Llama 3's BOS token, or added EOS to every prompt."""
     named = {} if name is None else {"tokenizer_class": name}
     made = files(framed, bos_token="<|im_start|>", eos_token="<|im_end|>", **named, **flags)
     if framed == "byte_level":
@@ -140,7 +140,7 @@ def test_tokens_around_a_text_are_those_of_auto_tokenizer(
 
 
 def llama3_like() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer whose post-processor begins a text with `<|im_start|>`."""
+    """A byte-level tokenizer whose post-processor adds `<|im_start|>` before a text."""
     made = tokenizers.Tokenizer.from_str(backend("byte_level").to_str())
     special = [("<|im_start|>", made.token_to_id("<|im_start|>"))]
     pair = "<|im_start|> $A <|im_start|> $B"
@@ -149,7 +149,7 @@ def llama3_like() -> tokenizers.Tokenizer:
 
 
 def test_flags_that_the_class_ignores_change_nothing() -> None:
-    """B9: as transformers 4.57.1 and 5.24.0 have it for PreTrainedTokenizerFast."""
+    """B9: transformers 4.57.1 and 5.24.0 ignore these flags for PreTrainedTokenizerFast."""
     for flags in FLAGS:
         made = files(
             bos_token="<|im_start|>", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast", **flags
@@ -185,7 +185,7 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../escaped.jinja", "additional_chat_templates/../x.jinja", "/x", "own.py"])
 def test_files_of_other_names_are_not_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker sends names and contents; a router writes them for transformers."""
+    """A worker chooses names and contents of the files that a router writes for transformers."""
     written: list[Path] = []
     write = Path.write_bytes
 
@@ -219,7 +219,7 @@ def test_reading_needs_neither_network_nor_torch(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[4]
     code = READING.format(paths=[str(root), str(root / "protos")], folder=str(folder))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    # Nothing of transformers' own on stderr, which is for log lines.
+    # transformers must not write to stderr, because it has the log lines.
     assert (done.stdout, done.stderr) == ("True False\n", "")
 
 

@@ -1,4 +1,4 @@
-"""Answers as chat templates write them, read back: what a template has written of an answer has to come out again."""
+"""Reads back the answers that chat templates render, and compares them with the rendered messages."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ HISTORIES: Final[Sequence[Sequence[Mapping[str, Any]]]] = (
 
 @dataclass(frozen=True)
 class Given:
-    """An answer of the assistant."""
+    """The parts of an assistant's answer, before rendering."""
 
     calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
     content: str = ""
     reasoning: str = ""
 
     def message(self, *, as_text: bool, ids: Sequence[str]) -> dict[str, Any]:
-        """The answer as a message, with arguments as objects or as text."""
+        """The answer as a chat message, with arguments as text if `as_text`, else as objects."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             made["reasoning_content"] = self.reasoning
@@ -78,7 +78,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Read:
-    """An answer as it was read."""
+    """The parts of an answer, as the parser returned them."""
 
     calls: Sequence[tuple[str, Any]]
     content: str
@@ -100,7 +100,7 @@ IDS: Final = (
 
 
 def read(template: ResponseTemplate, opening: str, text: str, step: int) -> Read:
-    """An answer that comes in pieces of `step` characters."""
+    """Parses `text` in pieces of `step` characters."""
     tools = Tools(dict.fromkeys(NAMES, PROPERTIES))
     parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
     parts = [part for at in range(0, len(text), step) for part in parser.push(text[at : at + step])] + parser.finish()
@@ -123,7 +123,7 @@ def _loaded(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Misread:
-    """An answer that was read as another one."""
+    """A rendered answer that the parser read wrongly."""
 
     written: str
     expected: Read
@@ -131,7 +131,7 @@ class Misread:
 
 
 def misread(chat: ChatTemplate, template: ResponseTemplate) -> Iterator[Misread]:
-    """Answers that a chat template writes and that are read otherwise, as far as calls and reasoning are claimed."""
+    """Yields the rendered answers that `template` reads wrongly; skips calls and reasoning that it lacks."""
     for history in HISTORIES:
         for given in ANSWERS:
             if given.calls and not template.has_calls:
@@ -145,7 +145,7 @@ def misread(chat: ChatTemplate, template: ResponseTemplate) -> Iterator[Misread]
 def _misread(
     chat: ChatTemplate, template: ResponseTemplate, history: Sequence[Mapping[str, Any]], given: Given
 ) -> Misread | None:
-    """None if the answer is read right in one of the shapes of messages, or if the template writes it in none."""
+    """None if one form of the message is read correctly, or if the chat template renders none of them."""
     found = None
     for is_last, as_text, ids in product((True, False), (False, True), IDS):
         written = _written(chat, template, history, given.message(as_text=as_text, ids=ids), is_last=is_last)
@@ -163,7 +163,7 @@ def _misread(
 
 
 def _expected(given: Given, text: str) -> Read:
-    """The parts of an answer that a text has."""
+    """The parts of `given` that the rendered `text` contains."""
     calls = [(name, dict(arguments)) for name, arguments in given.calls if name in text]
     content = given.content if given.content and given.content in text else ""
     reasoning = given.reasoning if given.reasoning and given.reasoning in text else ""
@@ -178,7 +178,7 @@ def _written(
     *,
     is_last: bool,
 ) -> tuple[str, str] | None:
-    """What a prompt has begun of an answer, and the rest of it; None where no such answer is written as one message."""
+    """(opening in the prompt, rest of the rendered answer); None if the template does not render it as one message."""
     before = [dict(each) for each in history]
     results = [
         {"role": "tool", "content": "Esito.", "tool_call_id": call["id"], "name": call["function"]["name"]}
@@ -195,12 +195,12 @@ def _written(
             continue
         tail = last.rpartition("Ende.")[2]
         if after:
-            # Up to the end of the answer, which is the beginning of the text behind every answer.
+            # Cuts at the end of the answer: at the first line of the text that follows every answer.
             whole = whole.partition("Esito.")[0]
             end = whole.rfind(tail.strip().split("\n")[0]) if tail.strip() else -1
             whole = whole[:end] if end >= 0 else whole
         whole = whole.removesuffix(tail)
-        # gpt-oss's chat template writes content in front of calls as reasoning; others take none beside calls.
+        # gpt-oss's chat template writes content before calls as reasoning; other templates allow none there.
         is_other = "<|channel|>analysis" in whole or _is_split(whole, message["content"], tail)
         if message.get("tool_calls") and message["content"] and is_other:
             return None
@@ -211,6 +211,6 @@ def _written(
 
 
 def _is_split(whole: str, content: str, tail: str) -> bool:
-    """True if content and calls are two messages."""
+    """True if the template rendered content and calls as two messages."""
     behind = whole.rpartition(content)[2].lstrip() if content and content in whole else ""
     return bool(behind and tail.strip()) and behind.startswith(tail.strip().split("\n")[0])

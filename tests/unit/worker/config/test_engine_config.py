@@ -81,7 +81,7 @@ def test_the_pool_always_holds_the_longest(model_len: int, asked: int, memory: i
 
 
 def test_a_length_up_to_the_scaled_one_is_served_if_it_is_asked_for() -> None:
-    """B12: the card of Qwen3 says four times the length; without an option the model's own length stays."""
+    """B12: Qwen3's model card allows four times the length; without an option the model's own length applies."""
     sized = partial(with_pool, model_len=640, num_blocks_for=lambda size: size // 1000, free_bytes=10**6, longest=2048)
     assert sized(Config()).max_model_len == 640
     assert sized(Config(max_model_len=2048)).max_model_len == 2048
@@ -109,7 +109,7 @@ def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
 def test_the_tokenizers_end_of_sequence_counts(
     tmp_path: Path, config_json: int | None, generation: Any, own: int | None, expected: list[int]
 ) -> None:
-    """B4: a fine-tune of a base model names its end of turn in tokenizer_config.json alone, and never stopped."""
+    """B4: a fine-tune that names its end of turn only in tokenizer_config.json never stopped."""
     model = model_of(tmp_path, eos_token_id=config_json, generation={"eos_token_id": generation})
     write_tokenizer(tmp_path, 300)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -146,7 +146,7 @@ def test_a_tokenizer_of_another_form_is_one_line(tmp_path: Path, content: str) -
 
 
 def model_of(folder: Path, generation: dict[str, Any] | None = None, **entries: Any) -> ModelConfig:
-    """A small Llama's configuration, of files in `folder`."""
+    """The configuration of a small Llama, whose files it writes into `folder`."""
     shape = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 8)
     written = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 8, "head_dim": 8, "vocab_size": 300}
     (folder / "config.json").write_text(json.dumps(written | shape | entries))

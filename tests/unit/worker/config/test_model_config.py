@@ -125,7 +125,7 @@ def test_generation_config_names_bos_and_sampling_and_both_files_name_ends(tmp_p
     assert config.sampling_defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert ModelConfig.from_folder(write(tmp_path, {"eos_token_id": 2, "bos_token_id": 3})).bos_token_id == 3
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (2,)
-    # The class has token ids of the first Llama, which are those of other tokens in later ones.
+    # The config class defaults to the first Llama's ids, which name other tokens in later models.
     config = ModelConfig.from_folder(write(tmp_path, {}, eos_token_id=None, bos_token_id=None))
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
@@ -224,7 +224,7 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
         ({**GPT_OSS, "layer_types": ["full_attention", "chunked"]}, "layer type 'chunked' is not supported"),
         ({**GPT_OSS, "attention_bias": False}, "attention_bias false is not supported"),
         ({**GPT_OSS, "num_local_experts": 10**9}, "a layer has 1000000000 experts; at most 2048"),
-        # The native kernels take a limit of 0 for none.
+        # The native kernels read a limit of 0 as "no limit".
         ({**GPT_OSS, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number above 0"),
         ({**GPT_OSS, "swiglu_limit": -1}, "swiglu_limit is -1.0; it must be a number above 0"),
         ({**GPT_OSS, "swiglu_alpha": float("nan")}, "swiglu_alpha is nan; it must be a number"),
@@ -350,7 +350,7 @@ def test_a_list_of_another_kind_is_one_line(tmp_path: Path, kind: type[Any], val
     ],
 )
 def test_the_longest_length_is_what_rope_is_scaled_to(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
-    """B12: as in vLLM, --max-model-len may go up to the original length times yarn's factor."""
+    """B12: as in vLLM, --max-model-len may be at most the original length times yarn's factor."""
     assert ModelConfig.from_folder(write(tmp_path, **rope)).longest_len == longest
 
 

@@ -232,7 +232,7 @@ def test_no_other_number_brings_more_in_the_time(
 
 
 def forced_rows(lengths: DraftLengths, num_forced: int) -> int:
-    """Drafts of forced text that are chosen in a step of 6 sequences, of which `num_forced` have forced text."""
+    """Number of forced drafts chosen for a step of 6 sequences, `num_forced` of them with forced text."""
     drafts = {i: [0] * MOST for i in range(num_forced)}
     rates = {i: DraftRates(unknown=1.0) for i in drafts}
     return sum(map(len, lengths.choose(drafts, {i: Sequence([1], 16, id=i) for i in range(6)}, 6, rates).values()))

@@ -1,4 +1,4 @@
-"""How long streams wait for the prompts beside them: at most a slice, once the worker knows its speed."""
+"""A prompt delays the streams beside it by at most a slice, once the worker knows its speed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from worker.engine.sequence import Sequence
 MAX_TOKENS = 1024
 SLICE_S = 0.25
 PROMPT_TOKENS = 3000
-# Seconds of a step, by its prompt tokens and its decodes.
+# Returns the seconds of a step for its prompt tokens and its decodes.
 Machine: TypeAlias = Callable[[int, int], float]
 
 
 def roofline(decode_s: float, token_s: float) -> Machine:
-    """Reads the weights once per step, and computes at the same time."""
+    """A machine that reads the weights once per step and computes at the same time."""
     return lambda prompts, decodes: max(decode_s, (prompts + decodes) * token_s)
 
 
 def additive(decode_s: float, token_s: float) -> Machine:
-    """Reads the weights, and then computes the prompts."""
+    """A machine that reads the weights and then computes the prompts."""
     return lambda prompts, decodes: decode_s + prompts * token_s
 
 
@@ -47,12 +47,12 @@ DECODE_S = {"two cores": 0.06, "slow cores": 0.6, "additive": 0.06, "GPU": 0.02}
 
 @dataclass(frozen=True)
 class Run:
-    """What a prompt's steps were.
+    """The steps from a prompt's arrival to its first token.
 
     Attributes:
-        chunks: prompt tokens and seconds of each step until the prompt's first token.
-        gaps: seconds between two steps that decode, meanwhile.
-        seconds: until the prompt's first token.
+        chunks: prompt tokens and seconds of each step with prompt tokens.
+        gaps: seconds between the ends of two steps that decode.
+        seconds: time to the prompt's first token.
     """
 
     chunks: list[tuple[int, float]]
@@ -61,7 +61,7 @@ class Run:
 
 
 def run(machine: Machine, slice_s: float, *, policy: str = MIXED, num_streams: int = 4, noise: float = 0.0) -> Run:
-    """A long prompt, perhaps beside streams."""
+    """Simulates a long prompt beside `num_streams` streams."""
     rnd = random.Random(0)
     config = Config(
         num_kvcache_blocks=7000,
@@ -103,10 +103,10 @@ def run(machine: Machine, slice_s: float, *, policy: str = MIXED, num_streams: i
 def test_streams_beside_a_long_prompt_wait_at_most_a_slice(name: str) -> None:
     found = run(MACHINES[name], SLICE_S)
     longest = max(SLICE_S, 5 * DECODE_S[name])
-    # The first step is the smallest one that tells what prompts cost.
+    # The first chunk is the smallest that measures the cost of prompts.
     assert found.chunks[0][0] <= MAX_TOKENS / 8
     assert max(found.gaps[1:]) <= 1.01 * longest
-    # None is shorter than it may be, once the speed is known.
+    # With a known speed the steps use the slice fully.
     assert max(found.gaps[1:]) >= min(0.9 * longest, 0.99 * max(run(MACHINES[name], 0.0).gaps))
 
 
@@ -121,7 +121,7 @@ def test_alone_a_prompt_takes_full_steps() -> None:
 
 
 def test_prompts_before_decodes_take_slices_too() -> None:
-    """Four steps of prompts in a row, as `prefill_first` promises, each no longer than a slice."""
+    """`prefill_first` runs four prompt steps in a row, each no longer than a slice."""
     found = run(MACHINES["additive"], SLICE_S, policy=PREFILL_FIRST)
     assert max(seconds for _, seconds in found.chunks[1:]) <= 1.01 * max(SLICE_S, 5 * DECODE_S["additive"])
     assert max(found.gaps) <= 1.01 * (4 * max(SLICE_S, 0.3) + 0.12)
@@ -136,10 +136,10 @@ MUTANTS = [
 @settings(max_examples=30)
 @given(st.floats(0.001, 1.0), st.floats(1e-5, 0.1), st.floats(0.01, 2.0), st.floats(0.0, 0.5))
 def test_no_gap_is_longer_than_a_slice(decode_s: float, token_s: float, slice_s: float, noise: float) -> None:
-    """On any machine whose least chunk fits a slice, also a noisy one."""
+    """Holds on any machine, also a noisy one; the smallest chunk may take longer than the slice."""
     found = run(additive(decode_s, token_s), slice_s, noise=noise)
     longest = max(slice_s, 5 * decode_s, token_s * MAX_TOKENS / 64 + decode_s)
-    # What is known of the speed is a mean of noisy steps, and so is the decode's time.
+    # The known speed and decode time are means of noisy steps, hence the tolerance.
     assert max(found.gaps[2:], default=0.0) <= (1 + noise) ** 2 * 1.05 * longest
 
 

@@ -348,7 +348,7 @@ class TestGate:
     def test_gate_opens_by_the_earliest_of_all_arrivals(
         self, arrivals: list[tuple[int, Priority]], now_ms: int
     ) -> None:
-        """In whatever order they were added, and of whatever class they are: the hold is 50 ms here."""
+        """The 50 ms hold starts at the earliest arrival, whatever the order of additions and the priority classes."""
         sched, _ = self.gated()
         for number, (arrive_ms, priority) in enumerate(arrivals):
             seq = self.late(1.0 + arrive_ms / 1e3, 100 * (number + 2))

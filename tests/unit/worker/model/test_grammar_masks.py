@@ -224,7 +224,7 @@ def test_a_late_token_counts() -> None:
 
 
 def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts: list[int]) -> list[int] | str:
-    """Ids that a draft model may draw behind drafts; or why none."""
+    """The ids that a draft model may draw after `drafts`; or the reason why it may draw none."""
     bits, ended = masks.ahead({3: history(output, params).with_drafts(drafts)})
     assert bits is not None
     return ended[3] if ended else np.flatnonzero(np.unpackbits(bits.bits[0].view(np.uint8), bitorder="little")).tolist()
@@ -234,7 +234,7 @@ def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts
 def test_drafts_are_confined_as_the_tokens_at_their_positions(
     others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E1: masks ahead of a state are those that it has when it comes there, and leave it as it is."""
+    """E1: the mask after drafts equals the mask after the same output, and leaves the grammar state unchanged."""
     monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
     schema = {"type": "object", "properties": {"ab": {"type": "string"}}, "required": ["ab"]}
     params = params_of({"json_schema": schema}, **others)
@@ -257,7 +257,7 @@ def test_drafts_are_confined_as_the_tokens_at_their_positions(
 
 
 def test_slow_masks_do_not_confine_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step has no room for several slow masks of a sequence. What else confines the row does not depend on it."""
+    """A step has no time for several slow masks of a sequence. The row's other limits still apply."""
     letters = tuple(TEXTS.index(letter) for letter in (b"a", b"b", b"c"))
     params, output = params_of({"regex": "[ab]{4}"}, allowed_token_ids=letters), list[int]()
     masks, some = new_masks(), sorted([*letters, END])

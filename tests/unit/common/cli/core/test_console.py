@@ -1,4 +1,4 @@
-"""Lines of figures fit the terminal."""
+"""Lines of figures are folded to the terminal's width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a terminal against textwrap, for any cut of the text."""
+"""WordWrap breaks lines as textwrap does, however the text is cut into pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_words_are_broken_as_textwrap_breaks_them(words: list[str], width: int, 
     text = " ".join(words)
     options = {"break_on_hyphens": False, "break_long_words": True}
     expected = textwrap.wrap(text, width, **options)  # type: ignore[arg-type]
-    # In textwrap a word that is too long begins in the line of the word before it.
+    # textwrap begins a word longer than the line on the line of the previous word; WordWrap does not.
     if all(len(word) <= width for word in words):
         assert wrapped(text, width, pieces).split("\n") == (expected or [""])
 

@@ -1,4 +1,4 @@
-"""Commands that `fissile serve` prints for another terminal: a shell runs them as they are."""
+"""A shell runs the commands that `fissile serve` prints for another terminal without changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = frozenset({pb.CAPABILITY_GENERATE, pb.CAPABILITY_RERANK})
 def test_printed_commands_are_words_of_a_shell(
     folder: str, has_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """O22: a checkout or an environment may lie in any folder."""
+    """O22: a checkout or an environment may be in any folder."""
     home = tmp_path / folder
     (home / "bin").mkdir(parents=True)
     (home / "examples").mkdir()

@@ -38,7 +38,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def rope_of(config: dict[str, Any]) -> RopeConfig:
-    """Rotary embedding that a config.json of Llama asks for."""
+    """The RopeConfig of a Llama's config.json."""
     return rope_config(read_settings(config, "llama"))
 
 
