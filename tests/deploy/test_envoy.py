@@ -194,7 +194,7 @@ def by_json(mesh: Mesh, method: str, body: str, query: str = "") -> tuple[int, s
         return response.status, response.read().decode()
 
 
-def test_json_gets_the_answers_that_grpc_gets(mesh: Mesh) -> None:
+def test_json_request_gets_same_answer_as_grpc(mesh: Mesh) -> None:
     """O19: clients without gRPC, such as curl, can use JSON."""
     asked = request(41, 30)
     whole = generate(mesh.stub, asked)
@@ -208,7 +208,7 @@ def test_json_gets_the_answers_that_grpc_gets(mesh: Mesh) -> None:
     assert [part.HasField("finish") for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
-def test_a_large_request_and_a_chat_pass_as_json(mesh: Mesh) -> None:
+def test_large_json_request_reaches_the_router(mesh: Mesh) -> None:
     messages = {"messages": [{"role": "user", "content": "é" * 300_000}], "sampling_params": {"max_tokens": 1}}
     status, body = by_json(mesh, "ChatOnce", json.dumps(messages))
     assert (status, json.loads(body)["details"][0]["field_violations"][0]["field"]) == (400, "messages")
@@ -232,7 +232,7 @@ def test_a_large_request_and_a_chat_pass_as_json(mesh: Mesh) -> None:
         ),
     ],
 )
-def test_an_error_is_json_with_its_reason_and_field(
+def test_refused_json_request_gets_reason_and_field_as_json(
     mesh: Mesh, method: str, body: dict[str, Any], status: int, reason: str, field: str | None
 ) -> None:
     """O19: the body was empty when the descriptor set lacked the types of error details."""
@@ -247,7 +247,7 @@ def test_an_error_is_json_with_its_reason_and_field(
     ("method", "body", "query", "status"),
     [("ChatOnce", '{"messages": [', "", 400), ("Nothing", "{}", "", 404), ("ListModels", "{}", "?page=2", 400)],
 )
-def test_what_is_no_request_ends_in_envoy(mesh: Mesh, method: str, body: str, query: str, status: int) -> None:
+def test_invalid_json_request_is_refused_by_envoy(mesh: Mesh, method: str, body: str, query: str, status: int) -> None:
     assert by_json(mesh, method, body, query)[0] == status
 
 

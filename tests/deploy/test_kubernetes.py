@@ -287,7 +287,7 @@ def test_what_the_image_writes_to_is_a_volume(variant: str, component: str) -> N
 
 
 @each
-def test_pods_have_an_account_of_their_own_and_a_priority(variant: str, component: str) -> None:
+def test_pod_has_own_service_account_and_priority_class(variant: str, component: str) -> None:
     spec = pod(variant, component)["spec"]
     accounts = {o["metadata"]["name"]: o for o in objects(variant, "ServiceAccount")}
     assert accounts[spec["serviceAccountName"]]["automountServiceAccountToken"] is False
@@ -296,14 +296,14 @@ def test_pods_have_an_account_of_their_own_and_a_priority(variant: str, componen
 
 
 @each
-def test_folders_of_pods_have_a_limit(variant: str, component: str) -> None:
+def test_empty_dirs_of_pods_have_a_size_limit(variant: str, component: str) -> None:
     """Without a limit a Pod could fill its node's disk."""
     volumes = pod(variant, component)["spec"]["volumes"]
     assert [v["name"] for v in volumes if "emptyDir" in v and "sizeLimit" not in v["emptyDir"]] == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_pod_that_is_not_ready_holds_up_no_drain_of_a_node(variant: str) -> None:
+def test_unready_pod_does_not_block_node_drain(variant: str) -> None:
     budgets = objects(variant, "PodDisruptionBudget")
     assert len(budgets) == len(COMPONENTS)
     assert {o["spec"]["unhealthyPodEvictionPolicy"] for o in budgets} == {"AlwaysAllow"}

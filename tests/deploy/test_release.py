@@ -33,34 +33,34 @@ def steps(jobs: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for job in jobs.values() for step in job["steps"]]
 
 
-def test_the_workflow_fits_the_schema_of_workflows() -> None:
+def test_release_workflow_matches_workflow_schema() -> None:
     result = run([tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", WORKFLOW])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_zizmor_has_nothing_to_say_about_the_workflow() -> None:
+def test_release_workflow_passes_zizmor() -> None:
     result = run([tool("zizmor"), "--offline", "--persona=auditor", WORKFLOW])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_actions_are_named_by_commit(jobs: dict[str, Any]) -> None:
+def test_workflow_actions_are_pinned_by_commit(jobs: dict[str, Any]) -> None:
     used = [step["uses"] for step in steps(jobs) if "uses" in step]
     assert [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
 
 
-def test_scripts_of_the_workflow_exist(jobs: dict[str, Any]) -> None:
+def test_workflow_scripts_exist(jobs: dict[str, Any]) -> None:
     commands = " ".join(step.get("run", "") for step in steps(jobs))
     named = re.findall(r"scripts/[\w.]+", commands)
     assert {"scripts/wheel.sh", "scripts/sdist.sh", "scripts/check_wheel.sh", "scripts/sbom.sh"} <= set(named)
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_images_of_the_workflow_are_those_of_the_container_files(jobs: dict[str, Any]) -> None:
+def test_workflow_builds_each_container_file(jobs: dict[str, Any]) -> None:
     built = jobs["images"]["strategy"]["matrix"]["image"]
     assert sorted(built) == sorted(path.stem for path in (DEPLOY / "docker").glob("*.Dockerfile"))
 
 
-def test_a_tag_of_the_version_is_taken_and_another_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_release_tag_other_than_version_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert release_version.main([f"v{VERSION}"]) == 0
     assert release_version.main(["v9.9.9"]) == 1
     refused = capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_a_tag_of_the_version_is_taken_and_another_refused(capsys: pytest.Captur
     assert "deploy/kubernetes/base/router.yaml" in refused
 
 
-def test_pages_name_no_tag_that_does_not_exist() -> None:
+def test_tags_in_pages_exist() -> None:
     """A kustomization in a page must resolve today."""
     tags = run(["git", "tag"]).stdout.split()
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DEPLOY / "README.md"):
@@ -116,7 +116,7 @@ def pip(python: Path, *arguments: str | Path, cwd: Path, path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_source_archives_hold_all_that_the_wheels_are_built_from(tmp_path: Path) -> None:
+def test_wheels_from_source_archives_have_all_files(tmp_path: Path) -> None:
     source, tools = checkout(tmp_path / "src"), tmp_path / "src" / "build" / "wheel"
     (wanted,) = re.findall(r"\bbuild==[\d.]+", (ROOT / "scripts" / "wheel.sh").read_text("utf-8"))
     subprocess.run([sys.executable, "-m", "venv", tools], check=True)
@@ -140,7 +140,7 @@ def test_source_archives_hold_all_that_the_wheels_are_built_from(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_readmes_install_of_the_router_works_from_a_checkout(tmp_path: Path) -> None:
+def test_readme_install_from_checkout_runs_the_router(tmp_path: Path) -> None:
     source, bin_folder = checkout(tmp_path / "check out"), tmp_path / "venv" / "bin"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip(bin_folder / "python", "install", "--quiet", "./protos", ".[router]", cwd=source, path=str(bin_folder))

@@ -157,7 +157,7 @@ def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: S
     site.run(uncordon, "worker-0")
 
 
-def test_requests_show_the_model_that_was_chosen(site: Site) -> None:
+def test_requests_without_model_name_show_chosen_model(site: Site) -> None:
     """O26: a request without a model name gets the only model, and operators see its name."""
     calls = site.begun(request(0, 1900))
     try:

@@ -241,7 +241,7 @@ def said(b: Bench) -> list[str]:
     return [turn.partition("assistant\n")[0] for turn in turns]
 
 
-async def test_a_paste_of_several_lines_is_one_message() -> None:
+async def test_paste_of_several_lines_sends_one_message() -> None:
     """O16: a paste of three lines sent three messages."""
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind="xterm", columns=80) as chat:
         for pasted in (
@@ -270,14 +270,14 @@ async def test_a_paste_of_several_lines_is_one_message() -> None:
 )
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 @pytest.mark.each_value
-async def test_a_message_of_several_lines_is_typed(typed: str, message: str, kind: str) -> None:
+async def test_typed_lines_with_continuation_send_one_message(typed: str, message: str, kind: str) -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind=kind, columns=80) as chat:
         chat.type(typed)
         await chat.sees("hello")
         assert said(b) == [message]
 
 
-async def test_earlier_messages_are_found_in_a_later_conversation(tmp_path: Path) -> None:
+async def test_history_is_kept_for_later_conversations(tmp_path: Path) -> None:
     kept = tmp_path / "fissile" / "chat_history"
     async with bench(FakeWorker(FILES, answer=short)) as b:
         async with terminal(b, kind="xterm", columns=80, state=tmp_path) as chat:
@@ -296,7 +296,7 @@ async def test_earlier_messages_are_found_in_a_later_conversation(tmp_path: Path
             assert (kept.read_bytes() == before) == bool(options)
 
 
-async def test_a_history_that_cannot_be_kept_is_a_line(tmp_path: Path) -> None:
+async def test_unwritable_history_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "fissile").write_text("no folder")
     async with (
         bench(FakeWorker(FILES, answer=short)) as b,

@@ -399,7 +399,7 @@ def test_a_number_of_answers_that_is_none_takes_no_memory() -> None:
         assert len(client.generate_stream("say", n=2**32 - 1).progress.answers) < 10_000
 
 
-def test_an_asyncio_client_goes_on_with_the_next_event_loop() -> None:
+def test_asyncio_client_works_in_second_event_loop() -> None:
     """F19: in scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
 
     async def serve(stop: threading.Event, ready: Queue[str]) -> None:

@@ -402,7 +402,7 @@ def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..
 
 
 @pytest.mark.slow
-def test_offline_shows_the_logprobs_that_it_is_asked_for(simulated: str) -> None:
+def test_offline_generate_with_logprobs_shows_them(simulated: str) -> None:
     options = ("--offline", simulated, "--max-tokens", "2", "--ignore-eos", "--temperature", "0")
     asked = ("--logprobs", "1", "--logprob-token-id", "5", "--prompt-logprobs", "0")
     shown = fissile("generate", *options, *asked, "hello").stderr

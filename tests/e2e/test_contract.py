@@ -191,7 +191,7 @@ async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
 
 
 @pytest.mark.parametrize("num_words", [5_000, 40_000])
-async def test_prompt_too_long_for_the_model_is_counted(num_words: int) -> None:
+async def test_count_tokens_counts_prompt_too_long_for_the_model(num_words: int) -> None:
     """Generate refuses the longer text by a lower bound, and encodes the shorter one until it is too long."""
     async with bench() as b:
         text = "word " * num_words

@@ -307,7 +307,7 @@ async def test_a_digest_of_text_resumes_logprobs_with_the_number_of_tokens_alone
             assert problem in violation.description
 
 
-def test_the_commands_show_logprobs_that_are_asked_for(simulated: Service) -> None:
+def test_generate_and_chat_with_logprobs_show_them(simulated: Service) -> None:
     """Both commands ended with a traceback, because the client library had no argument `logprobs`."""
     options = ["--address", simulated.router.address, "--max-tokens", "5", "--logprobs", "2"]
     for arguments in (["generate", *options, "--logprobs-kind", "processed", "hi"], ["chat", *options]):

@@ -67,7 +67,7 @@ def node(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
         process.wait()
 
 
-def test_probes_of_a_machine_of_ranks_follow_its_ranks(node: tuple[subprocess.Popen[bytes], int, Path]) -> None:
+def test_rank_machine_readiness_follows_its_ranks(node: tuple[subprocess.Popen[bytes], int, Path]) -> None:
     process, port, log = node
     wait_for(port, "liveness", "SERVING", log)
     wait_for(port, "readiness", "SERVING", log)
@@ -82,7 +82,7 @@ def test_probes_of_a_machine_of_ranks_follow_its_ranks(node: tuple[subprocess.Po
     assert status(port, "liveness") == ""
 
 
-def test_a_taken_health_port_of_ranks_is_refused(
+def test_rank_machine_with_taken_health_port_is_refused(
     node: tuple[subprocess.Popen[bytes], int, Path], tmp_path: Path
 ) -> None:
     _, port, log = node

@@ -35,7 +35,7 @@ async def code_of(call: Any) -> str:
 
 
 @pytest.mark.parametrize("retries_cancelled", [True, False])
-async def test_calls_that_a_stopped_server_never_saw_go_to_another_router(retries_cancelled: bool) -> None:
+async def test_calls_unseen_by_stopped_server_are_retried_elsewhere(retries_cancelled: bool) -> None:
     """O15: calls that arrive between the stop of gRPC's core and its GOAWAY end as CANCELLED; no router sees them.
 
     The test stops the core while many calls wait to be accepted, so many calls end so, not one or two in a thousand.
@@ -65,7 +65,7 @@ async def test_calls_that_a_stopped_server_never_saw_go_to_another_router(retrie
             assert codes["CANCELLED"] > 0, codes
 
 
-async def test_a_call_that_an_operator_has_cancelled_is_not_repeated() -> None:
+async def test_call_cancelled_by_operator_is_not_retried() -> None:
     """A policy that retries every CANCELLED would undo `fissile cancel`."""
     worker = FakeWorker(FILES, room_seqs=1, step_s=0.01)
     async with bench(worker, admin_port=0) as b, channel_to(b) as channel:

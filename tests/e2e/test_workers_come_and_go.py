@@ -169,7 +169,7 @@ async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
 
 
 @pytest.mark.parametrize("model", ["", "m"])
-async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: str) -> None:
+async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
     """O14: GetModel and Tokenize failed at once, but Generate waited."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
@@ -187,7 +187,7 @@ async def test_every_call_that_needs_a_model_waits_for_the_first_worker(model: s
         await worker.stop()
 
 
-async def test_commands_wait_for_the_first_worker_too() -> None:
+async def test_generate_and_chat_commands_wait_for_the_first_worker() -> None:
     """O14: `fissile generate` and `fissile chat` call GetModel first, which failed at once."""
     worker = FakeWorker(FILES, answer=short)
     async with early(worker, worker_wait_s=60.0) as b:
@@ -199,7 +199,7 @@ async def test_commands_wait_for_the_first_worker_too() -> None:
         await worker.stop()
 
 
-async def test_every_call_that_needs_a_model_ends_with_the_router() -> None:
+async def test_calls_waiting_for_a_model_end_with_the_router() -> None:
     """O14: the end of the router or of the client ends a call that waits for a model."""
     async with early(FakeWorker(FILES)) as b:
         gone = b.stub.GetModel(pb.GetModelRequest())
@@ -213,7 +213,7 @@ async def test_every_call_that_needs_a_model_ends_with_the_router() -> None:
         assert {*ended.values()} == {grpc.StatusCode.UNAVAILABLE}, ended
 
 
-async def test_a_lookup_that_waits_takes_a_place_of_its_tenant() -> None:
+async def test_waiting_lookup_counts_against_its_tenants_limit() -> None:
     """O14: the tenant's limit refuses a flood of GetModel calls to a starting router."""
     async with early(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=2))

@@ -156,7 +156,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 @given(files())
-def test_any_spelling_is_read_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_any_spelling_is_read_as_in_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     """B2 and similar faults: entries under two names, in two places, null, or absent."""
     outcome = compare(tmp_path, config)
     assert "\n" not in outcome
@@ -164,12 +164,12 @@ def test_any_spelling_is_read_as_by_transformers(tmp_path: Path, config: dict[st
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_published_file_is_read_as_by_transformers(tmp_path: Path, name: str) -> None:
+def test_published_file_is_read_as_in_transformers(tmp_path: Path, name: str) -> None:
     assert compare(tmp_path, PUBLISHED[name]) == "equal"
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "saved" in name or "-4.5" in name])
-def test_settings_cross_to_a_process_that_does_not_read_them(
+def test_settings_sent_as_json_equal_those_read_from_folder(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank receives the settings as JSON, so it need not import `transformers`."""
@@ -185,7 +185,9 @@ def test_settings_cross_to_a_process_that_does_not_read_them(
 @pytest.mark.each_value
 @pytest.mark.parametrize("scaling", ROPES)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_rope_in_both_spellings(tmp_path: Path, architecture: str, scaling: dict[str, Any] | None) -> None:
+def test_rope_in_both_spellings_equals_transformers(
+    tmp_path: Path, architecture: str, scaling: dict[str, Any] | None
+) -> None:
     """B2: rope_scaling beside rope_parameters changed the numbers of transformers, but not ours."""
     shape = {**DEFAULT_SHAPE, **ARCHITECTURES[architecture][1]}
     named = {"architectures": [f"{ARCHITECTURES[architecture][0]}ForCausalLM"], "model_type": architecture}
@@ -274,7 +276,7 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.startswith("yarn") else pytest.mark.slow) for name in EDITS]
 )
-def test_logits_of_a_file_with_two_spellings(tmp_path: Path, name: str) -> None:
+def test_logits_with_two_spellings_equal_transformers(tmp_path: Path, name: str) -> None:
     """B2: log-probabilities differed by up to 7.7."""
     architecture, changes = EDITS[name]
     folder = make_checkpoint(tmp_path, architecture, tokenizer=False)

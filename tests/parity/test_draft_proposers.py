@@ -346,9 +346,7 @@ STEERED: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def test_drafts_of_the_same_model_are_right_with_each_parameter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_of_same_model_are_accepted_with_each_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E1: drafts of a model followed neither grammars nor the other limits of a row with a grammar."""
     # Routers and the library make the grammar from a constraint.
     assert set(STEERED) >= {field.name for field in fields(SamplingParams)} - {"grammar"}

@@ -67,7 +67,7 @@ def test_an_install_by_name_is_found(line: str) -> None:
 @pytest.mark.parametrize(
     "line", ["pip install ./protos '.[router]'", "fissile serve", "the distribution `fissile-client`"]
 )
-def test_an_install_from_the_checkout_is_none(line: str) -> None:
+def test_install_from_checkout_is_not_found_by_name(line: str) -> None:
     assert by_name(line) == []
 
 
@@ -94,7 +94,7 @@ def test_folders_and_extras_of_install_commands_exist() -> None:
     assert seen >= 10
 
 
-def test_hints_name_the_extras_that_bring_the_module() -> None:
+def test_hint_for_missing_module_names_its_extra() -> None:
     """The hint for a missing module names an extra that requires the module."""
     distributions = {"dns": "dnspython"}
     for module, arguments in INSTALLED_BY.items():

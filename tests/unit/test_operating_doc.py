@@ -106,5 +106,5 @@ def test_an_option_reaches_the_field_of_config(field: str, tmp_path: Path) -> No
     assert getattr(config_of([*plain, *arguments]), field) != getattr(config_of(plain), field)
 
 
-def test_each_field_of_config_has_an_option_or_a_reason_why_not() -> None:
+def test_each_field_of_config_has_an_option_or_a_reason() -> None:
     assert sorted([*REACHED_BY, *fields_without_option()]) == sorted(each.name for each in fields(Config))

@@ -100,7 +100,7 @@ def commands_in(text: str) -> Iterator[tuple[str, set[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_command_of_a_page_has_the_options_that_it_is_given(page: str) -> None:
+def test_commands_in_pages_take_their_options(page: str) -> None:
     wrong = [
         (name, option)
         for name, options in commands_in((ROOT / page).read_text())
@@ -110,7 +110,7 @@ def test_a_command_of_a_page_has_the_options_that_it_is_given(page: str) -> None
 
 
 @pytest.mark.parametrize("folder", _PRODUCT)
-def test_a_command_of_an_error_or_help_has_the_options_that_it_is_given(folder: str) -> None:
+def test_commands_in_errors_and_helps_take_their_options(folder: str) -> None:
     wrong = [
         (source, name, option)
         for source in SOURCES

@@ -40,7 +40,7 @@ def test_stubs_are_what_the_pinned_generator_makes(tmp_path: Path) -> None:
     assert changed == [], "run `make protos` and commit what it changes"
 
 
-def test_envoys_descriptor_set_is_made_of_the_stubs() -> None:
+def test_envoy_descriptor_set_equals_the_stubs() -> None:
     """O19: without the types of error details Envoy sends errors with an empty body."""
     checked_in = dpb.FileDescriptorSet.FromString(PLACE.read_bytes())
     made = descriptor_set()

@@ -32,7 +32,7 @@ def test_a_terminal_sees_the_newest_line_of_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "Collecting numpy\nERROR: no such thing\n"
 
 
-def test_a_command_that_runs_ends_with_the_script(tmp_path: Path) -> None:
+def test_running_command_ends_with_the_script(tmp_path: Path) -> None:
     """Bash makes a background command ignore Ctrl-C, so the script must end it."""
     body = "work() { exec sleep 600; }; (sleep 0.5; kill -TERM $$) & with_progress work"
     done = subprocess.run(program(body, tmp_path / "log"), capture_output=True, timeout=60, check=False)

@@ -102,7 +102,7 @@ def test_connection_arguments_are_the_attributes_of_a_connection() -> None:
         ("__init__", given.ConnectionArguments),
     ],
 )
-def test_notebooks_and_help_see_every_argument(client: Any, method: str, typed: Any) -> None:
+def test_signatures_list_every_argument(client: Any, method: str, typed: Any) -> None:
     shown = inspect.signature(getattr(client, method)).parameters
     assert {*typed.__annotations__} <= {*shown}
     assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in shown.values())

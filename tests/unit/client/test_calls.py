@@ -141,13 +141,13 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_what_cannot_be_sent_is_a_value_error_before_anything_is_sent(call: Callable[[Any], Any], said: str) -> None:
+def test_unsendable_argument_raises_value_error_before_sending(call: Callable[[Any], Any], said: str) -> None:
     """F16 to F19: no server listens at the address, so a call that is sent fails later with another error."""
     with pytest.raises(ValueError, match=re.escape(said)):
         call(CLIENT)
 
 
-def test_content_lists_and_json_values_become_what_the_protos_have() -> None:
+def test_content_lists_and_json_values_are_converted_to_protos() -> None:
     content = [{"type": "text", "text": "a"}, "b", {"text": "c"}, pb.ContentPart(text="d")]
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments_json": {"x": 1}}]}
     made = chat_request([{"role": "user", "content": content}, called], {"template_arguments_json": {"é": [True]}})
@@ -156,14 +156,14 @@ def test_content_lists_and_json_values_become_what_the_protos_have() -> None:
     assert made.template_arguments_json == '{"é": [true]}'
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     named = {"temperature": np.float32(0.5), "max_tokens": np.int64(3), "logit_bias": {np.int32(5): np.float64(1)}}
     made = generate_request(cast(Any, np.array([1, 2])), named)
     assert (list(made.token_ids.ids), made.sampling_params.temperature) == ([1, 2], 0.5)
     assert (made.sampling_params.max_tokens, dict(made.sampling_params.logit_bias)) == (3, {5: 1.0})
 
 
-def test_output_options_are_arguments_like_any_other() -> None:
+def test_output_options_as_arguments_reach_the_request() -> None:
     whole = {"output_options": {"return_token_ids": True}, "sampling_params": pb.SamplingParams(n=2)}
     made = chat_request("hi", {"logprobs": 0, "logprobs_kind": "processed", "seed": 7, "echo": None, **whole})
     expected = pb.OutputOptions(return_token_ids=True, logprobs=0, logprobs_kind=pb.LOGPROBS_KIND_PROCESSED)
@@ -195,7 +195,7 @@ def echo() -> Iterator[Callable[..., bytes]]:
 
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
-def test_metadata_that_is_taken_arrives_unchanged(echo: Callable[..., bytes], pairs: list[Any]) -> None:
+def test_accepted_metadata_arrives_unchanged(echo: Callable[..., bytes], pairs: list[Any]) -> None:
     """F16: metadata that gRPC would change or refuse raises a ValueError."""
     try:
         metadata = sendable(pairs)
@@ -204,7 +204,7 @@ def test_metadata_that_is_taken_arrives_unchanged(echo: Callable[..., bytes], pa
     assert echo(b"", metadata=metadata, timeout=60, wait_for_ready=True) == repr([*metadata]).encode()
 
 
-def test_reprs_say_in_a_line_what_there_is() -> None:
+def test_reprs_are_one_line_with_the_main_fields() -> None:
     usage = pb.Usage(completion_tokens=12)
     finish = pb.Finish(reason=pb.FINISH_REASON_STOP, usage=usage)
     answer = Answer(0, finish=finish)

@@ -67,12 +67,12 @@ assert torch.__version__ and torch.nn.Linear
 @pytest.mark.parametrize(
     "use", [pytest.param(use, marks=pytest.mark.slow if use.startswith("a model") else ()) for use in USES]
 )
-def test_torch_is_loaded_by_who_uses_it(use: str) -> None:
+def test_deferred_torch_loads_on_first_use(use: str) -> None:
     run = subprocess.run([sys.executable, "-c", READS + USES[use]], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_nothing_is_told_where_torch_is_not_installed() -> None:
+def test_config_classes_without_torch_print_no_warning() -> None:
     """Without PyTorch `transformers` would print install advice, and warnings about entries that the worker checks."""
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -227,7 +227,7 @@ def test_template_arguments_that_are_refused(text: str, path: str) -> None:
     refused("INVALID_ARGUMENT", path, lambda: template_arguments(request))
 
 
-def test_parameters_of_apply_chat_template_are_no_variables() -> None:
+def test_parameters_of_apply_chat_template_are_refused() -> None:
     """B16: the router accepted `continue_final_message` and ignored it."""
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     for name in known - {"tools", "documents", "add_generation_prompt"}:

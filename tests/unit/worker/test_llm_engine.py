@@ -554,7 +554,7 @@ def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict
         LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96, eos_token_id=1 << 20))
 
 
-def test_a_turn_ends_where_the_tokenizer_says(tmp_path: Path) -> None:
+def test_turn_ends_at_the_tokenizers_eos_token(tmp_path: Path) -> None:
     """B4: a fine-tune that names its end of turn only in tokenizer_config.json went on with the next turns."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     (folder / "generation_config.json").unlink()
@@ -574,7 +574,7 @@ def test_a_turn_ends_where_the_tokenizer_says(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_length_that_rope_is_scaled_to_is_served(tmp_path: Path) -> None:
+def test_prompt_of_scaled_rope_length_is_served(tmp_path: Path) -> None:
     """B12: the worker refused a length that the model's card allows."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=80, rope_parameters=yarn)
@@ -587,7 +587,7 @@ def test_a_length_that_rope_is_scaled_to_is_served(tmp_path: Path) -> None:
         LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=257))
 
 
-def test_scales_of_the_kv_cache_are_told_once(tmp_path: Path) -> None:
+def test_calibrated_scales_of_the_kv_cache_log_one_warning(tmp_path: Path) -> None:
     """B14: the worker served the checkpoint at scale 1, without a log line."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     content = json.loads((folder / "config.json").read_text())

@@ -219,7 +219,7 @@ def test_an_unknown_command_is_refused_with_the_nearest(
     assert said in capsys.readouterr().err
 
 
-def test_version_is_an_option_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["fissile", "--version"])
     assert group.run() == 0
     assert capsys.readouterr().out == f"fissile {fissile_version()}\n"

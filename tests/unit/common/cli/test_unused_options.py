@@ -120,7 +120,7 @@ ON = {
 }  # fmt: skip
 
 
-def test_each_mode_has_arguments_that_bring_it_about() -> None:
+def test_each_mode_has_arguments_that_select_it() -> None:
     modes = {
         (name, mode.name)
         for name, command in LEAVES.items()
@@ -296,7 +296,7 @@ def test_a_variable_without_effect_is_named_and_not_refused(monkeypatch: pytest.
         "--no-prefix-caching --kv-digests 0%",
     ],
 )
-def test_a_value_that_asks_for_what_is_so_anyway_is_taken(arguments: str) -> None:
+def test_option_value_equal_to_the_modes_is_accepted(arguments: str) -> None:
     assert parsed(worker, ["--model", "m", *arguments.split()]).params["model"] == "m"
 
 

@@ -67,9 +67,7 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
         assert phase.end_ns - phase.start_ns == pytest.approx(1e8, abs=1e3)
 
 
-def test_the_variables_of_sampling_and_of_the_service_hold(
-    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_otel_sampler_and_service_variables_apply(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """O32: as in docs/operating.md, with a share of 0 only traces with the client's sampled flag are recorded."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")

@@ -186,7 +186,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 @given(
     st.integers(20, 200), st.dictionaries(st.from_regex(r"[a-z]{1,12}", fullmatch=True), st.text("ab 01", max_size=30))
 )
-def test_folded_lines_fit_the_terminal_and_lose_nothing(width: int, fields: dict[str, str]) -> None:
+def test_folded_log_lines_fit_the_terminal(width: int, fields: dict[str, str]) -> None:
     """O30: a line exceeds the width only if a single field does."""
     whole = " ".join(
         ["12:00:00 [info     ] something happened               ", *(f"{k}={v!r}" for k, v in fields.items())]

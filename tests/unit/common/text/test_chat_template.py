@@ -331,7 +331,7 @@ def test_named_templates() -> None:
     assert (both.render([]), both.render([], [TOOL])) == ("plain", "tools")
 
 
-def test_named_templates_of_the_folder_are_those_of_transformers(tmp_path: Path) -> None:
+def test_named_templates_of_a_folder_equal_transformers(tmp_path: Path) -> None:
     """B13: the router did not read `additional_chat_templates/tool_use.jinja`, which transformers writes."""
     made = files(eos_token=EOS, chat_template="old") | {
         "chat_template.jinja": b"D{{ messages[0].content }}",

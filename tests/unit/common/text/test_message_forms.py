@@ -103,43 +103,43 @@ def test_template_that_prints_text_keeps_text() -> None:
     assert prompt("{{ messages }}", [said("user", "hi")]) == "[{'role': 'user', 'content': 'hi'}]"
 
 
-def test_calls_go_back_as_text_where_templates_concatenate_arguments() -> None:
+def test_template_that_concatenates_arguments_gets_text() -> None:
     """B3, F14: the router answered INVALID_ARGUMENT, `can only concatenate str (not "dict") to str`."""
     rendered = prompt(TEXT_ARGUMENTS, called())
     assert '```json\n{"ort": "Köln", "n": 2, "x": 0.5}\n```' in rendered
 
 
-def test_calls_go_back_as_text_where_templates_would_print_a_python_object() -> None:
+def test_template_that_prints_arguments_gets_json_text() -> None:
     assert '{"ort": "Köln", "n": 2, "x": 0.5}' in prompt(PRINTED_ARGUMENTS, called())
 
 
-def test_calls_are_printed_where_templates_want_null_content() -> None:
+def test_template_that_needs_null_content_prints_calls() -> None:
     """B3b: the prompt lacked the calls, and the status was OK."""
     assert "<call>wetter" in prompt(NULL_CONTENT, called())
 
 
-def test_calls_alone_make_no_empty_answer() -> None:
+def test_calls_without_text_render_no_empty_answer() -> None:
     assert prompt(EMPTY_TURN, called()).startswith("<user>how is it?<call>wetter")
 
 
-def test_null_content_is_not_given_where_it_would_be_printed() -> None:
+def test_template_that_prints_null_content_gets_empty_text() -> None:
     assert "None" not in prompt(PRINTS_NONE, called())
 
 
-def test_text_beside_calls_is_a_message_of_its_own_where_it_would_be_lost() -> None:
+def test_text_beside_calls_becomes_a_message_if_template_drops_it() -> None:
     for source in (CALLS_ALONE, NULL_CONTENT):
         rendered = prompt(source, called("I look."))
         assert "<assistant>I look.<call>wetter" in rendered
 
 
-def test_reasoning_and_text_beside_a_call_are_one_analysis() -> None:
+def test_text_beside_a_call_is_appended_to_reasoning() -> None:
     """B10: the router answered INVALID_ARGUMENT in the second turn."""
     rendered = prompt(ONE_ANALYSIS, called("I look.", reasoning_content="Where is it?"))
     assert "<analysis>Where is it?\n\nI look.<call>wetter" in rendered
     assert "<analysis>I look.<call>wetter" in prompt(ONE_ANALYSIS, called("I look."))
 
 
-def test_second_call_that_a_template_leaves_out_is_refused() -> None:
+def test_second_call_missing_in_prompt_is_refused() -> None:
     """B10: the prompt lacked the second call, and the status was OK."""
     messages = called()
     other = {"type": "function", "id": "2", "function": {"name": "wetter", "arguments": {"ort": "Bonn"}}}
@@ -148,13 +148,13 @@ def test_second_call_that_a_template_leaves_out_is_refused() -> None:
     assert '"Bonn"' in prompt(CALLS_ALONE, messages)
 
 
-def test_ids_have_names_where_names_are_printed_nowhere_else() -> None:
+def test_ids_have_names_if_template_prints_only_ids() -> None:
     rendered = prompt(NAMED_IDS, called())
     assert "<call>functions.wetter:0 {" in rendered
     assert "<wetter>functions.wetter:0 sunny" in rendered
 
 
-def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
+def test_tools_get_empty_descriptions_if_template_needs_them() -> None:
     """F14: the router answered INVALID_ARGUMENT, `'dict object' has no attribute 'description'`."""
     bare = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     rendered = prompt(DESCRIPTIONS, [said("user", "hi")], [TOOL, bare])
@@ -191,12 +191,12 @@ def test_tools_have_empty_descriptions_where_templates_need_one() -> None:
         ("fixed", [said("user", "x")], "[0].content"),
     ],
 )  # fmt: skip
-def test_text_that_a_template_leaves_out_is_refused_by_name(source: str, messages: list[Message], path: str) -> None:
+def test_text_missing_in_prompt_is_refused_with_its_field(source: str, messages: list[Message], path: str) -> None:
     """B1: the router accepted input that the template did not print."""
     assert refused_path(source, messages) == f"messages{path}"
 
 
-def test_tools_that_a_template_leaves_out_are_refused_by_name() -> None:
+def test_tools_missing_in_prompt_are_refused_with_their_field() -> None:
     assert refused_path(CHATML, [said("user", "x")], [TOOL]) == "tools"
     some = "{% for tool in (tools or [])[:1] %}{{ tool.function.name }}{% endfor %}" + CHATML
     other = {"type": "function", "function": {**TOOL["function"], "name": "uhrzeit"}}
@@ -216,7 +216,7 @@ def test_tools_that_a_template_leaves_out_are_refused_by_name() -> None:
         "m.content.replace('\n', ' ')",
     ],
 )
-def test_changed_text_is_no_lost_text(change: str) -> None:
+def test_text_changed_by_the_template_is_accepted(change: str) -> None:
     source = (
         f"{{% for m in messages[1:] %}}<{{{{ m.role }}}}>{{{{ {change} }}}}{{% endfor %}}{{{{ messages[0].content }}}}"
     )
@@ -226,7 +226,7 @@ def test_changed_text_is_no_lost_text(change: str) -> None:
     assert prompt(source, messages)
 
 
-def test_reasoning_that_a_template_leaves_out_is_no_lost_text() -> None:
+def test_reasoning_missing_in_prompt_is_accepted() -> None:
     messages = [said("user", "a"), said("assistant", "b", reasoning_content="because of this"), said("user", "c")]
     assert "because" not in prompt(CHATML, messages)
 
@@ -271,7 +271,7 @@ def test_deep_values_are_printed() -> None:
     assert '"string"' in prompt("{{ tools | tojson }}" + CHATML, [said("user", "x")], [tool])
 
 
-def test_values_that_are_too_deep_are_refused_by_their_field() -> None:
+def test_values_nested_too_deeply_are_refused_with_their_field() -> None:
     walk = "{% macro w(v) %}{% if v is mapping %}{% for k in v %}{{ w(v[k]) }}{% endfor %}{% endif %}{% endmacro %}"
     source = walk + "{% for t in tools or [] %}{{ t.function.name }}{{ w(t) }}{% endfor %}" + (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{{ w(c) }}{% endfor %}"

@@ -76,7 +76,7 @@ def test_reasoning_is_found_by_its_marks(frame: str, marks: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frame", FRAMES)
-def test_all_that_families_write_is_read_back_in_any_cut(frame: str) -> None:
+def test_all_family_answers_are_read_back_in_any_pieces(frame: str) -> None:
     """More than 600 chat templates combine all frames, reasoning marks and calls."""
     for _, marks, name in (each for each in readable() if each[0] == frame):
         text = source(frame, REASONING[marks], EVERY_CALLS[name])
@@ -88,7 +88,7 @@ def test_all_that_families_write_is_read_back_in_any_cut(frame: str) -> None:
 
 @pytest.mark.parametrize("frame", ["chatml", "llama"])
 @pytest.mark.parametrize("calls", UNREAD_CALLS)
-def test_calls_that_are_not_read_back_are_not_claimed(frame: str, calls: str) -> None:
+def test_unread_calls_get_no_form(frame: str, calls: str) -> None:
     """Earlier one word in such published templates was enough to read them as Qwen's or Llama's."""
     text = source(frame, "", UNREAD_CALLS[calls])
 
@@ -114,12 +114,12 @@ def test_reasoning_beside_unread_calls_is_kept(calls: str) -> None:
         "{% for m in messages %}{{ m.content.nothing.at.all }}{% endfor %}",
     ],
 )
-def test_words_of_a_chat_template_alone_claim_nothing(text: str) -> None:
+def test_template_with_only_telling_words_gets_no_form(text: str) -> None:
     assert find_form(chat_template(text)) is None
 
 
 @pytest.mark.parametrize("calls", ["qwen", "deepseek_v3", "deepseek_v31"])
-def test_calls_without_tools_in_the_prompt_are_not_claimed(calls: str) -> None:
+def test_calls_without_tools_in_the_prompt_get_no_form(calls: str) -> None:
     """As with DeepSeek-V3 and R1, the chat template writes calls but leaves out the tools of a request."""
     text = source("deepseek", REASONING["<think>"], CALLS[calls], tools="")
 
@@ -129,7 +129,7 @@ def test_calls_without_tools_in_the_prompt_are_not_claimed(calls: str) -> None:
     assert [*found(SHOWN_TOOLS.replace("\\n", "\n") + text).spec["fields"]] == ["thinking", "tool_calls", "content"]
 
 
-def test_calls_between_which_content_is_lost_are_not_claimed() -> None:
+def test_calls_with_lost_content_get_no_form() -> None:
     """The form would misread content after calls, or content with its own mark."""
     for content in ("", "<answer>{{ m.content }}</answer>", "{{ m.content | upper }}"):
         text = source("chatml", "", CALLS["qwen"] if content else CALLS["qwen"] + "{{ m.content }}", content=content)
@@ -146,7 +146,7 @@ def test_calls_between_which_content_is_lost_are_not_claimed() -> None:
         ("<|im_start|>assistant\n</think>\n\n", ""),
     ],
 )
-def test_reasoning_that_prompts_begin_or_end_is_known(text: str, opening: str) -> None:
+def test_reasoning_begun_or_ended_in_prompt_is_found(text: str, opening: str) -> None:
     begin = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     chat = chat_template(f"{begin}{{% if add_generation_prompt %}}{text}{{% endif %}}")
 
@@ -156,13 +156,13 @@ def test_reasoning_that_prompts_begin_or_end_is_known(text: str, opening: str) -
     assert ResponseTemplate(form.spec).opening(chat.render([{"role": "user", "content": "hm"}])) == opening
 
 
-def test_reasoning_that_is_taken_out_of_earlier_answers_is_known() -> None:
+def test_reasoning_removed_from_earlier_answers_is_found() -> None:
     content = "{{ m.content.split('</think>')[-1] }}"
 
     assert "thinking" in found(source("deepseek", "", "", content=content)).spec["fields"]
 
 
-def test_opening_of_an_answer_behind_a_result_is_known() -> None:
+def test_opening_after_a_tool_result_is_empty() -> None:
     """Mistral's prompts end with the tool's result, without a mark for the beginning of the answer."""
     text = source("inst", "", CALLS["mistral"])
     call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
@@ -194,7 +194,7 @@ def test_grammars_write_calls_as_the_chat_template_does(calls: str) -> None:
     assert every(form.style.before)[0] + begin in written
 
 
-def test_calls_that_no_grammar_writes_are_read_and_said_to_be_unheld() -> None:
+def test_calls_without_a_grammar_are_read_and_marked_unheld() -> None:
     form = found(source("chatml", "", CALLS["lfm"]))
 
     assert form.unheld

@@ -403,7 +403,7 @@ OTHER_ARGUMENTS: Final = (
         ("mistral_named", "[TOOL_CALLS]f[ARGS]{}"),
     ],
 )
-def test_arguments_that_are_null_or_a_string_are_read(name: str, around: str, written: str, given: str | None) -> None:
+def test_arguments_null_or_in_a_string_are_read(name: str, around: str, written: str, given: str | None) -> None:
     """`null` and JSON objects in a string are arguments; with other values the whole text is content."""
     family = next(each for each in FAMILIES if each.name == name)
     text = around.format(written)

@@ -116,7 +116,7 @@ def family(name: str) -> Family:
         ),
     ],
 )
-def test_named_differences_from_transformers_are_these(
+def test_each_named_difference_from_transformers_occurs(
     name: str, text: str, calls: list[tuple[str, str]], content: str | None, theirs: str | None
 ) -> None:
     parts = read(family(name), [text])

@@ -124,7 +124,7 @@ FLAGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", None])
 @pytest.mark.parametrize("model_type", ["llama", "phi3", None])
 @pytest.mark.parametrize("framed", ["byte_level", "sentencepiece"])
-def test_tokens_around_a_text_are_those_of_auto_tokenizer(
+def test_tokens_around_a_text_equal_auto_tokenizer(
     framed: str, model_type: str | None, name: str | None, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     """B9: flags that the class ignores removed Llama 3's BOS token, or added EOS to every prompt."""
@@ -148,7 +148,7 @@ def llama3_like() -> tokenizers.Tokenizer:
     return made
 
 
-def test_flags_that_the_class_ignores_change_nothing() -> None:
+def test_flags_ignored_by_the_class_change_no_token() -> None:
     """B9: transformers 4.57.1 and 5.24.0 ignore these flags for PreTrainedTokenizerFast."""
     for flags in FLAGS:
         made = files(
@@ -159,7 +159,7 @@ def test_flags_that_the_class_ignores_change_nothing() -> None:
         assert [id in (0, 1) for id in ids] == [True, *[False] * (len(ids) - 1)]
 
 
-def test_special_tokens_are_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
+def test_special_tokens_equal_auto_tokenizer(kind: str, tmp_path: Path) -> None:
     config = {
         "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False},
         "additional_special_tokens": ["hello"],

@@ -202,7 +202,7 @@ async def test_a_token_that_only_the_tokenizer_has_is_the_texts_fault() -> None:
     encoder.close()
 
 
-async def test_rendered_text_has_no_marks() -> None:
+async def test_rendered_prompt_has_no_marks() -> None:
     """B15, F20: the text had U+FDD0 and U+FDD1 around a special token of the input."""
     encoder, served = PromptEncoder(), model()
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a<|end|>b")])
@@ -212,7 +212,7 @@ async def test_rendered_text_has_no_marks() -> None:
     encoder.close()
 
 
-async def test_text_that_the_template_leaves_out_is_refused_by_its_field() -> None:
+async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None:
     """B1: the prompt lacked the text, and the status was OK."""
     files = {**tokenizer_files(), "chat_template.jinja": b"{{ messages[-1].content }}"}
     encoder, served = PromptEncoder(), replace(model(), text=TextAssets.from_files(files))

@@ -80,7 +80,7 @@ def test_the_pool_always_holds_the_longest(model_len: int, asked: int, memory: i
         assert sized.num_kvcache_blocks * 3 <= (memory or free)
 
 
-def test_a_length_up_to_the_scaled_one_is_served_if_it_is_asked_for() -> None:
+def test_max_model_len_up_to_scaled_length_is_accepted() -> None:
     """B12: Qwen3's model card allows four times the length; without an option the model's own length applies."""
     sized = partial(with_pool, model_len=640, num_blocks_for=lambda size: size // 1000, free_bytes=10**6, longest=2048)
     assert sized(Config()).max_model_len == 640
@@ -106,7 +106,7 @@ def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
         (None, 5, None, [5]),
     ],
 )
-def test_the_tokenizers_end_of_sequence_counts(
+def test_tokenizer_eos_token_is_added_to_the_models_ids(
     tmp_path: Path, config_json: int | None, generation: Any, own: int | None, expected: list[int]
 ) -> None:
     """B4: a fine-tune that names its end of turn only in tokenizer_config.json never stopped."""
@@ -121,7 +121,7 @@ def test_the_tokenizers_end_of_sequence_counts(
     assert with_special_tokens(replace(config, stop_token_ids=(1,)), model).stop_token_ids == (1,)
 
 
-def test_the_tokenizers_end_of_sequence_is_one_of_the_models_ids(tmp_path: Path) -> None:
+def test_tokenizer_eos_outside_the_vocabulary_is_ignored(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300)
     assert tokenizer_eos_id(tmp_path) == EOS_ID
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -137,7 +137,7 @@ def test_the_tokenizers_end_of_sequence_is_one_of_the_models_ids(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ['{"added_tokens": 5}', '{"model": {"vocab": [1]}}', "[]"])
-def test_a_tokenizer_of_another_form_is_one_line(tmp_path: Path, content: str) -> None:
+def test_malformed_tokenizer_raises_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     with pytest.raises(TokenizerError) as raised:

@@ -349,7 +349,7 @@ def test_a_list_of_another_kind_is_one_line(tmp_path: Path, kind: type[Any], val
         ({"rope_scaling": LLAMA3}, 512),
     ],
 )
-def test_the_longest_length_is_what_rope_is_scaled_to(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
+def test_longest_length_is_the_scaled_rope_length(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
     """B12: as in vLLM, --max-model-len may be at most the original length times yarn's factor."""
     assert ModelConfig.from_folder(write(tmp_path, **rope)).longest_len == longest
 

@@ -248,7 +248,7 @@ def test_forced_text_hardly_lengthens_steps_of_sequences_without_it(table: dict[
 
 
 @pytest.mark.parametrize("name", ["flat", "bfloat16"])
-def test_forced_text_is_verified_where_rows_cost_little_or_nobody_waits(name: str) -> None:
+def test_forced_text_is_verified_if_rows_are_cheap_or_all_have_it(name: str) -> None:
     lengths = DraftLengths(MOST, adapts=True)
     lengths.costs = StepCosts({rows: COSTS[name](rows) for rows in SIZES})
     assert forced_rows(lengths, 6) > 6

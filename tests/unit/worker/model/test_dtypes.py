@@ -24,7 +24,7 @@ LAYER = "model.layers.0.self_attn"
         ((), {"kv_cache_scheme": {"num_bits": 8}}, 0, ["kv_cache_scheme"]),
     ],
 )
-def test_calibrated_scales_of_the_kv_cache_are_named_once(
+def test_calibrated_scales_of_the_kv_cache_log_their_names_once(
     tmp_path: Path, names: tuple[str, ...], quantization: dict[str, Any], tensors: int, settings: list[str]
 ) -> None:
     """B14: the worker served a checkpoint with scales of 0.02 at scale 1, without a log line."""
@@ -38,7 +38,7 @@ def test_calibrated_scales_of_the_kv_cache_are_named_once(
 
 
 @pytest.mark.parametrize("source", [{}, {"quantization_config": {"kv_cache_scheme": None}}, {"quantization_config": 5}])
-def test_no_scales_no_warning(tmp_path: Path, source: dict[str, Any]) -> None:
+def test_checkpoint_without_scales_logs_no_warning(tmp_path: Path, source: dict[str, Any]) -> None:
     save_file({f"{LAYER}.k_proj.input_scale": torch.ones(1)}, tmp_path / "model.safetensors")
     with capture_logs() as logs:
         warn_of_kv_scales(tmp_path, source, torch.bfloat16)

@@ -231,7 +231,7 @@ def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts
 
 
 @pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30, "bad_words_token_ids": ((40, 41),)}])
-def test_drafts_are_confined_as_the_tokens_at_their_positions(
+def test_masks_ahead_equal_masks_at_the_drafts_positions(
     others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E1: the mask after drafts equals the mask after the same output, and leaves the grammar state unchanged."""

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_figures_fit_a_terminal_and_lose_nothing(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_on_a_terminal_fit_its_width(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("sys.stderr", Terminal())
     lines = fitted(FIGURES).splitlines()

@@ -22,7 +22,7 @@ TEXTS = st.text("ab \t\n日é😀.", max_size=120)
 
 
 @given(WORDS, st.integers(1, 30), st.integers(1, 50))
-def test_words_are_broken_as_textwrap_breaks_them(words: list[str], width: int, pieces: int) -> None:
+def test_words_wrap_as_in_textwrap(words: list[str], width: int, pieces: int) -> None:
     text = " ".join(words)
     options = {"break_on_hyphens": False, "break_long_words": True}
     expected = textwrap.wrap(text, width, **options)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def test_words_are_broken_as_textwrap_breaks_them(words: list[str], width: int, 
 
 
 @given(TEXTS.map(lambda text: text.replace("\t", " ")), st.integers(2, 20), st.integers(1, 40))
-def test_no_line_is_too_wide_and_nothing_is_lost(text: str, width: int, pieces: int) -> None:
+def test_wrapped_lines_fit_the_width_and_keep_all_text(text: str, width: int, pieces: int) -> None:
     shown = wrapped(text, width, pieces)
     assert "".join(shown.split()) == "".join(text.split())
     for line in shown.rstrip(" \t").split("\n"):
@@ -41,13 +41,13 @@ def test_no_line_is_too_wide_and_nothing_is_lost(text: str, width: int, pieces: 
 
 
 @given(TEXTS)
-def test_a_wide_terminal_shows_the_text_as_it_is(text: str) -> None:
+def test_wide_terminal_shows_text_unchanged(text: str) -> None:
     assert [line.rstrip() for line in wrapped(text, 10_000, 7).split("\n")] == [
         line.rstrip() for line in text.split("\n")
     ]
 
 
-def test_a_word_at_the_beginning_of_a_line_is_shown_as_it_comes() -> None:
+def test_word_at_line_start_is_shown_at_once() -> None:
     wrap = WordWrap(10)
     assert [wrap.feed(char) for char in "abc de"] == ["a", "b", "c", "", "", ""]
     assert wrap.feed("fghi") == ""

@@ -17,7 +17,7 @@ ALL = frozenset({pb.CAPABILITY_GENERATE, pb.CAPABILITY_RERANK})
 
 @pytest.mark.parametrize("folder", ["new comer", "it's", "a$HOME", "plain", "a;b&c"])
 @pytest.mark.parametrize("has_script", [True, False])
-def test_printed_commands_are_words_of_a_shell(
+def test_printed_commands_with_odd_folders_parse_in_a_shell(
     folder: str, has_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """O22: a checkout or an environment may be in any folder."""
