@@ -38,7 +38,7 @@ async def code_of(call: Any) -> str:
 async def test_calls_unseen_by_stopped_server_are_retried_elsewhere(retries_cancelled: bool) -> None:
     """O15: calls that arrive between the stop of gRPC's core and its GOAWAY end as CANCELLED; no router sees them.
 
-    The test stops the core while many calls wait to be accepted, so many calls end so, not one or two in a thousand.
+    The test stops the core while many calls wait to be accepted. Otherwise one or two in a thousand would end so.
     """
     shipped = json.loads(SHIPPED)
     (method,) = shipped["methodConfig"]

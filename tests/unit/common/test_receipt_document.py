@@ -1,4 +1,4 @@
-"""Request digests equal those of an encoder that reads sizes and neutral values from docs/contract.md."""
+"""Compares request digests with an encoder that reads sizes and neutral values from docs/contract.md."""
 
 from __future__ import annotations
 

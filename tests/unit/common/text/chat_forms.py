@@ -15,7 +15,7 @@ FILES: Final = tokenizer_files(chat=False)
 
 @dataclass(frozen=True)
 class Frame:
-    """Text around messages; `ROLE` stands for a message's role.
+    """Text around messages; `ROLE` is replaced by the message's role.
 
     Attributes:
         begin: text before a message.
