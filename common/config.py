@@ -64,8 +64,8 @@ class Config:
         scheduling_policy: `prefill_first` computes prompts, or else one token of every running sequence; `mixed` packs
             both into one step, decodes first and prompt chunks into what is left of the budget.
         max_consecutive_prefill_steps: under `prefill_first`, after so many steps of prompts running sequences get one.
-        prefill_slice_s: longest step with prompts while anything decodes, seconds, or five usual decode steps where
-            these take longer; 0 bounds steps by tokens alone.
+        prefill_slice_s: longest step with prompts while any sequence decodes, seconds; at least five usual decode
+            steps. 0 bounds steps by tokens alone.
         gpu_memory_utilization: fraction of a GPU's memory to use.
         kv_cache_memory: bytes for the KV cache on CPU; 0 takes a quarter of the free memory.
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.

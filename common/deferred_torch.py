@@ -1,7 +1,7 @@
-"""Keeps `transformers` from importing PyTorch where its parts need none: config classes and tokenizers.
+"""Keeps `transformers` from importing PyTorch for config classes and tokenizers, which do not need it.
 
-Where PyTorch is installed, `transformers` imports it on the way to a config class, which only names it in types. A
-router, a simulated worker or a process in front of ranks would pay a second and 180 MB for nothing.
+If PyTorch is installed, `transformers` imports it together with a config class, which names it in types only. That
+would cost a router, a simulated worker or a process in front of ranks a second and 180 MB without use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TORCH: Final = "torch"
 
 
 class _DeferredTorch(ModuleType):
-    """Stands in for PyTorch and imports it on the first use of an attribute."""
+    """Placeholder for the module `torch`; imports PyTorch on the first use of an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         _remove(self)
@@ -27,9 +27,10 @@ class _DeferredTorch(ModuleType):
 
 @contextlib.contextmanager
 def deferred_torch() -> Iterator[None]:
-    """Makes `import torch` bind a stand-in, which loads PyTorch when a module uses it; no-op once PyTorch is loaded.
+    """Makes `import torch` bind a placeholder, which loads PyTorch on first use. No-op once PyTorch is loaded.
 
-    Modules imported meanwhile keep the stand-in and work with the real PyTorch later. Other modules never see it.
+    Modules imported in this context keep the placeholder and work with the real PyTorch later. Other modules never
+    see the placeholder.
     """
     spec = None if _TORCH in sys.modules else find_spec(_TORCH)
     if spec is None:

@@ -187,8 +187,8 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 # which name each tensor.
 MAX_CONFIG_FILE_BYTES = 16 * MIB
 MAX_WEIGHT_INDEX_BYTES = 100 * MIB
-# Layers of a model, and experts of a layer: lists of them are made from config.json alone. Published models have at
-# most some 130 and 512.
+# Most layers of a model, and most experts of a layer: config.json alone sets the lengths of lists of them. Published
+# models have at most about 130 layers and 512 experts.
 MAX_MODEL_LAYERS = 1024
 MAX_MODEL_EXPERTS = 2048
 # Bytes of a configuration file of options, and its values with aliases written out.
@@ -299,7 +299,7 @@ TASK_RESTART_S = 0.1
 TASK_RESTART_MAX_S = 10.0
 TASK_FORGIVEN_S = 60.0
 
-# Earlier messages of `fissile chat`: some 10,000 lines. The older half of a longer file is dropped.
+# Most bytes of the history file of `fissile chat`: about 10,000 lines. A longer file loses its older half.
 MAX_CHAT_HISTORY_BYTES = MIB
 
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.

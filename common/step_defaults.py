@@ -18,8 +18,8 @@ BUDGET_ON_GPU: Final = 2048
 # A step of prompts has read the weights that answers need too. On a GPU, steps of answers alone are captured graphs.
 POLICY_ON_CPU: Final = MIXED
 POLICY_ON_GPU: Final = PREFILL_FIRST
-# Seconds of the longest step with prompts while anything decodes. A step of 1,024 prompt tokens took 3 s on two
-# cores with a model of 0.6B, and every stream waited for it.
+# Longest step with prompts while any sequence decodes, seconds. With a model of 0.6B on two cores, a step of 1,024
+# prompt tokens took 3 s, and every stream waited for it.
 PREFILL_SLICE_S: Final = 0.25
 # Device files of the drivers of AMD and NVIDIA.
 DEVICES: Final = (Path("/dev/kfd"), Path("/dev/nvidiactl"))

@@ -54,10 +54,10 @@ SUMMARIES = {
     "version": "Print the versions of Fissile and its dependencies.",
 }
 
-# Arguments of `pip install` in a checkout. They name the client's folder: pip must not ask a package index for it.
+# Arguments of `pip install` in a checkout. They name the client's folder, so that pip asks no package index for it.
 _ROUTER = "./protos '.[router]'"
 _WORKER = "--extra-index-url https://download.pytorch.org/whl/cpu ./protos '.[router,worker,cpu]'"
-# Top-level module that may be missing -> the arguments that bring it.
+# Top-level module that may be missing -> the arguments that install it.
 INSTALLED_BY = {
     "torch": _WORKER,
     "safetensors": _WORKER,
@@ -85,7 +85,7 @@ def find_entry_points(group: str) -> dict[str, EntryPoint]:
 
 
 def missing_extra(command: str, module: str) -> CommandError:
-    """A part of Fissile is not installed here: says what to run in a checkout."""
+    """Error for a part of Fissile that is not installed; names the command that installs it in a checkout."""
     return CommandError(
         f"`fissile {command}` needs {module}, which is not installed here. In a checkout of Fissile: "
         f"pip install {INSTALLED_BY[module]} (or make setup)"
@@ -105,15 +105,15 @@ def naming_missing_extra(command: str) -> Iterator[None]:
 
 
 class SuggestingGroup(click.Group):
-    """A group that suggests a command where a name is unknown, as click does for options."""
+    """A group that suggests similar commands for an unknown name, as click does for options."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's.
+        """Finds the command of `args` as click does; the error for an unknown name has suggestions.
 
         Raises:
-            UsageError: there is no such command.
+            UsageError: the group has no such command.
         """
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:

@@ -66,12 +66,12 @@ async def abort(
 
 
 async def _commit(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Sends the headers of the response, after which neither gRPC's retry policies nor Envoy's repeat the call.
+    """Sends the response headers, so that retry policies of gRPC and Envoy do not repeat the call.
 
-    They repeat a CANCELLED without headers, gRPC's own status for a call that the server never saw. A call that an
-    operator has cancelled would run again.
+    These policies repeat a CANCELLED without headers, which gRPC itself uses for calls that the server never saw.
+    Without headers, a call that an operator cancelled would run again.
     """
-    # Already sent, or the client has gone.
+    # The headers were sent before, or the client has disconnected.
     with contextlib.suppress(grpc.aio.UsageError, grpc.aio.InternalError):
         await context.send_initial_metadata(())
 

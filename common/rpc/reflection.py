@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 _ALPHA: Final = "grpc.reflection.v1alpha"
 _V1: Final = "grpc.reflection.v1"
 _V1_FILE: Final = "grpc/reflection/v1/reflection.proto"
-# Contracts of ours that no service's file imports: a process describes the files that it has loaded.
+# Loads the file of error reasons, which no service's file imports: reflection only describes loaded files.
 _REASONS: Final = errors_pb2.DESCRIPTOR
 SERVICE_NAMES: Final = (reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
 

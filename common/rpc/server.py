@@ -216,16 +216,16 @@ async def _check_name(request: health_pb2.HealthCheckRequest, context: Any) -> N
 
 
 class HealthServer:
-    """A port that serves health alone, in plain text: beside a GrpcServer, or in a process that serves nothing else.
+    """A plain-text port that serves the health service alone, beside a GrpcServer or in a process without one.
 
     Args:
         host: address to listen on.
         port: TCP port; 0 for any free one.
-        health: of the GrpcServer beside it; None for a process that has none.
-        max_connection_age_s: after which clients must connect anew; 0 is never.
+        health: health service of the GrpcServer; None for a process without one.
+        max_connection_age_s: seconds after which clients must reconnect; 0 is never.
 
     Attributes:
-        port: the port that is listened on; 0 before `listen`.
+        port: the bound port; 0 before `listen`.
     """
 
     def __init__(self, host: str, port: int, health: _Health | None = None, max_connection_age_s: float = 0.0) -> None:
@@ -239,11 +239,11 @@ class HealthServer:
 
     @property
     def address(self) -> str:
-        """`host:port` that is listened on."""
+        """The bound address, `host:port`."""
         return _join(self._host, self.port)
 
     async def start(self) -> None:
-        """Listens in a process without a GrpcServer: liveness is SERVING, readiness NOT_SERVING.
+        """Opens the port in a process without a GrpcServer, with liveness SERVING and readiness NOT_SERVING.
 
         Raises:
             PortTakenError: the address is in use or is not one of this machine.
@@ -253,7 +253,7 @@ class HealthServer:
         await self.listen()
 
     async def listen(self) -> None:
-        """Listens.
+        """Opens the port and serves the health service on it.
 
         Raises:
             PortTakenError: the address is in use or is not one of this machine.
@@ -263,7 +263,7 @@ class HealthServer:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets readiness."""
+        """Sets readiness to SERVING if `serving`, else to NOT_SERVING."""
         for name in ("", READINESS):
             await self._health.set(name, _SERVING if serving else _NOT_SERVING)
 
@@ -437,7 +437,7 @@ def _listen(
     credentials: grpc.ServerCredentials | None = None,
     option: str = "--port",
 ) -> int:
-    """Returns the port; raises PortTakenError, which names the option to change."""
+    """Binds the server to a port and returns it; raises PortTakenError, which names the option to change."""
     wanted = _join(host, port)
     try:
         return server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)

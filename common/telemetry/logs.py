@@ -28,7 +28,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("auto", "json", "console")
 LEVEL_VARIABLE: Final = "FISSILE_LOG_LEVEL"
 FORMAT_VARIABLE: Final = "FISSILE_LOG_FORMAT"
-# Columns of the terminal that shows the lines of a process which has none itself: set by `fissile serve`.
+# Columns of the terminal that shows a process's log lines; `fissile serve` sets it for children without a terminal.
 WIDTH_VARIABLE: Final = "FISSILE_LOG_WIDTH"
 # https://no-color.org and https://force-color.org
 NO_COLOR_VARIABLE: Final = "NO_COLOR"
@@ -42,7 +42,7 @@ current_request_id: ContextVar[str] = ContextVar("current_request_id", default="
 _COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
 # The blank before `name=`, which may be colored.
 _BETWEEN_FIELDS: Final = re.compile(rf" (?=(?:{_COLOR.pattern})*[\w.]+(?:{_COLOR.pattern})*=)")
-# Below the level of a line, behind its time.
+# Indentation of a continued line, up to the column of the level: the time and a blank.
 _INDENT: Final = " " * 9
 _FIRST_FIELDS: Final = ("ts", "level", "event", "service", "trace_id", "request_id")
 
@@ -158,14 +158,14 @@ def _renderers(console: bool, stream: TextIO) -> list[Processor]:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """True if text for a stream may have colors: it is a terminal's, and NO_COLOR does not forbid them."""
+    """True if text for `stream` may be colored: on a terminal or with FORCE_COLOR, but never with NO_COLOR."""
     if os.environ.get(NO_COLOR_VARIABLE):
         return False
     return bool(os.environ.get(FORCE_COLOR_VARIABLE)) or stream.isatty()
 
 
 def _width(stream: TextIO) -> int:
-    """Columns of the terminal that shows the lines; 0 if none does."""
+    """Columns of the terminal that shows the log lines; 0 without a terminal."""
     given = os.environ.get(WIDTH_VARIABLE, "")
     if given.isdecimal():
         return int(given)
@@ -173,7 +173,7 @@ def _width(stream: TextIO) -> int:
 
 
 def _folding(width: int) -> Processor:
-    """A processor that continues a line which is wider than the terminal below its event, between two fields."""
+    """Makes a log processor that breaks lines wider than `width` columns between two fields, and indents the rest."""
 
     def fold(_logger: Any, _method: str, text: Any) -> str:
         first, newline, others = str(text).partition("\n")

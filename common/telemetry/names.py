@@ -68,7 +68,7 @@ CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 
 # Our own.
 WORKER_ID: Final = "fissile.worker.id"
-# Of a sequence on a worker, in hexadecimal digits as in log lines; `gen_ai.response.id` is the id of the request.
+# Id of a sequence on a worker, in hexadecimal as in log lines. `gen_ai.response.id` is the id of the request.
 RID: Final = "fissile.rid"
 ATTEMPTS: Final = "fissile.attempts"
 ATTEMPT_NUMBER: Final = "fissile.attempt.number"

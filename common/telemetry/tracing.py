@@ -174,8 +174,8 @@ class Tracing:
             tracestate: likewise.
             arrived: monotonic seconds.
             model: the model's name.
-            request_id: of a request without a router; empty otherwise.
-            rid: of a router's sequence, as in log lines; empty otherwise.
+            request_id: id of a request that came without a router; empty otherwise.
+            rid: id of a router's sequence, as in log lines; empty otherwise.
             worker_id: this worker.
         """
         if self._tracer is None:

@@ -1,7 +1,7 @@
 """Chat templates: Jinja from the model's files, rendered as transformers renders them.
 
-Messages are converted to the form that the template takes (`common.text.message_forms`), and rendered in a sandbox
-(`common.text.template_sandbox`). Special tokens in the input are marked, so that `Tokenizer.encode` takes them for text
+Messages are converted to the form that the template expects (`common.text.message_forms`), and rendered in a sandbox
+(`common.text.template_sandbox`). Special tokens in the input are marked, so that `Tokenizer.encode` treats them as text
 (see `common.text.tokenizer`).
 """
 
@@ -42,7 +42,7 @@ _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class _NamedTemplate:
-    """One of a model's templates, and the form in which it takes messages."""
+    """One compiled chat template of a model, and the message form that it expects."""
 
     compiled: jinja2.Template
     forms: MessageForms
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The templates that come with a tokenizer; None when the model has none.
+        """The chat templates among a tokenizer's files; None if the model has none.
 
         Raises:
             TokenizerError: a template has a syntax error.
@@ -81,7 +81,7 @@ class ChatTemplate:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """As `from_tokenizer`, of the files of a tokenizer.
+        """The chat templates in the `files` of a tokenizer, by file name; None if there are none.
 
         Raises:
             TokenizerError: a file cannot be read, or a template has a syntax error.
@@ -89,10 +89,10 @@ class ChatTemplate:
         return cls.from_tokenizer(Tokenizer.from_files(files))
 
     def prompt(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
-        """As `render`, for messages of a client, of which the template must print every text and call.
+        """Renders a client's conversation as `render` does, and checks that the prompt has its texts, calls and tools.
 
         Raises:
-            TemplateInputError: as `render`, or the template leaves a text or a call out; the error names it.
+            TemplateInputError: as `render`; or the prompt lacks a text, a call or a tool, which the error names.
         """
         rendered = self.render(messages, tools, **arguments)
 
@@ -108,9 +108,9 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
         """The prompt for `messages`, for `Tokenizer.encode(..., allow_special=True)`.
 
-        `arguments` are further variables of the template; `add_generation_prompt` is true unless given. The text equals
-        `apply_chat_template(..., tokenize=False)` of transformers for the same messages in the form that the template
-        takes, while the input has no special token in it; such a token is wrapped in two noncharacters.
+        `arguments` are further variables of the template; `add_generation_prompt` is true unless given. If the
+        input has no special token, the text equals `apply_chat_template(..., tokenize=False)` of transformers for the
+        same messages in the template's form. A special token in the input is wrapped in two noncharacters.
 
         Raises:
             TemplateInputError: the template rejects the input, or the result is too long or takes too long.
@@ -125,16 +125,16 @@ class ChatTemplate:
             raise TemplateDepthError(_deepest(messages, tools, arguments)) from None
 
     def forms(self, tools: Tools = None) -> MessageForms:
-        """The form in which the template for these tools takes messages.
+        """The message form that the template for requests with `tools` expects.
 
         Raises:
-            TemplateInputError: the model has no template for them.
+            TemplateInputError: the model has no template for such requests.
         """
         return self._select(tools).forms
 
     def _read(self, name: str, source: str) -> _NamedTemplate:
         compiled = compile_template(name, source)
-        # One budget for all probes: a hostile template holds up its reading once.
+        # All probes share one budget, so that a hostile template delays its loading by at most one time limit.
         bounds = TemplateBounds()
         forms = message_forms(lambda messages, tools: self._render(compiled, messages, tools, {}, bounds))
         return _NamedTemplate(compiled, forms)
@@ -147,7 +147,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
         bounds: TemplateBounds,
     ) -> str:
-        """Renders messages and tools in the form that the template takes."""
+        """Renders messages and tools that already have the template's form."""
         chat = [_alias_reasoning(message) for message in messages]
         variables = {**self._variables, "add_generation_prompt": True, "documents": None, **self._mark(arguments)}
         variables |= {"messages": self._mark(chat), "tools": self._mark(tools)}
@@ -201,7 +201,7 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepest(messages: Messages, tools: Tools, arguments: Mapping[str, Any]) -> str:
-    """The field of a request whose value has the most levels."""
+    """Path of the request field whose value is nested most deeply."""
     found = {"messages": 1, "template_arguments_json": _levels(arguments)}
     found |= {f"tools[{i}].parameters_json": _levels(tool) for i, tool in enumerate(tools or ())}
     for i, message in enumerate(messages):
@@ -211,7 +211,7 @@ def _deepest(messages: Messages, tools: Tools, arguments: Mapping[str, Any]) -> 
 
 
 def _levels(value: Any) -> int:
-    """Levels of mappings and lists in a value, counted without a frame for each."""
+    """Nesting depth of mappings and lists in a value, counted without recursion."""
     levels, row = 0, [value]
     while row := [each for each in row if isinstance(each, Mapping | list | tuple)]:
         levels += 1

@@ -1,8 +1,8 @@
 """Finds texts and calls of a conversation that a chat template leaves out of the prompt.
 
-The texts are looked for in the prompt in their order, which takes time linear in the prompt. A template may change them
-(trim, escape, reorder), and a short text may stand in the template itself. Where that leaves a doubt, the conversation
-is rendered once more with numbers around the texts, which no template changes.
+The prompt is searched for the texts in their order, in linear time. A template may trim, escape or reorder texts, and
+may itself contain a short text. In a doubtful case the conversation is rendered once more with numbers around the
+texts, because no template changes numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Final
 from common.text.message_forms import MessageForms, Messages, Tools
 from common.text.template_sandbox import TemplateInputError
 
-# Characters of a text that a template's own words hardly have.
+# Length from which a text hardly occurs among a template's own words, characters.
 _LONG: Final = 24
-# Numbers of 13 digits; templates and texts hardly have one of them.
+# First of the 13-digit numbers that are put around texts; templates and texts hardly contain them.
 _FIRST_NUMBER: Final = 7_301_900_000_000
 _NUMBER: Final = re.compile(r"73019\d{8}")
 _NEXT: Final[Mapping[str, frozenset[str]]] = {
@@ -34,13 +34,13 @@ _NEXT: Final[Mapping[str, frozenset[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A text or a call of a message.
+    """A text or a tool call of a message, which the prompt must contain.
 
     Attributes:
-        index: of the piece.
+        index: number of the piece in the conversation.
         message: index of the message.
-        call: index of the call; None for the text.
-        words: strings that a prompt with the piece has; the first is its text, or the name of the call.
+        call: index of the call in its message; None for a text.
+        words: strings that the prompt must contain; the first is the text, or the call's name.
     """
 
     index: int
@@ -50,19 +50,19 @@ class _Piece:
 
     @property
     def path(self) -> str:
-        """The field of the request."""
+        """Path of the request field that holds the piece."""
         field = "content" if self.call is None else f"tool_calls[{self.call}]"
         return f"messages[{self.message}].{field}"
 
 
 def lost_path(prompt: str, messages: Messages, forms: MessageForms, again: Callable[[Messages], str]) -> str:
-    """The field of the first text or call of `messages` that is not in the prompt; "" if all are.
+    """Path of the first text or call of `messages` that the prompt lacks; "" if it has all of them.
 
     Args:
-        prompt: of `messages`, without marks.
-        messages: as transformers has them.
-        forms: of the template.
-        again: renders other messages in the same way; raises TemplateInputError.
+        prompt: rendered prompt of `messages`, without marks of special tokens.
+        messages: the conversation, in transformers' form.
+        forms: message form of the template.
+        again: renders changed messages in the same way; raises TemplateInputError.
     """
     pieces = list(_pieces(messages))
     doubtful = _first_doubtful(prompt, pieces, is_usual=_is_usual(messages, forms))
@@ -71,13 +71,13 @@ def lost_path(prompt: str, messages: Messages, forms: MessageForms, again: Calla
     try:
         found = set(_NUMBER.findall(again(_numbered(messages, pieces))))
     except TemplateInputError:
-        # The numbers do not fit the template: the words themselves have to do.
+        # The template rejects the numbered texts, so the words of the doubtful piece decide.
         return "" if all(_find(prompt, word, 0)[1] >= 0 for word in doubtful.words) else doubtful.path
     return next((piece.path for piece in pieces if not _has_numbers(found, piece, messages)), "")
 
 
 def lost_tool(prompt: str, tools: Tools) -> str:
-    """The field of the first tool whose name is not in the prompt; "" if all are."""
+    """Path of the first tool whose name the prompt lacks; "" if it has all of them."""
     names = [str(tool["function"]["name"]) for tool in tools or ()]
     return next((f"tools[{i}]" for i, name in enumerate(names) if name not in prompt), "")
 
@@ -94,7 +94,7 @@ def _pieces(messages: Messages) -> Iterator[_Piece]:
 
 
 def _strings(arguments: Any) -> Iterator[str]:
-    """The strings in the arguments of a call, found without a frame for each level."""
+    """Strings anywhere in a call's arguments, found without recursion."""
     row = [arguments]
     while row:
         yield from (each for each in row if isinstance(each, str) and each.strip())
@@ -107,7 +107,7 @@ def _strings(arguments: Any) -> Iterator[str]:
 
 
 def _first_doubtful(prompt: str, pieces: list[_Piece], *, is_usual: bool) -> _Piece | None:
-    """The first piece that is not behind the one before it, or is too short to tell; None if the prompt has all."""
+    """First piece not found after the previous one, or too short to be sure of; None if the prompt has all pieces."""
     position = 0
     for piece in pieces:
         first, *others = piece.words
@@ -124,7 +124,7 @@ def _first_doubtful(prompt: str, pieces: list[_Piece], *, is_usual: bool) -> _Pi
 
 
 def _find(prompt: str, word: str, start: int) -> tuple[str, int]:
-    """The form in which the prompt has a string of a call, and its place; -1 if it is not there."""
+    """The spelling in which the prompt has a call's string, and its position; -1 if the prompt lacks it."""
     for written in (word, json.dumps(word, ensure_ascii=False)[1:-1], word.strip()):
         if (found := prompt.find(written, start)) >= 0:
             return written, found
@@ -132,7 +132,7 @@ def _find(prompt: str, word: str, start: int) -> tuple[str, int]:
 
 
 def _is_usual(messages: Messages, forms: MessageForms) -> bool:
-    """True if the messages follow each other as in the probes that the template printed whole."""
+    """True if the messages follow each other as in a probe that the template printed completely."""
     before = ""
     for message in messages:
         role = str(message.get("role"))
@@ -151,7 +151,7 @@ def _number(piece: _Piece, place: int) -> str:
 
 
 def _numbered(messages: Messages, pieces: list[_Piece]) -> Messages:
-    """The messages with numbers around each text, and in the name and the arguments of each call."""
+    """Copies the messages, with numbers around each text and in each call's name and arguments."""
     made = [{**message, "tool_calls": [*(message.get("tool_calls") or ())]} for message in messages]
     for piece in pieces:
         message = made[piece.message]
@@ -164,7 +164,7 @@ def _numbered(messages: Messages, pieces: list[_Piece]) -> Messages:
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` without the key: some templates ask whether it is there."""
+    """Copies a message without the key `tool_calls`: some templates test whether the key exists."""
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
@@ -183,5 +183,5 @@ def _has_numbers(found: Set[str], piece: _Piece, messages: Messages) -> bool:
     if piece.call is not None:
         arguments = message["tool_calls"][piece.call]["function"].get("arguments")
         return first in found and (not arguments or last in found)
-    # Reasoning before the text of an answer may be left out: answers are told apart by their end.
+    # A template may drop the reasoning at the start of an assistant's text, and the first number with it.
     return last in found and (first in found or message.get("role") == "assistant")

@@ -1,7 +1,8 @@
-"""The form in which a chat template takes messages, calls and tools, and the conversion of messages to this form.
+"""Finds the form in which a chat template expects messages, calls and tools, and converts messages to it.
 
-Published templates differ: some loop over parts of a content, some concatenate the arguments of a call as text, some
-tell a message of calls by its null content. A template says none of this, so probes are rendered when it is read.
+Published templates differ. Some loop over the parts of a content, some concatenate a call's arguments as text, and some
+recognize a message of calls by its null content. A template does not declare its form, so probes are rendered when the
+template is loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from common.text.template_sandbox import TemplateInputError
 
 Messages: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = list[dict[str, Any]] | None
-# Renders messages and tools as they are.
+# Renders messages and tools without converting them.
 Render: TypeAlias = Callable[[Messages, Tools], str]
 
-# Words that no template has.
+# Words of the probes, which occur in no template.
 _QUESTION: Final = "probequestion"
 _TEXT: Final = "probetext"
 _RESULT: Final = "proberesult"
@@ -27,13 +28,13 @@ _THOUGHT: Final = "probethought"
 _NAME: Final = "probe_call"
 _KEY: Final = "probekey"
 _VALUE: Final = "probevalue"
-# Nine letters and digits: the only ids of calls that Mistral's templates take.
+# Mistral's templates accept only call ids of nine letters and digits.
 _CALL_ID: Final = "probe1234"
 _WORDS: Final = (_NAME, _KEY, _VALUE)
 _TOOLS: Final[Tools] = [
     {"type": "function", "function": {"name": _NAME, "parameters": {"type": "object", "properties": {}}}}
 ]
-# What an object looks like if a template prints it as Python does, and a text if it is written as JSON once more.
+# The probe's arguments as Python prints an object, and as JSON text that is printed without further escapes.
 _WRITTEN_BY_PYTHON: Final = repr({_KEY: _VALUE})[1:-1]
 _WRITTEN_AS_JSON: Final = json.dumps({_KEY: _VALUE})[1:-1]
 _SYSTEM_ROLES: Final = ("system", "developer")
@@ -41,20 +42,20 @@ _SYSTEM_ROLES: Final = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class MessageForms:
-    """The form in which one chat template takes messages, calls and tools; by default that of transformers.
+    """The form in which one chat template expects messages, calls and tools; the defaults are transformers' form.
 
     Attributes:
         part_roles: roles whose content is a list of parts, not a text.
         has_text_arguments: True if the arguments of calls are JSON text, not an object.
-        has_null_content: True if the content of a message of calls alone is None, not an empty text.
-        joins_reasoning: True if the text beside calls is a part of the reasoning, where there is reasoning.
-        splits_calls: True if the text beside calls is a message of its own.
-        has_named_ids: True if the ids of calls have their names, which are printed nowhere else.
-        has_descriptions: True if each tool has a description, an empty one too.
-        prints_tools: False if tools are left out of the prompt.
-        prints_plain: True if a conversation of user and assistant is printed whole, and so is a system message if the
-            template takes one.
-        prints_calls: True if that is also so of one with a call and its result.
+        has_null_content: True if a message with calls and no text has the content None, not an empty text.
+        joins_reasoning: True if a text beside calls is appended to the message's reasoning, if it has any.
+        splits_calls: True if a text beside calls becomes a message of its own, before the calls.
+        has_named_ids: True if a call's id must contain the call's name, because the template prints the id alone.
+        has_descriptions: True if each tool needs a description, even an empty one.
+        prints_tools: False if the template leaves tools out of the prompt.
+        prints_plain: True if the template prints a conversation of user and assistant completely, also after a system
+            message if it accepts one.
+        prints_calls: True if the same holds for a conversation with a call and its result.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -69,13 +70,13 @@ class MessageForms:
     prints_calls: bool = False
 
     def messages(self, messages: Messages) -> Messages:
-        """The messages in this form; those of transformers are given."""
+        """Converts messages from transformers' form to this form."""
         if self.has_named_ids:
             messages = _with_named_ids(messages)
         return [made for message in messages for made in self._split(message)]
 
     def tools(self, tools: Tools) -> Tools:
-        """The tools in this form."""
+        """Converts tools from transformers' form to this form."""
         if tools is None or not self.has_descriptions:
             return tools
         return [_described(tool) for tool in tools]
@@ -113,7 +114,7 @@ class MessageForms:
 
 
 def _with_named_ids(messages: Messages) -> Messages:
-    """The messages with ids of the form `functions.NAME:NUMBER`, as Kimi-K2 writes them, where an id lacks the name."""
+    """Replaces call ids that lack the call's name by `functions.NAME:NUMBER`, as Kimi-K2 writes them."""
     ids: dict[Any, str] = {}
     number, made = 0, []
     for message in messages:
@@ -133,16 +134,16 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or "description" in function:
         return tool
-    # Beside the name, where tools that have a description have it.
+    # The description follows the name, as in tools that come with one.
     function = {"name": function.get("name"), "description": "", **function}
     return {**tool, "function": function}
 
 
 def message_forms(render: Render) -> MessageForms:
-    """The form that a template takes, by what it makes of probes.
+    """Finds the form that a template expects, by rendering probes with it.
 
     Args:
-        render: renders messages as they are; raises TemplateInputError.
+        render: renders messages without converting them; raises TemplateInputError.
     """
     forms = _tool_forms(render, MessageForms(part_roles=_part_roles(render)))
     forms = _call_forms(render, forms)
@@ -154,7 +155,7 @@ def message_forms(render: Render) -> MessageForms:
 
 
 def _prints_whole(render: Render, forms: MessageForms, messages: Messages) -> bool:
-    """True if a conversation is printed whole, and a system message before it if the template takes one."""
+    """True if the template prints `messages` completely, also after a system message if it accepts one."""
     words = [str(message["content"]) for message in messages]
     if any("tool_calls" in message for message in messages):
         words += _WORDS
@@ -166,7 +167,7 @@ def _prints_whole(render: Render, forms: MessageForms, messages: Messages) -> bo
 
 
 def _part_roles(render: Render) -> frozenset[str]:
-    """The roles of messages whose text is printed only in parts."""
+    """Roles whose text the template prints only if the content is a list of parts."""
     before: dict[str, Messages] = {
         "user": [],
         "system": [],
@@ -186,7 +187,7 @@ def _part_roles(render: Render) -> frozenset[str]:
 
 
 def _call_forms(render: Render, forms: MessageForms) -> MessageForms:
-    """`forms` with those of calls; unchanged if no form of a call is printed."""
+    """`forms` with the first form of calls that the template prints correctly; unchanged if there is none."""
     no_roles: frozenset[str] = frozenset()
     for tool_roles, has_named_ids, has_text, has_null in product(
         (no_roles, frozenset(("tool",))), (False, True), (False, True), (False, True)
@@ -211,7 +212,7 @@ def _prints_call(render: Render, forms: MessageForms) -> bool:
 
 
 def _is_null(render: Render, forms: MessageForms) -> bool:
-    """True if the content of calls alone is None: the template prints them alike, or has a branch for None."""
+    """True if calls without a text need the content None: "" fails, or the template has a branch for None."""
     if forms.has_null_content:
         return True
     null = replace(forms, has_null_content=True)
@@ -223,7 +224,7 @@ def _is_null(render: Render, forms: MessageForms) -> bool:
 
 
 def _text_forms(render: Render, forms: MessageForms) -> MessageForms:
-    """`forms` with the place of the text beside calls."""
+    """`forms` with the place of a text beside calls: in the message, in its reasoning, or in a message of its own."""
     words = (*_WORDS, _RESULT, _TEXT)
     both = _with_call(content=_TEXT, reasoning_content=_THOUGHT)
     if not _prints(render, forms, both, words):
@@ -238,7 +239,7 @@ def _text_forms(render: Render, forms: MessageForms) -> MessageForms:
 
 
 def _tool_forms(render: Render, forms: MessageForms) -> MessageForms:
-    """`forms` with that of tools; unchanged if the template rejects all."""
+    """`forms` with the first form of tools that the template accepts; unchanged if it rejects all."""
     for has_descriptions in (False, True):
         tried = replace(forms, has_descriptions=has_descriptions)
         try:
@@ -254,15 +255,15 @@ def _said(role: str, content: str) -> dict[str, Any]:
 
 
 def _with_call(**fields: str) -> Messages:
-    """A conversation with a call and its result."""
+    """A probe with a call and its result; `fields` are further fields of the message with the call."""
     call = {"type": "function", "id": _CALL_ID, "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
-    # Another name: some templates print that of the result and leave out that of the call.
+    # The result has another name: some templates print the result's name and leave out the call's.
     result = {**_said("tool", _RESULT), "tool_call_id": _CALL_ID, "name": _QUESTION}
     return [_said("user", _QUESTION), {"role": "assistant", **fields, "tool_calls": [call]}, result]
 
 
 def _rendered(render: Render, forms: MessageForms, messages: Messages) -> str | None:
-    """The prompt of messages, without tools unless the template rejects that; None if it rejects both."""
+    """Renders messages without tools, or with tools if the template rejects that; None if it rejects both."""
     for tools in (None, _TOOLS):
         try:
             return render(forms.messages(messages), forms.tools(tools))
@@ -282,5 +283,5 @@ def _prints_parts(render: Render, forms: MessageForms, messages: Messages, word:
 
 
 def _shows_parts(text: str) -> bool:
-    """True if a list of parts was printed as Python or JSON writes it."""
+    """True if the template printed a list of parts as Python or JSON source, instead of the parts' texts."""
     return any(f"{quote}text{quote}: {quote}" in text for quote in "'\"")

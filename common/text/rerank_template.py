@@ -26,7 +26,7 @@ def rerank_template(own: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTempl
 
     Args:
         own: the model's chat template, which serves if it names these roles, as sentence-transformers has it.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Returns:
         The model's own template, else the form of Qwen3-Reranker.

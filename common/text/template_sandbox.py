@@ -1,8 +1,8 @@
-"""The sandbox in which chat templates are rendered: transformers' own, with bounds on time and size.
+"""Renders chat templates in transformers' sandbox, with bounds on time and size.
 
-Templates come from strangers and their input from clients. The sandbox is immutable and hides private attributes, as in
-transformers. It also bounds the size of the result, the time, and what operators, methods and filters make, which may
-be large at once. The time is looked at in every turn of a loop, at every call and at every piece of output.
+Templates come from strangers, and their input comes from clients. As in transformers, the sandbox is immutable and
+hides private attributes. It also bounds the time, the size of the result, and the size of each value that operators,
+methods and filters make. It checks the time in every turn of a loop, at every call and at every piece of output.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class TemplateInputError(InvalidFieldError):
 
 
 class TemplateDepthError(TemplateInputError):
-    """INVALID_ARGUMENT: a value of the input has more levels than the template can walk."""
+    """INVALID_ARGUMENT: the input is nested more deeply than the template can process."""
 
     def __init__(self, path: str = "messages") -> None:
         super().__init__("the input is nested too deeply", path)
 
 
 def render_template(template: jinja2.Template, variables: dict[str, Any], bounds: TemplateBounds | None = None) -> str:
-    """The text that a template of `compile_template` makes.
+    """Renders a template that `compile_template` compiled.
 
     Args:
-        template: the template.
-        variables: its variables.
-        bounds: budget that several renderings share; None for one of its own.
+        template: the compiled template.
+        variables: variables of the template, by name.
+        bounds: budget that several renderings share; None for a separate budget.
 
     Raises:
         TemplateInputError: the template rejects the input, or the result is too long or takes too long.
@@ -72,19 +72,19 @@ def render_template(template: jinja2.Template, variables: dict[str, Any], bounds
         raise
     except RecursionError:
         raise TemplateDepthError from None
-    # A template may fail in any way on input that its author did not think of: adding a list to a string, for example.
+    # On unforeseen input a template may raise any exception: it may add a list to a string, for example.
     except Exception as error:
         raise TemplateInputError(_said(error)) from None
     return "".join(pieces)
 
 
 def _said(error: Exception) -> str:
-    """One line, short enough for a status: templates put the input's words into their messages."""
+    """The error's message as one line, cut to fit a status: templates quote their input in messages."""
     line = " ".join(unmarked(str(error)).split())
     return line[:_LONGEST_MESSAGE] or type(error).__name__
 
 
-# No identifiers, so no template can name them.
+# Names with blanks are no identifiers, so no template can use them.
 _BOUNDS: Final = "fissile bounds"
 _IN_TIME: Final = "fissile in time"
 _JOINED: Final = "fissile joined"
@@ -93,9 +93,9 @@ _LARGE: Final = re.compile(r"\d{6}")
 
 
 class TemplateBounds:
-    """Budget left to one rendering, from now on and in this thread.
+    """Budget of time and of made values, for renderings in this thread from now on.
 
-    Its time is that of the thread on a processor: how busy the machine is must not be told a client as its own fault.
+    The time is the thread's CPU time: a busy machine must not look like a client's fault.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class TemplateBounds:
         self._room = MAX_TEMPLATE_WORK
 
     def check_time(self) -> None:
-        """Raises TemplateInputError when the time is over."""
+        """Raises TemplateInputError if the time is over."""
         if time.thread_time() > self._end:
             raise TemplateInputError(f"the template took longer than {MAX_TEMPLATE_S:g} s")
 
     def make(self, size: int) -> None:
-        """Raises TemplateInputError if a value of `size` characters or entries is too large, by itself or by now."""
+        """Charges a value of `size` characters or entries. Raises TemplateInputError if it or the sum is too large."""
         self.check_time()
         self._room -= size
         if size > MAX_PROMPT_TEXT_BYTES or self._room < 0:
@@ -117,12 +117,12 @@ class TemplateBounds:
 
 def _bounds(context: Context) -> TemplateBounds:
     bounds = context.get(_BOUNDS)
-    # Not there while a constant is worked out as the template is read.
+    # The context has no bounds while Jinja computes constants at compile time.
     return bounds if isinstance(bounds, TemplateBounds) else TemplateBounds()
 
 
 def _size_of_binop(operator: str, left: Any, right: Any) -> int:
-    """At most so many characters, entries or bits does the result have."""
+    """Upper bound of the characters, entries or bits of an operator's result."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         large = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
@@ -135,7 +135,7 @@ def _size_of_binop(operator: str, left: Any, right: Any) -> int:
     return _length(left) + _length(right)
 
 
-# Bits of a number; more counts as too large.
+# Most bits of a number that is charged as 1; a longer one is charged by its bits.
 _MOST_BITS: Final = 1 << 14
 
 
@@ -149,10 +149,13 @@ def _size_of_format(text: str, *values: Any) -> int:
 
 
 def _written_size(value: Any) -> int:
-    """Characters and entries of a value that is written out. What is in it twice counts twice: thirty lists, each twice
-    in the next one, are a thousand million entries. Looks at each container once, without a frame for each level."""
+    """Characters and entries of a value when it is written out.
+
+    Repeated content counts each time: thirty lists, each twice in the next one, are a thousand million entries. The
+    count visits each container once, without recursion.
+    """
     known: dict[int, int] = {}
-    # Keeps what a view gives alive: ids of dead objects are used again.
+    # Keeps the entries of views alive: Python reuses the ids of dead objects.
     entries: dict[int, list[Any]] = {}
     stack = [value]
     while stack:
@@ -173,25 +176,25 @@ def _items(value: Any) -> Iterable[Any]:
     return chain(value, value.values()) if isinstance(value, dict) else value
 
 
-# Whatever holds other values and is written, compared or hashed with them.
+# Types that hold other values, and are written, compared or hashed with them.
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset, MappingView, Namespace)
 
 
 def _size_of_sum(values: Any, start: Any) -> int:
-    """At most so many entries are copied while lists are added up one by one; 0 for numbers."""
+    """Upper bound of the entries copied while lists are added one by one; 0 for numbers."""
     if not isinstance(values, list | tuple) or not isinstance(start, list | tuple | str):
         return 0
     return len(values) * (_length(start) + sum(map(_length, values)))
 
 
 def _is_large(value: Any) -> bool:
-    """True if a number may be a width that is too large, by itself or in the values of a `%`."""
+    """True if `value`, or one of its entries as for `%`, is a number that would be too large as a width."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, int) and abs(each) >= 10**5 for each in values)
 
 
 def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
-    """At most so many characters does a method or filter of a text make; widths are bounded alike for all."""
+    """Upper bound of the characters that a text's method or filter makes; any large number counts as a width."""
     if name == "replace" and len(values) > 1 and isinstance(values[0], str):
         return len(text) + text.count(values[0]) * _length(values[1])
     if name == "join" and values and isinstance(values[0], list | tuple):
@@ -208,22 +211,22 @@ _PER_LINE: Final = ("indent", "expandtabs")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' sandbox with bounds."""
+    """Jinja sandbox of transformers, with bounds on time and size."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls an object for the template, in bounds only."""
+        """Calls an object for the template, after checking the time and the size that a text's method would make."""
         bounds = _bounds(__context)
         bounds.check_time()
-        # The sandbox wraps `format`.
+        # The sandbox wraps a text's method `format`: the wrapped one knows its text.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
             bounds.make(_size_of_text_call(__obj.__name__, owner, (*args, *kwargs.values())))
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Works an operator out, in bounds only."""
+        """Computes an operator, after charging the size of its result."""
         _bounds(context).make(_size_of_binop(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -234,10 +237,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Bounding(NodeTransformer):
-    """Looks at the time in every turn of a loop, and at the size of what `~` joins."""
+    """Adds checks to a template: of the time in every turn of a loop, and of the sizes at `~` and comparisons."""
 
     def visit_For(self, node: For) -> For:
-        """A loop."""
+        """Adds a check of the time to the body of a loop."""
         self.generic_visit(node)
         look = Filter(Const(None), _IN_TIME, [], [], None, None)
         node.body.insert(0, ExprStmt(look).set_lineno(node.lineno))
@@ -249,7 +252,7 @@ class _Bounding(NodeTransformer):
         return Filter(List(node.nodes), _JOINED, [], [], None, None).set_lineno(node.lineno)
 
     def visit_Compare(self, node: Compare) -> Compare:
-        """Bounds what is compared with another value than a constant."""
+        """Bounds the first value of a comparison in which no value is a constant."""
         self.generic_visit(node)
         if not any(isinstance(each, Const) for each in (node.expr, *(operand.expr for operand in node.ops))):
             node.expr = Filter(node.expr, _WRITTEN, [], [], None, None)
@@ -264,7 +267,7 @@ def _in_time(context: Context, value: Any) -> None:
 
 @pass_context
 def _written_out(context: Context, value: Any) -> Any:
-    """A value that is about to be written, or compared."""
+    """Charges a container that is about to be written or compared; returns the value."""
     if isinstance(value, _CONTAINERS):
         _bounds(context).make(_written_size(value))
     return value
@@ -279,7 +282,7 @@ def _joined(context: Context, values: list[Any]) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of texts that looks at what it will make."""
+    """Wraps a Jinja filter, so that it charges the size of its result before it runs."""
     kind = getattr(function, "jinja_pass_arg", None)
 
     @pass_context
@@ -303,7 +306,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 _GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap", "batch", "slice")
-# Filters that write out, or compare, all that is in a value.
+# Filters that write or compare a value together with all values in it.
 _WRITING_FILTERS: Final = (
     *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "safe", "string", "striptags", "title", "trim"),
     *("truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr"),
@@ -312,18 +315,18 @@ _WRITING_FILTERS: Final = (
 
 
 class _Generation(Extension):
-    """The `{% generation %}` tag, which marks the assistant's words for training; here they are just rendered."""
+    """The `{% generation %}` tag, which marks the assistant's words for training; its body is just rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The tag's body."""
+        """Returns the statements of the tag's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, which must not store private names."""
+    """Jinja's namespace; refuses private names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -358,7 +361,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    # Local time, as in transformers: the template prints a date for the model to know.
+    # Local time, as in transformers: templates tell the model today's date.
     return datetime.now().strftime(format)
 
 
@@ -367,15 +370,15 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML.
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # Escaped marks would no longer mark anything.
+    # JSON may escape the marks of special tokens, which would then mark nothing.
     return text.replace("\\ufdd0", MARK_START).replace("\\ufdd1", MARK_END) if ensure_ascii else text
 
 
 def compile_template(name: str, source: str) -> jinja2.Template:
-    """Compiles a template of a model.
+    """Compiles a model's chat template for the sandbox.
 
     Raises:
-        TokenizerError: it has a syntax error.
+        TokenizerError: the template has a syntax error.
     """
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written_out
@@ -384,7 +387,7 @@ def compile_template(name: str, source: str) -> jinja2.Template:
     for name_of_filter in (*_GROWING_FILTERS, *_WRITING_FILTERS):
         environment.filters[name_of_filter] = _bounded_filter(name_of_filter, environment.filters[name_of_filter])
     environment.filters |= {_IN_TIME: _in_time, _JOINED: _joined, _WRITTEN: _written_out}
-    # Not in transformers' templates, and makes any amount of text.
+    # `lipsum` makes any amount of text, and transformers' templates do not have it.
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": _raise_exception,

@@ -38,7 +38,7 @@ TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# Named templates that stand in files of their own.
+# Folder of named chat templates that have files of their own.
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
 _TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
 NAMED_TOKENS: Final = (
@@ -60,7 +60,7 @@ class TokenizerError(Exception):
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
-    """The tokenizer files of a checkpoint folder by name, as far as they exist; of config.json only `CLASS_KEYS`.
+    """The existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
@@ -77,7 +77,7 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
         raise TokenizerError(str(error)) from None
     config = read_json(files, "config.json")
     if "config.json" in files:
-        # So a digest of the files stays the same when another entry changes.
+        # Keeps the digest of the files the same when another entry of config.json changes.
         files["config.json"] = json.dumps({key: config[key] for key in CLASS_KEYS if key in config}).encode()
     return files
 
@@ -159,9 +159,9 @@ class Tokenizer:
         vocab_size: 1 + the highest token id.
         special_ids: ids that `decode` leaves out by default.
         added_tokens: texts of the tokens that stand beside the vocabulary, special ones and others, by id.
-        named_tokens: `bos_token`, `eos_token`, ... by name: what chat templates see.
-        special_tokens: texts that stand for special tokens.
-        chat_templates: chat templates by name; the only one is `default`.
+        named_tokens: texts of `bos_token`, `eos_token`, ... by name, as chat templates see them.
+        special_tokens: texts of all special tokens.
+        chat_templates: chat templates by name; a single one is named `default`.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
@@ -411,7 +411,7 @@ class Tokenizer:
         return whole[:start], whole[start + len(bare) :]
 
     def _frame_of_pair(self) -> tuple[list[int], list[int], list[int]]:
-        """Tokens that the post-processor puts before, between and behind two texts."""
+        """Tokens that the post-processor puts before, between and after two texts."""
         whole = list(self._parsing.encode_batch_fast([("a", "a")], add_special_tokens=True)[0].ids)
         bare = self._ids(self._parsing, "a")
         first, *_, last = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
@@ -421,19 +421,19 @@ class Tokenizer:
 def _read(files: Mapping[str, bytes]) -> TokenizerReading:
     if "tokenizer.json" not in files:
         raise TokenizerError("there is no tokenizer.json; a fast tokenizer is needed")
-    # Names come from workers, and a later version may send more files.
+    # Workers choose the names, so only known names become paths. A later version may send more files.
     known = {name: data for name, data in files.items() if name in TOKENIZER_FILES or _TEMPLATE_FILE.fullmatch(name)}
     config, settings = read_json(files, "config.json"), read_json(files, "tokenizer_config.json")
     read_json(files, "tokenizer.json")
     try:
         return read_tokenizer(known, config, settings)
-    # transformers and its libraries raise anything, a Rust panic among it.
+    # transformers and its libraries raise exceptions of any kind, such as a Rust panic.
     except Exception as error:
         raise TokenizerError(f"transformers cannot read the tokenizer: {_one_line(error)}") from None
 
 
 def _flag_special(tokenizer: tokenizers.Tokenizer, special: frozenset[str]) -> None:
-    """Makes the library treat named tokens as special, which files may have among the usual ones."""
+    """Flags the tokens `special` as special in the library: files may name a special token that they do not flag."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [t for t in special - known if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in sorted(missing)])

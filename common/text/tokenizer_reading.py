@@ -1,7 +1,7 @@
 """Reads the files of a tokenizer as `AutoTokenizer` of transformers does: its class, special tokens, chat templates.
 
-Nothing is downloaded, and no code of a checkpoint runs. transformers is imported when the first tokenizer is read. That
-takes most of a second and 23 MB, without PyTorch.
+Nothing is downloaded, and no code of a checkpoint runs. transformers is imported when the first tokenizer is read. The
+import takes almost a second and 23 MB, without PyTorch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import tokenizers
 from common.deferred_torch import deferred_torch
 
 if find_spec("transformers") is None:
-    # Said when a command begins, not when the first tokenizer is read.
+    # Raised at import, so that a command fails at its start and not at the first tokenizer.
     raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-# In a tokenizer_config.json: names code of the checkpoint.
+# Entry of tokenizer_config.json that names code of the checkpoint.
 _REMOTE_CODE: Final = "auto_map"
 # Entries of config.json that choose the class of some tokenizers.
 CLASS_KEYS: Final = ("model_type", "model_name", "tokenizer_class")
@@ -32,13 +32,13 @@ _MISTRAL_COMMON: Final = "MistralCommonBackend"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerReading:
-    """Result of reading the files of a tokenizer.
+    """A tokenizer as transformers reads it from its files.
 
     Attributes:
-        backend: the tokenizer of the library, with the post-processor that frames a text.
-        named_tokens: `bos_token`, `eos_token`, ... as chat templates see them.
+        backend: tokenizer of the library `tokenizers`, with the post-processor that adds tokens around a text.
+        named_tokens: texts of `bos_token`, `eos_token`, ... by name, as chat templates see them.
         special_tokens: texts of all special tokens.
-        templates: chat templates by name; the only one is `default`.
+        templates: chat templates by name; a single one is named `default`.
     """
 
     backend: tokenizers.Tokenizer
@@ -48,8 +48,8 @@ class TokenizerReading:
 
 
 def import_transformers() -> None:
-    """Imports the part of transformers that reads tokenizers. Takes most of a second the first time."""
-    # Its log lines are no events of ours, and what they advise is not for operators.
+    """Imports the part of transformers that reads tokenizers. The first import takes almost a second."""
+    # Log lines of transformers are not in this service's format, and their advice is not for operators.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with deferred_torch():
         from transformers import AutoTokenizer  # noqa: F401, PLC0415
@@ -58,7 +58,7 @@ def import_transformers() -> None:
 def read_tokenizer(
     files: Mapping[str, bytes], config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> TokenizerReading:
-    """Reads the files of a tokenizer.
+    """Reads a tokenizer from its files, with `AutoTokenizer` of transformers.
 
     Args:
         files: contents by name; `tokenizer.json` is one of them.
@@ -66,7 +66,7 @@ def read_tokenizer(
         settings: content of tokenizer_config.json; empty without one.
 
     Raises:
-        Exception: of any kind; transformers and its libraries cannot use a file.
+        Exception: transformers or one of its libraries cannot use a file; any type.
     """
     import_transformers()
     with tempfile.TemporaryDirectory(prefix="fissile-tokenizer-") as folder, deferred_torch():
@@ -90,7 +90,7 @@ def _auto_tokenizer(folder: str, config: Mapping[str, Any], settings: Mapping[st
     from transformers import AutoTokenizer, PreTrainedConfig  # noqa: PLC0415
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES  # noqa: PLC0415
 
-    # Not the class of the model's configuration: some of these import PyTorch.
+    # The base class instead of the model's own config class: some of these import PyTorch.
     read: Any = PreTrainedConfig()
     for name in CLASS_KEYS:
         if config.get(name) is not None:

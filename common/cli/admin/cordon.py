@@ -82,7 +82,7 @@ def flush(worker: str, admin: Admin, as_json: bool) -> None:
 
 
 def _running(sequences: int) -> str:
-    """Sequences that the worker has of all routers, in words."""
+    """Describes the number of sequences left on the worker, from all routers."""
     if not sequences:
         return "no sequence is left on it"
     return f"{sequences} sequence{'' if sequences == 1 else 's'} still on it, counted over all routers"

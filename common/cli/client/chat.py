@@ -128,9 +128,9 @@ class Chat:
         client: of the routers.
         request: fields of every request besides messages and session.
         conversation: so far.
-        read: gives the next message.
+        read: returns the user's next message.
         tools: give the results of calls.
-        wrap: breaks the lines of answers.
+        wrap: breaks the lines of answers; None leaves that to the terminal.
         on_terminal: True if standard input is a terminal.
     """
 
@@ -161,7 +161,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Takes one message after the other until there is none, or one says so.
+        """Handles the user's messages in turn, until the input ends or a message is /quit or /exit.
 
         Raises:
             CommandError: of a pipe, a line is no command, or a call has failed.
@@ -184,7 +184,7 @@ class Chat:
     def _take(self, message: str) -> None:
         text = message.strip()
         name = text.split(maxsplit=1)[0] if text else ""
-        # A text of several lines may begin with a path.
+        # A message of several lines may begin with a path, so only a single line is refused as an unknown command.
         if name.removeprefix("/") in self._commands and name.startswith("/"):
             self._commands[name[1:]](text[len(name) :].strip())
         elif name.startswith("/") and not name.startswith("//") and "\n" not in text:
@@ -192,7 +192,7 @@ class Chat:
         elif text.startswith("//"):
             self._ask(text[1:])
         elif text:
-            # The indentation of several lines is a part of them.
+            # A message of several lines keeps its indentation: it may be code.
             self._ask(message.strip("\r\n").rstrip() if "\n" in text else text)
 
     def _ask(self, text: str) -> None:
@@ -270,8 +270,8 @@ def _note(text: str) -> None:
 
 
 def by_terminal(*, keeps_history: bool) -> tuple[ReadLine, ReadLine, WordWrap]:
-    """Readers of messages and of single lines on a terminal, and what breaks the lines of answers there."""
-    # A tenth of a second, which no other command takes.
+    """Makes the readers of messages and of single lines for a terminal, and the wrapper of answers' lines."""
+    # Imported here, because prompt_toolkit takes a tenth of a second, which pipes and other commands do not pay.
     from prompt_toolkit.utils import get_cwidth, is_dumb_terminal  # noqa: PLC0415
 
     from common.cli.client.message_editor import MessageEditor, PlainEditor, history_file  # noqa: PLC0415

@@ -372,7 +372,7 @@ def generate(
 
 
 def _offline_answer(answer: Mapping[str, Any]) -> Answer:
-    """The logprobs of an answer of the engine, as a router sends them."""
+    """Converts the logprobs of an offline answer into the messages that a router sends."""
 
     def entries(name: str) -> list[pb.TokenLogprobs]:
         return [

@@ -1,4 +1,4 @@
-"""Messages typed on a terminal, with prompt_toolkit: several lines, pastes, and a history that outlives the program."""
+"""Reads chat messages from a terminal with prompt_toolkit: several lines, pastes, and a history kept in a file."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ _ENTRY: Final = b"\n# "
 
 
 def history_file() -> Path:
-    """Path of the history, in the folder for what programs remember (XDG_STATE_HOME)."""
+    """Path of the chat history, in the user's state folder (XDG_STATE_HOME)."""
     given = os.environ.get("XDG_STATE_HOME", "")
-    # A relative path is none, by the specification.
+    # The XDG specification says that a relative path is ignored.
     folder = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"
     return folder / "fissile" / "chat_history"
 
 
 class MessageEditor:
-    """Reads messages from a terminal.
+    """Reads chat messages from a terminal, with editing and a history.
 
-    Enter sends a message. Behind a backslash, or within three quotes that the message begins with, it begins another
-    line. What is pasted is one message, however many lines it has.
+    Enter sends the message. After a backslash, or while three opening quotes are not closed, Enter starts a new line.
+    A paste is one message, however many lines it has.
 
     Args:
-        history: file that has the earlier messages; None keeps those of this conversation alone.
+        history: file of earlier messages; None keeps only the messages of this conversation.
     """
 
     def __init__(self, history: Path | None) -> None:
-        # Beside an answer that goes into a file, the prompt is on standard error.
+        # If standard output goes into a file, the prompt goes to standard error, so that the file has answers alone.
         self._output = create_output(sys.stdout if sys.stdout.isatty() else sys.stderr)
         self._messages = self._session(_kept(history) if history else InMemoryHistory(), with_lines=True)
         self._answers = self._session(DummyHistory(), with_lines=False)
         self._is_open = False
 
     def message(self, prompt: str) -> str | None:
-        """The next message, None at Ctrl-D.
+        """The user's next message; None at Ctrl-D.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; what was typed is dropped.
+            KeyboardInterrupt: the user pressed Ctrl-C; the typed text is dropped.
         """
         self._is_open = False
         text = _read(self._messages, prompt)
         return _unquoted(text, was_open=self._is_open)
 
     def answer(self, prompt: str) -> str | None:
-        """The next line, which no history keeps; as of `message`."""
+        """The user's next single line, which no history keeps; None at Ctrl-D. Raises as `message`."""
         return _read(self._answers, prompt)
 
     def _session(self, history: History, *, with_lines: bool) -> PromptSession[str]:
@@ -88,15 +88,15 @@ class MessageEditor:
 
 
 class PlainEditor:
-    """Reads messages from a terminal that shows characters alone, such as the shell of Emacs: without a history."""
+    """Reads chat messages from a terminal without cursor control, such as Emacs's shell; keeps no history file."""
 
     def __init__(self) -> None:
         with contextlib.suppress(ImportError):
-            # Its import alone gives `input` editing.
+            # The import alone adds line editing to `input`.
             import readline  # noqa: F401, PLC0415
 
     def message(self, prompt: str) -> str | None:
-        """The next message, of one line or several, None at Ctrl-D; as of `MessageEditor`."""
+        """The user's next message, of one or several lines; None at Ctrl-D. Lines continue as in `MessageEditor`."""
         text, was_open = self.answer(prompt), False
         while text is not None and (ends_with_backslash(text) or is_open(text)):
             more = self.answer("  ")
@@ -110,11 +110,11 @@ class PlainEditor:
         return _unquoted(text, was_open=was_open)
 
     def answer(self, prompt: str) -> str | None:
-        """The next line, None at Ctrl-D."""
+        """The user's next single line; None at Ctrl-D."""
         try:
             if sys.stdout.isatty():
                 return input(prompt)
-            # `input` would write it among the answers.
+            # `input` would write the prompt to standard output, among the answers.
             click.echo(prompt, err=True, nl=False)
             return input()
         except EOFError:
@@ -123,18 +123,18 @@ class PlainEditor:
 
 
 def ends_with_backslash(text: str) -> bool:
-    """True if the last backslash is not itself behind one."""
+    """True if `text` ends with an unescaped backslash: with an odd number of them."""
     return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 
 def is_open(text: str) -> bool:
-    """True if a message begins with three quotes, and no others have come at its end."""
+    """True if `text` begins with three quotes and does not end with three others."""
     stripped = text.strip()
     return stripped.startswith(QUOTES) and not (len(stripped) >= 2 * len(QUOTES) and stripped.endswith(QUOTES))
 
 
 def _unquoted(text: str | None, *, was_open: bool) -> str | None:
-    """Removes quotes that were typed for the sake of several lines; a paste of several lines keeps its own."""
+    """Removes the three quotes around a typed message; a pasted message of several lines keeps its quotes."""
     stripped = (text or "").strip()
     is_quoted = stripped.startswith(QUOTES) and not is_open(stripped)
     return (
@@ -150,21 +150,21 @@ def _read(session: PromptSession[str], prompt: str) -> str | None:
 
 
 def _text(typed: str) -> str:
-    """Makes text of what was typed; bytes that are not UTF-8 become the replacement character."""
+    """Replaces typed bytes that are not UTF-8 by the replacement character."""
     return typed.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class _History(FileHistory):
-    """A history of which the conversation does not notice that its disk is full."""
+    """A history file whose write errors, such as a full disk, never disturb the conversation."""
 
     def store_string(self, string: str) -> None:
-        """Adds a message."""
+        """Appends a message to the history file, if the file can be written."""
         with contextlib.suppress(OSError):
             super().store_string(_text(string))
 
 
 def _kept(path: Path) -> History:
-    """The history in a file that its owner alone can read; without one where it cannot be written."""
+    """Opens the history file, readable by its owner alone; keeps the history in memory if that fails."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -181,7 +181,7 @@ def _kept(path: Path) -> History:
 
 
 def _shorten(path: Path) -> None:
-    """Drops the older half of a history, at the beginning of an entry."""
+    """Drops the older half of a history file, up to the start of an entry."""
     data = path.read_bytes()
     place = data.find(_ENTRY, len(data) // 2)
     path.write_bytes(data[place:] if place >= 0 else b"")

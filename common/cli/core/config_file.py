@@ -84,7 +84,7 @@ class ConfigurableCommand(ModalCommand):
     """A command with `config_option`."""
 
     def written(self, context: click.Context, param: click.Option) -> str:
-        """The option as the user wrote it, with its place if that is in the file."""
+        """Names an option as the user wrote it; an option of the --config file with its path and line."""
         if context.get_parameter_source(param.name or "") is ParameterSource.DEFAULT_MAP:
             place: FilePlace = context.meta[_PLACE]
             return place.of(param.opts[0].removeprefix("--"))

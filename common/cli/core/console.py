@@ -16,13 +16,13 @@ from common.cli.core.word_wrap import WordWrap
 from common.telemetry.output import in_order
 
 _DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
-# Columns of a line on a terminal that says it has fewer.
+# Least columns of a line: a terminal may report fewer.
 _LEAST_WIDTH = 20
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def fitted(text: str) -> str:
-    """A line of figures for standard error, on as many lines as a terminal needs; without a terminal as it is."""
+    """Breaks a line of figures to the width of the terminal on standard error; unchanged without a terminal."""
     if not sys.stderr.isatty():
         return text
     width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
@@ -31,11 +31,11 @@ def fitted(text: str) -> str:
 
 @dataclass(slots=True)
 class TextStream:
-    """An answer on standard output, each piece at once.
+    """Prints an answer to standard output piece by piece, as it arrives.
 
     Attributes:
-        quiet: prints nothing.
-        wrap: breaks lines between words, on a terminal; None leaves that to the terminal, which breaks words.
+        quiet: True suppresses all output.
+        wrap: breaks lines between words on a terminal; with None the terminal breaks lines, also within words.
     """
 
     quiet: bool = False
@@ -68,7 +68,7 @@ class TextStream:
     def _wrapped(self, text: str) -> str:
         if self.wrap is None or not sys.stdout.isatty():
             return text
-        # A terminal that does not say how wide it is breaks lines itself; others change their width.
+        # Asked for each piece: a window may be resized. A terminal that reports no width breaks lines itself.
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
         self.wrap.width = columns or sys.maxsize
         return self.wrap.feed(text)

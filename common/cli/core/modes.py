@@ -1,8 +1,8 @@
-"""Modes of commands, in which some options have no effect: each is refused there, so that none is silently ignored.
+"""Refuses options that have no effect in a command's mode, so that none is silently ignored.
 
-A mode counts what the user wrote for this command: its command line, and its section of the file of --config.
-Environment variables are shared by all commands of a shell or an image, and often set for another one; a server logs
-those that have no effect in its mode (`unused_variables`).
+Options of the command line and of the command's section in the --config file are refused. Environment variables are
+not: all commands of a shell or an image share them, and they are often set for another command. A server logs the
+variables that have no effect in its mode (`unused_variables`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _GIVEN: Final = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to run a command.
+    """A mode of a command, and the options that have no effect in it.
 
     Attributes:
-        name: what brings it about, for messages: `with --simulate`.
-        is_on: whether the values of a command's parameters bring it about.
-        reason: why the options have no effect, a clause.
+        name: how the user selects it, for messages: `with --simulate`.
+        is_on: returns True if the values of the command's parameters select it.
+        reason: why the options have no effect; a clause.
         unused: parameters without effect.
-        only: instead of `unused`: the parameters with an effect, all others have none.
-        holds: values that ask for what is so anyway in this mode, by parameter; these are taken.
+        only: the only parameters with an effect; replaces `unused`.
+        holds: by parameter, the value that the mode implies anyway; the user may give it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Mode:
         return parameter not in self.only if self.only is not None else parameter in self.unused
 
     def ignores(self, parameter: str, value: Any) -> bool:
-        """True if the parameter has no effect, and the value asks for something else than what is so anyway."""
+        """True if the parameter has no effect in this mode, and `value` is not the one that the mode implies."""
         return self.has_no_use_for(parameter) and not (parameter in self.holds and self.holds[parameter] == value)
 
 
@@ -52,8 +52,8 @@ class ModalCommand(click.Command):
     """A command that refuses options without effect in its mode.
 
     Args:
-        modes: of the command; several may be on at once.
-        others: as click's.
+        modes: all modes of the command; several may be on at once.
+        others: arguments of `click.Command`.
     """
 
     def __init__(self, *others: Any, modes: Sequence[Mode] = (), **named: Any) -> None:
@@ -61,10 +61,10 @@ class ModalCommand(click.Command):
         self.modes = tuple(modes)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
-        """As click's; an option that has no effect in its mode is refused.
+        """Parses the arguments as click does, and refuses options that have no effect in the command's mode.
 
         Raises:
-            CommandError: there is one.
+            CommandError: an option has no effect.
         """
         context = super().make_context(info_name, args, *rest, **extra)
         for mode, param in _without_effect(self, context, _GIVEN):
@@ -72,13 +72,13 @@ class ModalCommand(click.Command):
         return context
 
     def written(self, context: click.Context, param: click.Option) -> str:
-        """The option as the user wrote it: a flag that is off has a name of its own."""
+        """Names an option as the user wrote it; a flag that is off by its negation, such as `--no-ask`."""
         is_off = param.secondary_opts and context.params[param.name or ""] is False
         return (param.secondary_opts if is_off else param.opts)[0]
 
 
 def unused_variables(context: click.Context) -> list[str]:
-    """Names of the environment variables that are set, belong to an option, and have no effect in the mode."""
+    """Names of the environment variables that set an option without effect in the command's mode."""
     command = context.command
     if not isinstance(command, ModalCommand):
         return []

@@ -158,11 +158,12 @@ _GIVEN: Final = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
 def _refuse_empty(param: click.Parameter, context: click.Context, value: Any) -> None:
-    """Refuses an empty value, which is most often an empty variable of a shell. An empty variable of the environment
-    counts as unset.
+    """Refuses an empty value of an option or argument, which mostly comes from an empty shell variable.
+
+    An empty environment variable counts as unset.
 
     Raises:
-        BadParameter: it is empty, or one of its values is.
+        BadParameter: `value`, or one of several values, is empty.
     """
     values = value if isinstance(value, tuple | list) else (value,)
     if "" in values and context.get_parameter_source(param.name or "") in _GIVEN:
@@ -170,19 +171,19 @@ def _refuse_empty(param: click.Parameter, context: click.Context, value: Any) ->
 
 
 class FilledOption(click.Option):
-    """An option that takes no empty value."""
+    """An option that refuses empty values."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """See click."""
+        """Processes a value as click does, after refusing an empty one."""
         _refuse_empty(self, ctx, value)
         return super().process_value(ctx, value)
 
 
 class FilledArgument(click.Argument):
-    """An argument that takes no empty value."""
+    """An argument that refuses empty values."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """See click."""
+        """Processes a value as click does, after refusing an empty one."""
         _refuse_empty(self, ctx, value)
         return super().process_value(ctx, value)
 
@@ -190,20 +191,20 @@ class FilledArgument(click.Argument):
 def option(
     *names: str, envvar: str, may_be_empty: bool = False, **attributes: Any
 ) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """`click.option` with its default and its environment variable shown in the help.
+    """Makes an option as `click.option` does; its help shows the default and the environment variable.
 
     Args:
-        names: as click's.
+        names: names of the option, as for `click.option`.
         envvar: environment variable.
-        may_be_empty: True if an empty value means something.
-        attributes: as click's.
+        may_be_empty: True allows an empty value.
+        attributes: further arguments of `click.option`.
     """
     kind = click.Option if may_be_empty else FilledOption
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, cls=kind, **attributes)
 
 
 def argument(name: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """`click.argument` that takes no empty value."""
+    """Makes an argument as `click.argument` does; it refuses empty values."""
     return click.argument(name, cls=FilledArgument, **attributes)
 
 

@@ -140,7 +140,7 @@ def with_tls(command: _Command) -> _Command:
         **kwargs: Any,
     ) -> Any:
         if tls is False:
-            # Credentials of the environment may be for other calls; those of the command line are for this one.
+            # Credentials of the environment may be meant for other calls, so only the command line's are refused.
             _refuse_credentials_without_tls()
             return command(*args, tls=None, **kwargs)
         files = client_tls(ca=tls_ca, cert=client_cert, key=client_key, name=tls_name, wanted=bool(tls))
@@ -150,10 +150,10 @@ def with_tls(command: _Command) -> _Command:
 
 
 def _refuse_credentials_without_tls() -> None:
-    """Refuses options of TLS on a command line that says `--no-tls`, or whose environment does.
+    """Refuses TLS credentials of the command line if `--no-tls` or the environment turns TLS off.
 
     Raises:
-        CommandError: there is one.
+        CommandError: the command line has a TLS credential.
     """
     context = click.get_current_context()
     for name in ("tls_ca", "tls_name", "client_cert", "client_key"):

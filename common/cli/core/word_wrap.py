@@ -1,7 +1,7 @@
-"""Text that streams onto a terminal, broken between words. Pure.
+"""Breaks streamed text between words, for a terminal. Pure.
 
-Invariant: what is printed is only ever added to, and no line is wider than `width`. A word in the middle of a line is
-held back until it is whole, or too long for the line; one at the beginning of a line is printed as it comes.
+Invariants: printed text never changes, and no line is wider than `width`. A word within a line is held back until it is
+complete, or too long for the line. A word at the beginning of a line is printed character by character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _one_column(_: str) -> int:
 
 @dataclass(slots=True)
 class WordWrap:
-    """Breaks lines at blanks, and beside characters that take two columns, as Chinese is written without blanks.
+    """Breaks lines at blanks and next to characters of two columns: Chinese, for example, has no blanks.
 
     Attributes:
         width: columns of a line.
@@ -28,19 +28,19 @@ class WordWrap:
     width: int
     columns_of: Callable[[str], int] = _one_column
     _column: int = 0
-    # What has not been printed: blanks, and the word behind them.
+    # Text held back: blanks, and the word after them.
     _blanks: str = ""
     _word: str = ""
     _word_columns: int = 0
-    # The word's beginning has been printed, at the beginning of a line.
+    # True if the current word began a line, so that each of its characters is printed at once.
     _is_begun: bool = False
 
     def feed(self, text: str) -> str:
-        """Takes the next piece; returns what is to be printed now."""
+        """Adds the next piece of text; returns the text to print now."""
         return "".join(map(self._take, text))
 
     def end(self) -> str:
-        """Ends the text; returns what is left of it, after which a new line begins."""
+        """Ends the text; returns the rest to print, after which the caller starts a new line."""
         rest = self._end_word() + self._blanks
         self._blanks, self._column = "", 0
         return rest
@@ -60,7 +60,7 @@ class WordWrap:
         return self._add(char, columns)
 
     def _add(self, char: str, columns: int) -> str:
-        """Adds a character to the word."""
+        """Adds a character to the current word; returns the text to print now."""
         if self._is_begun or not (self._column or self._blanks or self._word):
             self._is_begun = True
             return self._put(char, columns)
@@ -68,12 +68,12 @@ class WordWrap:
         self._word_columns += columns
         if self._room() >= self._word_columns:
             return ""
-        # Blanks where a line is broken are dropped.
+        # The line is broken here, and its trailing blanks are dropped.
         self._column, self._is_begun = 0, True
         return "\n" + self._put_word()
 
     def _end_word(self) -> str:
-        """Prints what is left of the word, which fits into the line."""
+        """Ends the current word; returns its held-back text, which fits into the line."""
         printed = ""
         if self._word:
             self._column = self.width - self._room()
@@ -86,13 +86,13 @@ class WordWrap:
         return "".join(self._put(char, self.columns_of(char)) for char in word)
 
     def _put(self, char: str, columns: int) -> str:
-        """Prints a character, in a new line where this one is full."""
+        """Returns a character to print, after a line break if the line is full."""
         before = "\n" if self._column + columns > self.width and self._column else ""
         self._column = columns if before else self._column + columns
         return before + char
 
     def _room(self) -> int:
-        """Columns that are left behind the blanks."""
+        """Columns left in the line after the held-back blanks."""
         column = self._column
         for blank in self._blanks:
             column += _TAB - column % _TAB if blank == "\t" else 1

@@ -56,7 +56,7 @@ from common.version import fissile_version
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
 GIB = 1 << 30
-# Columns of log lines on a terminal that is narrower than any field.
+# Least columns of log lines, for a terminal narrower than any field.
 _LEAST_WIDTH: Final = 40
 POLL_S = 0.1
 # A connection that was refused because the router does not listen yet is tried again soon.
@@ -191,13 +191,12 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
 
 
 def _child_environment(console: Console, config: Path | None, prefix: int) -> dict[str, str]:
-    """Environment that children need besides their options: a checkout's modules, the file, and logs fit for what
-    shows them.
+    """Environment variables of the children: the checkout's module paths, the --config file, and the format of logs.
 
     Args:
-        console: shows their lines.
-        config: the file of options.
-        prefix: columns before each of their lines.
+        console: shows the children's lines.
+        config: file of --config; None without one.
+        prefix: columns of the child's name before each of its lines.
     """
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
@@ -349,7 +348,7 @@ def describe_kv_memory(fleet: Fleet) -> str:
 
 
 def _is_protected(given: Mapping[str, Any]) -> bool:
-    """True if callers of the router need TLS or a key, which this command has not."""
+    """True if callers of the router need TLS or an API key; this command has neither."""
     return any(given[name] for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys")) or bool(
         os.environ.get(_KEY_LINES_VARIABLE)
     )

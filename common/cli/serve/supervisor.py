@@ -178,7 +178,7 @@ def _name_width(children: Sequence[Child]) -> int:
 
 
 def prefix_width(children: Sequence[Child]) -> int:
-    """Columns of `name | `, which stands before each line of a child."""
+    """Columns of the prefix `name | ` before each line of a child."""
     return _name_width(children) + len(_SEPARATOR)
 
 

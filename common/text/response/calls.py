@@ -27,7 +27,7 @@ _IN_VALUE: Final = regex.compile(r'["\[\]{}]')
 _LITERAL_END: Final = regex.compile(r"(?:\A|[()\[\]{}*+?.^$|]|\\.)([^\\()\[\]{}*+?.^$|]*)\Z")
 _SCALAR: Final = regex.compile(r"[^\s,\]}]+")
 NO_ARGUMENTS: Final = "{}"
-# First characters of an object, of a string that may have one in it, and of `null`.
+# First characters of values that can be arguments: an object, a string that contains one, or `null`.
 _ARGUMENTS_BEGIN: Final = '{"n'
 # Of a tool: the schema of each argument.
 Properties = Mapping[str, Any]
@@ -90,7 +90,7 @@ class Tools:
 
 
 def _with_python(value: Any, types: Sequence[str]) -> Any:
-    """A value between tags; a list or an object also where a model writes it as Python does."""
+    """Converts a text in Python syntax to the list or object that `types` allow; other values stay unchanged."""
     if not isinstance(value, str) or "string" in types or not {"array", "object"} & {*types}:
         return value
     try:
@@ -294,7 +294,7 @@ def _is_object(text: str) -> bool:
 
 
 def _object_text(value: str) -> str:
-    """The object that a JSON value stands for: itself, one for `null`, or one in a string; empty for any other."""
+    """JSON text of the object in a JSON value: the object itself, {} for `null`, a string's content; else empty."""
     if value.startswith("{"):
         return value
     text = NO_ARGUMENTS if value == "null" else _string(value)
@@ -331,7 +331,7 @@ class _BodyRegion:
         return [CallPart(name, text[:start])] if start else []
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Gives the arguments of a region that was closed without any, or that are no object by themselves."""
+        """Returns the call of a region that had no object: with {} if it is empty, or of a `null` or a string."""
         if self._copy is not None or self._is_refused:
             return []
         given = self.left.strip()
@@ -444,7 +444,7 @@ class _ObjectRegion:
                 self._take_early(_object_text(self._value), parts)
 
     def _take_early(self, arguments: str, parts: list[CallPart]) -> None:
-        """Takes arguments that came before the name, or that have to be whole to be known."""
+        """Handles arguments that precede the name, or that must be complete to be read: `null`, or a string."""
         if not arguments:
             self._expected = _Expected.NOTHING
         elif self._name is None:

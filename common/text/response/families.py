@@ -1,8 +1,8 @@
-"""Response templates of model families whose checkpoints bring none.
+"""Response templates of model families, for checkpoints without a response template of their own.
 
-Which of them a checkpoint has is found by rendering calls and reasoning with its chat template and reading them back
-(`common.text.response.probe`). The beginning of an answer comes from there too: a `start_anchor` here is that of the
-family's first model, and the reasoning here that which most of its models write.
+`common.text.response.probe` finds the family of a checkpoint: it renders calls and reasoning with the chat template and
+reads them back. It also finds the beginning of an answer and the reasoning marks. So a `start_anchor` here is only that
+of the family's first model, and the reasoning marks are those of most of its models.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ DEEPSEEK_V31: Final[Mapping[str, Any]] = {
 
 
 def _invocations(prefix: str, around: str, anchor: Mapping[str, str]) -> Mapping[str, Any]:
-    """Calls as `<invoke name="NAME">` with a `<parameter name="KEY">` for each argument."""
+    """Response template for calls as `<invoke name="NAME">` with a `<parameter name="KEY">` for each argument."""
     return {
         **anchor,
         "fields": {
@@ -129,7 +129,7 @@ MINIMAX: Final = _invocations("", "minimax:tool_call", {"start_anchor": "]~b]ai\
 
 
 def _list(begin: Mapping[str, str], end: str, anchor: str) -> Mapping[str, Any]:
-    """Calls as one JSON array of objects."""
+    """Response template for calls in one JSON array of objects."""
     return {
         "start_anchor": anchor,
         "fields": {
@@ -147,7 +147,7 @@ def _list(begin: Mapping[str, str], end: str, anchor: str) -> Mapping[str, Any]:
 
 
 MISTRAL: Final = _list({"open": "[TOOL_CALLS]"}, "", "[/INST]")
-# Mistral since 2025: a name, perhaps the call's id, and arguments behind a token for each call.
+# Mistral since 2025: each call begins with a token, followed by its name, perhaps its id, and its arguments.
 MISTRAL_NAMED: Final[Mapping[str, Any]] = {
     "start_anchor": "[/INST]",
     "fields": {
@@ -164,7 +164,7 @@ MISTRAL_NAMED: Final[Mapping[str, Any]] = {
 }
 NEMOTRON: Final = _list({"open": "<TOOLCALL>"}, "</TOOLCALL>", "<SPECIAL_11>Assistant\n")
 JAMBA: Final = _list({"open": "<tool_calls>"}, "</tool_calls>", "<|assistant|>")
-# The array is the whole answer.
+# xLAM: the array of calls is the whole answer.
 XLAM: Final = _list({"open_pattern": r'\A\s*(?=\[\s*\{\s*"name")'}, "", _CHATML)
 KIMI: Final[Mapping[str, Any]] = {
     "start_anchor": "<|im_assistant|>assistant<|im_middle|>",
@@ -183,7 +183,7 @@ KIMI: Final[Mapping[str, Any]] = {
         "content": {"close": "<|tool_calls_section_end|>"},
     },
 }
-# Arguments are JSON behind a tag with the name.
+# Functionary: a tag with the name, then the arguments as JSON.
 FUNCTIONARY: Final[Mapping[str, Any]] = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
@@ -198,7 +198,7 @@ FUNCTIONARY: Final[Mapping[str, Any]] = {
         "content": {"close": "<|eom_id|>"},
     },
 }
-# Python's calls, in a list.
+# LFM: a list of calls in Python syntax.
 LFM: Final[Mapping[str, Any]] = {
     "start_anchor": _CHATML,
     "fields": {
@@ -266,7 +266,7 @@ HARMONY: Final[Mapping[str, Any]] = {
         },
     },
 }
-# In the order in which they are tried.
+# The probe tries the families in this order.
 SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "harmony": HARMONY,
     "deepseek_v3": DEEPSEEK_V3,
@@ -288,9 +288,9 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": LLAMA,
     "xlam": XLAM,
 }
-# Families whose messages have forms of their own, so that other reasoning marks do not fit them.
+# Families with a message format of their own, which has no place for other reasoning marks.
 WHOLE: Final = frozenset({"harmony"})
-# Texts around reasoning; the first are the most usual.
+# Marks around reasoning, the most usual ones first.
 REASONING_MARKS: Final = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

@@ -1,6 +1,6 @@
-"""Fits the style of a family's calls to the blanks with which one chat template writes them. Pure.
+"""Adapts the call style of a family to the blanks that one chat template writes. Pure.
 
-Fine-tunes of a family differ in line ends and blanks: grammars hold a model to those that it was trained with.
+Fine-tunes of a family differ in line ends and blanks. Grammars hold each model to the blanks of its training.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from common.text.response.grammar import IS_TEXT, KEY, NAME, CallStyle, every
 from common.text.response.spelling import DIGITS, WORD
 
 _BLANKS: Final = regex.compile(r"\s+")
-# Chat templates write the id of an earlier call, models do not.
+# Chat templates write the ids of earlier calls; models write none.
 _ID: Final = r'(?:,\s*"id":\s*"[^"]*")?'
 _PARTS: Final = ("before", "begin", "key", "value_after", "key_end", "key_after", "end", "after")
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenCalls:
-    """Answers as a chat template writes them.
+    """Answers with calls, as a chat template writes them.
 
     Attributes:
         one: answer with one call.
-        two: answer with two calls; empty where the chat template writes no such answer.
-        names: of the tools that are called.
-        keys: of the first call's first two arguments.
-        value: of the first argument, a text.
+        two: answer with two calls; empty if the chat template writes no such answer.
+        names: names of the called tools.
+        keys: argument names of the first call, at least two.
+        value: value of the first argument, a text.
     """
 
     one: str
@@ -41,7 +41,7 @@ class WrittenCalls:
 
 
 def fitted(style: CallStyle, written: WrittenCalls) -> CallStyle | None:
-    """The style with the blanks that a chat template writes; None where it writes calls in another way."""
+    """Adapts `style` to the blanks of `written`; None if the chat template writes calls in another style."""
     for texts in product(*(every(getattr(style, part)) for part in _PARTS)):
         parts = _fitted_parts(dict(zip(_PARTS, texts, strict=True)), written)
         if parts is None:
@@ -53,11 +53,11 @@ def fitted(style: CallStyle, written: WrittenCalls) -> CallStyle | None:
 
 
 def _fitted_parts(parts: Mapping[str, str], written: WrittenCalls) -> dict[str, Any] | None:
-    """The parts with the blanks that stand around one call."""
+    """Adapts the parts of a style to the blanks of one call; None if the call has another style."""
     filled = {NAME: regex.escape(written.names[0]), KEY: regex.escape(written.keys[0])}
     pattern = _part("before", parts, filled) + _part("begin", parts, filled)
     if parts["key"]:
-        # Another argument follows the first one, and the last one ends as it does.
+        # The first argument is followed by another one, and the last argument ends like the first.
         following = _blank_free(parts["key"], {**filled, KEY: regex.escape(written.keys[1])})
         end = _blank_free(parts["key_end"], filled)
         pattern += _part("key", parts, filled) + regex.escape(written.value)
@@ -72,13 +72,13 @@ def _fitted_parts(parts: Mapping[str, str], written: WrittenCalls) -> dict[str, 
 
 
 def _spaced(parts: Mapping[str, str], match: Any) -> dict[str, Any] | None:
-    """The parts with the blanks of a match."""
+    """Adds the blanks of a match to the parts; None if the blanks contradict each other."""
     groups = match.groupdict()
     lead = groups["lead"]
     made = {part: _with_blanks(part, parts[part], groups) for part in ("before", "begin", "key", "end", "after")}
     if parts["key"]:
         made |= {part: groups[part] for part in ("value_after", "key_after")}
-        # Behind the last argument stand the blanks of every argument, and then those of the end.
+        # After the last argument come the blanks that follow every argument, then those before the end.
         if not lead.startswith(made["key_after"]):
             return None
         lead = lead.removeprefix(made["key_after"])
@@ -88,7 +88,7 @@ def _spaced(parts: Mapping[str, str], match: Any) -> dict[str, Any] | None:
 
 
 def _between(style: CallStyle, parts: Mapping[str, str], written: WrittenCalls) -> str | None:
-    """The text between two calls; None where it is another one than the family's."""
+    """The text between two calls, with its blanks; None if it differs from the family's text."""
     usual = every(style.between)[0]
     if not written.two:
         return usual
@@ -102,7 +102,7 @@ def _between(style: CallStyle, parts: Mapping[str, str], written: WrittenCalls) 
 
 
 def _part(part: str, parts: Mapping[str, str], filled: Mapping[str, str]) -> str:
-    """A pattern of a part: blanks may differ within it and, where it is a beginning, behind it."""
+    """Pattern of a style's part. Blanks may differ within the part and, unless it is an end, after it."""
     pieces = _pieces(parts[part])
     if not pieces:
         return ""
@@ -125,7 +125,7 @@ def _blank_free(text: str, filled: Mapping[str, str]) -> str:
 
 
 def _exact(text: str, filled: Mapping[str, str]) -> str:
-    """A pattern of a text of a style, with what stands in its places."""
+    """Pattern of a style's text, with its placeholders filled in."""
     places = {**filled, IS_TEXT: "(?:true|false)", DIGITS: r"\d+", WORD: r"\w+"}
     parts = regex.split(f"({'|'.join(map(regex.escape, places))})", text)
     return "".join(places.get(part) or regex.escape(part, special_only=True) for part in parts)

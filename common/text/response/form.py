@@ -29,7 +29,7 @@ class ResponseForm:
         style: of calls and reasoning, as grammars write them; None where grammars cannot hold them.
         unheld: why grammars cannot hold calls; empty where they can.
         is_own: True if it is the checkpoint's own.
-        calls_tools: True if prompts have the tools of a request, and calls can be told from content.
+        calls_tools: True if prompts contain the tools of a request, and calls can be separated from content.
     """
 
     template: ResponseTemplate
@@ -48,7 +48,7 @@ class ResponseForm:
 def response_form(
     files: Mapping[str, bytes], tokenizer: Tokenizer, chat_template: ChatTemplate | None
 ) -> ResponseForm | None:
-    """The form in a checkpoint's files: its own response template, else what its chat template shows of a family's.
+    """The response form of a checkpoint: its own response template, else the family's that fits its chat template.
 
     Args:
         files: of the checkpoint's tokenizer.
@@ -87,7 +87,7 @@ def _own_form(own: Any, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Re
 
 
 def _markers(template: ResponseTemplate, tokenizer: Tokenizer) -> tuple[Mapping[int, str], frozenset[int]]:
-    """Tokens that stand for delimiters, with their texts, and the special ones among them."""
+    """Texts of the added tokens that are delimiters of the template, by id, and the ids of the special ones."""
     markers = {id: token for id, token in tokenizer.added_tokens.items() if template.names(token)}
     return markers, frozenset(tokenizer.special_ids & markers.keys())
 

@@ -1,7 +1,7 @@
-"""Finds how a model writes calls and reasoning: renders some with its chat template, and reads them back.
+"""Finds how a model writes calls and reasoning, by rendering some with its chat template and reading them back.
 
-A form is used only if everything that the chat template writes in it is read back as it was given. So a checkpoint
-never gets a form, or a capability, from the look of its chat template alone.
+A form is used only if every rendered answer is read back unchanged. So the source of a chat template alone never gives
+a checkpoint a form or a capability.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from common.text.response.parser import Channel, ResponseParser, merged
 from common.text.response.template import CALLS_FIELD, REASONING_FIELDS, ResponseTemplate
 from common.text.template_sandbox import TemplateInputError
 
-# Characters of a conversation of a few words; system prompts of published chat templates have up to 12,000.
+# Most characters of a rendered probe. System prompts of published chat templates have up to 12,000.
 _MOST_TEXT: Final = 1 << 17
-# Words that no chat template has by itself.
+# Words of the probes, which occur in no chat template.
 _USERS: Final = ("Uvuqa", "Oweko")
 _RESULTS: Final = ("Jebiru", "Kotema")
 _CONTENT: Final = "Teluba"
@@ -67,13 +67,13 @@ _SWITCHES: Final[Sequence[Mapping[str, Any]]] = (
 
 @dataclass(frozen=True, slots=True)
 class FoundForm:
-    """The form in which a model writes its answers.
+    """The form of a model's answers, as found by the probe.
 
     Attributes:
         family: name of the calls' family; empty without calls.
         spec: the response template.
-        style: of calls and reasoning, as grammars write them.
-        unheld: why grammars cannot write calls as the chat template does; empty where they can.
+        style: style of calls and reasoning, for grammars.
+        unheld: why grammars cannot write calls as the chat template does; empty if they can.
     """
 
     family: str
@@ -84,7 +84,7 @@ class FoundForm:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A shape of messages with calls: chat templates differ in which they take."""
+    """A way to write messages with calls; each chat template accepts some of the variants."""
 
     has_results: bool
     has_text_arguments: bool
@@ -92,13 +92,13 @@ class _Variant:
     ids: Sequence[str]
 
     def message(self, num_calls: int, content: str = "", reasoning: str = "") -> dict[str, Any]:
-        """A message of the assistant."""
+        """An assistant message with `num_calls` calls."""
         calls = [self._call(i) for i in range(num_calls)]
         made: dict[str, Any] = {"role": "assistant", "content": content or self.content}
         return made | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
     def results(self, num_calls: int, words: Sequence[str]) -> list[dict[str, Any]]:
-        """Messages with the results of calls."""
+        """Tool messages with the results of at most `num_calls` calls."""
         calls = zip(self.ids, _NAMES, words, strict=False)
         made = [{"role": "tool", "content": word, "tool_call_id": id, "name": name} for id, name, word in calls]
         return made[:num_calls]
@@ -114,16 +114,16 @@ _IDS: Final = (("abcdefgh1", "abcdefgh2"), tuple(f"functions.{name}:{i}" for i, 
 _VARIANTS: Final = tuple(_Variant(*each) for each in product((False, True), (False, True), (None, ""), _IDS))
 _PLAIN: Final = _VARIANTS[0]
 _UNHELD: Final = "calls are written in a form that no grammar is made of"
-# Number of calls, content and reasoning of answers with calls.
+# Probed answers with calls: number of calls, content, reasoning.
 _SHAPES: Final = ((1, "", ""), (2, "", ""), (1, _CONTENT, ""), (1, _CONTENT, _REASONING))
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """An answer as the chat template writes it, from the prompt's end on, and what it says.
+    """A rendered answer, from the end of the user's words on, and the parts of it that the chat template printed.
 
     Attributes:
-        begun: what a prompt has of it.
+        begun: the generation prompt, with which a prompt ends after the user's words.
     """
 
     text: str
@@ -135,43 +135,44 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Text behind an answer.
+    """Text that the chat template writes after an answer.
 
     Attributes:
-        last: behind the last message.
-        every: behind every message, whatever comes next; empty if it is not known.
+        last: text after the last message.
+        every: text after every message, whatever follows; empty if unknown.
     """
 
     last: str
     every: str
 
     def ends(self, text: str) -> bool:
-        """True if text that is read behind an answer is no part of it."""
+        """True if `text`, read after an answer, is the template's and not a part of the answer."""
         text = text.strip()
         return text in self.last or bool(self.every and text.startswith(self.every))
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """True if prompts of the chat template have the tools of a request."""
+    """True if the chat template prints the tools of a request."""
     return _Probe(template).shows_tools()
 
 
 def find_form(template: ChatTemplate) -> FoundForm | None:
-    """The form of the answers to a chat template's prompts; None where they are content alone, as far as is known."""
+    """Finds the form of a model's answers by its chat template; None if neither calls nor reasoning are known."""
     return _Probe(template).find()
 
 
 @dataclass
 class _Probe:
-    """Renders one chat template."""
+    """Probes rendered with one chat template, and the form that they show."""
 
     template: ChatTemplate
     _rendered: dict[str, str] = field(default_factory=dict)
-    # Every rendering has a limit of its own; a hostile template shall not take it fifty times.
+    # Each rendering has its own time limit. This limit is for all of them: a hostile template would take fifty times
+    # as long.
     _end: float = field(default_factory=lambda: time.thread_time() + MAX_TEMPLATE_S)
 
     def render(self, messages: Sequence[dict[str, Any]], *, prompts: bool, tools: bool = True, **more: Any) -> str:
-        """The text of messages; empty where the chat template rejects them, or takes too long."""
+        """Renders messages; empty if the chat template rejects them or takes too long."""
         key = json.dumps([messages, prompts, tools, more])
         if key not in self._rendered:
             self._rendered[key] = self._render(
@@ -205,20 +206,20 @@ class _Probe:
         return FoundForm("", reading.spec({"content": {}}), _plain_style(marks))
 
     def _find_whole(self, name: str, spec: Mapping[str, Any], *, has_tools: bool) -> FoundForm | None:
-        """The form of a family whose messages have a form of their own."""
+        """The form of a family with a message format of its own; None if its reasoning is not read back."""
         reader = _Reader(spec)
         reasons = [each for each in self._answers(_PLAIN, _REASONING) if not (each.calls and each.content)]
         if not reasons or not all(reader.reads(each, self._tail()) for each in reasons):
             return None
         for answers in self._calls() if has_tools else ():
-            # Content in front of a call is reasoning in such messages.
+            # In such messages, content before a call is reasoning.
             if all(reader.reads(each, self._tail()) for each in answers if not each.content):
                 return FoundForm(name, spec, STYLES[name])
         fields = {key: value for key, value in spec["fields"].items() if key != CALLS_FIELD}
         return FoundForm(name, {**spec, "fields": fields}, STYLES[name])
 
     def _find_calls(self, reading: _Reading) -> FoundForm | None:
-        """The form of the first family that reads all calls."""
+        """The form of the first family that reads back all calls; None if no family does."""
         tail = self._tail()
         for answers in self._calls():
             for name, family in SPECS.items():
@@ -232,7 +233,7 @@ class _Probe:
         return None
 
     def _calls(self) -> Iterator[list[_Written]]:
-        """Answers with calls, in each of the shapes that the chat template takes."""
+        """Rendered answers with calls, for each variant that the chat template accepts."""
         seen = set[str]()
         for variant in _VARIANTS:
             written = [self._written(variant, *shape) for shape in _SHAPES]
@@ -242,13 +243,13 @@ class _Probe:
             yield [each for each in written if each is not None]
 
     def _answers(self, variant: _Variant, reasoning: str) -> list[_Written]:
-        """Answers with reasoning that the chat template writes."""
+        """Rendered answers whose reasoning the chat template printed."""
         shapes = ((0, _CONTENT), (1, ""), (1, _CONTENT))
         written = [self._written(variant, num_calls, content, reasoning) for num_calls, content in shapes]
         return [each for each in written if each is not None and each.reasoning]
 
     def _written(self, variant: _Variant, num_calls: int, content: str, reasoning: str) -> _Written | None:
-        """An answer, from the user's words on; says what of it the chat template has written."""
+        """Renders an answer, and records which calls, content and reasoning the chat template printed."""
         message = variant.message(num_calls, content, reasoning)
         results = variant.results(num_calls, _RESULTS) if variant.has_results else []
         begun, text = self._behind_user([message, *results])
@@ -263,7 +264,7 @@ class _Probe:
         return _Written(text, begun, calls, content if content in text else "", reasoning if reasoning in text else "")
 
     def _behind_user(self, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
-        """The text behind a user's words: in a prompt that ends there, and with messages that follow."""
+        """The text after the user's words: in a prompt that ends with them, and in a rendering with `messages`."""
         for tools in (True, False):
             whole = self.render([_user(), *messages], prompts=False, tools=tools)
             if _USERS[0] in whole:
@@ -272,7 +273,7 @@ class _Probe:
         return "", ""
 
     def _reasons(self, marks: tuple[str, str]) -> bool:
-        """True if a model reasons between these marks."""
+        """True if the model writes its reasoning between these marks."""
         reading = _Reading(self._anchor(marks), marks)
         reader = _Reader(reading.spec({"content": {}}))
         answers = [
@@ -290,7 +291,7 @@ class _Probe:
         return self._prompts_reasoning(marks) or self._drops_reasoning(marks)
 
     def _reads_content(self, reader: _Reader) -> bool:
-        """True if an answer of content alone is read as such, as the last message or as an earlier one."""
+        """True if an answer of content alone is read back unchanged, as the last message or as an earlier one."""
         message, tail = _PLAIN.message(0, _CONTENT), self._tail()
         for following in ([], [_user(_USERS[1])]):
             begun, text = self._behind_user([message, *following])
@@ -300,7 +301,7 @@ class _Probe:
         return False
 
     def _prompts_reasoning(self, marks: tuple[str, str]) -> bool:
-        """True if prompts begin or end reasoning, or speak of both marks."""
+        """True if a mark follows the user's words in a prompt, or a prompt contains both marks."""
         prompts = [self.render([_user()], prompts=True, tools=False, **switch) for switch in _SWITCHES]
         texts = [prompt.rpartition(_USERS[0])[2] for prompt in prompts]
         return any(mark in text for text in texts for mark in marks) or any(
@@ -308,7 +309,7 @@ class _Probe:
         )
 
     def _drops_reasoning(self, marks: tuple[str, str]) -> bool:
-        """True if the chat template takes reasoning between the marks out of the content of earlier answers."""
+        """True if the chat template removes reasoning between the marks from earlier answers."""
         begin, end = marks
         content = f"{begin}\n{_REASONING}\n{end}\n\n{_CONTENT}"
         messages = [_user(), {"role": "assistant", "content": content}, _user(_USERS[1])]
@@ -316,14 +317,14 @@ class _Probe:
         return _CONTENT in rendered and _REASONING not in rendered
 
     def _tail(self) -> _Tail:
-        """The text behind an answer's content."""
+        """The text that the chat template writes after an answer's content."""
         message = _PLAIN.message(0, _CONTENT)
         texts = [self._behind_user([message, *following])[1] for following in ([], [_user(_USERS[1])])]
         ends = [text.rpartition(_CONTENT)[2] for text in texts]
         return _Tail(ends[0].strip(), _common_start(*ends).strip())
 
     def _anchor(self, marks: tuple[str, str] | None) -> str:
-        """A pattern of the texts behind which an answer begins."""
+        """Pattern of the texts after which an answer begins."""
         beginnings = [self._beginning(_USERS, **switch) for switch in _SWITCHES]
         beginnings += [self._beginning(_RESULTS, variant) for variant in _VARIANTS if not variant.has_results]
         cut = {_without_marks(beginning, marks).strip() for beginning in beginnings} - {""}
@@ -333,7 +334,7 @@ class _Probe:
         return rf"(?:{'|'.join(map(regex.escape, sorted(cut, key=len, reverse=True)))})\s*{end}"
 
     def _beginning(self, words: Sequence[str], variant: _Variant | None = None, **switch: Any) -> str:
-        """The text that a prompt has behind its last message."""
+        """The generation prompt: the text of a prompt after its last message."""
         for tools in (True, False):
             messages = [_messages(word, variant) for word in words]
             prompts = [self.render(each, prompts=True, tools=tools, **switch) for each in messages]
@@ -347,20 +348,20 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Pattern of an answer's beginning, and the marks around its reasoning."""
+    """Pattern of the text before an answer, and the marks around reasoning, of one chat template."""
 
     anchor: str
     marks: tuple[str, str] | None
 
     def spec(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A response template with these fields but their reasoning."""
+        """Response template with `fields`, whose reasoning field is replaced by one with these marks."""
         thinking = {} if self.marks is None else {"thinking": {"open": self.marks[0], "close": self.marks[1]}}
         others = {name: value for name, value in fields.items() if name not in REASONING_FIELDS}
         return {"start_anchor_pattern": self.anchor, "fields": {**thinking, **others}}
 
 
 class _Reader:
-    """Reads written answers by one response template."""
+    """Reads rendered answers with one response template."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._template = ResponseTemplate(spec)
@@ -368,7 +369,7 @@ class _Reader:
         self._begins = regex.compile(anchor)
 
     def reads(self, written: _Written, tail: _Tail) -> bool:
-        """True if an answer is read as it was given, but for the text that ends every answer."""
+        """True if an answer is read back unchanged, apart from the template's text after it."""
         if self._is_split(written, tail):
             return True
         opening, text = self._begin(written)
@@ -396,19 +397,19 @@ class _Reader:
         )
 
     def _begin(self, written: _Written) -> tuple[str, str | None]:
-        """Splits an answer into what a prompt has of it, and the rest; None without a beginning."""
+        """Splits an answer into the part that a prompt contains, and the rest; None if no beginning is found."""
         if written.begun and written.text.startswith(written.begun):
             return _behind(self._begins, written.begun) or "", written.text[len(written.begun) :]
         return "", _behind(self._begins, written.text)
 
 
 def _plain_style(marks: tuple[str, str] | None) -> CallStyle:
-    """A style without calls."""
+    """Call style without calls, with the reasoning marks alone."""
     return CallStyle("", "", reasoning=marks or ("", ""), delimiters=())
 
 
 def _fitted_style(family: str, marks: tuple[str, str] | None, answers: Sequence[_Written]) -> CallStyle | None:
-    """The style of a family with the blanks of the answers; None if no grammar writes such calls."""
+    """Adapts a family's call style to the blanks of the answers; None if no grammar can write such calls."""
     if family not in STYLES:
         return None
     two = next((each.text for each in answers if len(each.calls) > 1), "")
@@ -425,7 +426,7 @@ def _is(text: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def _behind(begins: Any, text: str) -> str | None:
-    """The text behind the first match; None without one."""
+    """The text after the first match of `begins`; None without a match."""
     match = begins.search(text)
     return None if match is None else text[match.end() :]
 
@@ -435,10 +436,10 @@ def _user(word: str = _USERS[0]) -> dict[str, Any]:
 
 
 def _messages(word: str, variant: _Variant | None) -> list[dict[str, Any]]:
-    """A conversation that ends with a word: of the user, or as the result of a call."""
+    """A conversation that ends with `word`: said by the user or, with a `variant`, as a call's result."""
     if variant is None:
         return [_user(word)]
-    # With an id of its own, so that the id is not in what is common to two prompts.
+    # Each word has another call id, so that the common end of two prompts contains no id.
     one = replace(variant, ids=variant.ids[_RESULTS.index(word) :])
     return [_user(), one.message(1), *one.results(1, [word])]
 

@@ -224,15 +224,15 @@ class _CallList:
 
 
 def _call_list(text: str, arguments: Arguments) -> _CallList:
-    """Python's calls; `line_ends`, which transformers does not have, allows line ends within strings."""
+    """Parser of calls in Python syntax. `line_ends`, unknown to transformers, allows line ends in strings."""
     return _CallList(text, has_line_ends=bool(arguments.get("line_ends")))
 
 
 def python_value(text: str) -> Any:
-    """A list or an object as Python writes it.
+    """Parses a list or an object in Python syntax.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is neither.
     """
     value = _CallList(f"[f(x={text})]").read()[0]["arguments"]["x"]
     if not isinstance(value, list | dict):
