@@ -258,7 +258,7 @@ class ClampedSwiglu:
     """gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up within +-`limit`.
 
     Raises:
-        ValueError: `limit` is not above 0, which native kernels take for no clamp.
+        ValueError: `limit` is not above 0; native kernels would not clamp at all.
     """
 
     alpha: float

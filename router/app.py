@@ -374,9 +374,9 @@ async def run_router(options: RouterOptions, reread: Callable[[], ReloadedConfig
 
 
 async def _prepare_reading() -> None:
-    """Imports what reads tokenizers, while the workers load: nobody is served yet."""
+    """Imports the tokenizer code of transformers while the workers load, before a request waits for it."""
     await asyncio.to_thread(import_transformers)
-    # As in `run_on_loop`: its 45,000 objects stay.
+    # As in `run_on_loop`: the 45,000 objects of the import live as long as the process.
     gc.freeze()
 
 

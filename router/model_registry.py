@@ -166,7 +166,7 @@ class ServedModel:
 
     @property
     def calls_tools(self) -> bool:
-        """True if its prompts have the tools of a request, and calls can be told from other content."""
+        """True if the model's prompts contain the tools of a request, and calls can be separated from content."""
         return self.text.response_form is not None and self.text.response_form.calls_tools
 
     def disagreement(self, other: ServedModel) -> str:

@@ -472,7 +472,7 @@ def content_of(message: pb.ChatMessage) -> str:
     return message.content or "".join(part.text for part in message.parts)
 
 
-# Parameters of `apply_chat_template` that no template sees. Clients of other servers send them among the variables.
+# Parameters of `apply_chat_template` that no template reads. Clients of other servers send them as template variables.
 _RENDERING_PARAMETERS: Final = (
     *("conversation", "chat_template", "continue_final_message", "tokenize", "sanitize_control_tokens", "padding"),
     *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),

@@ -29,7 +29,7 @@ class InFlightCall:
         request_id: its id.
         tenant: who it is for.
         method: name of the RPC.
-        model: name of its model; until that is chosen, the name that the client gave, perhaps "".
+        model: name of its model; before the router chooses it, the name that the client gave, perhaps "".
         priority: its class.
         arrived: monotonic seconds.
         trace_id: of its span, "" without one.

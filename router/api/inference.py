@@ -325,7 +325,7 @@ class InferenceService(InferenceServiceServicer):
         """Describes one model."""
         async with RpcScope(self._tracing, context, "GetModel"):
             refuse_unserved(request, SERVED["GetModel"])
-            # The tenant's limit is for calls that wait: a model that is known costs nothing.
+            # Only a call that waits for its model counts against the tenant's limit.
             if not self._registry.knows(request.model):
                 with self._interruptible(), self._tenant_held(context):
                     await self._expected.wait_for_model(request.model)
@@ -402,7 +402,7 @@ class InferenceService(InferenceServiceServicer):
             yield
 
     async def _whole_prompt(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
-        """The prompt that a request would have, also one that is too long for the model, and the model."""
+        """The prompt of a request, even if it is too long for the model, and the model."""
         _check(request)
         with self._tenant_held(context) as tenant:
             model = await self._expected.model(request.model)

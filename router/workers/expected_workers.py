@@ -47,7 +47,7 @@ class ExpectedWorkers:
         self._came_up = asyncio.Event()
 
     async def model(self, name: str) -> ServedModel:
-        """The model called `name`, after the wait of `wait_for_model`.
+        """Waits for the model called `name`, as `wait_for_model` does, and returns it.
 
         Raises:
             ApiError: as `ModelRegistry.get`.

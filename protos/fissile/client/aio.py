@@ -185,7 +185,7 @@ async def _wait(end: asyncio.Event, wait_s: float) -> None:
 
 
 class AsyncClient(BaseClient[AsyncStream]):
-    """Calls routers of one fleet, on one event loop; when that has ended, on the next one.
+    """Calls routers of one fleet, on one event loop at a time; after that loop has ended, on another one.
 
     Args:
         targets: addresses of routers, `HOST:PORT`, or one of them: streams that break go on at the next one.
@@ -274,7 +274,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         **arguments: Unpack[EmbedArguments],
     ) -> Embeddings:
-        """Turns texts, or lists of token ids, into vectors, in their order.
+        """Turns texts, or lists of token ids, into vectors, in the order of `inputs`.
 
         Args:
             inputs: at most 2,048.
@@ -352,7 +352,7 @@ class AsyncClient(BaseClient[AsyncStream]):
 
         Raises:
             FissileError: the client has been closed.
-            RuntimeError: it is at work on another event loop.
+            RuntimeError: the client is in use on another running event loop.
         """
         self._bind()
         if self._closed.is_set():
@@ -362,10 +362,10 @@ class AsyncClient(BaseClient[AsyncStream]):
         return InferenceServiceStub(self._channels[target])
 
     def _bind(self) -> None:
-        """Makes the running event loop the client's own; channels of one that has ended are of no use any more.
+        """Binds the client to the current event loop, and drops the channels of an earlier loop that has ended.
 
         Raises:
-            RuntimeError: the client is at work on another one.
+            RuntimeError: the client is in use on another running event loop.
         """
         loop = asyncio.get_running_loop()
         if loop is self._loop:

@@ -1,6 +1,6 @@
-"""Types of the arguments that calls take by name: the fields of their requests, by the names that the protos have.
+"""Types of the calls' keyword arguments, which have the names of the request fields in the protos.
 
-The protos say what each field means. tests/unit/client/test_arguments.py holds these types to them.
+The protos document each field. tests/unit/client/test_arguments.py checks that these types match the protos.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ConnectionArguments(TypedDict, total=False):
-    """Further arguments of a client: the attributes of `Connection`."""
+    """Keyword arguments of a client: the attributes of `Connection`."""
 
     api_key: str
     tls: bool
@@ -34,7 +34,7 @@ class ConnectionArguments(TypedDict, total=False):
 
 
 class ConstraintArguments(TypedDict, total=False):
-    """Form of an answer, exactly one; a JSON Schema as text or as a mapping."""
+    """Fields of Constraint, exactly one of them; a JSON Schema is a text or a mapping."""
 
     json_schema: Json
     json_object: bool
@@ -57,17 +57,17 @@ class ReasoningArguments(TypedDict, total=False):
 
 
 class ToolChoiceArguments(TypedDict, total=False):
-    """Fields of ToolChoice; exactly one is given."""
+    """Fields of ToolChoice, exactly one of them."""
 
     mode: Literal["auto", "none", "required"] | pb.ToolMode.ValueType
     name: str
 
 
 class CallArguments(TypedDict, total=False):
-    """Arguments of a call that are no fields of its request.
+    """Arguments of a call that are not fields of its request.
 
-    `timeout_s` is the deadline of the whole answer, later attempts included, None for none. `metadata` goes with this
-    call alone, such as `traceparent`. With `receipt` each answer has a receipt, which is checked.
+    `timeout_s` is the deadline of the whole answer, later attempts included; None sets no deadline. `metadata` is sent
+    with this call alone, such as `traceparent`. `receipt` asks for a receipt of each answer, which the client checks.
     """
 
     timeout_s: float | None
@@ -76,7 +76,7 @@ class CallArguments(TypedDict, total=False):
 
 
 class SamplingArguments(TypedDict, total=False):
-    """The fields of SamplingParams; None is the same as an argument that is left out."""
+    """Fields of SamplingParams; None counts as an absent argument."""
 
     temperature: float | None
     top_k: int | None
@@ -103,7 +103,7 @@ class SamplingArguments(TypedDict, total=False):
 
 
 class OutputArguments(TypedDict, total=False):
-    """The fields of OutputOptions but for `receipt`, which calls take themselves."""
+    """Fields of OutputOptions except `receipt`, which is an argument of the call."""
 
     return_token_ids: bool | None
     logprobs: int | None
@@ -126,7 +126,7 @@ class AnyRequestArguments(TypedDict, total=False):
 
 
 class AnswerArguments(CallArguments, SamplingArguments, OutputArguments, AnyRequestArguments, total=False):
-    """Arguments of every call that generates; two of its fields may also be given whole."""
+    """Arguments of every call that generates; SamplingParams and OutputOptions may also be given as a whole."""
 
     sampling_params: pb.SamplingParams | SamplingArguments | None
     output_options: pb.OutputOptions | OutputArguments | None
@@ -169,9 +169,10 @@ class ScoreArguments(AnyRequestArguments, total=False):
 
 
 def spelled_out(arguments: type[Any]) -> Callable[[_Function], _Function]:
-    """Shows each argument that a function takes by `**`, of a TypedDict, to `help` and to notebooks.
+    """Decorator that lists the keyword arguments of a TypedDict in a function's signature, for `help` and notebooks.
 
-    These read signatures while the program runs, and do not know what `Unpack` means. `...` is the default.
+    `help` and notebooks read signatures at run time and do not resolve `Unpack`. Each listed argument has the default
+    `...`.
     """
 
     def show(function: _Function) -> _Function:

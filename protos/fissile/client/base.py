@@ -90,7 +90,7 @@ class BaseClient(ABC, Generic[StreamT]):
         self._turns = itertools.count()
 
     def __repr__(self) -> str:
-        """Shows the routers, and whether it has been closed; no key."""
+        """Shows the routers' addresses, and whether the client is closed; never the API key."""
         closed = ", closed" if self._is_closed else ""
         return f"{type(self).__name__}({', '.join(map(repr, self.connection.targets))}{closed})"
 
@@ -105,19 +105,19 @@ class BaseClient(ABC, Generic[StreamT]):
 
         Args:
             messages: a text, or messages with `role` and `content`.
-            arguments: `timeout_s`, the deadline of the whole answer, later attempts included (None is no deadline);
-                `metadata` of this call, such as `traceparent`; `receipt`, True for receipts, which are checked
+            arguments: `timeout_s`, the deadline of the whole answer, later attempts included (None sets no deadline);
+                `metadata` of this call, such as `traceparent`; `receipt`, True for receipts, which the client checks
                 (`Answer.receipt`); and the fields of ChatRequest, SamplingParams and OutputOptions by their names.
 
         Raises:
-            ValueError: an argument that there is not, or a value that does not fit it.
+            ValueError: an argument is unknown, or its value does not fit.
         """
         of_call, of_request = _apart(arguments)
         return self._stream(chat_request(messages, of_request), **of_call)
 
     @spelled_out(GenerateArguments)
     def generate_stream(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> StreamT:
-        """Continues a prompt, a text or token ids; arguments and errors as of `chat_stream`."""
+        """Continues a prompt, which is a text or token ids. Arguments and errors are those of `chat_stream`."""
         of_call, of_request = _apart(arguments)
         return self._stream(generate_request(prompt, of_request), **of_call)
 
@@ -147,13 +147,13 @@ class BaseClient(ABC, Generic[StreamT]):
 
 
 def _apart(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of a call, and those of its request."""
+    """Splits arguments into those of the call (`CallArguments`) and those of its request."""
     of_call = {name: value for name, value in arguments.items() if name in CallArguments.__annotations__}
     return of_call, {name: value for name, value in arguments.items() if name not in of_call}
 
 
 def _end(timeout_s: float | None) -> float | None:
-    """Monotonic time of a deadline, None for none."""
+    """Monotonic time of the deadline after `timeout_s`; None without a deadline."""
     return None if timeout_s is None else time.monotonic() + number("timeout_s", timeout_s)
 
 
@@ -195,7 +195,7 @@ def begin_verification(receipt: Receipt | pb.ReplayRequest, worker_id: str) -> V
 
     Raises:
         ReceiptError: the token ids are not of the receipt's answer.
-        ValueError: it is no receipt, such as the None of an answer without one.
+        ValueError: `receipt` is not a receipt; an answer without one has None.
     """
     if not isinstance(receipt, Receipt | pb.ReplayRequest):
         raise ValueError(f"receipt is {receipt!r}; give the receipt of an answer, or a ReplayRequest")

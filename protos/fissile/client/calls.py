@@ -15,7 +15,7 @@ from fissile.client.receipts import Receipt
 from fissile.v1 import inference_pb2 as pb
 
 _AnyRequest = TypeVar("_AnyRequest", pb.ChatRequest, pb.GenerateRequest)
-# By the names of arguments: the message of the request whose field they are. `receipt` is an argument of the call.
+# Name of an argument -> the request's message that has this field. `receipt` is an argument of the call instead.
 _SPREAD: Mapping[str, str] = {
     field.name: name
     for name, message in (("sampling_params", pb.SamplingParams), ("output_options", pb.OutputOptions))
@@ -40,7 +40,7 @@ class Delta:
     tool_calls: tuple[pb.ToolCallDelta, ...] = ()
 
     def __repr__(self) -> str:
-        """Shows what it has, in a line."""
+        """Shows the parts that are not empty, in one line."""
         shown = [str(self.index), repr(self.text)]
         if self.reasoning:
             shown.append(f"reasoning={self.reasoning!r}")
@@ -61,7 +61,7 @@ class Finished:
     finish: pb.Finish
 
     def __repr__(self) -> str:
-        """Shows the reason."""
+        """Shows the finish reason and the number of tokens."""
         return f"Finished({self.index}, {finish_name(self.finish)}, {self.finish.usage.completion_tokens} tokens)"
 
 
@@ -85,7 +85,7 @@ class Result:
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
     def __repr__(self) -> str:
-        """Shows the answers in short."""
+        """Shows the answers, with shortened texts."""
         return f"Result({', '.join(map(repr, self.answers))}, request_id={self.request_id!r})"
 
     def _repr_html_(self) -> str:
@@ -131,10 +131,10 @@ def chat_request(messages: Messages, arguments: Mapping[str, Any]) -> pb.ChatReq
 
     Args:
         messages: the conversation.
-        arguments: as of `ChatArguments`, but for those of the call.
+        arguments: those of `ChatArguments`, without `CallArguments`.
 
     Raises:
-        ValueError: an argument that there is not, or a value that does not fit it.
+        ValueError: an argument is unknown, or its value does not fit.
     """
     given = (
         [{"role": "user", "content": messages}]
@@ -160,7 +160,7 @@ def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str =
         parameters: JSON Schema of its arguments, as text or as a mapping; its order is kept.
 
     Raises:
-        ValueError: one of them is of another type.
+        ValueError: an argument has another type.
     """
     return fill(pb.Tool(), {"name": name, "description": description, "parameters_json": parameters})
 
@@ -213,7 +213,7 @@ def _message(place: int, message: Mapping[str, Any] | pb.ChatMessage) -> pb.Chat
 
 
 def _part(path: str, part: Any) -> Any:
-    """A part of a message's content; other services have `{"type": "text", "text": ...}` for one of text."""
+    """Converts a part of a message's content; accepts `{"type": "text", "text": ...}` of other services too."""
     if isinstance(part, str):
         return {"text": part}
     if not isinstance(part, Mapping) or "type" not in part:
@@ -224,15 +224,15 @@ def _part(path: str, part: Any) -> Any:
 
 
 def _with_arguments(request: _AnyRequest, arguments: Mapping[str, Any], own: Sequence[str]) -> _AnyRequest:
-    """Fills a request in; SamplingParams is there also where nothing of it is given.
+    """Sets the arguments in a request; SamplingParams is present even if none of its fields is given.
 
     Args:
-        request: with its prompt.
+        request: the request, with its prompt.
         arguments: fields of the request, and of its messages in `_SPREAD`.
-        own: fields that the prompt has filled.
+        own: fields that hold the prompt.
 
     Raises:
-        ValueError: an argument that there is not, or is given twice, or a value that does not fit it.
+        ValueError: an argument is unknown or given twice, or its value does not fit.
     """
     # What has come is known by its digest alone: the stream could not go on behind it by itself.
     if "resume" in arguments:

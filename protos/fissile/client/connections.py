@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):\d{1,5}")
 # A name that gRPC resolves, such as dns:///NAME:PORT.
 _NAME = re.compile(r"[a-z][a-z0-9+.-]*:.+")
 
-# Names of metadata, and values of those that are not binary. gRPC has names of its own, and HTTP/2 others.
+# Valid names of metadata, valid values under names that are not binary, and names reserved by gRPC or HTTP/2.
 _METADATA_NAME = re.compile(r"[0-9a-z_.-]+")
 _METADATA_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
 _TAKEN = re.compile(r"grpc-.*|te|content-type|host|connection|transfer-encoding")
@@ -64,8 +64,7 @@ class Connection:
         """Refuses what cannot work.
 
         Raises:
-            ValueError: no address, or none with a port, a key or metadata that cannot be sent, or what needs TLS
-                without it.
+            ValueError: an address is missing or invalid, a key or metadata cannot be sent, or an option needs TLS.
         """
         if not isinstance(self.targets, list | tuple) or not all(isinstance(each, str) for each in self.targets):
             raise ValueError(f"targets is {self.targets!r}; give the addresses of routers as texts, HOST:PORT")
@@ -99,10 +98,10 @@ class Connection:
         return [*_CHANNEL_OPTIONS, *name, *self.options]
 
     def metadata_of(self, call: Metadata = ()) -> SentMetadata:
-        """Metadata of a call that has this of its own.
+        """All metadata to send with a call: the API key, the connection's metadata, and `call`.
 
         Raises:
-            ValueError: some of it cannot be sent.
+            ValueError: a pair cannot be sent.
         """
         key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
         return (*key, *sendable(self.metadata), *sendable(call))
@@ -114,11 +113,12 @@ def is_target(text: str) -> bool:
 
 
 def sendable(metadata: Metadata) -> SentMetadata:
-    """Metadata as gRPC takes it.
+    """Checks metadata, and converts it to the pairs that gRPC takes.
+
+    gRPC itself would report a wrong pair in its log alone, and fail the call with a status that looks like a router's.
 
     Raises:
-        ValueError: it cannot be sent, or would arrive as something else. gRPC itself would say so in its log alone, and
-            fail the call with a status that looks like a router's.
+        ValueError: a pair cannot be sent, or would arrive changed.
     """
     pairs = [*metadata.items()] if isinstance(metadata, Mapping) else metadata
     if isinstance(pairs, str | bytes) or not hasattr(pairs, "__iter__"):

@@ -1,4 +1,4 @@
-"""Vectors as programs use them."""
+"""Result of `embed`: the vectors as a Python sequence, and for NumPy as an array."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fissile.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Embeddings(Sequence[list[float]]):
-    """Vectors, in the order of their inputs: a sequence of lists of floats, and what NumPy makes an array [N, size] of.
+    """Vectors in the order of their inputs: a sequence of lists of floats. NumPy converts it to an array [N, size].
 
     Attributes:
-        message: as it came.
+        message: the router's response.
     """
 
     message: pb.EmbedResponse
@@ -30,12 +30,12 @@ class Embeddings(Sequence[list[float]]):
     def __getitem__(self, place: slice) -> list[list[float]]: ...
 
     def __getitem__(self, place: int | slice) -> list[float] | list[list[float]]:
-        """A vector, or several."""
+        """The vector at an index, or the vectors of a slice."""
         found = self.message.embeddings[place]
         return [*found.values] if isinstance(found, pb.Embedding) else [[*each.values] for each in found]
 
     def __iter__(self) -> Iterator[list[float]]:
-        """The vectors."""
+        """Iterates over the vectors, as lists of floats."""
         return ([*each.values] for each in self.message.embeddings)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -50,7 +50,7 @@ class Embeddings(Sequence[list[float]]):
 
     @property
     def size(self) -> int:
-        """Numbers of each vector."""
+        """Length of each vector; 0 without vectors."""
         return len(self.message.embeddings[0].values) if self else 0
 
     @property
@@ -70,15 +70,15 @@ class Embeddings(Sequence[list[float]]):
 
     @property
     def weights_digest(self) -> str:
-        """Digest of the weights that made them; vectors of other weights cannot be compared with them."""
+        """Digest of the weights that made the vectors; only vectors of the same weights can be compared."""
         return self.message.weights_digest
 
     @property
     def numerics(self) -> str:
-        """Numerics class that made them."""
+        """Numerics class of the worker that made the vectors."""
         return self.message.numerics
 
     @property
     def pooling(self) -> pb.Pooling.ValueType:
-        """Pooling that made vectors of token states."""
+        """Method that pooled token states into vectors."""
         return self.message.pooling

@@ -1,4 +1,4 @@
-"""Messages filled from plain Python values. Whatever does not fit is a ValueError with the path of the field."""
+"""Fills messages from plain Python values. A value that does not fit is a ValueError with the path of its field."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 _AnyMessage = TypeVar("_AnyMessage", bound=Message)
-# A FieldDescriptor; its types have two names that type checkers hold for different ones.
+# A FieldDescriptor. The type has two names in protobuf, which type checkers treat as two types.
 _Field: TypeAlias = Any
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
-# By C++ type: what fits a field.
+# C++ type of a field -> the values that fit it, in words.
 _WANTED: Mapping[int, str] = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
@@ -29,16 +29,16 @@ _WANTED: Mapping[int, str] = {
 
 
 def fill(message: _AnyMessage, given: Mapping[str, Any], path: str = "", names: Iterable[str] = ()) -> _AnyMessage:
-    """Sets fields of a message. A value of None leaves its field out.
+    """Sets fields of a message, and returns it. A value of None leaves its field unset.
 
     Args:
-        message: of any type.
+        message: the message to fill, of any type.
         given: values by the names of fields: numbers, texts, sequences, mappings, messages.
-        path: of the message in the request, with its last dot.
-        names: what an error proposes for an unknown name instead of the message's fields.
+        path: path of the message in the request, with a trailing dot.
+        names: names that an error suggests for an unknown one; by default the message's fields.
 
     Raises:
-        ValueError: there is no such field, or the value does not fit it.
+        ValueError: a field is unknown, its value does not fit, or two fields of a oneof are given.
     """
     if not isinstance(given, Mapping):
         wanted = _article(message.DESCRIPTOR.name)
@@ -52,7 +52,7 @@ def fill(message: _AnyMessage, given: Mapping[str, Any], path: str = "", names: 
             continue
         field = fields[name]
         oneof = field.containing_oneof
-        # A field with presence is the only one of a oneof that the compiler has made.
+        # The protobuf compiler makes a oneof for each `optional` field: with one field, there is no conflict.
         if oneof is not None and len(oneof.fields) > 1 and (other := forms.setdefault(oneof.name, name)) != name:
             raise ValueError(f"{path}{other} and {path}{name} are both given; give one of them")
         _set(message, field, value, f"{path}{name}")
@@ -60,10 +60,10 @@ def fill(message: _AnyMessage, given: Mapping[str, Any], path: str = "", names: 
 
 
 def number(name: str, value: Any) -> float:
-    """A number of seconds, as an argument gives it.
+    """Checks that an argument is a number of seconds, and returns it as a float.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is not a number.
     """
     if isinstance(value, bool | str) or not hasattr(value, "__float__") or math.isnan(float(value)):
         raise ValueError(f"{name} is {_shown(value)}; give a number of seconds")
@@ -71,11 +71,10 @@ def number(name: str, value: Any) -> float:
 
 
 def items(value: Any, path: str, wanted: str = "a list") -> list[Any]:
-    """The entries of a list.
+    """The entries of a list argument. A text is refused: it would become a list of its characters.
 
     Raises:
-        ValueError: it is none; the error says that `wanted` is. A text is a sequence of texts too, and would become a
-            list of its characters.
+        ValueError: `value` is not a list; the error asks for `wanted`.
     """
     if isinstance(value, str | bytes | Mapping | Message):
         raise ValueError(f"{path} is a list: give [{_shown(value)}] for one")
@@ -106,7 +105,7 @@ def _set_map(there: Any, field: _Field, value: Any, path: str) -> None:
 
 
 def _value(field: _Field, value: Any, path: str) -> Any:
-    """A value as the field takes it."""
+    """Checks a value for a field, and converts it to the field's type."""
     if field.message_type is not None:
         return _message(field, value, path)
     if field.enum_type is not None:
@@ -124,7 +123,7 @@ def _value(field: _Field, value: Any, path: str) -> Any:
     if is_text:
         return _text(value, path)
     try:
-        # What the field's own type would take, of whatever library it is: NumPy's numbers, for example.
+        # Numbers of other libraries, such as NumPy, are accepted as protobuf accepts them.
         return float(value) if kind in _FLOATS else value if is_bool else _integer(value, kind)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{path} is {_shown(value)}; give {wanted}") from None
@@ -162,7 +161,7 @@ def _message(field: _Field, value: Any, path: str) -> Message:
     made = GetMessageClass(wanted)()
     if isinstance(value, Mapping):
         return fill(made, value, f"{path}.")
-    # Lists that protobuf has no other way to nest.
+    # Protobuf nests lists only by a message with one repeated field: the list alone is accepted for such a message.
     if len(wanted.fields) == 1 and wanted.fields[0].is_repeated:
         _set(made, wanted.fields[0], value, path)
         return made
@@ -170,7 +169,7 @@ def _message(field: _Field, value: Any, path: str) -> Message:
 
 
 def _enum(field: _Field, value: Any, path: str) -> int:
-    """The number of an enum's value, which may be named in short: `high` for PRIORITY_HIGH."""
+    """The number of an enum value, given by its number, name or short name: `high` for PRIORITY_HIGH."""
     kind = field.enum_type
     numbers: dict[str, int] = {name: value.number for name, value in kind.values_by_name.items()}
     prefix = kind.values[0].name.removesuffix("UNSPECIFIED")

@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 T = TypeVar("T")
 Request: TypeAlias = "pb.GenerateRequest | pb.ChatRequest"
 Response: TypeAlias = "pb.GenerateResponse | pb.ChatResponse"
-# Metadata as gRPC takes it.
+# Metadata as gRPC takes it: pairs of name and value.
 SentMetadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
 

@@ -19,13 +19,13 @@ from fissile.v1 import inference_pb2 as pb
 
 # Routers allow far fewer answers and refuse more; nothing is kept for a number that is none.
 _MOST_ANSWERS = 4096
-# Texts in reprs: a line of a terminal.
+# Shortens texts in reprs, so that a repr fits into a terminal's line.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 
 
 def finish_name(finish: pb.Finish) -> str:
-    """Reason of an answer's end: `stop`, `length` or `tool_calls`."""
+    """Short name of an answer's finish reason, such as `stop`, `length` or `tool_calls`."""
     return pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
 
 
@@ -84,7 +84,7 @@ class Answer:
     _calls: list[tuple[str, str, _Text]] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        """Shows beginning and end of its texts, and its end."""
+        """Shows the shortened texts, the names of called tools, the finish reason and the number of tokens."""
         shown = [f"{self.index}, {_SHORT.repr(self.text)}"]
         if self.reasoning:
             shown.append(f"reasoning={_SHORT.repr(self.reasoning)}")

@@ -38,7 +38,7 @@ class Receipt:
     is_of_request: bool = False
 
     def __repr__(self) -> str:
-        """Shows its digest in short."""
+        """Shows the first digits of the receipt's digest, and the number of tokens."""
         digest = self.message.receipt_sha256.hex()[:16]
         return f"Receipt({digest}, {len(self.token_ids)} tokens, is_of_request={self.is_of_request})"
 
@@ -65,7 +65,7 @@ class Verification:
     worker_id: str = ""
 
     def __repr__(self) -> str:
-        """Shows the verdict by its name, and what differs."""
+        """Shows the name of the verdict, its detail, the position and the worker."""
         verdict = pb.ReplayVerdict.Name(self.verdict).removeprefix("REPLAY_VERDICT_")
         place = "" if self.position is None else f", position={self.position}"
         return f"Verification({verdict}, {self.detail!r}{place}, worker_id={self.worker_id!r})"

@@ -257,7 +257,7 @@ class Client(BaseClient[Stream]):
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         **arguments: Unpack[EmbedArguments],
     ) -> Embeddings:
-        """Turns texts, or lists of token ids, into vectors, in their order.
+        """Turns texts, or lists of token ids, into vectors, in the order of `inputs`.
 
         Args:
             inputs: at most 2,048.
