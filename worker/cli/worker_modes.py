@@ -28,7 +28,7 @@ def _is_alone(given: Mapping[str, Any]) -> bool:
 
 
 def _is_on_cpu(given: Mapping[str, Any]) -> bool:
-    """True if the kernels that were asked for are a CPU's. With `auto` the loaded model says so (`_kernels`)."""
+    """True if the options name kernels of a CPU. With `auto`, `_kernels` checks when the model is loaded."""
     return given["kernels"] in _CPU_KERNELS or given["cpu_isa"] != "auto"
 
 
@@ -61,7 +61,7 @@ SIMULATED: Final = Mode(
     "with --simulate",
     _is_simulated,
     "no model is computed",
-    # `--speculative-config` depends on the method (`worker_options`).
+    # `worker_options` checks `--speculative-config`, whose effect depends on its method.
     unused=frozenset(
         {
             "dtype",
@@ -128,7 +128,7 @@ UNDIGESTED: Final = Mode(
     unused=frozenset(("kv_digests",)),
     holds={"kv_digests": 0.0},
 )
-# Also of `fissile bench offline`.
+# Modes that `fissile bench offline` has too.
 ENGINE_MODES: Final = (ON_CPU, ON_GPU, FIXED_KV_MEMORY)
 MODES: Final = (
     RANKS_ONLY,

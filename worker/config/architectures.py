@@ -137,7 +137,7 @@ def parted(architecture: str) -> tuple[str, Head]:
 
 
 def model_type(decoder: str) -> str:
-    """Name of a decoder's model in `transformers`, which is that of the file with its class."""
+    """The `model_type` of a decoder in `transformers`, which is also the name of its class's module here."""
     return support_model_arch_dict[decoder].partition(":")[0].rpartition(".")[2]
 
 

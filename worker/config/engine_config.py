@@ -30,7 +30,7 @@ def default_weights_cache() -> str:
 def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
     """`config` with the model's beginning- and end-of-sequence ids, as far as it has none of its own.
 
-    A sequence ends with the tokenizer's `eos_token` too: fine-tunes of base models name their end of turn there alone.
+    The tokenizer's `eos_token` ends sequences too: some fine-tunes of base models name their end of turn only there.
 
     Raises:
         InvalidFieldError: an id of its own is outside the model's vocabulary.
@@ -63,7 +63,7 @@ def with_pool(
         model_len: the model's own length, tokens.
         num_blocks_for: number of blocks that so many bytes hold.
         free_bytes: memory that can be used.
-        longest: greatest `max_model_len` that may be asked for; 0 takes `model_len`.
+        longest: greatest `max_model_len` that is allowed; 0 allows `model_len`.
 
     Raises:
         InvalidFieldError: `max_model_len` is beyond the model's, or does not fit the memory.

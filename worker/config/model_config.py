@@ -86,7 +86,7 @@ class ModelConfig:
         quant_config: how the checkpoint's weights are quantized.
         head: what it makes of hidden states.
         num_labels: of a classifier; else 0.
-        source: config.json with the defaults of its config class, for what only one architecture knows.
+        source: config.json with the defaults of its config class, for settings that only one architecture has.
         The others are named as in config.json.
     """
 
@@ -126,7 +126,7 @@ class ModelConfig:
         Args:
             path: the folder.
             architectures: that it may have.
-            settings: `source` of the same checkpoint, read by another process: spares the import of `transformers`.
+            settings: `source` of the same checkpoint, read by another process; avoids the import of `transformers`.
 
         Raises:
             ModelError: the folder or a file is missing or malformed, or the model is not supported.
@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def longest_len(self) -> int:
-        """Greatest length that may be asked for, tokens: as in vLLM, what linear or yarn scaling stretches to."""
+        """Greatest allowed `max_model_len`, tokens: as in vLLM, the length after linear or yarn scaling."""
         base = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}
         scaled = min(base.get(self.rope.type, 0) * self.rope.factor, _MOST)
         return max(self.max_position_embeddings, int(scaled))
@@ -211,7 +211,7 @@ class ModelConfig:
             return _number(self.source, key)
 
     def positive(self, key: str) -> float:
-        """A number of config.json above 0, and finite.
+        """A finite number of config.json above 0.
 
         Raises:
             ModelError: it is not one.
@@ -220,10 +220,10 @@ class ModelConfig:
             return _positive(self.source, key)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True if a boolean of config.json is set.
+        """True if the boolean `key` of config.json is true.
 
         Raises:
-            ModelError: it is not one.
+            ModelError: the entry is not a boolean.
         """
         with _as_model_error():
             return _flag(self.source, key, default)
@@ -263,13 +263,13 @@ def _parse(
     hidden_size = _count(settings, "hidden_size")
     heads = _count(settings, "num_attention_heads")
     kv_heads = _count(settings, "num_key_value_heads")
-    # Mixtral's class has none where config.json has none.
+    # Mixtral's config class has no head_dim if config.json has none.
     head_dim = _count(settings, "head_dim", hidden_size // heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     rope = rope_config(settings)
     if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
-        # Of latent attention, whose class takes it for head_dim.
+        # With latent attention, the config class sets head_dim to qk_rope_head_dim: name the entry that the user has.
         name = "qk_rope_head_dim" if "qk_rope_head_dim" in settings else "head_dim"
         rotary = f"{name} {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
         raise ModelError(f"{rotary}: rotary embeddings need an even number")
@@ -300,13 +300,13 @@ def _parse(
 
 
 def _model_type(config: Mapping[str, Any], decoder: str) -> str:
-    """The class's name in `transformers`, by the architecture.
+    """The `model_type` of the decoder's config class in `transformers`.
 
     Raises:
         ModelError: `model_type` names another model of `transformers`, which computes something else.
     """
     if decoder in draft_head_arch_dict:
-        # `transformers` has no such heads; their entries have Llama's names.
+        # `transformers` has no draft heads; their config.json has Llama's entries.
         return "llama"
     expected = model_type(decoder)
     if is_of_other_model(named := config.get("model_type"), expected):
@@ -346,7 +346,7 @@ def _is_decoder_alone(folder: Path) -> bool:
 
 
 def rope_config(settings: Mapping[str, Any]) -> RopeConfig:
-    """Rotary embedding, of `rope_parameters` as the config classes fill them in from every spelling."""
+    """The rotary embedding, from `rope_parameters`, which the config classes fill in from every spelling."""
     parameters: Mapping[str, Any] = settings["rope_parameters"]
     kind = parameters["rope_type"]
     if kind not in SUPPORTED_ROPE_TYPES:
@@ -456,7 +456,7 @@ def _bos_token_id(generation: Mapping[str, Any], config: Mapping[str, Any]) -> i
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids of both files: engines that stop at either never run past a turn that the other one names."""
+    """End-of-sequence ids of both files: one file alone may lack the id that ends a turn."""
     key = "eos_token_id"
     return tuple(dict.fromkeys(_token_ids(key, generation.get(key)) + _token_ids(key, config.get(key))))
 

@@ -1,4 +1,4 @@
-"""End of sequence that only the tokenizer's files name, as fine-tunes of base models have it."""
+"""The end-of-sequence id of the tokenizer's files: some fine-tunes of base models name it only there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer_eos_id(folder: str | Path) -> int | None:
     try:
         text = named_special_tokens(files).get("eos_token")
         return None if text is None else _token_id(files, text)
-    # The files are JSON of any shape.
+    # The JSON of the files may have any shape.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise TokenizerError(f"the tokenizer's files are not of their usual form: {said}") from None
@@ -35,6 +35,6 @@ def _token_id(files: Mapping[str, bytes], text: str) -> int | None:
     if text in added:
         return added[text]
     vocab: Any = content["model"].get("vocab") or {}
-    # Of Unigram, a list of tokens with their scores.
+    # A Unigram vocabulary is a list of tokens with their scores.
     found = vocab.get(text) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}.get(text)
     return None if found is None else int(found)

@@ -1,7 +1,7 @@
-"""Reads the settings of config.json as the config classes of `transformers` do: defaults, both spellings, rope.
+"""Reads the settings of config.json with the config classes of `transformers`: defaults, both spellings, rope.
 
-Nothing is downloaded, and no code of a checkpoint runs: the architecture chooses a class, which gets the entries of a
-file that was read before. This module and `model_config` add bounds, and errors of one line that name the entry.
+Nothing is downloaded, and no code of a checkpoint runs. The architecture selects a config class, which gets the entries
+of config.json as a mapping. This module and `model_config` add bounds, and one-line errors that name the entry.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, Final
 from common.deferred_torch import deferred_torch
 from common.limits import MAX_MODEL_LAYERS
 
-# Entries that the classes do not get. With a dtype they import PyTorch, for each label they make a name, and ids of
-# special tokens that no file names are those of the family's first model.
+# Entries that the classes do not get. With a dtype they import PyTorch, and for each label they make a name. Their
+# defaults for special token ids are the ids of the family's first model.
 _READ_HERE: Final = frozenset(
     ("dtype", "torch_dtype", "num_labels", "id2label", "label2id", "bos_token_id", "eos_token_id", "pad_token_id")
 )
-# Entries that give others another meaning.
+# Entries that change the meaning of other entries.
 _REFUSED: Final = ("per_layer_config", "attribute_map")
-# Spelling of transformers 4, which is a property of the classes of 5.
+# Spelling of transformers 4; a property of the classes of transformers 5.
 _OLD_ROPE: Final = "rope_scaling"
 _ROPE: Final = "rope_parameters"
-# Kinds of entries; the classes have others for themselves.
+# Types of settings. The classes have attributes of other types, which are internal.
 _JSON: Final = (str, int, float, list, dict, NoneType)
-# Entries of which the classes make lists, or by which they divide.
+# Entries -> greatest value. The classes make lists of these lengths, or divide by these numbers.
 _BOUNDED: Final = {"num_hidden_layers": MAX_MODEL_LAYERS, "num_attention_heads": 2**31 - 1}
 _LOGGER: Final = "transformers"
-# How the classes begin what they say of a value.
+# Beginning of the classes' error message about a value.
 _FIELD: Final = re.compile("Validation error for field '([^']+)'")
-# Types of entries, for people.
+# Types of entries, in words for error messages.
 _KINDS: Final = {
     "bool": "true or false",
     "dict": "an object",
@@ -47,14 +47,14 @@ _KINDS: Final = {
 
 
 def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Every setting of a model: what config.json says, what the class takes for absent entries, and its rope; as JSON.
+    """All settings of a model, as JSON values: entries of config.json, the class's defaults for others, and the rope.
 
     Args:
         config: content of config.json.
-        model_type: name of the class's model in `transformers`.
+        model_type: selects the config class of `transformers`.
 
     Raises:
-        ValueError, TypeError: an entry is malformed or refused; one line that names it.
+        ValueError, TypeError: an entry is malformed or refused; the message is one line that names it.
     """
     for name in _REFUSED:
         if config.get(name):
@@ -65,10 +65,10 @@ def read_settings(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         if isinstance(value, int) and not 1 <= value <= most:
             raise ValueError(f"{name} is {value}; it must be 1 to {most}")
     config_class: Any = _config_classes()[model_type]
-    # A derived class checks the type of each entry, but does not compare entries with each other. Those checks
-    # refuse models that can run: a hidden size that is no multiple of the heads, although there is a head_dim.
+    # A derived class checks the type of each entry, but does not compare entries with each other. The comparisons
+    # refuse models that can run, such as one with a head_dim whose hidden size is no multiple of the heads.
     derived: Any = type(config_class.__name__, (config_class,), {})
-    # Known only when it has been imported.
+    # Imported late, as `transformers` is, which imports huggingface_hub anyway.
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
 
     try:
@@ -89,12 +89,12 @@ def is_of_other_model(model_type: object, expected: str) -> bool:
 
 
 def _config_classes() -> Any:
-    """Config classes of `transformers` by `model_type`; loads most of a second and 30 MB the first time."""
+    """Config classes of `transformers` by `model_type`. The first call takes almost a second and 30 MB."""
     logger = logging.getLogger(_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True
     try:
         with deferred_torch():
-            # Without PyTorch it advises to install it.
+            # The logger is off, because `transformers` without PyTorch advises to install PyTorch.
             from transformers import CONFIG_MAPPING  # noqa: PLC0415
     finally:
         logger.disabled = was_disabled
@@ -111,7 +111,7 @@ def _check_rope(config: Mapping[str, Any]) -> None:
 
 
 def _entries(config: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Entries that are settings; names of the class's methods and of its own description are none."""
+    """Entries of config.json that are settings; drops names of the class's methods and private attributes."""
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map, _OLD_ROPE}
     return {
         name: _as_number_of(getattr(config_class, name, None), value)
@@ -125,12 +125,12 @@ def _is_setting(name: str, value: object) -> bool:
 
 
 def _as_number_of(default: object, value: Any) -> Any:
-    """`value`, as a float where the default is one: JSON writes 1 for 1.0, which the classes refuse."""
+    """Converts an integer to a float if `default` is one: JSON may write 1 for 1.0, which the classes refuse."""
     return float(value) if isinstance(default, float) and type(value) is int else value
 
 
 def _named(error: Exception, config: Mapping[str, Any], config_class: Any) -> str:
-    """A line for an entry of another type than its class says."""
+    """One-line error message for an entry whose type the class refuses."""
     found = _FIELD.match(str(error))
     if found is None:
         return _one_line(error)
@@ -148,7 +148,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keeps warnings of `transformers` off stderr: what matters of them is refused with a ModelError."""
+    """Keeps warnings of `transformers` off stderr: settings that matter are refused with a ModelError."""
     logger = logging.getLogger(_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -58,7 +58,7 @@ _PAID: Final = 4.0
 # Part of the time that may go into prompts without drafts behind them, and plain steps whose time may go there at once.
 _FOR_PROMPTS: Final = 0.005
 _FIRST_FOR_PROMPTS: Final = 2.0
-# By how much text that grammars force may lengthen a step, while a sequence without drafts waits for the step.
+# Largest share of its time by which forced grammar text may lengthen a step that has sequences without drafts.
 _MOST_SLOWER: Final = 0.05
 _NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
@@ -117,8 +117,8 @@ class DraftLengths:
             drafts: that there are, by sequence.
             seqs: of the step.
             rows: of the step, without any draft.
-            rates: of sequences whose drafts are text that a grammar forces. If there are any, and the step has
-                sequences without drafts, all drafts together lengthen the step by at most `_MOST_SLOWER`.
+            rates: rates of sequences whose drafts are text that a grammar forces. With any of these and any sequence
+                without drafts, all drafts together lengthen the step by at most `_MOST_SLOWER`.
         """
         if not self.adapts:
             return dict(drafts)
@@ -334,14 +334,15 @@ class DraftLengths:
         return self._plain_steps.is_due(self.costs.level, self._drafting_level)
 
     def _count(self, gains: npt.NDArray[np.float64], num_tokens: int, rows: int, slower: float = math.inf) -> int:
-        """Number of drafts, the most promising first, with which a step brings most tokens in the time; 0 if hardly
-        more than without.
+        """Number of drafts, the most promising first, with which a step yields most tokens per time.
+
+        Returns 0 if drafts gain less than `_least`.
 
         Args:
-            gains: tokens that each draft brings on average.
-            num_tokens: that the step brings without drafts.
-            rows: of the step without drafts.
-            slower: part of the step's time by which drafts may lengthen it.
+            gains: expected tokens of each draft, in descending order.
+            num_tokens: tokens that the step yields without drafts.
+            rows: rows of the step without drafts.
+            slower: largest share of the step's time by which drafts may lengthen it.
         """
         most = min(len(gains), self.costs.most_rows(rows) - rows)
         if most <= 0:
@@ -362,7 +363,7 @@ class DraftLengths:
 
     @property
     def _least(self) -> float:
-        """Least gain that drafts must promise; 1 for drafts that are already made."""
+        """Factor by which drafts must raise the tokens per time; 1 for drafts that are already made."""
         return 1.0 if self.are_made else self.least_gain
 
     def _longer(self, rows: int, most: int) -> npt.NDArray[np.float64]:

@@ -93,7 +93,7 @@ class Drafter:
         self._coming: Mapping[int, int] = {}
         self._rest = 0
         self._forced = ForcedText()
-        # Further steps that verify no forced text, because the last look at it chose none.
+        # Steps left without forced text, after a step in which none of it was worth its time.
         self._forced_rest = 0
         self.proposer = proposer
         self.lengths = lengths

@@ -1,8 +1,8 @@
-"""Measures how fast this worker computes prompts, and cuts chunks by it.
+"""Measures how fast this worker computes prompts, and sizes prompt chunks by it.
 
-While anything decodes, a step with prompts may take a bounded time: a *slice*. So a stream has no longer gap than that,
-however long the prompt beside it. What prompts take of a step is its duration without that of a usual decode step,
-since both read the weights once.
+While any sequence decodes, a step with prompts may take a bounded time, a *slice*. So no gap in a stream is longer than
+a slice, however long another request's prompt is. The prompts' part of a step is its duration minus that of a usual
+decode step, since both read the weights once.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.context_cost import ContextCost
 from worker.engine.step import Step
 
-# Weight of the newest step in a mean.
+# Weight of the newest value in a mean.
 _NEWEST: Final = 0.25
-# A step tells how fast prompts can be computed when it has this share of the tokens that it may have, or more: a
-# smaller one is mostly overhead, and a router that took its speed for the worker's would refuse what can well be
-# served.
+# A step counts for the speed of prompts if their cost is at least this share of its budget. A smaller step is mostly
+# overhead: a router that took its speed for the worker's would refuse requests that the worker can serve.
 _TELLING_SHARE: Final = 1 / 8
 # A prompt gets this share of a step's tokens however long its context is, or it would take for ever.
 _LEAST_CHUNK: Final = 1 / 64
-# Where decode steps are slow, a slice is as long as this number of them: shorter ones would slow down prompts, whose
-# steps take a decode's time each, and hardly shorten the gaps.
+# A slice is at least as long as this number of usual decode steps. Each step with prompts also takes the time of a
+# decode step, so shorter slices would slow down prompts and hardly shorten the gaps.
 _SLICE_STEPS: Final = 5
-# A step may have been interrupted: it counts as at most this number of usual ones.
+# A value counts as at most this multiple of the mean: a step may have been interrupted.
 _MOST_SLOWDOWN: Final = 2.0
-# Least share of a step's duration that is taken for the prompts': the decodes beside them may have been quick.
+# Least share of a step's duration that counts for its prompts: its decodes may have been faster than usual.
 _LEAST_SHARE: Final = 1 / 8
 
 
@@ -36,7 +35,7 @@ class PrefillMeter:
 
     Args:
         max_num_batched_tokens: tokens of a full step.
-        slice_s: seconds of a step with prompts while anything decodes; 0 bounds steps by tokens alone.
+        slice_s: longest step with prompts while any sequence decodes, seconds; 0 bounds steps by tokens alone.
 
     Attributes:
         last_prompt_latency: seconds of the last one that computed prompt tokens.
@@ -48,7 +47,7 @@ class PrefillMeter:
     def __init__(self, max_num_batched_tokens: int, slice_s: float = 0.0) -> None:
         self._max_tokens = max_num_batched_tokens
         self._slice_s = slice_s
-        # Means: seconds of a step that only decodes, and of a unit of cost of the prompts in a step (ContextCost).
+        # Mean seconds of a step without prompts, and mean seconds per unit of prompt cost (ContextCost).
         self._decode_s = 0.0
         self._unit_s = 0.0
         self.last_prompt_latency = 0.0
@@ -66,7 +65,7 @@ class PrefillMeter:
         if duration_s > 0:
             has_decodes = batch.total_tokens_num_decode > 0
             prompts_s = max(duration_s - self._decode_s, _LEAST_SHARE * duration_s) if has_decodes else duration_s
-            # Prompts are behind the decodes in their batch.
+            # In a batch, the prompts follow the decodes.
             first = len(batch.num_scheduled_tokens) - batch.total_seqs_num_prefill
             rows = list(zip(batch.num_computed_tokens[first:], batch.num_scheduled_tokens[first:], strict=True))
             cost = sum(self.context_cost.of(start, num_tokens) for start, num_tokens in rows)
@@ -78,15 +77,17 @@ class PrefillMeter:
                 self.context_cost.note(batch.total_tokens_num_prefill, num_pairs, prompts_s)
 
     def step_cost(self, *, has_decodes: bool, most: float = math.inf) -> float:
-        """Budget of the step's prompts: `most` without decodes; beside them what a slice has room for, and at most as
-        much as a full step of a prompt that begins."""
+        """Cost budget of the step's prompts: `most` without decodes, else the cost that fits into a slice.
+
+        With decodes, the budget is at most the cost of a full step at the start of a prompt.
+        """
         if not has_decodes:
             return most
         full = self.context_cost.of(0, self._max_tokens)
         if self._slice_s == 0:
             return full
         if self._unit_s == 0:
-            # Enough to find out what prompts cost here.
+            # No cost is measured yet: this budget is just large enough to measure one.
             return _TELLING_SHARE * full
         longest_s = max(self._slice_s, _SLICE_STEPS * self._decode_s)
         return min(full, (longest_s - self._decode_s) / self._unit_s)
@@ -99,12 +100,12 @@ class PrefillMeter:
         return max(affordable, min(num_tokens, math.ceil(_LEAST_CHUNK * self._max_tokens)))
 
     def _note_cost(self, cost: float, seconds: float, *, is_telling: bool) -> None:
-        """A small step may show that prompts are quicker than was thought, but never that they are slower."""
+        """Updates the mean seconds per unit of cost; a step that is not telling can only lower it."""
         if is_telling or seconds < cost * self._unit_s:
             self._unit_s = _mean(self._unit_s, seconds / cost)
 
     def _note_rate(self, num_tokens: int, duration_s: float, *, is_telling: bool) -> None:
-        """A small step may show that the worker is faster than was thought, but never that it is slower."""
+        """Updates the prompt tokens per second; a step that is not telling can only raise them."""
         rate = num_tokens / duration_s
         self.num_samples += is_telling
         if is_telling or 0 < self.rate < rate:
@@ -112,5 +113,5 @@ class PrefillMeter:
 
 
 def _mean(mean: float, newest: float) -> float:
-    """A mean that follows the newest values; 0 is none so far."""
+    """Weighted mean after the value `newest`; a `mean` of 0 has no values yet."""
     return mean + _NEWEST * (min(newest, _MOST_SLOWDOWN * mean) - mean) if mean else newest

@@ -24,7 +24,7 @@ _BY_NAME = {
     "fp8": torch.float8_e4m3fn,
 }
 AUTO = "auto"
-# Parts of `quantization_config` that say how a KV cache is quantized: of compressed-tensors and Quark.
+# Entries of `quantization_config` for a quantized KV cache: compressed-tensors' and Quark's.
 _KV_SETTINGS: Final = ("kv_cache_scheme", "kv_cache_quant_config")
 
 
@@ -69,12 +69,12 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def warn_of_kv_scales(folder: Path, source: Mapping[str, Any], kv_dtype: torch.dtype) -> None:
-    """Logs one warning if a checkpoint has calibrated scales of the KV cache, which no kernel uses: all scales are 1.
+    """Logs one warning if a checkpoint has calibrated scales of the KV cache. No kernel uses them: all scales are 1.
 
     Args:
-        folder: of the checkpoint.
-        source: its config.json.
-        kv_dtype: of the cache.
+        folder: the checkpoint's folder.
+        source: content of its config.json.
+        kv_dtype: dtype of the KV cache.
     """
     names = sorted(name for name in stored_names(folder) if name.endswith(KV_SCALE_SUFFIXES))
     quantization = source.get("quantization_config")

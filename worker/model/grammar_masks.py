@@ -175,13 +175,13 @@ class GrammarMasks:
         return AllowedBits(np.array(rows, np.int64), bits[: len(rows)]), ended
 
     def ahead(self, histories: Mapping[int, TokenHistory]) -> Confined:
-        """As `confined`, of rows that a draft model draws; the states of their sequences stay as they are.
+        """Masks as of `confined`, for rows that a draft model draws; does not change the sequences' grammar states.
 
-        Slow masks are left out, as are those of sequences without a state: a draft is only a guess, and its step has
-        no room for more than one such mask of a sequence. The other masks of these rows hold in any case.
+        A sequence with slow masks or without a state gets no grammar mask: a draft is only a guess, and its step has
+        time for only one slow mask per sequence. Other masks of these rows (allowed ids, bad words) always apply.
 
         Args:
-            histories: by row of logits, with the tokens of the step and the drafts so far as drafts.
+            histories: token histories by row of logits, whose drafts are the step's tokens and the drafts so far.
         """
         given = {row: history for row, history in histories.items() if history.params.grammar}
         if not given:
@@ -198,7 +198,7 @@ class GrammarMasks:
         return AllowedBits(np.array(list(given), np.int64), bits), ended
 
     def _write_ahead(self, history: TokenHistory, bits: Bits) -> None:
-        """Writes the mask of a row that a draft model draws."""
+        """Writes the mask of one row that a draft model draws into `bits`; raises _Ended if it allows no token."""
         bits[:] = np.iinfo(np.uint32).max
         state = self._states.get(history.seq_id)
         known = state is not None and state.tokens is history.tokens and state.count <= history.num_output

@@ -1,8 +1,8 @@
 """Proposers that are models: an EAGLE-3 head, an MTP layer of the checkpoint, or a small model of its own.
 
-Drafts are drawn as the target draws at their positions: with the same noise, parameters, penalties, masks and grammars.
-A draft that is as likely here as there is then the same token, which is most of what makes drafts of sampled answers
-right. Only grammars with slow masks do not confine drafts (`GrammarMasks.ahead`).
+A draft is sampled as the target samples at its position: with the same noise, parameters, penalties, masks and
+grammars. If both models give a token the same probability, both sample it, which makes most drafts of sampled answers
+right. Grammars with slow masks do not constrain drafts (`GrammarMasks.ahead`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ModelProposer:
     Args:
         model: drafts for the target.
         runner: of its KV and its rows.
-        target: the rank's runner, whose sampler has the states of grammars.
+        target: the rank's runner; its sampler holds the grammar states.
     """
 
     takes_states = False
@@ -130,7 +130,7 @@ class ModelProposer:
     def __init__(self, model: DraftModel, runner: DraftRunner, target: ModelRunner) -> None:
         self._model = model
         self._runner = runner
-        # Of its own, since a sampler keeps what it has seen of sequences.
+        # A separate sampler, because a sampler keeps state of the sequences that it has sampled.
         self._sampler = Sampler(target.kernels, target.config.eos_token_ids, fetches=True)
         self._confined = target.sampler.confined_drafts
         self._sampled_ids = target.sampled_ids
@@ -316,7 +316,7 @@ class EagleProposer(ModelProposer):
     """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py), in one operation where there is one.
 
     Args:
-        model, runner, target: as of ModelProposer.
+        model, runner, target: see ModelProposer.
     """
 
     def __init__(self, model: Eagle3Head, runner: DraftRunner, target: ModelRunner) -> None:

@@ -484,7 +484,7 @@ def _refuse_gpu_settings(config: Config, kernels: str) -> None:
     """Refuses settings that kernels of a CPU would ignore.
 
     Raises:
-        ModelError: there is one.
+        ModelError: `config` has such a setting.
     """
     if not config.batch_invariant:
         raise ModelError(

@@ -282,10 +282,10 @@ class Sampler:
             self._begun = batch, histories, masks
 
     def confined_drafts(self, histories: Mapping[int, TokenHistory]) -> Confined:
-        """Masks of grammars for rows that a draft model draws behind the tokens of the last step.
+        """Grammar masks for rows that a draft model draws after the tokens of the last step.
 
         Args:
-            histories: by row of its logits.
+            histories: token histories by row of the draft model's logits.
         """
         return NOT_CONFINED if self._grammars is None else self._grammars.ahead(histories)
 

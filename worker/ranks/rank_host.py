@@ -3,7 +3,8 @@
 A rank that is not connected waits for the engine; one whose engine has ended ends too and is started anew, so the
 machine is ready for the engine's next start. What is wrong with the model the engine says, on its own machine.
 
-With a health port, liveness is SERVING while this process runs, and readiness while the processes of all its ranks do.
+With a health port, liveness is SERVING while this process runs. Readiness is SERVING while the processes of all its
+ranks run.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ async def run_node(
     """Keeps this machine's ranks running until `stop`. Returns the exit code.
 
     Args:
-        topology: the ranks.
+        topology: all ranks, and which of them run on this machine.
         model: checkpoint folder.
-        threads: of each rank.
-        stop: ends the ranks.
-        health: answers probes; None opens no port.
+        threads: threads of each rank.
+        stop: event that ends the ranks.
+        health: health service for probes; None opens no port.
 
     Raises:
-        PortTakenError: the port of `health` cannot be listened on.
+        PortTakenError: the port of `health` cannot be opened.
     """
     host, port = topology.meeting_point
     target = f"{host}:{port}"
@@ -68,12 +69,12 @@ async def run_node(
 
 
 class _Kept:
-    """One rank that is started again when it ends.
+    """The process of one rank, restarted whenever it ends.
 
     Args:
-        rank: its number.
-        spawn: starts its process.
-        tell: is called when the process has started or ended.
+        rank: number of the rank.
+        spawn: starts the process.
+        tell: called after each start and each end of the process.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class _Kept:
 
     @property
     def is_running(self) -> bool:
-        """True if its process runs."""
+        """True if the rank's process runs."""
         return self._process is not None and self._process.poll() is None
 
     async def keep(self, stop: asyncio.Event) -> None:

@@ -94,7 +94,7 @@ def spawn_rank(
         target,
         model,
     ]
-    # PyTorch's own lines are no JSON, and its warnings about names of hosts are of no use here.
+    # PyTorch's log lines are not JSON, and its warnings about host names have no use here.
     quiet = {"GLOO_LOG_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
     environment[SECRET_VARIABLE] = topology.dist_secret

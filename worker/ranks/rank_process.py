@@ -163,10 +163,10 @@ class Rank:
         """Loads this rank's part of the model.
 
         Args:
-            config: of the engine.
-            threads: of this rank's arithmetic.
-            settings: `ModelConfig.source` as JSON, so that no rank imports `transformers`; that config.json is the same
-                here, the digest of the weights says.
+            config: configuration of the engine.
+            threads: threads of this rank's arithmetic.
+            settings: `ModelConfig.source` as JSON, so that no rank imports `transformers`. The digest of the weights
+                ensures that config.json is the same here.
 
         Returns:
             Bytes of one KV block on this rank.

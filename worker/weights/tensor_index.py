@@ -20,7 +20,7 @@ VALUES: Final = {"fp8": ("F8_E4M3", "F8_E4M3FNUZ"), "int8": ("I8",), "fp4x2": ("
 SCALES: Final = {"fp8": (*FLOATS, "F8_E8M0"), "int8": FLOATS, "fp4x2": ("U8", "F8_E8M0")}
 # Buffers that older transformers wrote and that follow from config.json.
 DERIVED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
-# Scales of the KV cache, and of queries beside them: a cache in fp8 has a scale of 1.
+# Suffixes of scales of the KV cache and of queries. They are not used: a cache in fp8 has a scale of 1.
 KV_SCALE_SUFFIXES: Final = (
     ".k_scale",
     ".kv_scale",
@@ -29,7 +29,7 @@ KV_SCALE_SUFFIXES: Final = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-# Scales of activations and of the KV cache, which are not quantized by these scales here.
+# Suffixes of scales of activations and of the KV cache. Neither is quantized by these scales here.
 ACTIVATION_SUFFIXES: Final = (".activation_scale", ".input_scale", ".output_scale", *KV_SCALE_SUFFIXES)
 # How many tensor names an error spells out.
 _NAMES_SHOWN: Final = 5

@@ -15,7 +15,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if `mlp_layer_types` makes the layer a mixture of experts."""
-        # From which the types follow if there are none in config.json.
+        # Checked too, because the config class derives the types from this entry if config.json has none.
         config.count("first_k_dense_replace", least=0)
         types = config.listed("mlp_layer_types", str) or []
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:

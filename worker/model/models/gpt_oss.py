@@ -43,7 +43,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """Layers that `layer_types` calls sliding have one."""
+        """The sliding window of a layer that `layer_types` calls sliding; None for other layers."""
         return config.count("sliding_window") if config.slides(layer) else None
 
     @classmethod
