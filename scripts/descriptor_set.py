@@ -1,7 +1,7 @@
-"""Writes the descriptor set of the public service: what Envoy's JSON transcoder, and tools such as grpcurl, read.
+"""Writes the descriptor set of the public service, for Envoy's JSON transcoder and tools such as grpcurl.
 
-It has what `buf build protos` leaves out: the types of error details, without which Envoy sends errors with an empty
-body.
+Unlike the output of `buf build protos`, it has the types of error details. Without these, Envoy sends errors with an
+empty body.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES: Final = (inference_pb2, errors_pb2, error_details_pb2, status_pb2)
 
 
 def descriptor_set() -> FileDescriptorSet:
-    """All files, each behind those that it imports."""
+    """Descriptors of all proto files, each file after the files that it imports."""
     found: dict[str, FileDescriptorProto] = {}
 
     def add(files: Iterable[Any]) -> None:

@@ -1,6 +1,6 @@
-"""Says whether a tag names the version of both packages and of the images in deploy/: `release_version.py v0.1.0`.
+"""Checks that a tag names the version of both packages and of the images in deploy/: `release_version.py v0.1.0`.
 
-A release must not publish what calls itself by another version.
+A release must not publish packages or manifests of another version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _IMAGE = re.compile(r"fissile-(?:router|worker-[a-z]+):(\d[\w.]*)")
 
 
 def versions(root: Path) -> Iterator[tuple[str, str]]:
-    """Place and version, of each package and of each image that a manifest starts."""
+    """Yields file and version of each package, and of each image that a manifest starts."""
     for folder in (".", "protos"):
         file = root / folder / "pyproject.toml"
         yield str(file.relative_to(root)), tomllib.loads(file.read_text("utf-8"))["project"]["version"]
@@ -26,7 +26,7 @@ def versions(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code, 0 if all versions are that of the tag."""
+    """Prints the versions that differ from the tag. Returns the exit code, 0 if none does."""
     if len(arguments) != 1:
         print("error: usage: release_version.py TAG", file=sys.stderr)
         return 2

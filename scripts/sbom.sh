@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Writes the parts lists (SBOM, CycloneDX) of the wheels in a folder: of the client alone, and of the service with the
-# extras `router` and `worker`, each as installed into a new environment. PyTorch's builds are the user's choice, so
-# they are not listed.
+# Writes two SBOMs (CycloneDX) for the wheels in a folder: of the client alone, and of the service with the extras
+# `router` and `worker`. Each lists what a new environment has after the installation. PyTorch is not listed, because
+# users choose its build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dist=$(cd "${1:?usage: sbom.sh WHEELS FOLDER}" && pwd)

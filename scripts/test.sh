@@ -106,7 +106,7 @@ long*) timeout=3600 run_timeout=14400 ;;
 *) timeout=300 run_timeout=2000 ;;
 esac
 longest=$((timeout + 700))
-# With full numbers one test of the chaos audits a million tokens, which takes 10 minutes on two quiet cores.
+# With CHAOS_SCALE=full one chaos test audits a million tokens, which takes 10 minutes on two idle cores.
 [ "${CHAOS_SCALE:-}" = full ] && longest=3600 run_timeout=7200
 limits="--timeout $timeout -o faulthandler_timeout=$longest"
 echo "== running: $* (output is shown when its run has ended)"
