@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the source archives of both packages into the given folder, with the tools that wheel.sh has installed.
+# Builds the source archives of both packages into the given folder, with the tools that wheel.sh installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "${1:?usage: sdist.sh FOLDER}" && cd "$1" && pwd)

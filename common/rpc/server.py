@@ -246,7 +246,7 @@ class HealthServer:
         """Opens the port in a process without a GrpcServer, with liveness SERVING and readiness NOT_SERVING.
 
         Raises:
-            PortTakenError: the address is in use or is not one of this machine.
+            PortTakenError: the address is in use, or does not belong to this machine.
         """
         await self._health.set(LIVENESS, _SERVING)
         await self.set_serving(False)
@@ -256,7 +256,7 @@ class HealthServer:
         """Opens the port and serves the health service on it.
 
         Raises:
-            PortTakenError: the address is in use or is not one of this machine.
+            PortTakenError: the address is in use, or does not belong to this machine.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = _listen(self._server, self._host, self._wanted_port, option="--health-port")

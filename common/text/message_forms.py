@@ -1,6 +1,6 @@
 """Finds the form in which a chat template expects messages, calls and tools, and converts messages to it.
 
-Published templates differ. Some loop over the parts of a content, some concatenate a call's arguments as text, and some
+Published templates differ. Some loop over the parts of a content, and some concatenate a call's arguments as text. Some
 recognize a message of calls by its null content. A template does not declare its form, so probes are rendered when the
 template is loaded.
 """

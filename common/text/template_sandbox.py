@@ -206,7 +206,7 @@ def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
     return len(text) * (1 + max((value for value in values if isinstance(value, int)), default=0) * (name in _PER_LINE))
 
 
-# Filters that add to every line, or to every character.
+# Filters and methods that add characters to every line, or at every tab.
 _PER_LINE: Final = ("indent", "expandtabs")
 
 
@@ -370,7 +370,7 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML.
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # JSON may escape the marks of special tokens, which would then mark nothing.
+    # `ensure_ascii` escapes the marks of special tokens: restore them, or the tokens would be unmarked.
     return text.replace("\\ufdd0", MARK_START).replace("\\ufdd1", MARK_END) if ensure_ascii else text
 
 

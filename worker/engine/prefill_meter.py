@@ -87,7 +87,7 @@ class PrefillMeter:
         if self._slice_s == 0:
             return full
         if self._unit_s == 0:
-            # No cost is measured yet: this budget is just large enough to measure one.
+            # No cost is measured yet: a step with this budget is large enough to measure it.
             return _TELLING_SHARE * full
         longest_s = max(self._slice_s, _SLICE_STEPS * self._decode_s)
         return min(full, (longest_s - self._decode_s) / self._unit_s)

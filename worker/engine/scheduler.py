@@ -291,7 +291,7 @@ class Scheduler:
         """Lets the gated sequences wait for a prefill, all or none; asked once per step."""
         if not self.gated:
             return
-        # Callers may add sequences in another order than that of arrival, so a class's first may not be its oldest.
+        # Callers may add sequences in another order than by arrival, so the first of a class may not be its oldest.
         age, decoding = now - min(seq.arrive_time for seq in self.gated), len(self.running) > 0
         if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
             while self.gated:

@@ -175,7 +175,7 @@ class GrammarMasks:
         return AllowedBits(np.array(rows, np.int64), bits[: len(rows)]), ended
 
     def ahead(self, histories: Mapping[int, TokenHistory]) -> Confined:
-        """Masks as of `confined`, for rows that a draft model draws; does not change the sequences' grammar states.
+        """Masks like `confined`, for rows that a draft model draws; does not change the sequences' grammar states.
 
         A sequence with slow masks or without a state gets no grammar mask: a draft is only a guess, and its step has
         time for only one slow mask per sequence. Other masks of these rows (allowed ids, bad words) always apply.

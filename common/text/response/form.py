@@ -72,7 +72,7 @@ def response_form(
 
 
 def _own_form(own: Any, tokenizer: Tokenizer, chat_template: ChatTemplate) -> ResponseForm | None:
-    """The form of a checkpoint's own response template; None if that cannot be used."""
+    """The response form from a checkpoint's own response template; None if the template cannot be used."""
     try:
         template = ResponseTemplate(own)
     except ResponseTemplateError as error:

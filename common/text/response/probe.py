@@ -1,7 +1,8 @@
 """Finds how a model writes calls and reasoning, by rendering some with its chat template and reading them back.
 
-A form is used only if every rendered answer is read back unchanged. So the source of a chat template alone never gives
-a checkpoint a form or a capability.
+A form of calls is used only if every rendered answer is read back unchanged. Reasoning is read back too, if the chat
+template renders an answer of reasoning and content. If not, the marks in its prompts or in answers with calls decide,
+or the fact that it removes marked reasoning from earlier answers. The source of a chat template never decides.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ class _Probe:
 
     template: ChatTemplate
     _rendered: dict[str, str] = field(default_factory=dict)
-    # Each rendering has its own time limit. This limit is for all of them: a hostile template would take fifty times
-    # as long.
+    # Each rendering has its own time limit. This one bounds all of them together: a hostile template would otherwise
+    # take about fifty limits.
     _end: float = field(default_factory=lambda: time.thread_time() + MAX_TEMPLATE_S)
 
     def render(self, messages: Sequence[dict[str, Any]], *, prompts: bool, tools: bool = True, **more: Any) -> str:

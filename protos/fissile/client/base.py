@@ -117,7 +117,7 @@ class BaseClient(ABC, Generic[StreamT]):
 
     @spelled_out(GenerateArguments)
     def generate_stream(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> StreamT:
-        """Continues a prompt, which is a text or token ids. Arguments and errors are those of `chat_stream`."""
+        """Continues a prompt, which is a text or token ids; same arguments and errors as `chat_stream`."""
         of_call, of_request = _apart(arguments)
         return self._stream(generate_request(prompt, of_request), **of_call)
 
@@ -147,7 +147,7 @@ class BaseClient(ABC, Generic[StreamT]):
 
 
 def _apart(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits arguments into those of the call (`CallArguments`) and those of its request."""
+    """Splits arguments into call arguments (`CallArguments`) and fields of the request."""
     of_call = {name: value for name, value in arguments.items() if name in CallArguments.__annotations__}
     return of_call, {name: value for name, value in arguments.items() if name not in of_call}
 

@@ -131,7 +131,7 @@ def chat_request(messages: Messages, arguments: Mapping[str, Any]) -> pb.ChatReq
 
     Args:
         messages: the conversation.
-        arguments: those of `ChatArguments`, without `CallArguments`.
+        arguments: `ChatArguments` without `CallArguments`.
 
     Raises:
         ValueError: an argument is unknown, or its value does not fit.

@@ -31,7 +31,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """With `use_sliding_window`, from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+        """The sliding window of a layer that `layer_types` calls sliding; None for other layers."""
         if not config.slides(layer):
             return None
         if not config.flag("use_sliding_window"):

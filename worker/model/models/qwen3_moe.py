@@ -27,7 +27,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """With `use_sliding_window`, every layer has one."""
+        """The sliding window of every layer; None without `use_sliding_window`."""
         return None if config.source["sliding_window"] is None else config.count("sliding_window")
 
     @classmethod
