@@ -206,7 +206,7 @@ class Tokenizer:
         # The files are JSON of any shape.
         except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {_one_line(error)}"
-            raise TokenizerError(f"the tokenizer's files are not of their usual form: {said}") from None
+            raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -429,7 +429,17 @@ def _read(files: Mapping[str, bytes]) -> TokenizerReading:
         return read_tokenizer(known, config, settings)
     # transformers and its libraries raise exceptions of any kind, such as a Rust panic.
     except Exception as error:
-        raise TokenizerError(f"transformers cannot read the tokenizer: {_one_line(error)}") from None
+        raise tokenizer_fault(files, f"transformers cannot read the tokenizer: {_one_line(error)}") from None
+
+
+def tokenizer_fault(files: Mapping[str, bytes], said: str) -> TokenizerError:
+    """An error with the message `said`, or one that names tokenizer.json if the library cannot read that file alone."""
+    try:
+        tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+    # The library raises plain Exception or ValueError.
+    except Exception as error:
+        return TokenizerError(f"tokenizer.json cannot be read: {_one_line(error)}")
+    return TokenizerError(said)
 
 
 def _flag_special(tokenizer: tokenizers.Tokenizer, special: frozenset[str]) -> None:

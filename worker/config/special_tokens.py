@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.text.tokenizer import TokenizerError, named_special_tokens, read_json, tokenizer_files
+from common.text.tokenizer import named_special_tokens, read_json, tokenizer_fault, tokenizer_files
 
 
 def tokenizer_eos_id(folder: str | Path) -> int | None:
@@ -24,7 +24,7 @@ def tokenizer_eos_id(folder: str | Path) -> int | None:
     # The JSON of the files may have any shape.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise TokenizerError(f"the tokenizer's files are not of their usual form: {said}") from None
+        raise tokenizer_fault(files, f"the tokenizer's files are not of their usual form: {said}") from None
 
 
 def _token_id(files: Mapping[str, bytes], text: str) -> int | None:
