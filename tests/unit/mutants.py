@@ -261,7 +261,7 @@ FAULTS = [
     Mutant("source-taken-first", BlockManager, "allocate", "BlockCopy(tail,", "BlockCopy(seq.block_table[0],"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("prompts-starve", PromptFiller, "share", "return min(share, unfinished)", "return 0"),
-    Mutant("chunks-uncut", PrefillMeter, "step_cost", "if has_decodes else math.inf", "* 2"),
+    Mutant("chunks-uncut", PrefillMeter, "step_cost", "of(0, self._max_tokens)", "of(0, self._max_tokens) * 2"),
     Mutant(
         "lowest-class-first",
         SequenceSet,
