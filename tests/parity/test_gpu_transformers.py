@@ -47,9 +47,9 @@ def test_tokens_are_counted(pair: tuple[LLMEngine, Transformers], monkeypatch: p
 def test_the_command_keeps_figures_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--batches 1 --prefill 16 --context 8 --steps 3 --compared 1 2 --repetitions 2"
     arguments = ["--shape", "tiny", "--kernels", "torch", "--dtype", "float32", *sizes.split()]
-    gpu_steps.main([*arguments, "--ways", "tuned, eager", "--json", str(tmp_path / "figures.json")])
+    gpu_steps.main([*arguments, "--ways", "invariant, graphs", "--json", str(tmp_path / "figures.json")])
     kept = json.loads((tmp_path / "figures.json").read_text())["throughputs"]
     found = [(each["engine"], each["work"]["batch"], len(each["tokens_per_s"])) for each in kept]
     assert found == [(name, batch, 2) for batch in (1, 2) for name in ("fissile", "transformers")]
     assert min(min(each["tokens_per_s"]) for each in kept) > 0
-    assert "tuned, eager: 2 requests: " in capsys.readouterr().out
+    assert "invariant, graphs: 2 requests: " in capsys.readouterr().out
