@@ -15,6 +15,7 @@ from common.text.response.grammar import STYLES, every
 from common.text.response.probe import FoundForm, find_form, shows_tools
 from common.text.response.template import ResponseTemplate
 from common.text.tokenizer import Tokenizer
+from tests.covering import SAMPLED
 from tests.unit.common.text.chat_forms import (
     CALLS,
     FILES,
@@ -74,8 +75,14 @@ def test_reasoning_is_found_by_its_marks(frame: str, marks: str) -> None:
     check_read_back(text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize(
+    "frame",
+    # All frames together take five minutes.
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in ("granite", "exaone", "words") else SAMPLED)
+        for each in FRAMES
+    ],
+)
 def test_all_family_answers_are_read_back_in_any_pieces(frame: str) -> None:
     """More than 600 chat templates combine all frames, reasoning marks and calls."""
     for _, marks, name in (each for each in readable() if each[0] == frame):
