@@ -56,7 +56,6 @@ class ChatTemplate:
     Attributes:
         roles: those that messages may have: the usual ones, and every word that a template has in quotes.
         sha256: lower-case hex digest of the text of the only template, or of the names and texts of several.
-        source: the texts of all, one after another.
 
     Raises:
         TokenizerError: a template has a syntax error.
@@ -65,7 +64,6 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], tokenizer: Tokenizer) -> None:
         self.roles = _ROLES.union(*map(_words, templates.values()))
         self.sha256 = _digest(templates)
-        self.source = "\n".join(templates.values())
         self._variables = tokenizer.named_tokens
         self._special = special_pattern(tokenizer.special_tokens)
         self._templates = {name: self._read(name, source) for name, source in templates.items()}

@@ -70,7 +70,8 @@ def with_pool(
     """
     longest = longest or model_len
     if config.max_model_len > longest:
-        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most the model's own {longest}")
+        own = "the model's own" if longest == model_len else "with the model's rope scaling"
+        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most {own} {longest}")
     size = config.kv_cache_block_size
     wanted = _blocks(config.max_model_len or model_len, size)
     num_blocks = config.num_kvcache_blocks or num_blocks_for(config.kv_cache_memory or free_bytes // _FREE_SHARE)

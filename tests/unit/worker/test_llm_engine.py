@@ -583,7 +583,7 @@ def test_prompt_of_scaled_rope_length_is_served(tmp_path: Path) -> None:
     (answer,) = engine.generate([prompt], {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True})
     assert len(answer["token_ids"]) == 8
     engine.close()
-    with pytest.raises(InvalidFieldError, match="at most the model's own 256"):
+    with pytest.raises(InvalidFieldError, match="at most with the model's rope scaling 256"):
         LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=257))
 
 

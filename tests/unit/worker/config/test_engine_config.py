@@ -85,7 +85,7 @@ def test_max_model_len_up_to_scaled_length_is_accepted() -> None:
     sized = partial(with_pool, model_len=640, num_blocks_for=lambda size: size // 1000, free_bytes=10**6, longest=2048)
     assert sized(Config()).max_model_len == 640
     assert sized(Config(max_model_len=2048)).max_model_len == 2048
-    with pytest.raises(InvalidFieldError, match="model's own 2048"):
+    with pytest.raises(InvalidFieldError, match="at most with the model's rope scaling 2048"):
         sized(Config(max_model_len=2049))
 
 
