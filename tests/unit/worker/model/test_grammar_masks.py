@@ -231,11 +231,8 @@ def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts
 
 
 @pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30, "bad_words_token_ids": ((40, 41),)}])
-def test_masks_ahead_equal_masks_at_the_drafts_positions(
-    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_ahead_equal_masks_at_the_drafts_positions(others: dict[str, Any]) -> None:
     """E1: the mask after drafts equals the mask after the same output, and leaves the grammar state unchanged."""
-    monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
     schema = {"type": "object", "properties": {"ab": {"type": "string"}}, "required": ["ab"]}
     params = params_of({"json_schema": schema}, **others)
     rnd, masks, output = random.Random(1), new_masks(), list[int]()
@@ -262,7 +259,6 @@ def test_slow_masks_do_not_confine_drafts(monkeypatch: pytest.MonkeyPatch) -> No
     params, output = params_of({"regex": "[ab]{4}"}, allowed_token_ids=letters), list[int]()
     masks, some = new_masks(), sorted([*letters, END])
     assert ahead(masks, output, params, []) == some, "nothing is known of the sequence"
-    monkeypatch.setattr(grammar_masks, "_SLOW_S", 60.0)
     allowed(masks, output, params)
     assert ahead(masks, output, params, []) == sorted(letters[:2])
     monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.0)
@@ -294,8 +290,6 @@ def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.Mon
         look(self, *arguments)
 
     monkeypatch.setattr(TextAhead, "look", counted)
-    # On a busy machine a mask may look slow.
-    monkeypatch.setattr(grammar_masks, "_SLOW_S", 1e9)
     assert allowed(masks, output, params)
     text = [token for letter in "abcdefghij" for token in TOKENIZER.encode_inside(letter)]
     for token in [*text, *TOKENIZER.encode_inside("!"), *text[:3], *TOKENIZER.encode_inside('"')]:

@@ -23,19 +23,12 @@ from tests.unit.worker.model.test_grammar_masks import (
     params_of,
     schemas,
 )
-from worker.model import grammar_masks
 from worker.model.grammar_masks import GrammarMasks
 from worker.model.text_ahead import MOST_MASKS, TextAhead
 
 ROOM = np.empty(-(-SIZE // 32), np.uint32)
 LONGEST = max(map(len, TEXTS))
 FORCED = ["forced letters", "forced chain", "forced text"]
-
-
-@pytest.fixture(autouse=True)
-def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks never count as slow here, though they may be on a busy machine."""
-    monkeypatch.setattr(grammar_masks, "_SLOW_S", 1e9)
 
 
 def compiled(grammar: str) -> Matcher:
