@@ -24,9 +24,9 @@ from common.cli.serve.demo_drafts import DEMO_HEAD
 from common.config import SpeculativeConfig
 from common.config_parts import EAGLE3
 from worker.llm_engine import LLMEngine, default_config
-from worker.model.draft_proposer import SampledStep
-from worker.model.model_proposers import EagleProposer, ModelProposer
 from worker.model.model_runner import ModelRunner
+from worker.model.speculation.draft_proposer import SampledStep
+from worker.model.speculation.model_proposers import EagleProposer, ModelProposer
 
 _DRAFTS: Final = 3
 _HEROES: Final = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "pig")

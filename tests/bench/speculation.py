@@ -29,10 +29,10 @@ from common.config_parts import NGRAM
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig
-from worker.engine.drafter import Proposer
-from worker.engine.finished_answers import MOST_OF_PREFIX, FinishedAnswers
-from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.drafter import Proposer
+from worker.engine.speculation.finished_answers import MOST_OF_PREFIX, FinishedAnswers
+from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 

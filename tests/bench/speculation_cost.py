@@ -28,12 +28,12 @@ from common.config import Config, SpeculativeConfig
 from common.config_parts import NGRAM
 from common.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.drafter import Proposer
-from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.drafter import Proposer
+from worker.engine.speculation.ngram_proposer import NgramProposer
+from worker.engine.speculation.step_costs import StepCosts
 
 Row: TypeAlias = dict[str, str | float]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker.engine.drafter import Proposer
 from worker.engine.sequence import Sequence
-from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
-from worker.model.rejection_sampler import RejectionSampler
+from worker.engine.speculation.drafter import Proposer
+from worker.model.speculation.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
+from worker.model.speculation.rejection_sampler import RejectionSampler
 
 # By seed and choice of a sequence: the tokens that it will have.
 Streams = Mapping[tuple[int, int], list[int]]

@@ -21,9 +21,9 @@ from kernels.no_token import NO_TOKEN
 from tests.parity.drafts import launched, sampled
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
-from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.forward_context import KVCacheTensor
 from worker.model.model_runner import ModelRunner
+from worker.model.speculation.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 
 MOST_DRAFTS: Final = 3
 _FIRST_ID: Final = 5

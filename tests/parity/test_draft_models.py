@@ -23,10 +23,10 @@ from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
 from worker.config.architectures import CausalModel, DraftModel, draft_head_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
-from worker.model.draft_runner import DraftRows, DraftRunner
 from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Head, aux_layers
 from worker.model.sharding import Shard
+from worker.model.speculation.draft_runner import DraftRows, DraftRunner
 from worker.weights.checkpoint import no_progress
 
 BLOCK_SIZE = 16

@@ -39,10 +39,10 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
-from worker.model.draft_proposer import SampledStep
-from worker.model.model_proposers import ModelProposer, SmallModelProposer, StepRows
 from worker.model.model_runner import ModelRunner
 from worker.model.models.eagle3 import NUM_AUX
+from worker.model.speculation.draft_proposer import SampledStep
+from worker.model.speculation.model_proposers import ModelProposer, SmallModelProposer, StepRows
 
 K: Final = 3
 NUM_IDS: Final = 384

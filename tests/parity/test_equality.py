@@ -43,9 +43,9 @@ from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
-from worker.engine.draft_lengths import DraftLengths
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.prefix_cache import PrefixCache
+from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.grammars import Grammars
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner

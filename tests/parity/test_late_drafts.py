@@ -23,10 +23,10 @@ from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model.draft_proposer import SampledStep
 from worker.model.model_runner import ModelRunner
 from worker.model.sampled_rows import SampledRows
 from worker.model.sampler import SampledTokens, Sampler
+from worker.model.speculation.draft_proposer import SampledStep
 
 GREEDY: Final[list[dict[str, Any]]] = [{"temperature": 0.0}] * 4
 # The noise of a token is that of its position; logprobs are of accepted rows; penalties wait for their tokens.

@@ -33,10 +33,10 @@ from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.batch import ScheduledBatch
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
-from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
-from worker.model.draft_runner import ChainRows, DraftRunner
-from worker.model.model_proposers import LaunchedRows, ModelProposer
 from worker.model.model_runner import ModelRunner
+from worker.model.speculation.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
+from worker.model.speculation.draft_runner import ChainRows, DraftRunner
+from worker.model.speculation.model_proposers import LaunchedRows, ModelProposer
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "chunked": {"max_num_batched_tokens": 16, "scheduling_policy": MIXED, "kernels": "torch"},

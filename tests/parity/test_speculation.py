@@ -37,11 +37,11 @@ from tests.parity.test_equality import (
 )
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.core import EngineCore, EngineDeadError
-from worker.engine.drafter import Drafter
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.drafter import Drafter
 from worker.llm_engine import LLMEngine
-from worker.model.rejection_sampler import RejectionSampler
 from worker.model.sampled_rows import SampledRows
+from worker.model.speculation.rejection_sampler import RejectionSampler
 
 __all__ = ["kernels"]
 

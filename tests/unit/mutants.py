@@ -23,7 +23,6 @@ from worker.engine import landing, stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
-from worker.engine.drafter import Drafter
 from worker.engine.executor import ThreadExecutor
 from worker.engine.integrity import IntegrityError
 from worker.engine.landing import Landing
@@ -34,6 +33,7 @@ from worker.engine.prompt_filler import PromptFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
+from worker.engine.speculation.drafter import Drafter
 from worker.engine.step import Step, StepLimits
 from worker.engine.stop_rules import StopRules
 from worker.model.model_runner import ModelRunner

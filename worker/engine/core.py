@@ -23,12 +23,12 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
-from worker.engine.cost_probe import measure_costs
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.engine.load import LoadReport
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
+from worker.engine.speculation.cost_probe import measure_costs
 
 log = structlog.get_logger(__name__)
 

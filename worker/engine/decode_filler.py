@@ -1,12 +1,12 @@
-"""Fills steps with decodes: the newest token of every running sequence. Drafts come later (worker/engine/drafter.py).
+"""Fills steps with decodes: the newest token of every running sequence. Drafts come later (speculation/drafter.py).
 
 Invariants:
 - the blocks of a decode are reserved before it enters the batch. Victims are the newest of the lowest class, so the
   oldest running sequence of the highest class is never preempted;
 - decodes that a step has no place for go first in the next one;
 - speculation: how many drafts are accepted decides where the next step begins. A sequence with drafts in flight goes on
-  as if all were right where the runner finds out (worker/engine/drafter.py), and waits for its output elsewhere; so
-  does one that will have drafts of this side behind a token in flight.
+  as if all were right where the runner finds out (speculation/drafter.py), and waits for its output elsewhere; so does
+  one that will have drafts of this side behind a token in flight.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import deque
 
 from worker.engine.batch import SequenceColumns
-from worker.engine.drafter import Drafter
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.sequence import Sequence, SequenceStatus, SequenceType
+from worker.engine.speculation.drafter import Drafter
 from worker.engine.step import Step
 
 

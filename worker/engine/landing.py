@@ -15,11 +15,11 @@ from typing import Final
 
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.draft_lengths import DraftLengths
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
-from worker.engine.spec_stats import SpecStats
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.spec_stats import SpecStats
 from worker.engine.step import Step
 from worker.engine.stop_rules import Stop, StopRules
 

@@ -31,8 +31,6 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
 from worker.engine.decode_filler import DecodeFiller
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.drafter import Drafter, make_answers, make_proposer
 from worker.engine.integrity import check_lifecycle
 from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
@@ -42,6 +40,8 @@ from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.prefix_followers import PrefixFollowers
 from worker.engine.prompt_filler import PromptFiller
 from worker.engine.sequence import EndReason, Sequence, SequenceType
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.drafter import Drafter, make_answers, make_proposer
 from worker.engine.step import Step, StepLimits
 from worker.engine.stop_rules import Stop, StopRules
 

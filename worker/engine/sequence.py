@@ -133,7 +133,7 @@ class DraftRates:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """Record of what has become of a sequence's drafts (worker/engine/draft_lengths.py).
+    """Record of what has become of a sequence's drafts (worker/engine/speculation/draft_lengths.py).
 
     Attributes:
         rates: how often they were right.

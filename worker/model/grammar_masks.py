@@ -9,7 +9,8 @@ one (docs/determinism.md): bits, of which only those stay that all of them leave
 - A grammar that allows nothing more ends its sequence, without a token.
 - What `allowed_token_ids` and `bad_words` leave nothing of fails.
 
-Where a grammar leaves one text only, its tokens are likely, and are proposed as drafts (worker/engine/forced_text.py).
+Where a grammar leaves one text only, its tokens are likely, and are proposed as drafts (forced_text.py in
+worker/engine/speculation).
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ from worker.engine.sequence import Sequence
 from worker.grammars import Grammars, model_grammars
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
-from worker.model.draft_loading import DraftSource
-from worker.model.draft_proposer import DraftProposer, LaunchedStep, SampledStep
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format, warn_of_kv_scales
 from worker.model.forward_context import (
     Context,
@@ -41,12 +39,14 @@ from worker.model.forward_context import (
 from worker.model.kv_digests import KvDigester
 from worker.model.model_loader import ModelLoader
 from worker.model.pooling import mean_rows
-from worker.model.rejection_sampler import RejectionSampler
 from worker.model.sampled_rows import SampledRows
 from worker.model.sampler import SampledTokens, Sampler
 from worker.model.sharding import Shard, length
+from worker.model.speculation.draft_loading import DraftSource
+from worker.model.speculation.draft_proposer import DraftProposer, LaunchedStep, SampledStep
+from worker.model.speculation.rejection_sampler import RejectionSampler
+from worker.model.speculation.verify_check import verifies_exactly
 from worker.model.step_metadata import step_metadata
-from worker.model.verify_check import verifies_exactly
 from worker.weights.checkpoint import Progress, no_progress
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]

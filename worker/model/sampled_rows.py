@@ -16,7 +16,7 @@ import torch
 
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, TokenHistory
-from worker.model.rejection_sampler import SpecDecodeMetadata
+from worker.model.speculation.rejection_sampler import SpecDecodeMetadata
 
 Ints = npt.NDArray[np.int64]
 

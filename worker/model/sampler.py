@@ -27,7 +27,6 @@ from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns, TokenHistory
 from worker.grammars import Grammars
-from worker.model.draft_proposer import LaunchedDrafts
 from worker.model.grammar_masks import COMPLETE, NOT_CONFINED, Confined, GrammarMasks
 from worker.model.kv_digests import KvDigests
 from worker.model.layers.classifier import Classifier
@@ -35,9 +34,10 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
-from worker.model.rejection_sampler import RejectionSampler, SpecDecodeMetadata, Verified
 from worker.model.sample_arrays import SampleArrays
 from worker.model.sampled_rows import SampledRows
+from worker.model.speculation.draft_proposer import LaunchedDrafts
+from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDecodeMetadata, Verified
 
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by row.

@@ -30,9 +30,10 @@ from tests.quantizers import SCHEMES, quantize_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model import model_runner, verify_check
+from worker.model import model_runner
 from worker.model.model_runner import ModelRunner
-from worker.model.verify_check import verifies_exactly
+from worker.model.speculation import verify_check
+from worker.model.speculation.verify_check import verifies_exactly
 
 # Every projection has whole blocks; and as little as shuffled experts can have.
 WHOLE_BLOCKS = {

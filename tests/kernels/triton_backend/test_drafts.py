@@ -28,10 +28,10 @@ from tests.parity.drafts import RandomProposer, streams_of
 from tests.parity.test_launched_drafts import Watched
 from worker.config.model_config import ModelConfig, ModelError
 from worker.llm_engine import LLMEngine
-from worker.model import verify_check
 from worker.model.decode_graphs import DecodeGraphs
 from worker.model.model_runner import ModelRunner
-from worker.model.verify_check import verifies_exactly
+from worker.model.speculation import verify_check
+from worker.model.speculation.verify_check import verifies_exactly
 
 # The newest token and one to eight drafts behind it.
 ROWS: Final = range(2, 10)

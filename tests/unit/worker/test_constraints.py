@@ -25,10 +25,10 @@ from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.core import EngineCore
-from worker.engine.draft_lengths import DraftLengths
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
+from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.grammars import GrammarError
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner

@@ -17,27 +17,29 @@ from tests.unit.worker import engine, ranks, session
 from tests.unit.worker.engine import (
     test_block_manager,
     test_context_cost,
+    test_lockstep,
+    test_prefill_slice,
+    test_state_machine,
+)
+from tests.unit.worker.engine.speculation import (
     test_draft_lengths,
     test_draft_savings,
     test_drafter,
     test_forced_text,
-    test_lockstep,
     test_model_drafts,
-    test_prefill_slice,
-    test_state_machine,
     test_step_costs,
 )
 from tests.unit.worker.ranks import test_batch_delta, test_frames
 from tests.unit.worker.session import test_cache_events, test_extreme_numbers, test_intake, test_outbox, test_session
 from worker.engine.block_manager import BlockManager
 from worker.engine.context_cost import ContextCost
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.draft_savings import DraftSavings
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.prompt_filler import PromptFiller
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_savings import DraftSavings
+from worker.engine.speculation.ngram_proposer import NgramProposer
+from worker.engine.speculation.step_costs import StepCosts
 from worker.model.forward_context import DPMetadata
 from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder

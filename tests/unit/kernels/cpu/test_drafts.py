@@ -23,11 +23,11 @@ from tests.unit.mutants import Mutant
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model.draft_chains import DraftChains
-from worker.model.draft_proposer import SampledStep
-from worker.model.draft_runner import ChainRows
-from worker.model.model_proposers import EagleProposer, ModelProposer
 from worker.model.model_runner import ModelRunner
+from worker.model.speculation.draft_chains import DraftChains
+from worker.model.speculation.draft_proposer import SampledStep
+from worker.model.speculation.draft_runner import ChainRows
+from worker.model.speculation.model_proposers import EagleProposer, ModelProposer
 
 NUM_IDS, NUM_SLOTS, MOST, MAX_LENGTH = 384, 1024, 6, 200
 

@@ -35,7 +35,7 @@ from tests.unit.worker.engine.oracle_records import (
     rows_in_flight,
     tail_in,
 )
-from tests.unit.worker.engine.truth import TokenModel, Truth
+from tests.unit.worker.engine.speculation.truth import TokenModel, Truth
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler

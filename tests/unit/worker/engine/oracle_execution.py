@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from tests.unit.worker.engine.oracle_records import Flight, Row
-from tests.unit.worker.engine.truth import TokenModel, fold
+from tests.unit.worker.engine.speculation.truth import TokenModel, fold
 from worker.engine.batch import ScheduledBatchOutput, TokenHistory
 
 

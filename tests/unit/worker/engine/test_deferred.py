@@ -14,7 +14,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence, SequenceStatus
-from worker.engine.spec_stats import SpecStats
+from worker.engine.speculation.spec_stats import SpecStats
 from worker.simulation.runner import SimulatedRunner
 
 EOS, SIZE = 2, 16

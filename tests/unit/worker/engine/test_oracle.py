@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.mutants import FAULTS, MUTANTS, OBJECTIONS, Mutant
-from tests.unit.worker.engine.trial import run_workload
+from tests.unit.worker.engine.speculation.trial import run_workload
 from worker.engine.block_manager import OutOfBlocksError
 
 MOST_WORKLOADS = 400

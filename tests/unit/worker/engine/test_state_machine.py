@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.unit.worker.engine.trial import Trial, random_group, random_sequence, random_setting
+from tests.unit.worker.engine.speculation.trial import Trial, random_group, random_sequence, random_setting
 from worker.engine.sequence import Sequence
 
 NUM_EXAMPLES = 400

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from tests.covering import slow_but
-from tests.unit.worker.engine.trial import run_workload
+from tests.unit.worker.engine.speculation.trial import run_workload
 
 NUM_WORKLOADS, NUM_WEAK, NUM_FRESH = 2_500, 250, 200
 # Of the long mode: FISSILE_WORKLOADS=first:end

@@ -20,12 +20,19 @@ from kernels.interface import KVCache
 from kernels.upload import to_device
 from worker.config.architectures import CausalModel, DraftModel, model_class
 from worker.engine.batch import TokenHistory
-from worker.model.draft_chains import DraftChains
-from worker.model.draft_proposer import DraftedStep, Ints, LaunchedDrafts, LaunchedStep, SampledStep, before_no_token
-from worker.model.draft_runner import DraftRows, DraftRunner
 from worker.model.forward_context import KVCacheTensor
 from worker.model.sampler import Sampler
 from worker.model.sharding import length
+from worker.model.speculation.draft_chains import DraftChains
+from worker.model.speculation.draft_proposer import (
+    DraftedStep,
+    Ints,
+    LaunchedDrafts,
+    LaunchedStep,
+    SampledStep,
+    before_no_token,
+)
+from worker.model.speculation.draft_runner import DraftRows, DraftRunner
 
 if TYPE_CHECKING:
     from worker.config.model_config import ModelConfig

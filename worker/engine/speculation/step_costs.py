@@ -1,7 +1,7 @@
 """Durations of steps without prompts, by their number of rows and by whether they verify drafts. Pure, no clock.
 
-A table is measured when the engine starts (worker/engine/cost_probe.py), and corrected while it runs. All steps get
-slower or faster together: contexts grow, other programs run. That is told by a level, which follows the newest steps.
+A table is measured when the engine starts (cost_probe.py), and corrected while it runs. All steps get slower or
+faster together: contexts grow, other programs run. That is told by a level, which follows the newest steps.
 The table, which tells steps of different sizes apart, learns where a step has another size than the one before it, and
 only what both the level and that one say.
 """

@@ -1,7 +1,7 @@
 """Seconds that a model takes for drafts, by rows that it takes in and by drafts that it makes. Pure, no clock.
 
-A table is measured when the engine starts (worker/engine/cost_probe.py). How much longer or shorter proposals are than
-it says is learnt while it runs.
+A table is measured when the engine starts (cost_probe.py). How much longer or shorter proposals are than it says is
+learnt while it runs.
 """
 
 from __future__ import annotations

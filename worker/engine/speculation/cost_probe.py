@@ -15,9 +15,9 @@ from common.config_parts import NGRAM
 from common.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch
 from worker.engine.executor import Executor
-from worker.engine.proposal_costs import ProposalCosts
 from worker.engine.sequence import Sequence
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.proposal_costs import ProposalCosts
+from worker.engine.speculation.step_costs import StepCosts
 
 # Numbers of rows: kernels compute some at a time.
 _SIZES: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)

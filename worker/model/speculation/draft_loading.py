@@ -13,10 +13,10 @@ from common.hub import HubError, model_folder
 from common.text.tokenizer import Tokenizer
 from worker.config.architectures import draft_head_arch_dict, model_class
 from worker.config.model_config import ModelConfig, ModelError
-from worker.model.draft_proposer import DraftProposer
 from worker.model.model_loader import ModelLoader
-from worker.model.model_proposers import EagleProposer, MtpProposer, SmallModelProposer
 from worker.model.models.eagle3 import Eagle3Config, aux_layers
+from worker.model.speculation.draft_proposer import DraftProposer
+from worker.model.speculation.model_proposers import EagleProposer, MtpProposer, SmallModelProposer
 from worker.weights.checkpoint import no_progress
 
 if TYPE_CHECKING:

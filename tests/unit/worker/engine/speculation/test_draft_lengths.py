@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from tests.unit.mutants import Mutant, assert_noticed
-from tests.unit.worker.engine.draft_machine import SIZES, Cost, DraftMachine, curve
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.draft_savings import DraftSavings
+from tests.unit.worker.engine.speculation.draft_machine import SIZES, Cost, DraftMachine, curve
 from worker.engine.sequence import DraftRates, Sequence
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_savings import DraftSavings
+from worker.engine.speculation.step_costs import StepCosts
 
 MOST = 8
 # Flat as where weights are read once; with a kink as int8 has one; as dear as rows.

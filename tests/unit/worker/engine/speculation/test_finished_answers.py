@@ -14,12 +14,12 @@ from common.config_parts import NGRAM
 from common.pooling import LAST
 from common.sampling_params import SamplingParams
 from tests.unit.mutants import OBJECTIONS, Mutant
-from tests.unit.worker.engine.test_drafter import brute_force
-from worker.engine import finished_answers
+from tests.unit.worker.engine.speculation.test_drafter import brute_force
 from worker.engine.core import EngineCore
-from worker.engine.finished_answers import END, FinishedAnswers
-from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.sequence import Sequence
+from worker.engine.speculation import finished_answers
+from worker.engine.speculation.finished_answers import END, FinishedAnswers
+from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.simulation.runner import SimulatedRunner
 
 SIZE: Final = 16

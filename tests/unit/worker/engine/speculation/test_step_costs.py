@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.step_costs import StepCosts
 
 
 def test_what_is_not_measured_lies_between_what_is() -> None:

@@ -19,14 +19,14 @@ from typing import Final, Protocol
 from common.config_parts import NGRAM, SpeculativeConfig
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.finished_answers import FinishedAnswers
-from worker.engine.forced_text import ForcedText
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.model_drafts import ModelDrafts
-from worker.engine.ngram_proposer import NgramProposer
-from worker.engine.proposal_costs import Proposal
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.finished_answers import FinishedAnswers
+from worker.engine.speculation.forced_text import ForcedText
+from worker.engine.speculation.model_drafts import ModelDrafts
+from worker.engine.speculation.ngram_proposer import NgramProposer
+from worker.engine.speculation.proposal_costs import Proposal
 from worker.engine.step import Step, StepLimits
 
 # Tokens that a step without a sequence must save it: its own, and the one in flight.

@@ -15,9 +15,9 @@ from kernels.no_token import NO_TOKEN
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model.rejection_sampler import RejectionSampler, SpecDecodeMetadata
 from worker.model.sampled_rows import SampledRows
 from worker.model.sampler import SampledTokens
+from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDecodeMetadata
 
 DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.mutants import OBJECTIONS, Mutant
-from worker.engine.forced_text import ForcedText
 from worker.engine.sequence import DraftRates, Sequence
+from worker.engine.speculation.forced_text import ForcedText
 
 Event: TypeAlias = tuple[int, list[int], tuple[int, list[int]] | None]
 # For each step of one of two sequences: tokens that come, of few ids so that some are right, and a run that is noted

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.finished_answers import END, FinishedAnswers, Tokens
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.finished_answers import END, FinishedAnswers, Tokens
 
 # Most tokens of live sequences kept as arrays, 6 bytes each: making an array of a long list takes longer than a search.
 # Each entry also refers to its sequence's own list, so an ended sequence must be forgotten.
@@ -72,7 +72,7 @@ class _Tokens:
 
 
 class NgramProposer:
-    """Proposes by lookup; a Proposer (worker/engine/drafter.py).
+    """Proposes by lookup; a Proposer (worker/engine/speculation/drafter.py).
 
     Args:
         shortest: tokens of a suffix, at least.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.engine.draft_savings import DraftSavings
+from worker.engine.speculation.draft_savings import DraftSavings
 
 
 def test_gains_allow_and_losses_do_not() -> None:

@@ -9,9 +9,9 @@ from kernels.interface import DraftStep, FusedDrafts, SampleParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import SequenceColumns
 from worker.model.block_tables import BlockTables
-from worker.model.draft_proposer import SampledStep
 from worker.model.models.eagle3 import Eagle3Head
 from worker.model.sample_arrays import SampleArrays
+from worker.model.speculation.draft_proposer import SampledStep
 
 
 class DraftChains:

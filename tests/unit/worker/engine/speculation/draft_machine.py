@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TypeAlias
 
-from worker.engine.draft_lengths import DraftLengths
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.draft_lengths import DraftLengths
 
 # Seconds of a step by its rows.
 Cost: TypeAlias = Callable[[int], float]

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from tests.unit.mutants import Mutant, assert_noticed
-from tests.unit.worker.engine.draft_machine import SIZES, Cost, DraftMachine, curve
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.draft_savings import DraftSavings
-from worker.engine.model_drafts import ModelDrafts, has_taken_in
-from worker.engine.plain_steps import PlainSteps
-from worker.engine.proposal_costs import Proposal, ProposalCosts
+from tests.unit.worker.engine.speculation.draft_machine import SIZES, Cost, DraftMachine, curve
 from worker.engine.sequence import DraftRates, Sequence
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_savings import DraftSavings
+from worker.engine.speculation.model_drafts import ModelDrafts, has_taken_in
+from worker.engine.speculation.plain_steps import PlainSteps
+from worker.engine.speculation.proposal_costs import Proposal, ProposalCosts
+from worker.engine.speculation.step_costs import StepCosts
 
 MOST = 4
 # Tokens of a prompt.

@@ -16,13 +16,13 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.config_parts import NGRAM
 from common.sampling_params import SamplingParams
 from tests.unit.worker.engine.test_deferred import land
-from worker.engine import ngram_proposer
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
-from worker.engine.drafter import Proposer
-from worker.engine.ngram_proposer import NgramProposer
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
+from worker.engine.speculation import ngram_proposer
+from worker.engine.speculation.drafter import Proposer
+from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.simulation.runner import SimulatedRunner
 
 VOCAB, EOS, SIZE = 40, 0, 16

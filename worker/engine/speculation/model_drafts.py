@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from worker.engine.draft_lengths import DraftLengths
-from worker.engine.proposal_costs import Proposal
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.proposal_costs import Proposal
 
 # Part of a sequence's tokens that the model need not have taken in.
 _MOST_MISSED: Final = 1 / 2

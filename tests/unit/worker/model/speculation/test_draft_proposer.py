@@ -21,13 +21,13 @@ from tests.checkpoints import make_checkpoint
 from tests.parity.drafts import Streams, launched, sampled, streams_of
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.drafter import Proposer
 from worker.engine.sequence import Sequence
+from worker.engine.speculation.drafter import Proposer
 from worker.llm_engine import LLMEngine
-from worker.model.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.forward_context import KVCacheTensor
-from worker.model.model_proposers import ModelProposer
 from worker.model.model_runner import ModelRunner
+from worker.model.speculation.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
+from worker.model.speculation.model_proposers import ModelProposer
 
 MODEL_LEN = 96
 

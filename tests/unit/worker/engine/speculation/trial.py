@@ -12,7 +12,7 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from tests.unit.worker.engine.oracle import Oracle
 from tests.unit.worker.engine.oracle_records import Life
-from tests.unit.worker.engine.truth import EOS, TokenModel, Truth
+from tests.unit.worker.engine.speculation.truth import EOS, TokenModel, Truth
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence
 

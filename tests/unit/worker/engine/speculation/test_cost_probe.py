@@ -6,11 +6,11 @@ import pytest
 
 from common.config import Config, SpeculativeConfig
 from common.config_parts import DRAFT_MODEL, NGRAM
-from worker.engine import cost_probe
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
-from worker.engine.cost_probe import measure_costs
-from worker.engine.proposal_costs import Proposal
+from worker.engine.speculation import cost_probe
+from worker.engine.speculation.cost_probe import measure_costs
+from worker.engine.speculation.proposal_costs import Proposal
 
 SIZE = 16
 

@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from worker.engine.draft_savings import DraftSavings
-from worker.engine.plain_steps import PlainSteps
-from worker.engine.proposal_costs import Proposal, ProposalCosts
 from worker.engine.sequence import DraftHistory, DraftRates, Sequence
-from worker.engine.step_costs import StepCosts
+from worker.engine.speculation.draft_savings import DraftSavings
+from worker.engine.speculation.plain_steps import PlainSteps
+from worker.engine.speculation.proposal_costs import Proposal, ProposalCosts
+from worker.engine.speculation.step_costs import StepCosts
 
 # What the newest verification counts at least in the mean of its sequence, and in that of all. Passages are hard to
 # draft or easy: drafts that would be for nothing are to end within a few steps, before the account does it (which then

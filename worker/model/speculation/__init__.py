@@ -1,0 +1,1 @@
+"""Draft models, the drafts they propose, and the verification of drafts. PyTorch."""
