@@ -27,7 +27,6 @@ from common.limits import (
     ROUTER_ENDING_S,
     TELEMETRY_SHUTDOWN_S,
 )
-from common.memory import give_memory_back
 from common.process.tasks import keep_running
 from common.rpc.descriptors import raise_descriptor_limit
 from common.rpc.server import SIDE_PORT, GrpcServer, PortTakenError
@@ -44,8 +43,11 @@ from router.api.inference import InferenceService
 from router.api.rpc_scope import SERVICE
 from router.api.server_info import ServerInfo, shown_options
 from router.api.shutdown import OpenCalls
+from router.memory import give_memory_back
 from router.model_registry import ModelRegistry
 from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader, router_options
+from router.prompts.prompts import PromptEncoder
+from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.runtime_config import ConfigStore, ReloadedConfig, RuntimeConfig
 from router.scheduling.dispatcher import Dispatcher
@@ -54,8 +56,6 @@ from router.scheduling.placement import PLACEMENTS
 from router.security import RouterSecurity
 from router.telemetry.loop_lag import LoopLag
 from router.telemetry.metrics import RouterMetrics, RouterSnapshot
-from router.text.prompts import PromptEncoder
-from router.text.tokenizer_store import TokenizerStore
 from router.workers.addresses import parse_targets
 from router.workers.discovery import Discovery
 from router.workers.orphans import OrphanTable

@@ -33,9 +33,9 @@ from common.rpc.head_protos import told_head
 from common.rpc.pooling_protos import told_pooling
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
-from common.text.rerank_template import RERANK_ROLES, rerank_template
-from common.text.response.form import ResponseForm, response_form
 from common.text.tokenizer import Tokenizer, read_json
+from router.answers.channels.form import ResponseForm, response_form
+from router.rerank_template import RERANK_ROLES, rerank_template
 
 # In what workers of one identity agree, besides the name.
 _IDENTITY = ("weights_digest", "tokenizer_sha256", "block_size", "hash_seed", "architecture", "vocab_size")

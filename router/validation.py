@@ -46,8 +46,8 @@ from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
 from common.rpc.unsupported_fields import refuse_unserved
 from common.sampling_masks import check_bias_ids
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from router.answers.tools import check_tools
 from router.json_text import json_object
-from router.tools import check_tools
 
 # Scalar fields that are passed on as they are, when they are given.
 _GIVEN: Final = (

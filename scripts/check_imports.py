@@ -122,11 +122,14 @@ RULES = {
             "router/api/shutdown.py": (IO, EVENT_LOOP),
         },
     ),
-    "router/text": Rule(
+    "router/answers": Rule(
+        WORLD | GRPC, {"router/answers/channels/probe.py": (CLOCK, "bounds the time of a template's probes")}
+    ),
+    "router/prompts": Rule(
         WORLD | GRPC,
         {
-            "router/text/prompts.py": (IO, "runs tokenizers in threads"),
-            "router/text/tokenizer_store.py": (WORLD | GRPC, "fetches tokenizers from workers"),
+            "router/prompts/prompts.py": (IO, "runs tokenizers in threads"),
+            "router/prompts/tokenizer_store.py": (WORLD | GRPC, "fetches tokenizers from workers"),
         },
     ),
     "router/requests": Rule(
@@ -154,7 +157,6 @@ RULES = {
     "router/validation.py": Rule(WORLD | GRPC, {}),
     "common/block_hash.py": Rule(WORLD | GRPC, {}),
     "common/delay_gate.py": Rule(WORLD | GRPC, {}),
-    "common/receipts.py": Rule(WORLD | GRPC, {}),
     "common/sampling_params.py": Rule(WORLD | GRPC, {}),
     "common/process": Rule(
         WORLD | GRPC,
@@ -182,22 +184,24 @@ RULES = {
 # Place -> places beside it, in its own package, that it may import; docs/architecture.md has the same table.
 BESIDE = {
     "router/api": names(
+        "answers",
         "model_registry.py",
+        "prompts",
         "requests",
         "runtime_config.py",
         "scheduling",
         "telemetry",
-        "text",
         "validation.py",
         "workers",
     ),
-    "router/requests": names("model_registry.py", "scheduling", "text", "workers"),
-    "router/workers": names("model_registry.py", "scheduling", "text"),
+    "router/requests": names("answers", "model_registry.py", "scheduling", "workers"),
+    "router/workers": names("answers", "model_registry.py", "prompts", "scheduling"),
     "router/telemetry": names("scheduling", "workers"),
-    "router/text": names("model_registry.py", "scheduling", "tools.py", "validation.py"),
+    "router/prompts": names("answers", "model_registry.py", "scheduling", "validation.py"),
     "router/scheduling": names(),
-    "router/validation.py": names("json_text.py", "tools.py"),
-    "router/model_registry.py": names(),
+    "router/answers": names("json_text.py"),
+    "router/validation.py": names("answers", "json_text.py"),
+    "router/model_registry.py": names("answers", "rerank_template.py"),
     "worker/session": names("config", "engine", "garbage.py"),
     "worker/engine": names(),
     "worker/ranks": names("config", "engine", "garbage.py", "model", "progress.py"),

@@ -22,6 +22,7 @@ from common.errors import (
 )
 from common.telemetry import names
 from common.telemetry.tracing import RequestSpan, Tracing
+from router.answers.stream_assembly import StreamAssembly
 from router.api.answers import Answers
 from router.api.asked import Asked, Kind
 from router.api.preparing import Preparing
@@ -31,7 +32,6 @@ from router.requests.request_router import RequestRouter
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
-from router.text.stream_assembly import StreamAssembly
 from router.workers.expected_workers import ExpectedWorkers
 
 # Trailing metadata: what all answers together have cost, as bytes of a Usage.

@@ -15,7 +15,7 @@ from router.api.answers import AnswerResponse
 from router.api.in_flight import InFlightCall
 from router.api.rpc_scope import Context, RpcScope
 from router.model_registry import ServedModel
-from router.text.prompts import Prompt
+from router.prompts.prompts import Prompt
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 # Makes a prompt for a model, of a tenant, with the salt in force.

@@ -21,7 +21,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import ApiError
 from common.limits import AUDIT_TIMEOUT_S, MAX_AUDITS_WAITING
 from common.process.tasks import keep_running
-from common.receipts import compare_answer
+from router.answers.logit_digests import compare_answer
 from router.api.asked import Asked, Kind
 from router.api.preparing import receipt_terms
 from router.api.receipts import receipt_of

@@ -12,9 +12,9 @@ from common.rpc.pooling_protos import pooling_of, public_pooling
 from router.api.asked import Asked
 from router.api.gathering import Gathering, Part, pooled_states
 from router.model_registry import ServedModel
+from router.prompts.prompts import PromptEncoder
 from router.requests.stream import RequestStream, RoutedRequest
 from router.telemetry.metrics import RequestMeasure
-from router.text.prompts import PromptEncoder
 from router.validation import check_vectors
 
 

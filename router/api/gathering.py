@@ -14,14 +14,14 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import ApiError, EngineError
 from common.limits import MAX_PROMPTS_AT_ONCE
+from router.answers.stream_assembly import StreamAssembly
 from router.api.answering import Answering, as_seen, first_of
 from router.api.asked import GENERATE, Asked
 from router.api.preparing import Preparing
 from router.model_registry import ServedModel
+from router.prompts.prompts import Prompt
 from router.requests.stream import RequestStream, RoutedRequest
 from router.telemetry.metrics import RequestMeasure
-from router.text.prompts import Prompt
-from router.text.stream_assembly import StreamAssembly
 
 T = TypeVar("T")
 # Prompts that are sent on their way before the event loop does something else.

@@ -44,9 +44,9 @@ from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.api.verdicts import Verdicts
 from router.model_registry import ModelRegistry, ServedModel
+from router.prompts.prompts import Prompt, PromptEncoder
 from router.requests.request_router import RequestRouter
 from router.telemetry.metrics import RequestMeasure, RouterMetrics
-from router.text.prompts import Prompt, PromptEncoder
 from router.validation import (
     CHAT_SERVED,
     EMBED_SERVED,

@@ -19,23 +19,23 @@ from common.adoption import AdoptionKeys
 from common.block_hash import GRANULE_BLOCKS
 from common.errors import NoTokenizerError, ResumeMismatchError, UnservedByWorkersError
 from common.limits import MAX_SENT_LOGPROBS
-from common.receipts import LogitChain
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
 from common.telemetry import names
 from common.text.stop_strings import StopStrings
+from router.answers.answer_logprobs import AnswerLogprobs
+from router.answers.delivered_text import DeliveredText
+from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.logit_digests import LogitChain
+from router.answers.reading import ChannelReader, Reading
+from router.answers.stream_assembly import StreamAssembly
+from router.answers.stream_chunk import Echo
 from router.api.asked import AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
 from router.api.shutdown import OpenCalls
 from router.model_registry import ServedModel
+from router.prompts.prompts import Prompt, PromptEncoder
 from router.requests.stream import ReceiptTerms, RoutedRequest
-from router.text.answer_logprobs import AnswerLogprobs
-from router.text.delivered_text import DeliveredText
-from router.text.delivered_tokens import DeliveredTokens
-from router.text.prompts import Prompt, PromptEncoder
-from router.text.reading import ChannelReader, Reading
-from router.text.stream_assembly import StreamAssembly
-from router.text.stream_chunk import Echo
 from router.validation import (
     check_prompt_logprobs,
     check_resumed_ids,

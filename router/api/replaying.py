@@ -11,7 +11,8 @@ from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
-from common.receipts import Finding, compare_answer, compare_request
+from router.answers.logit_digests import Finding, compare_answer, compare_request
+from router.answers.stream_assembly import StreamAssembly
 from router.api.asked import AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
 from router.api.preparing import Preparing
@@ -19,7 +20,6 @@ from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream, RoutedRequest
-from router.text.stream_assembly import StreamAssembly
 
 
 @dataclass(frozen=True, slots=True)

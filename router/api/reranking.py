@@ -20,9 +20,9 @@ from router.api.asked import Asked
 from router.api.gathering import Gathering, Part, pooled_states
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel
+from router.prompts.prompts import Prompt, PromptEncoder
 from router.requests.stream import RequestStream
 from router.telemetry.metrics import RequestMeasure
-from router.text.prompts import Prompt, PromptEncoder
 
 
 class Reranking:

@@ -19,10 +19,10 @@ from router.api.asked import AnswerRequest, Kind
 from router.api.preparing import Preparing, receipt_terms
 from router.api.replaying import Replayed, Replaying
 from router.model_registry import ServedModel
+from router.prompts.prompts import Prompt, given_prompt
 from router.requests.running import RunningRequests
 from router.requests.stream import RoutedRequest
 from router.scheduling.fair_queue import LOW
-from router.text.prompts import Prompt, given_prompt
 
 _SALT_BYTES: Final = 16
 # A few steps, since a block is digested by a step after the one that has filled it.

@@ -12,12 +12,12 @@ from common.rpc.durations import to_duration
 from common.rpc.pooling_protos import public_pooling
 from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
-from common.text.response.parser import Part
+from router.answers.answer_logprobs import ChunkLogprobs, LogprobRows
+from router.answers.channels.parser import Part
+from router.answers.stream_chunk import FinishInfo, StreamChunk
 from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
-from router.text.answer_logprobs import ChunkLogprobs, LogprobRows
-from router.text.stream_chunk import FinishInfo, StreamChunk
 
 
 def fill_response(

@@ -16,9 +16,9 @@ from router.api.asked import Asked
 from router.api.gathering import Gathering, Part
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel
+from router.prompts.prompts import PromptEncoder, ScorePrompt
 from router.requests.stream import RequestStream
 from router.telemetry.metrics import RequestMeasure
-from router.text.prompts import PromptEncoder, ScorePrompt
 
 
 class Scoring:

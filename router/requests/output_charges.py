@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN
+from router.answers.stream_assembly import StreamAssembly
 from router.scheduling.fair_queue import QueuedRequest
-from router.text.stream_assembly import StreamAssembly
 
 
 class Running(Protocol):

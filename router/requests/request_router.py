@@ -19,6 +19,7 @@ from common.delay_gate import DelayGate
 from common.errors import DeadlineError
 from common.limits import ORPHAN_WAIT_S, SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
 from common.process.tasks import failed
+from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
@@ -28,7 +29,6 @@ from router.scheduling.dispatcher import ClassLoad, Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
 from router.scheduling.lane_table import LaneCounts
 from router.scheduling.placement import Placement
-from router.text.stream_assembly import StreamAssembly
 from router.workers.orphans import OrphanTable
 
 # How often a write is looked at before it counts as stuck: that is found so much later than it could be.

@@ -24,12 +24,12 @@ from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
+from router.answers.reading import Reading
+from router.answers.stream_assembly import StreamAssembly
+from router.answers.stream_chunk import StreamChunk
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
 from router.scheduling.failover import Attempts
-from router.text.reading import Reading
-from router.text.stream_assembly import StreamAssembly
-from router.text.stream_chunk import StreamChunk
 from router.workers.session import Session
 from router.workers.session_state import Adoption, Submission
 

@@ -22,9 +22,9 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
 from common.protocol import ADOPTION_MINOR
 from common.rpc.tls import Dialer
+from router.answers.stream_assembly import GapError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
-from router.text.stream_assembly import GapError
-from router.text.tokenizer_store import TokenizerStore
+from router.prompts.tokenizer_store import TokenizerStore
 from router.workers.session_state import ProtocolError, SessionState
 
 if TYPE_CHECKING:

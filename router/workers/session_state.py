@@ -24,10 +24,10 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.peer_numbers import as_uint32, as_uint64, counted
 from common.protocol import PROTO_MINOR
+from router.answers.stream_assembly import StreamAssembly
+from router.answers.stream_chunk import FirstTokenInfo
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
-from router.text.stream_assembly import StreamAssembly
-from router.text.stream_chunk import FirstTokenInfo
 
 # Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
 _FRAME_OVERHEAD_BYTES = 1024

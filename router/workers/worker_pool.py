@@ -26,12 +26,12 @@ from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
 from common.peer_numbers import counted, rate
 from common.process.tasks import keep_running
 from common.rpc.tls import Dialer, is_loopback
+from router.answers.stream_chunk import drafts_of
 from router.model_registry import ModelRegistry, WorkerRefusedError
+from router.prompts.tokenizer_store import TokenizerStore
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions, Loss, stall_bound_s
 from router.scheduling.worker_load import LoadReport
-from router.text.stream_chunk import drafts_of
-from router.text.tokenizer_store import TokenizerStore
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.orphans import OrphanTable
 from router.workers.session import CordonState, Fault, Session, SessionLostError, WorkerState, keep_connected

@@ -23,8 +23,8 @@ from common.limits import MAX_PROMPTS_AT_ONCE
 from common.pooling import LAST, MEAN, Pooling
 from common.rpc.pooling_protos import public_pooling
 from common.text.chat_template import ChatTemplate
-from common.text.rerank_template import rerank_template
 from common.text.tokenizer import Tokenizer
+from router.rerank_template import rerank_template
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.router_bench import FILES, bench, detail, error_of

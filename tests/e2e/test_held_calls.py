@@ -19,7 +19,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from common.constraints.library import ENGINE
-from common.text.response.families import QWEN
+from router.answers.channels.families import QWEN
 from tests.e2e.router_bench import bench, collect, detail, error_of
 from tests.e2e.service import Service, running_service
 from tests.e2e.test_constraints import DEMO

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 
 from common.limits import MAX_TOKENIZE_TEXT_BYTES, TOKENIZE_THREADS
 from router.api.tenants import TenantPolicy
-from router.text.prompts import PromptEncoder, Steps
+from router.prompts.prompts import PromptEncoder, Steps
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, request
 

@@ -22,13 +22,13 @@ from common.delay_gate import DelayGate
 from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from common.process.tasks import task_failures
 from common.telemetry.tracing import Tracing
+from router.answers.stream_assembly import GapError
 from router.model_registry import ModelRegistry, TextAssets, describe
+from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import FailoverOptions
 from router.scheduling.placement import Placement, PrefixAware, RoundRobin
-from router.text.stream_assembly import GapError
-from router.text.tokenizer_store import TokenizerStore
 from router.workers.orphans import OrphanTable
 from router.workers.session import Fault, Session, SessionLostError
 from router.workers.session_state import ProtocolError

@@ -19,11 +19,11 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.adoption import AdoptionKeys
 from common.block_hash import hash_chain
-from common.receipts import LogitChain
 from common.sampling_params import SamplingParams
+from router.answers.logit_digests import LogitChain
+from router.answers.stream_assembly import StreamAssembly
 from router.requests.running import RunningRequests
 from router.requests.stream import ReceiptTerms, RequestStream, RoutedRequest
-from router.text.stream_assembly import StreamAssembly
 from tests.sim.service import EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.test_scenario import NO_REQUEST
 from tests.sim.virtual_time import VirtualLoop, run

@@ -14,8 +14,8 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing
+from router.answers.stream_assembly import StreamAssembly
 from router.requests.running import RunningRequests
-from router.text.stream_assembly import StreamAssembly
 from router.workers.worker_pool import WorkerPool
 from tests.sim.service import SimService
 from tests.sim.test_scenario import Scenario, lived

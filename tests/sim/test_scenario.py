@@ -16,10 +16,10 @@ from fissile.v1 import inference_pb2 as pb
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
-from common.receipts import LogitChain
 from common.sampling_params import SamplingParams
+from router.answers.logit_digests import LogitChain
+from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import ReceiptTerms, RoutedRequest
-from router.text.stream_assembly import StreamAssembly
 from tests.sim.service import EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.virtual_time import VirtualLoop, run
 

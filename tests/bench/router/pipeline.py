@@ -23,11 +23,11 @@ from common.block_hash import hash_chain
 from common.limits import MAX_FRAME_TOKENS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
+from router.answers.stream_assembly import StreamAssembly
 from router.api.responses import fill_response
 from router.requests.stream import RequestStream, RoutedRequest
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
-from router.text.stream_assembly import StreamAssembly
 from router.validation import check_generate
 from router.workers.session_state import SessionState, Submission
 from tests.bench.router.bed import VOCAB_SIZE, Row, bench_model, parser, prompts, show

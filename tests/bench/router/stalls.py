@@ -19,7 +19,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
 from common.sampling_params import SamplingParams
+from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
+from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RoutedRequest
 from router.scheduling.dispatcher import Dispatcher
@@ -27,8 +29,6 @@ from router.scheduling.fair_queue import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.placement import PrefixAware
 from router.scheduling.prefix_index import PrefixIndex
 from router.scheduling.worker_load import LoadReport
-from router.text.stream_assembly import StreamAssembly
-from router.text.tokenizer_store import TokenizerStore
 from router.workers.session import Session
 from router.workers.worker_pool import WorkerPool
 

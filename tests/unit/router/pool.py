@@ -14,13 +14,13 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.delay_gate import DelayGate
 from common.protocol import PROTO_MINOR
 from common.sampling_params import SamplingParams
+from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
+from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream, RoutedRequest
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PLACEMENTS
-from router.text.stream_assembly import StreamAssembly
-from router.text.tokenizer_store import TokenizerStore
 from router.workers import worker_pool
 from router.workers.orphans import OrphanTable
 from router.workers.session import Session

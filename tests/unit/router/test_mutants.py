@@ -20,11 +20,15 @@ from common.process.restart_policy import RestartPolicy
 from common.text import chat_template, stop_strings
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
-from common.text.response import parser
-from common.text.response.markers import SpelledMarkers
-from common.text.response.parser import ResponseParser
 from common.text.tokenizer import Tokenizer
+from router.answers.channels import parser
+from router.answers.channels.markers import SpelledMarkers
+from router.answers.channels.parser import ResponseParser
+from router.answers.delivered_text import DeliveredText
+from router.answers.reading import ChannelReader
+from router.answers.stream_assembly import StreamAssembly
 from router.api import pages
+from router.prompts.text_queue import TextQueue
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
 from router.scheduling.audit import AuditCase
@@ -38,29 +42,20 @@ from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
 from router.scheduling.rebinding import Rebinding
 from router.scheduling.worker_load import WorkerLoad
-from router.text.delivered_text import DeliveredText
-from router.text.reading import ChannelReader
-from router.text.stream_assembly import StreamAssembly
-from router.text.text_queue import TextQueue
 from router.workers import session_state
 from router.workers.conduct import Conduct
 from tests.unit import router
 from tests.unit.common import process, test_block_hash, test_delay_gate, text
 from tests.unit.common.process import test_restart_policy
-from tests.unit.common.text import (
-    test_chat_template,
-    test_detokenizer,
-    test_pieces,
-    test_response,
-    test_response_reference,
-    test_stop_strings,
-    test_tokenizer,
-)
-from tests.unit.common.text.responses import FAMILIES
+from tests.unit.common.text import test_chat_template, test_detokenizer, test_pieces, test_stop_strings, test_tokenizer
 from tests.unit.mutants import Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router import test_validation
+from tests.unit.router.answers import test_reading, test_stream_assembly
+from tests.unit.router.answers.channels import test_response, test_response_reference
+from tests.unit.router.answers.channels.responses import FAMILIES
 from tests.unit.router.api import test_pages
+from tests.unit.router.prompts import test_prompts, test_text_queue
 from tests.unit.router.requests import test_write_pacer
 from tests.unit.router.scheduling import (
     test_audit,
@@ -72,7 +67,6 @@ from tests.unit.router.scheduling import (
     test_placement,
     test_prefix_index,
 )
-from tests.unit.router.text import test_prompts, test_reading, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_extreme_numbers, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN, OUTPUT_TOKEN_COST
+from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.stream_assembly import StreamAssembly
 from router.requests.output_charges import OutputCharges
 from router.scheduling.fair_queue import NORMAL, QueuedRequest, TenantShares
-from router.text.delivered_tokens import DeliveredTokens
-from router.text.stream_assembly import StreamAssembly
 
 
 class Stream:

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from common.peer_numbers import UINT32_MAX, UINT64_MAX, as_uint32, as_uint64, counted, rate
 from common.rpc.durations import to_duration
+from router.answers.stream_assembly import GapError
+from router.answers.stream_chunk import drafts_of
 from router.model_registry import TextAssets, WorkerRefusedError, describe
 from router.scheduling.failover import stall_bound_s
 from router.scheduling.lane import Lane
-from router.text.stream_assembly import GapError
-from router.text.stream_chunk import drafts_of
 from router.workers.kv_cursor import KvEventCursor
 from router.workers.session_state import ProtocolError, SessionState
 from router.workers.worker_pool import _load_report

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from common.errors import NoWorkerError
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from router.answers.stream_assembly import GapError, StreamAssembly
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
-from router.text.stream_assembly import GapError, StreamAssembly
 from router.workers.session_state import Adoption, LiveSequence, ProtocolError, SessionState, Submission
 from tests.unit.router.support import end
 

@@ -1,0 +1,228 @@
+"""Arguments that stand between tags, one by one, as grammars write them.
+
+What stands there is read by the types that the schema declares (values.py): a text as it is, everything else as JSON.
+So an argument can be held to its schema where the schema says which of them it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from router.answers.channels import raw_texts
+from router.answers.channels.schema_types import (
+    NOTES,
+    TEXT,
+    Alternative,
+    SchemaTypeError,
+    alternatives,
+    relevant,
+    types_of,
+    with_root,
+)
+from router.answers.channels.values import typed
+
+_SCALARS: Final = frozenset({"integer", "number", "boolean", "null"})
+_OF_ROOT: Final = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+# Signs that end a key.
+_OF_TAGS: Final = frozenset('<>"\n')
+
+
+class ArgumentError(Exception):
+    """A schema cannot be guaranteed where arguments stand between tags.
+
+    Attributes:
+        place: JSON Pointer of the subschema.
+    """
+
+    def __init__(self, place: str, message: str) -> None:
+        super().__init__(f"at {place or 'its root'}: {message}")
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Limits of what stands between the tags of a family.
+
+    Attributes:
+        end: text that ends a value and that a value could spell; empty where no text can.
+        strip: True if blanks around a value are no part of it.
+        hold_json: True if every value is JSON, texts too.
+    """
+
+    end: str = ""
+    strip: bool = False
+    hold_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument between tags.
+
+    Attributes:
+        name: its key.
+        is_required: True if every call has it.
+        is_text: True for a text as it is, False for JSON, None for either.
+        schema: of its JSON; empty for a text, or where anything may stand.
+        text: terminals that a text is one of; empty for any.
+    """
+
+    name: str
+    is_required: bool
+    is_text: bool | None = None
+    schema: str = ""
+    text: str = ""
+
+
+def declared(schema: Mapping[str, Any], tags: Tags) -> list[Argument]:
+    """The arguments that a schema declares, in order, of which nothing is promised but their names."""
+    return [
+        Argument(name, is_required, False, "{}")
+        if tags.hold_json
+        else Argument(name, is_required, _is_text(types_of(inner, schema)))
+        for name, inner, is_required in _properties(schema)
+        if _is_key(name)
+    ]
+
+
+def strict(schema: Mapping[str, Any], tags: Tags) -> list[Argument]:
+    """The arguments that a schema declares, held to it.
+
+    Args:
+        schema: of an object, that grammars serve.
+        tags: between which they stand.
+
+    Raises:
+        ArgumentError: they cannot be held.
+    """
+    for name in schema:
+        if name not in _OF_ROOT:
+            raise ArgumentError("", f"{name!r} is not supported where arguments stand between tags")
+    names = {name for name, _, _ in _properties(schema)}
+    for name in schema.get("required", []):
+        if name not in names:
+            raise ArgumentError("/required", f"{name!r} is none of the properties")
+    return [_strict(Argument(name, needed), inner, schema, tags) for name, inner, needed in _properties(schema)]
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    properties, required = schema.get("properties"), schema.get("required")
+    given = properties if isinstance(properties, dict) else {}
+    return [(name, inner, isinstance(required, list) and name in required) for name, inner in given.items()]
+
+
+def _is_key(name: str) -> bool:
+    return bool(name) and not _OF_TAGS & {*name}
+
+
+def _is_text(types: Iterable[str]) -> bool | None:
+    every = set(types)
+    if not every or every > {TEXT}:
+        return None
+    return every == {TEXT}
+
+
+def _strict(argument: Argument, schema: Any, root: Mapping[str, Any], tags: Tags) -> Argument:
+    name, place = argument.name, f"/properties/{argument.name}"
+    if not _is_key(name):
+        raise ArgumentError(place, "its name cannot stand in a tag")
+    try:
+        found = alternatives(schema, root)
+        types = types_of(schema, root)
+        if TEXT in types and not tags.hold_json:
+            text = _text(found, types, tags)
+            return Argument(name, argument.is_required, _is_text(types), text=text)
+        _check_json(types, tags)
+        return Argument(name, argument.is_required, False, json.dumps(with_root(schema, root), ensure_ascii=False))
+    except (SchemaTypeError, raw_texts.TextError) as error:
+        raise ArgumentError(place, str(error)) from None
+
+
+def _check_json(types: tuple[str, ...], tags: Tags) -> None:
+    """Refuses what is not read from JSON as it was meant."""
+    if tags.hold_json and TEXT in types and len(types) > 1:
+        raise SchemaTypeError("a string could be taken for another of its types")
+    if not types and not tags.hold_json:
+        raise SchemaTypeError("its 'type' does not say whether it is a string")
+    if "boolean" in types and _SCALARS & {*types} - {"boolean", "null"} and not tags.hold_json:
+        raise SchemaTypeError("a boolean and a number are not told apart between tags")
+    if tags.end and not (types and set(types) <= _SCALARS):
+        raise SchemaTypeError("an array or an object could have a text in it that ends the argument")
+
+
+def _text(found: list[Alternative], types: tuple[str, ...], tags: Tags) -> str:
+    """Terminals of an argument that is a string, or may be one."""
+    made = [_of_alternative(each, types) for each in found if TEXT in (each.types or ())]
+    others = {kind for each in found for kind in (each.types or ())} - {TEXT}
+    for kind in sorted(others):
+        _check_other(kind, found)
+    texts = list(dict.fromkeys(text for text in made if text is not None))
+    if not texts and any(_choices(each) is not None for each in found):
+        raise SchemaTypeError("no string satisfies it, or a string of it could be taken for another of its types")
+    if "" in texts:
+        # Any text: also one that is read as a value of another type.
+        texts = [""]
+    else:
+        if unknown := others - raw_texts.SCALARS.keys():
+            raise SchemaTypeError(f"a string that is held and an {min(unknown)} are not told apart between tags")
+        texts += [raw_texts.SCALARS[kind] for kind in sorted(others) if not _has_choices(kind, found)]
+    return _within(texts, tags)
+
+
+def _within(texts: list[str], tags: Tags) -> str:
+    """The terminals of what can stand between tags."""
+    if texts == [""]:
+        return ""
+    narrowed = [raw_texts.WITHOUT_BLANKS] if tags.strip else []
+    narrowed += [raw_texts.without(tags.end)] if tags.end else []
+    return " & ".join([f"({' | '.join(texts)})", *narrowed])
+
+
+def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | None:
+    """A terminal of the texts of one alternative, empty for any; None where there is none."""
+    terminals = [each for keywords in alternative.keywords for each in raw_texts.expression(keywords)]
+    choices = _choices(alternative)
+    if choices is not None:
+        # Each as the text that is read as it.
+        right = [text for choice in choices if (text := _read_as(choice, types)) is not None]
+        if not right:
+            return None
+        terminals.append(raw_texts.one_of(right))
+    return " & ".join(terminals) and f"({' & '.join(terminals)})"
+
+
+def _choices(alternative: Alternative) -> list[Any] | None:
+    """The values that all of `enum` and `const` allow; None for any."""
+    sets = [keywords["enum"] for keywords in alternative.keywords if "enum" in keywords]
+    if not all(isinstance(each, list) for each in sets):
+        raise SchemaTypeError("its 'enum' is not a list")
+    sets += [[keywords["const"]] for keywords in alternative.keywords if "const" in keywords]
+    if not sets:
+        return None
+    return [value for value in sets[0] if all(any(_equal(value, other) for other in each) for each in sets)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _read_as(value: Any, types: tuple[str, ...]) -> str | None:
+    """The text that is read as a value; None where there is none."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if _equal(typed(text, types), value) else None
+
+
+def _has_choices(kind: str, found: list[Alternative]) -> bool:
+    return all(_choices(each) is not None for each in found if kind in (each.types or ()))
+
+
+def _check_other(kind: str, found: list[Alternative]) -> None:
+    """Refuses another type beside strings that is held: a text of it might not satisfy the schema."""
+    for each in found:
+        if kind not in (each.types or ()):
+            continue
+        keywords = {name for keywords in each.keywords for name in keywords} & relevant(kind)
+        if keywords - {"enum", "const"} or (keywords and _choices(each) is None):
+            raise SchemaTypeError(f"a string and an {kind} with {min(keywords)!r} are not told apart between tags")

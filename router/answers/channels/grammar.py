@@ -1,0 +1,451 @@
+"""Grammars of answers with calls and reasoning, in the forms of families (llguidance's Lark, without its header).
+
+Where a delimiter is a token of its own a grammar names the token, so that no text is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from router.answers.channels.arguments import Argument, Tags
+from router.answers.channels.spelling import BLANKS, DIGITS, WORD
+
+_TEXT: Final = r"/(.|\n)*/"
+_BLANKS: Final = r"/[ \n]*/"
+# What stands for characters that a text does not name, as rules; blanks as between the tokens of JSON.
+_PLACES: Final = {BLANKS: "gap", WORD: "word", DIGITS: "digits"}
+_PLACE: Final = re.compile("|".join(map(re.escape, _PLACES)))
+_PLACE_RULES: Final = (
+    ("gap", r"/[ \n]{0,20}/"),
+    ("word", "/[A-Za-z0-9_]{1,64}/"),
+    ("digits", "/[0-9]{1,20}/"),
+)
+_NOTHING: Final = '""'
+# A rule's name among what else a rule has, of which texts may look like some.
+_RULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NAME: Final = "{name}"
+KEY: Final = "{key}"
+IS_TEXT: Final = "{is_text}"
+# One text, or several that may stand there.
+Texts: TypeAlias = str | tuple[str, ...]
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """The text of calls, as a family writes it. `{name}` and `{key}` stand for names, `{blanks}` for any blanks.
+
+    Attributes:
+        begin: of a call, up to its arguments.
+        end: of a call.
+        before: all calls.
+        between: two calls.
+        after: all calls.
+        is_one: True if an answer has one call at most.
+        tells: False if text without a token may begin a call, beside what is written here.
+        key: begins an argument, where each stands between tags; empty where arguments are JSON. `{is_text}` stands for
+            `true` if it is a text as it is.
+        value_after: stands behind a value, in front of `key_end`, and is no part of it.
+        key_end: ends an argument, wherever it stands.
+        key_after: stands behind it.
+        strips_values: True if blanks around a value are no part of it.
+        has_json_values: True if all values are JSON, texts too.
+        reasoning: stands around reasoning; empty where there is none.
+        content: begins content.
+        delimiters: that must be tokens of their own: elsewhere text could be taken for one.
+    """
+
+    begin: Texts
+    end: Texts
+    before: Texts = ""
+    between: str = "\n"
+    after: Texts = ""
+    is_one: bool = False
+    tells: bool = True
+    key: Texts = ""
+    value_after: str = ""
+    key_end: str = ""
+    key_after: str = "\n"
+    strips_values: bool = False
+    has_json_values: bool = False
+    reasoning: tuple[Texts, str] = ("<think>", "</think>")
+    content: Texts = ""
+    delimiters: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+
+
+_OBJECT_BEGIN: Final = '{"name": "{name}", "arguments": '
+_DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+
+
+def _dsml(around: str) -> CallStyle:
+    return CallStyle(
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>",
+        before=f"<｜DSML｜{around}>\n",
+        after=f"\n</｜DSML｜{around}>",
+        key='<｜DSML｜parameter name="{key}" string="{is_text}">',
+        key_end="</｜DSML｜parameter>",
+        delimiters=("｜DSML｜",),
+    )
+
+
+def _array(begin: str, end: str, delimiters: tuple[str, ...]) -> CallStyle:
+    return CallStyle(_OBJECT_BEGIN, "}", before=f"{begin}[", between=", ", after=f"]{end}", delimiters=delimiters)
+
+
+STYLES: Final[Mapping[str, CallStyle]] = {
+    "qwen": CallStyle(f"<tool_call>\n{_OBJECT_BEGIN}", "}\n</tool_call>"),
+    "qwen_coder": CallStyle(
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        key="<parameter={key}>\n",
+        value_after="\n",
+        key_end="</parameter>",
+    ),
+    "glm": CallStyle(
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        key="<arg_key>{key}</arg_key>\n<arg_value>",
+        key_end="</arg_value>",
+        delimiters=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "deepseek_v3": CallStyle(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        before=_DEEPSEEK[0],
+        after=_DEEPSEEK[1],
+        delimiters=(*_DEEPSEEK, *_DEEPSEEK_CALL),
+    ),
+    "deepseek_v31": CallStyle(
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        before=_DEEPSEEK[0],
+        between="",
+        after=_DEEPSEEK[1],
+        delimiters=(*_DEEPSEEK, *_DEEPSEEK_CALL),
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "mistral": replace(_array("[TOOL_CALLS] ", "", ("[TOOL_CALLS]",)), reasoning=("", "")),
+    "mistral_named": CallStyle(
+        ("[TOOL_CALLS]{name}[ARGS]", f"[TOOL_CALLS]{{name}}[CALL_ID]{WORD}[ARGS]"),
+        "",
+        between="",
+        reasoning=("[THINK]", "[/THINK]"),
+        delimiters=("[TOOL_CALLS]", "[ARGS]"),
+    ),
+    "nemotron": _array("<TOOLCALL>", "</TOOLCALL>", ("<TOOLCALL>", "</TOOLCALL>")),
+    "jamba": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
+    "xlam": replace(_array("", "", ()), reasoning=("", "")),
+    "kimi": CallStyle(
+        f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        before=_KIMI[0],
+        between="",
+        after=_KIMI[1],
+        delimiters=(*_KIMI, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "gigachat": CallStyle(f"<|function_call|>{_OBJECT_BEGIN}", "}", is_one=True, delimiters=("<|function_call|>",)),
+    "llama": CallStyle('{"name": "{name}", "parameters": ', "}", is_one=True, reasoning=("", ""), delimiters=()),
+    "harmony": CallStyle(
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "<|call|>",
+        is_one=True,
+        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        content="<|channel|>final<|message|>",
+        delimiters=("<|channel|>", "<|message|>", "<|call|>", "<|end|>", "<|start|>", "<|constrain|>"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool that may be called.
+
+    Attributes:
+        name: of the tool.
+        schema: JSON Schema of the arguments, as text; empty for any object.
+        arguments: in order, for families with tags.
+    """
+
+    name: str
+    schema: str
+    arguments: Sequence[Argument] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Reasoning that an answer begins with.
+
+    Attributes:
+        has_begun: True if the prompt has begun it; else the model may leave it out.
+        max_tokens: most tokens of it, None for any number.
+    """
+
+    has_begun: bool = False
+    max_tokens: int | None = None
+
+
+class AnswerGrammar:
+    """Writes the grammars of one model's answers.
+
+    Args:
+        style: of its family.
+        markers: texts of tokens that stand for delimiters, by id.
+        eos_token_ids: tokens that end an answer, which grammars do not name.
+    """
+
+    def __init__(self, style: CallStyle, markers: Mapping[int, str], eos_token_ids: frozenset[int]) -> None:
+        self._style = style
+        self._ids = {text: token_id for token_id, text in markers.items()}
+        self._ends = {text for text, token_id in self._ids.items() if token_id in eos_token_ids}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @property
+    def holds(self) -> bool:
+        """True if no text of an answer can be taken for a delimiter of calls."""
+        return all(delimiter in self._ids for delimiter in self._style.delimiters)
+
+    @property
+    def tells_calls(self) -> bool:
+        """True if no text is a call: calls begin with a token of their own, or content does and calls have one."""
+        return self._style.tells and (bool(self._style.content) or self._before_token is not None)
+
+    @property
+    def tags(self) -> Tags:
+        """Limits of what stands between the tags of arguments."""
+        style = self._style
+        end = "" if self._has_token(style.key_end) else style.key_end
+        return Tags(end, style.strips_values, style.has_json_values)
+
+    @property
+    def ends_reasoning(self) -> bool:
+        """True if reasoning ends with a token of its own."""
+        return self._begins_with_token(self._style.reasoning[1])
+
+    @property
+    def has_json(self) -> bool:
+        """True if arguments are JSON, which can be held to a schema."""
+        return not self._style.key
+
+    def calls(self, tools: Sequence[CalledTool], thinking: Thinking | None, *, is_required: bool, is_one: bool) -> str:
+        """Grammar of an answer that calls tools.
+
+        Args:
+            tools: that may be called; none where content alone may come.
+            thinking: before it; None for none.
+            is_required: True if it calls, False if it may.
+            is_one: True for one call at most.
+        """
+        content = f"{self._choice(self._style.content)} text"
+        if not tools:
+            return self._written([("answer", content)], thinking)
+        answer = "calls" if is_required else self._may_call(content)
+        return self._written(
+            [("answer", answer), *self._call_rules(tools, is_one, after_text=not is_required)], thinking
+        )
+
+    def around(self, grammar: str, thinking: Thinking | None, calls: str = "") -> str:
+        """A grammar, of which nothing is read, behind reasoning.
+
+        Args:
+            grammar: of content.
+            thinking: before it; None for none.
+            calls: grammar of calls, that may come instead; empty for none.
+        """
+        answer = f"{self._choice(self._style.content)} %lark {{\n{grammar}\n}}"
+        if calls:
+            answer += f" | %lark {{\n{calls}\n}}"
+        return self._written([("answer", answer)], thinking)
+
+    @property
+    def _before_token(self) -> str | None:
+        """The text in front of the token that calls begin with; None where they begin in several ways, or with text."""
+        firsts = every(self._style.before or self._style.begin)
+        tokens = [self._marker.search(first) for first in firsts]
+        known = {first[: token.start()] for first, token in zip(firsts, tokens, strict=True) if token is not None}
+        text = next(iter(known), "")
+        return None if None in tokens or len(known) != 1 or _PLACE.search(text) else text
+
+    def _may_call(self, content: str) -> str:
+        if self._before_token:
+            return f"{content} | text_before calls"
+        return f"{content} | calls" if self._style.content else f"{content} calls?"
+
+    def _call_rules(self, tools: Sequence[CalledTool], is_one: bool, *, after_text: bool) -> list[tuple[str, str]]:
+        style, known = self._style, (self._before_token or "") if after_text else ""
+        # Of the first call that part is with the text before it.
+        cut = [text.removeprefix(known) for text in every(style.before or style.begin)]
+        first = "first" if known and not style.before else "call"
+        more = "" if is_one or self._is_one else f" ({self._literal(style.between)} call)*"
+        before = self._choice(tuple(cut)) if style.before else ""
+        rules = [
+            ("text_before", f"/(.|\\n)*{re.escape(known)}/"),
+            ("calls", f"{before} {first}{more} {self._choice(style.after)}"),
+        ]
+        for i, tool in enumerate(tools):
+            rules += self._argument_rules(f"arguments_{i}", tool)
+        for rule, begin in {first: tuple(cut) if not style.before else style.begin, "call": style.begin}.items():
+            rules.append((rule, " | ".join(f"{rule}_{i}" for i in range(len(tools)))))
+            rules += self._parts(f"begin_{rule}", begin, NAME)
+            for i, tool in enumerate(tools):
+                body = f"{self._filled(f'begin_{rule}', begin, NAME, tool.name)} arguments_{i} {self._end(tool.name)}"
+                rules.append((f"{rule}_{i}", body))
+        return rules
+
+    @property
+    def _is_one(self) -> bool:
+        return self._style.is_one or any(self._ends_answer(end) for end in every(self._style.end))
+
+    def _ends_answer(self, text: str) -> bool:
+        return any(match[0] in self._ends for match in self._marker.finditer(text))
+
+    def _end(self, name: str) -> str:
+        """The end of a call: one that ends the answer, where there is such a one."""
+        ends = every(self._style.end)
+        last = tuple(end for end in ends if self._ends_answer(end))
+        return self._choice(tuple(end.replace(NAME, name) for end in last or ends))
+
+    def _parts(self, rule: str, texts: Texts, hole: str) -> list[tuple[str, str]]:
+        """Rules for what stands around a hole, where that may be several texts."""
+        if len(every(texts)) == 1:
+            return []
+        return [
+            (f"{rule}_{k}{side}", self._choice(part))
+            for k, group in enumerate(_around(every(texts), hole))
+            for side, part in zip("ab", group, strict=True)
+        ]
+
+    def _filled(self, rule: str, texts: Texts, hole: str, value: str) -> str:
+        """The texts with a value in the hole, by the rules of `_parts`."""
+        if len(every(texts)) == 1:
+            return self._literal(every(texts)[0].replace(hole, value))
+        groups = range(len(_around(every(texts), hole)))
+        return f"({' | '.join(f'{rule}_{k}a {_quoted(value)} {rule}_{k}b' for k in groups)})"
+
+    def _argument_rules(self, rule: str, tool: CalledTool) -> list[tuple[str, str]]:
+        if self.has_json:
+            return [(rule, f"%json {tool.schema or _ANY_OBJECT}")]
+        parts, rules = [], self._parts(f"{rule}_key", self._style.key, KEY)
+        for j, argument in enumerate(tool.arguments):
+            parts.append(f"{rule}_{j}{'' if argument.is_required else '?'}")
+            value, more = self._value(f"{rule}_{j}_value", argument)
+            rules += [
+                (f"{rule}_{j}", f"{self._key(f'{rule}_key', argument)} {value} {self._literal(self._style.key_after)}"),
+                *more,
+            ]
+        return [(rule, " ".join(parts) or '""'), *rules]
+
+    def _key(self, rule: str, argument: Argument) -> str:
+        keys = every(self._style.key)
+        if len(keys) > 1:
+            return self._filled(rule, keys, KEY, argument.name)
+        text = keys[0].replace(KEY, argument.name)
+        if argument.is_text is not None or IS_TEXT not in text:
+            return self._literal(text.replace(IS_TEXT, "true" if argument.is_text else "false"))
+        before, after = map(self._literal, text.split(IS_TEXT))
+        return f'{before} ("true" | "false") {after}'
+
+    def _value(self, rule: str, argument: Argument) -> tuple[str, list[tuple[str, str]]]:
+        """The value of an argument and its end, and the rules for them."""
+        end = self._literal(self._style.value_after + self._style.key_end)
+        if argument.schema:
+            return f"{rule} {end}", [(rule, f"%json {argument.schema}")]
+        if not argument.text:
+            return self._until(rule, self._style.key_end)
+        return self._held(rule.upper(), argument.text)
+
+    def _held(self, terminal: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """A text of some terminals and its end, and the rules for them."""
+        end = self._style.value_after + self._style.key_end
+        token = self._marker.search(end)
+        # What stands in front of the token, or all of the end, is a part of the terminal.
+        of_text, of_tokens = (end, "") if token is None else (end[: token.start()], end[token.start() :])
+        return f"{terminal} {self._literal(of_tokens)}", [
+            (terminal, f"({text}) {_quoted(of_text)}".removesuffix(' ""'))
+        ]
+
+    def _until(self, rule: str, end: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+        """Any text up to its end, and the rules for it."""
+        token = self._marker.search(end)
+        if token is None:
+            return rule, [(f"{rule}[suffix={_quoted(end)}]", _TEXT)]
+        limit = "" if most is None else f"[max_tokens={most}]"
+        # What stands in front of the token is a part of the text, which is as long as it can be.
+        expression = r"(.|\n)*" + re.escape(end[: token.start()]).replace("/", r"\/")
+        return f"{rule} {self._literal(end[token.start() :])}", [(f"{rule}{limit}", f"/{expression}/")]
+
+    def _written(self, rules: Sequence[tuple[str, str]], thinking: Thinking | None) -> str:
+        start, more = "answer", list[tuple[str, str]]()
+        if thinking is not None and self._style.reasoning[1]:
+            begin, end = self._style.reasoning
+            if thinking.max_tokens == 0:
+                text = self._literal(end)
+            else:
+                text, more = self._until("thought", end, thinking.max_tokens)
+            opening = "" if thinking.has_begun else self._choice(begin)
+            blanks = "" if self._style.content else "blanks"
+            more = [("reasoning", f"{opening} {text} {blanks}"), *more]
+            start = "reasoning answer" if thinking.has_begun else "reasoning? answer"
+        written = [("start", start), *more, *rules, ("text", _TEXT), ("blanks", _BLANKS), *_PLACE_RULES]
+        used = {word for _, body in written for word in _RULE.findall(body)}
+        return "\n".join(f"{name}: {body}" for name, body in written if name == "start" or _name(name) in used)
+
+    def _begins_with_token(self, text: str) -> bool:
+        return self._marker.match(text) is not None
+
+    def _has_token(self, text: str) -> bool:
+        return self._marker.search(text) is not None
+
+    def _choice(self, texts: Texts) -> str:
+        """One of some texts."""
+        literals = list(dict.fromkeys(map(self._literal, every(texts))))
+        return literals[0] if len(literals) == 1 else f"({' | '.join(literal or _NOTHING for literal in literals)})"
+
+    def _literal(self, text: str) -> str:
+        """A text with its tokens named; one that ends an answer is left to the end."""
+        parts, at = [], 0
+        for match in _PLACE.finditer(text):
+            parts += [*self._named(text[at : match.start()]), _PLACES[match[0]]]
+            at = match.end()
+        return " ".join([*parts, *self._named(text[at:])])
+
+    def _named(self, text: str) -> list[str]:
+        parts, at = [], 0
+        for match in self._marker.finditer(text):
+            parts += [_quoted(text[at : match.start()])] if match.start() > at else []
+            parts += [] if match[0] in self._ends else [f"<[{self._ids[match[0]]}]>"]
+            at = match.end()
+        return [*parts, *([_quoted(text[at:])] if at < len(text) else [])]
+
+
+def every(texts: Texts) -> tuple[str, ...]:
+    """All texts that may stand there."""
+    return (texts,) if isinstance(texts, str) else texts
+
+
+def _around(texts: Sequence[str], hole: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Texts before and behind a hole: all of the first with all of the second, of each pair."""
+    behind: dict[str, list[str]] = {}
+    for text in texts:
+        before, _, after = text.partition(hole)
+        behind.setdefault(before, []).append(after)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for before, afters in behind.items():
+        groups.setdefault(tuple(afters), []).append(before)
+    return [(tuple(befores), afters) for afters, befores in groups.items()]
+
+
+def _name(rule: str) -> str:
+    return rule.partition("[")[0]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,226 @@
+"""A model's answer, as its text comes, in channels: reasoning, content and calls of tools. Pure.
+
+Invariants:
+  * What has come out depends on the text so far and not on how it was cut into pieces.
+  * Nothing is lost: text that is no reasoning and no call, or a call that breaks its form before it has begun, is
+    content with its delimiters. What breaks its form later stands where it came: in the call's arguments, or as content
+    behind. Blanks around reasoning, content and calls are left out, as transformers leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from router.answers.channels.calls import CallPart, CallRegion, Tools, call_region
+from router.answers.channels.markers import UNMARKED
+from router.answers.channels.regions import Closed, Opened, RegionEvent, Regions, Within
+from router.answers.channels.template import CALLS_FIELD, CONTENT_FIELD, REASONING_FIELDS, Field, ResponseTemplate
+
+# Around a call, these alone say nothing.
+_SYNTAX: Final = " \t\r\n,]}"
+
+
+class Channel(Enum):
+    """Parts of a message of the assistant."""
+
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class Part(NamedTuple):
+    """The next part of a channel; of a call its number, and its name where it begins."""
+
+    channel: Channel
+    text: str
+    call: int = 0
+    name: str = ""
+
+
+@dataclass(slots=True)
+class _Text:
+    """Text of one channel, without the blanks around it."""
+
+    has_any: bool = False
+    waiting: str = ""
+
+    def begin_region(self, field: Field | None) -> None:
+        """A further region of the channel begins."""
+        if self.has_any and field is not None and field.join is not None:
+            self.waiting = field.join if field.strips else self.waiting + field.join
+
+    def push(self, text: str, field: Field | None, *, is_first: bool) -> str:
+        """Takes text; gives what is certain to be no blank at the end."""
+        if field is not None and not field.strips:
+            self.has_any, text, self.waiting = True, self.waiting + text, ""
+            return text
+        if not self.has_any or (is_first and field is not None and field.join is not None):
+            text = text.lstrip()
+        body = text.rstrip()
+        if not body:
+            self.waiting += text
+            return ""
+        self.has_any, out, self.waiting = True, self.waiting + body, text[len(body) :]
+        return out
+
+
+class ResponseParser:
+    """Reads one answer.
+
+    Args:
+        template: how the model writes.
+        tools: that the request has; None for none, and then text that looks like a call is content.
+        separates_reasoning: False makes reasoning content.
+        opening: what the prompt has written of the answer already; nothing of it comes out.
+        keeps_blanks: True if blanks around content are part of it, but for those behind reasoning.
+
+    Attributes:
+        num_calls: calls that have begun.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        *,
+        tools: Tools | None,
+        separates_reasoning: bool,
+        opening: str = "",
+        keeps_blanks: bool = False,
+    ) -> None:
+        left_out: Collection[str] = () if separates_reasoning else REASONING_FIELDS
+        if tools is None:
+            left_out = {*left_out, CALLS_FIELD}
+        self._regions = Regions(template.without(left_out))
+        self._tools = Tools({}) if tools is None else tools
+        self._texts = {channel: _Text() for channel in (Channel.REASONING, Channel.CONTENT)}
+        self._keeps_blanks = keeps_blanks
+        self._call: CallRegion | None = None
+        self._delimiter = ""
+        self._is_first = True
+        self._calls_before = 0
+        self._ends_with_call = False
+        self.num_calls = 0
+        if opening:
+            self.push(opening)
+            self.num_calls = 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if text is reasoning now."""
+        current = self._regions.current
+        return current is not None and current.name in REASONING_FIELDS
+
+    @property
+    def has_had_call(self) -> bool:
+        """True if a call has all its arguments, or its region has ended without them."""
+        return self.num_calls > 0 and (self._call is None or self._call.is_whole or self._calls_before > 0)
+
+    @property
+    def ends_with_call(self) -> bool:
+        """True if the last thing that has come is a call with all its arguments."""
+        return self._ends_with_call
+
+    def push(self, text: str) -> list[Part]:
+        """Takes the next piece of the answer."""
+        return merged(part for event in self._regions.push(text) for part in self._parts(event))
+
+    def finish(self, *, is_cut: bool = False, token: str = "") -> list[Part]:
+        """Takes the end of the answer; arguments as of `Regions.finish`."""
+        events = self._regions.finish(is_cut=is_cut, token=token)
+        return merged(part for event in events for part in self._parts(event))
+
+    def _parts(self, event: RegionEvent) -> list[Part]:
+        match event:
+            case Opened():
+                return self._open(event)
+            case Within():
+                return self._within(event.field, event.text)
+            case Closed():
+                return self._close(event)
+
+    def _open(self, event: Opened) -> list[Part]:
+        self._is_first = True
+        if event.field.name == CALLS_FIELD:
+            self._call, self._delimiter, self._calls_before = (
+                call_region(event, self._tools),
+                event.delimiter,
+                self.num_calls,
+            )
+            return []
+        self._texts[_channel(event.field)].begin_region(event.field)
+        return [] if _is_known(event.field) else self._text(None, event.delimiter)
+
+    def _within(self, field: Field | None, text: str) -> list[Part]:
+        if field is not None and field.name == CALLS_FIELD:
+            assert self._call is not None
+            return self._calls(self._call.push(text))
+        return self._text(field, text)
+
+    def _close(self, event: Closed) -> list[Part]:
+        if event.field.name != CALLS_FIELD:
+            return [] if _is_known(event.field) else self._text(None, event.delimiter or "")
+        assert self._call is not None
+        region, self._call = self._call, None
+        parts = self._calls(region.finish(event))
+        left = region.left
+        if self.num_calls == self._calls_before:
+            left = self._delimiter + left + (event.delimiter or "") if left.strip() or self._delimiter.strip() else ""
+        else:
+            self._ends_with_call = region.is_whole
+            left = left if left.strip(_SYNTAX) else ""
+        return [*parts, *(self._text(None, left) if left.strip() else [])]
+
+    def _calls(self, found: list[CallPart]) -> list[Part]:
+        parts = []
+        for name, arguments in found:
+            self.num_calls += bool(name)
+            self._ends_with_call = False
+            parts.append(Part(Channel.CALL, _plain(arguments), self.num_calls - 1, _plain(name)))
+        return parts
+
+    def _text(self, field: Field | None, text: str) -> list[Part]:
+        channel = Channel.CONTENT if field is None else _channel(field)
+        if self._keeps_blanks and channel is Channel.CONTENT:
+            out = self._kept(text)
+        else:
+            out = self._texts[channel].push(text, field, is_first=self._is_first)
+        if not out:
+            return []
+        self._is_first = False
+        self._ends_with_call = False
+        return [Part(channel, _plain(out))]
+
+    def _kept(self, text: str) -> str:
+        """Content as it is, but for blanks between it and reasoning."""
+        content = self._texts[Channel.CONTENT]
+        if self._texts[Channel.REASONING].has_any and not content.has_any:
+            text = text.lstrip()
+        content.has_any |= bool(text)
+        return text
+
+
+def _plain(text: str) -> str:
+    return text.translate(UNMARKED)
+
+
+def _is_known(field: Field) -> bool:
+    return field.name == CONTENT_FIELD or field.name in REASONING_FIELDS
+
+
+def _channel(field: Field) -> Channel:
+    return Channel.REASONING if field.name in REASONING_FIELDS else Channel.CONTENT
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The parts with neighbours of one channel, or of one call, as one."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if last is not None and last.channel is part.channel and last.call == part.call and not part.name:
+            merged[-1] = last._replace(text=last.text + part.text)
+        else:
+            merged.append(part)
+    return merged

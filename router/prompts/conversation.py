@@ -1,0 +1,76 @@
+"""Conversations as chat templates take them, and the terms on which their answers are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fissile.v1 import inference_pb2 as pb
+
+from common.errors import InvalidFieldError
+from router.answers.reading import Reading
+from router.answers.tools import declared, ends_with_first_call, template_calls
+from router.model_registry import ServedModel
+from router.prompts.confinement import confinement_of
+from router.validation import content_of
+
+# Names that fields of messages have in templates.
+_TEXTS = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
+
+
+def template_messages(request: pb.ChatRequest) -> list[dict[str, Any]]:
+    """The messages of a request, as transformers has them.
+
+    Raises:
+        InvalidFieldError: arguments of a call are no JSON object.
+    """
+    return [_template_message(f"messages[{i}]", message) for i, message in enumerate(request.messages)]
+
+
+def _template_message(path: str, message: pb.ChatMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": content_of(message)}
+    made |= {key: getattr(message, name) for name, key in _TEXTS.items() if getattr(message, name)}
+    if message.tool_calls:
+        made["tool_calls"] = template_calls(path, message)
+    return made
+
+
+def reading_of(
+    request: pb.ChatRequest, model: ServedModel, prompt: str, tools: list[dict[str, Any]] | None
+) -> Reading | None:
+    """The terms on which the answers to a conversation are read.
+
+    Args:
+        request: the conversation.
+        model: its model.
+        prompt: text that the chat template has made.
+        tools: as the chat template has had them; None for none.
+
+    Returns:
+        None where they are content alone.
+
+    Raises:
+        InvalidFieldError: a channel is asked for that the model does not have.
+    """
+    form, options = model.text.response_form, request.reasoning
+    separates = options.separate if options.HasField("separate") else model.reasons
+    if separates and not model.reasons:
+        problem = f"is true, and no reasoning is known of {model.name!r}"
+        raise InvalidFieldError("reasoning.separate", problem, "false, or a model with CAPABILITY_REASONING")
+    if tools is not None and not model.calls_tools:
+        problem = f"are given, and no calls of tools are known of {model.name!r}"
+        raise InvalidFieldError("tools", problem, "no tools, or a model with CAPABILITY_TOOLS")
+    if form is None or not (separates or tools):
+        if options.HasField("max_tokens"):
+            problem = "stands without reasoning in its own channel"
+            raise InvalidFieldError("reasoning.max_tokens", problem, "reasoning.separate, of a model that reasons")
+        return None
+    opening = form.template.opening(prompt)
+    return Reading(
+        form,
+        opening,
+        separates_reasoning=separates,
+        tools=None if tools is None else declared(tools),
+        ends_with_first_call=ends_with_first_call(request),
+        is_constrained=request.sampling_params.HasField("constraint"),
+        confinement=confinement_of(request, model, form, opening, tools, separates_reasoning=separates),
+    )
