@@ -43,12 +43,17 @@ from router.api.inference import InferenceService
 from router.api.rpc_scope import SERVICE
 from router.api.server_info import ServerInfo, shown_options
 from router.api.shutdown import OpenCalls
+from router.audit.answer_auditor import AnswerAuditor, AuditOptions
+from router.audit.kv_auditor import KvAuditor
+from router.audit.rerun import Rerunner
+from router.audit.verdicts import Verdicts
 from router.memory import give_memory_back
 from router.model_registry import ModelRegistry
 from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader, router_options
 from router.prompts.prompts import PromptEncoder
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
+from router.requests.running import RunningRequests
 from router.runtime_config import ConfigStore, ReloadedConfig, RuntimeConfig
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import TenantShares
@@ -141,7 +146,7 @@ class Router:
             calls=self._calls,
             has_keys=security.access is not None,
         )
-        self._auditor, self._kv_auditor = self.service.audit(options.audit, dialer)
+        self._auditor, self._kv_auditor = _auditors(options.audit, self.service, self.requests.running, dialer)
         if self._kv_auditor is not None:
             self.pool.on_kv_digests = self._kv_auditor.take
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
@@ -313,6 +318,18 @@ def _admin_server(options: RouterOptions) -> GrpcServer | None:
         access=options.security.access,
         bounds=SIDE_PORT,
     )
+
+
+def _auditors(
+    options: AuditOptions, service: InferenceService, running: RunningRequests, dialer: Dialer
+) -> tuple[AnswerAuditor | None, KvAuditor | None]:
+    """Auditors of the service's answers and of the workers' KV blocks; None for an audit that is off."""
+    rerunner = Rerunner(service.preparing, service.replaying, running)
+    verdicts = Verdicts(options.audit_dir, running, dialer)
+    auditor = AnswerAuditor(options.audit, rerunner, verdicts) if options.audit else None
+    kv_auditor = KvAuditor(rerunner, verdicts) if options.audit_kv else None
+    service.observe_answers([each.answered for each in (auditor, kv_auditor) if each is not None])
+    return auditor, kv_auditor
 
 
 def _dispatcher(options: RouterOptions) -> Dispatcher:

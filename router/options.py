@@ -31,8 +31,8 @@ from common.limits import (
 )
 from common.priority import PRIORITIES
 from common.telemetry.logs import LEVELS
-from router.api.auditing import AuditOptions
 from router.api.tenants import TENANT_KEY, TenantPolicy
+from router.audit.answer_auditor import AuditOptions
 from router.runtime_config import RELOADABLE, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from router.scheduling.placement import PLACEMENTS

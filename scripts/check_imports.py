@@ -115,11 +115,16 @@ RULES = {
             "router/api/answering.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
             "router/api/gathering.py": (IO, EVENT_LOOP),
-            "router/api/auditing.py": (IO, EVENT_LOOP),
-            "router/api/kv_auditing.py": (IO, EVENT_LOOP),
-            "router/api/verdicts.py": (IO | GRPC, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),
             "router/api/shutdown.py": (IO, EVENT_LOOP),
+        },
+    ),
+    "router/audit": Rule(
+        WORLD | GRPC,
+        {
+            "router/audit/answer_auditor.py": (IO, EVENT_LOOP),
+            "router/audit/kv_auditor.py": (IO, EVENT_LOOP),
+            "router/audit/verdicts.py": (IO | GRPC, EVENT_LOOP),
         },
     ),
     "router/answers": Rule(
@@ -194,6 +199,7 @@ BESIDE = {
         "validation.py",
         "workers",
     ),
+    "router/audit": names("answers", "api", "model_registry.py", "prompts", "requests", "scheduling", "workers"),
     "router/requests": names("answers", "model_registry.py", "scheduling", "workers"),
     "router/workers": names("answers", "model_registry.py", "prompts", "scheduling"),
     "router/telemetry": names("scheduling", "workers"),

@@ -46,7 +46,7 @@ Begin: TypeAlias = Callable[[ServedModel, Sequence[RequestStream]], Awaitable[Se
 # Reads the streams of a call for a model.
 Read: TypeAlias = Callable[[ServedModel, Sequence[RequestStream]], Awaitable[T]]
 # Is told of a request, its model and its answers when all of these have been sent.
-OnAnswered: TypeAlias = Callable[[Kind, Asked, ServedModel, Sequence[RequestStream]], None]
+AnswerObserver: TypeAlias = Callable[[Kind, Asked, ServedModel, Sequence[RequestStream]], None]
 
 
 class Answering:
@@ -79,7 +79,7 @@ class Answering:
         self._preparing = preparing
         self._tracing = tracing
         self._clock = clock
-        self.on_answered: Sequence[OnAnswered] = ()
+        self.on_answered: Sequence[AnswerObserver] = ()
 
     async def run(self, kind: Kind, asked: Asked, measure: RequestMeasure, answers: Answers) -> None:
         """Has a request answered; prepares it once more where its weights go before it has begun.

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
@@ -18,31 +18,26 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 from common.errors import InvalidFieldError, at_path
 from common.limits import MAX_MODEL_LEN, MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
-from common.rpc.tls import Dialer
 from common.rpc.unsupported_fields import refuse_unserved
 from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
 from common.telemetry.tracing import Tracing
-from router.api.answering import Answering
+from router.api.answering import Answering, AnswerObserver
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
 from router.api.asked import CHAT, GENERATE, AnswerRequest, Asked, Encode, Kind
-from router.api.auditing import AuditOptions, Auditor
 from router.api.embedding import Embedding
 from router.api.gathering import Gathering
 from router.api.in_flight import InFlightCall, InFlightCalls
-from router.api.kv_auditing import KvAuditor
 from router.api.pages import MAX_PAGE, page_of
 from router.api.preparing import Preparing
 from router.api.replaying import Replaying, check_replay, contradiction_of
 from router.api.reranking import Reranking
-from router.api.rerunning import Rerunning
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
 from router.api.scoring import Scoring
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
-from router.api.verdicts import Verdicts
 from router.model_registry import ModelRegistry, ServedModel
 from router.prompts.prompts import Prompt, PromptEncoder
 from router.requests.request_router import RequestRouter
@@ -120,6 +115,8 @@ class InferenceService(InferenceServiceServicer):
 
     Attributes:
         calls: the calls of Generate and Chat, streamed or not, that have not ended.
+        preparing: makes requests of workers from checked calls.
+        replaying: runs finished requests again.
     """
 
     def __init__(
@@ -153,33 +150,19 @@ class InferenceService(InferenceServiceServicer):
         encoder.set_weights(policy.weights)
         self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
         self._open_calls = OpenCalls() if calls is None else calls
-        self._preparing = Preparing(
+        self.preparing = Preparing(
             encoder, clock, self._open_calls, requests.may_adopt, max_unread_tokens, default_max_tokens
         )
-        self._answering = Answering(requests, expected, registry, self._preparing, tracing, clock)
-        gathering = Gathering(self._answering, self._preparing)
+        self._answering = Answering(requests, expected, registry, self.preparing, tracing, clock)
+        gathering = Gathering(self._answering, self.preparing)
         self._scoring = Scoring(gathering, encoder)
         self._embedding = Embedding(gathering, encoder)
         self._reranking = Reranking(gathering, encoder)
-        self._replaying = Replaying(self._preparing, requests, registry)
+        self.replaying = Replaying(self.preparing, requests, registry)
 
-    def audit(self, options: AuditOptions, dialer: Dialer) -> tuple[Auditor | None, KvAuditor | None]:
-        """Audits answers and KV blocks from now on. The caller stops the auditors.
-
-        Args:
-            options: which ones.
-            dialer: opens channels to workers.
-
-        Returns:
-            What audits answers, and what audits KV blocks; None for what is off.
-        """
-        running = self._requests.running
-        rerunning = Rerunning(self._preparing, self._replaying, running)
-        verdicts = Verdicts(options.audit_dir, running, dialer)
-        auditor = Auditor(options.audit, rerunning, verdicts) if options.audit else None
-        kv_auditor = KvAuditor(rerunning, verdicts) if options.audit_kv else None
-        self._answering.on_answered = [each.answered for each in (auditor, kv_auditor) if each is not None]
-        return auditor, kv_auditor
+    def observe_answers(self, observers: Sequence[AnswerObserver]) -> None:
+        """Shows every answered request to these observers from now on, in place of those before."""
+        self._answering.on_answered = observers
 
     def set_tenants(self, policy: TenantPolicy) -> None:
         """Sets other limits from now on."""
@@ -263,9 +246,9 @@ class InferenceService(InferenceServiceServicer):
             salt = secrets.token_bytes(_SALT_BYTES)
             asked = Asked(again, call, _encode(self._encoder, again), context, salt, span, record, scope)
             with self._in_flight(call):
-                with self._preparing.interruptible(call):
+                with self.preparing.interruptible(call):
                     await self._expected.wait_for_model(again.model)
-                return await self._replaying.replay(kind, asked, request)
+                return await self.replaying.replay(kind, asked, request)
         raise AssertionError("a call that is refused ends in its scope")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -13,9 +13,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
 from common.cli.core.options import Fraction
-from router.api.auditing import AuditOptions, Auditor
 from router.api.server_info import shown_options
 from router.app import router
+from router.audit.answer_auditor import AnswerAuditor, AuditOptions
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, letters
@@ -30,8 +30,8 @@ def wrong(_: wpb.SubmitSequence) -> list[int]:
     return [*ids[:4], ids[4] + 1, *ids[5:]]
 
 
-def auditor(b: Any) -> Auditor:
-    found: Auditor = b.router._auditor
+def auditor(b: Any) -> AnswerAuditor:
+    found: AnswerAuditor = b.router._auditor
     return found
 
 

@@ -15,9 +15,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
 from common.kv_digests import block_names
-from router.api import kv_auditing
-from router.api.auditing import AuditOptions
-from router.api.kv_auditing import KvAuditor
+from router.audit import kv_auditor as kv_auditing
+from router.audit.answer_auditor import AuditOptions
+from router.audit.kv_auditor import KvAuditor
 from tests.e2e.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.e2e.router_bench import FILES, bench, collect, request, until
 

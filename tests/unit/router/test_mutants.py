@@ -28,15 +28,15 @@ from router.answers.delivered_text import DeliveredText
 from router.answers.reading import ChannelReader
 from router.answers.stream_assembly import StreamAssembly
 from router.api import pages
+from router.audit.decide import AuditCase
+from router.audit.kv_check import KvCheck
 from router.prompts.text_queue import TextQueue
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
-from router.scheduling.audit import AuditCase
 from router.scheduling.binding import Binding
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, TenantShares
-from router.scheduling.kv_check import KvCheck
 from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
@@ -55,15 +55,15 @@ from tests.unit.router.answers import test_reading, test_stream_assembly
 from tests.unit.router.answers.channels import test_response, test_response_reference
 from tests.unit.router.answers.channels.responses import FAMILIES
 from tests.unit.router.api import test_pages
+from tests.unit.router.audit import test_decide as test_audit
+from tests.unit.router.audit import test_kv_check
 from tests.unit.router.prompts import test_prompts, test_text_queue
 from tests.unit.router.requests import test_write_pacer
 from tests.unit.router.scheduling import (
-    test_audit,
     test_dispatcher,
     test_dispatcher_machine,
     test_failover,
     test_fair_queue,
-    test_kv_check,
     test_placement,
     test_prefix_index,
 )

@@ -62,7 +62,7 @@ class FinishedRequest:
         return proof
 
 
-class Rerunning:
+class Rerunner:
     """Runs requests again.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.scheduling.audit import Ask, AuditCase, AuditSampler, Decision, Passed, Run, Unanswered, Wrong
+from router.audit.decide import Ask, AuditCase, AuditSampler, Decision, Passed, Run, Unanswered, Wrong
 
 RIGHT = b"right"
 

@@ -11,7 +11,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.rpc.tls import Dialer
-from router.api.verdicts import Verdicts
+from router.audit.verdicts import Verdicts
 
 PROOF = pb.ReplayRequest()
 

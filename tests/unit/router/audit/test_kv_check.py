@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.scheduling.audit import Ask, Wrong
-from router.scheduling.kv_check import MAX_WITNESSES, Dispute, KvCheck, Witness
+from router.audit.decide import Ask, Wrong
+from router.audit.kv_check import MAX_WITNESSES, Dispute, KvCheck, Witness
 
 CLASS = ("model", "numerics")
 ALL = [f"w{i}" for i in range(MAX_WITNESSES + 4)]

@@ -17,8 +17,8 @@ from google.protobuf import json_format
 
 from common.limits import CONNECT_TIMEOUT_S
 from common.rpc.tls import Dialer
+from router.audit.decide import Wrong
 from router.requests.running import RunningRequests
-from router.scheduling.audit import Wrong
 
 log = structlog.get_logger(__name__)
 

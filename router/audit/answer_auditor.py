@@ -1,6 +1,6 @@
 """The audit: finished answers are computed again on other workers in the background; who was wrong is taken out.
 
-`router.scheduling.audit` decides. Audits run at the lowest priority, one at a time, with cache salts of their own, and
+`router.audit.decide` decides. Audits run at the lowest priority, one at a time, with cache salts of their own, and
 on nobody's account. What comes when as many wait as may is not audited, nor is an answer that several workers have
 made, or that a client has brought in parts: it is none of a worker's.
 """
@@ -26,11 +26,11 @@ from router.api.asked import Asked, Kind
 from router.api.preparing import receipt_terms
 from router.api.receipts import receipt_of
 from router.api.replaying import Replayed
-from router.api.rerunning import FinishedRequest, Rerunning
-from router.api.verdicts import Verdicts
+from router.audit.decide import Ask, AuditCase, AuditSampler, Passed, Run, Unanswered, Wrong
+from router.audit.rerun import FinishedRequest, Rerunner
+from router.audit.verdicts import Verdicts
 from router.model_registry import ServedModel
 from router.requests.stream import RequestStream
-from router.scheduling.audit import Ask, AuditCase, AuditSampler, Passed, Run, Unanswered, Wrong
 
 # Names of what came of answers that were chosen.
 PASSED, FAILED, SUSPECTED = "passed", "failed", "suspected"
@@ -62,22 +62,22 @@ class AuditOptions:
     audit_kv: bool = True
 
 
-class Auditor:
+class AnswerAuditor:
     """Audits a fraction of the answers of one router.
 
     Args:
         fraction: of the answers.
-        rerunning: runs requests again.
+        rerunner: runs requests again.
         verdicts: what is done about workers that were wrong.
 
     Attributes:
         counts: answers that were chosen, by what came of it.
     """
 
-    def __init__(self, fraction: float, rerunning: Rerunning, verdicts: Verdicts) -> None:
+    def __init__(self, fraction: float, rerunner: Rerunner, verdicts: Verdicts) -> None:
         self.counts: Counter[str] = Counter()
         self._sampler = AuditSampler(fraction, secrets.token_bytes(16))
-        self._rerunning = rerunning
+        self._rerunner = rerunner
         self._verdicts = verdicts
         self._waiting: deque[FinishedAnswer] = deque()
         self._has_work = asyncio.Event()
@@ -138,9 +138,9 @@ class Auditor:
         case = AuditCase(Run(got.worker_id, got.receipt.receipt_sha256))
         runs: list[Replayed] = []
         while isinstance(
-            decision := case.next(self._rerunning.workers(finished.request.identity, finished.numerics)), Ask
+            decision := case.next(self._rerunner.workers(finished.request.identity, finished.numerics)), Ask
         ):
-            runs.append(await self._rerunning.answer(finished, decision.worker_id))
+            runs.append(await self._rerunner.answer(finished, decision.worker_id))
             case.runs.append(Run(decision.worker_id, _output(answer, runs[-1])))
         await self._conclude(answer, decision, runs)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.limits import MAX_KV_DIGESTS
-from router.scheduling.audit import AuditCase, Run
+from router.audit.decide import AuditCase, Run
 
 MAX_WITNESSES: Final = 8
 # Results of the comparison of a digest with those of other workers, or with an earlier one of its own worker.

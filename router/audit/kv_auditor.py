@@ -1,6 +1,6 @@
 """The comparison of KV blocks between workers, and what follows where two differ.
 
-`router.scheduling.kv_check` compares the digests that workers send, and `router.scheduling.audit` decides who was
+`router.audit.kv_check` compares the digests that workers send, and `router.audit.decide` decides who was
 wrong: by a third worker that has the block too, or by having workers compute it again. For that a request is needed
 whose tokens are those of the block: one of the last that this router has had answered. Where there is none, as when
 another router had it, only a third worker's digest decides. One dispute is settled at a time; those that come meanwhile
@@ -26,14 +26,14 @@ from common.errors import ApiError, NoWorkerError
 from common.kv_digests import block_names
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
 from router.api.asked import Asked, Kind
-from router.api.auditing import ERROR, FAILED, SUSPECTED, UNANSWERED
 from router.api.preparing import receipt_terms
-from router.api.rerunning import FinishedRequest, Rerunning
-from router.api.verdicts import Verdicts
+from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED
+from router.audit.decide import Ask, Passed, Run, Unanswered, Wrong
+from router.audit.kv_check import Dispute, KvCheck, Witness
+from router.audit.rerun import FinishedRequest, Rerunner
+from router.audit.verdicts import Verdicts
 from router.model_registry import ServedModel
 from router.requests.stream import RequestStream
-from router.scheduling.audit import Ask, Passed, Run, Unanswered, Wrong
-from router.scheduling.kv_check import Dispute, KvCheck, Witness
 from router.workers.session import Session
 
 _LABEL_BYTES: Final = 8
@@ -86,7 +86,7 @@ class KvAuditor:
     """Compares the digests of KV blocks that the workers of one router send.
 
     Args:
-        rerunning: runs requests again.
+        rerunner: runs requests again.
         verdicts: what is done about workers that were wrong.
 
     Attributes:
@@ -94,10 +94,10 @@ class KvAuditor:
         counts: disputes, by what came of them.
     """
 
-    def __init__(self, rerunning: Rerunning, verdicts: Verdicts) -> None:
+    def __init__(self, rerunner: Rerunner, verdicts: Verdicts) -> None:
         self.check = KvCheck()
         self.counts: Counter[str] = Counter()
-        self._rerunning = rerunning
+        self._rerunner = rerunner
         self._verdicts = verdicts
         self._recent = RecentRequests()
         self._instances: dict[str, str] = {}
@@ -121,7 +121,7 @@ class KvAuditor:
         kv_class = (session.model.identity, session.numerics)
         witness = Witness(session.worker_id, session.instance_id, kv_class)
         self._instances[session.worker_id] = session.instance_id
-        accepting = self._rerunning.workers(*kv_class)
+        accepting = self._rerunner.workers(*kv_class)
         for each in digests:
             dispute = self.check.take(witness, each.name, each.digest, accepting)
             if dispute is not None and (self._task is None or self._task.done()):
@@ -159,7 +159,7 @@ class KvAuditor:
         case = dispute.case
         if dispute.contradicts_itself:
             return Wrong(case.answer.worker_id, is_certain=True)
-        while isinstance(decision := case.next(self._rerunning.workers(*dispute.kv_class)), Ask):
+        while isinstance(decision := case.next(self._rerunner.workers(*dispute.kv_class)), Ask):
             if found is None:
                 return Unanswered()
             case.runs.append(Run(decision.worker_id, await self._ask(dispute, *found, decision.worker_id)))
@@ -174,7 +174,7 @@ class KvAuditor:
         # The next one is of what it computes now.
         self.check.forget(dispute.kv_class, dispute.name, worker_id)
         # One token behind the block, so that it is computed as any other.
-        await self._rerunning.prefix(finished, token_ids + token_ids[:1], worker_id)
+        await self._rerunner.prefix(finished, token_ids + token_ids[:1], worker_id)
         witness = Witness(worker_id, self._instances.get(worker_id, ""), dispute.kv_class)
         try:
             async with asyncio.timeout(KV_DIGEST_WAIT_S):
@@ -201,7 +201,7 @@ class KvAuditor:
     async def _keep(self, dispute: Dispute, decision: Wrong, finished: FinishedRequest) -> str:
         """Keeps the request with the answer and the digests of all logits of a worker that is not blamed, for
         `fissile verify` to have the blamed one compute them again. Returns the file, "" for none."""
-        others = [worker for worker in self._rerunning.workers(*dispute.kv_class) if worker != decision.worker_id]
+        others = [worker for worker in self._rerunner.workers(*dispute.kv_class) if worker != decision.worker_id]
         if not others or not self._verdicts.keeps:
             return ""
         own = finished.request
@@ -209,7 +209,7 @@ class KvAuditor:
         terms = receipt_terms(finished.kind, asked, finished.model, ids, own.params, own.seed, own.reading)
         again = replace(finished, request=replace(own, receipt=replace(terms, logits_every=1)))
         try:
-            right = await self._rerunning.answer(again, others[0])
+            right = await self._rerunner.answer(again, others[0])
         except ApiError as error:
             log.info("kv audit: no worker computed the answer again", why=str(error))
             return ""
