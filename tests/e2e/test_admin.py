@@ -24,13 +24,13 @@ from google.rpc import error_details_pb2
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_status import rpc_status
 
-from common.cli.admin.cordon import cordon, drain, flush, uncordon
-from common.cli.admin.requests import requests
-from common.cli.admin.routing import reload, routing
-from common.cli.admin.workers import workers
 from common.cli.core.errors import CommandError
 from common.limits import MAX_LOAD_WATCHES
 from common.rpc.durations import to_duration, to_seconds
+from router.cli.cordon import cordon, drain, flush, uncordon
+from router.cli.requests import requests
+from router.cli.routing import reload, routing
+from router.cli.workers import workers
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
 

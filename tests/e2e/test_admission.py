@@ -14,13 +14,13 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.cli.admin.connection import Admin
-from common.cli.admin.workers import as_table
 from common.rpc.api_keys import Role, new_key
 from common.rpc.auth import KeyAccess
 from common.rpc.durations import to_seconds
 from common.rpc.key_store import KeyStore
 from router.api.tenants import TenantPolicy
+from router.cli.connection import Admin
+from router.cli.workers import as_table
 from router.security import RouterSecurity
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.router_bench import FILES, bench, collect, detail, error_of, leftovers, until

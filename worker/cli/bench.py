@@ -14,7 +14,6 @@ import click
 from common.cli.bench.command import measure
 from common.cli.bench.load import Load
 from common.cli.bench.machine import CpuMeter
-from common.cli.bench.offline import OfflineRun
 from common.cli.bench.plan import Plan, plan_options
 from common.cli.bench.records import Record
 from common.cli.bench.service import Terms
@@ -27,6 +26,7 @@ from common.errors import ApiError
 from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
+from worker.cli.offline import OfflineRun
 from worker.cli.worker import worker
 from worker.cli.worker_modes import ENGINE_MODES
 from worker.cli.worker_options import worker_options

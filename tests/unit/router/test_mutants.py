@@ -51,7 +51,7 @@ from tests.unit.common.text import test_chat_template, test_detokenizer, test_pi
 from tests.unit.mutants import Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router import test_validation
-from tests.unit.router.answers import test_reading, test_stream_assembly
+from tests.unit.router.answers import test_logit_digests, test_reading, test_stream_assembly
 from tests.unit.router.answers.channels import test_response, test_response_reference
 from tests.unit.router.answers.channels.responses import FAMILIES
 from tests.unit.router.api import test_pages
@@ -257,6 +257,16 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (
         Mutant("first_type", test_response, "typed", "in types:", "in types[1:]:"),
         (test_response.test_arguments_get_types_as_in_transformers,),
+    ),
+    (
+        Mutant(
+            "any_seal",
+            test_logit_digests,
+            "contradiction",
+            "if receipt.receipt_sha256 != receipt_sha256",
+            "if not receipt_sha256",
+        ),
+        (test_logit_digests.test_a_receipt_that_was_altered_anywhere_contradicts_itself,),
     ),
     (
         Mutant("spelled", SpelledMarkers, "_is_token", "[0] == place", "[0] != place"),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 
-from common.cli.admin.routing import OPTIONS
 from common.errors import ConfigVersionError, InvalidFieldError
 from router.app import router
+from router.cli.routing import OPTIONS
 from router.runtime_config import RELOADABLE, ConfigStore, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.workers.addresses import AddressError
 

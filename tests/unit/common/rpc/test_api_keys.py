@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli.core.errors import CommandError
-from common.cli.keys import keys as keys_command
 from common.limits import KEY_FILE_LOOK_S, MAX_API_KEYS
 from common.rpc.api_keys import ApiKey, KeyFileError, KeyRing, Role, new_key, parse_keys, parse_line
 from common.rpc.key_store import KeyStore
+from router.cli.keys import keys as keys_command
 
 DIGEST = hashlib.sha256(b"key").hexdigest()
 _NAMES = st.text("abcXYZ019_.@/-", min_size=1, max_size=12)

@@ -28,7 +28,6 @@ from common.cli.bench.command import Benchmark, bench, measure
 from common.cli.bench.figures import Setting
 from common.cli.bench.load import ClosedLoop, Extent, Load, OpenLoop
 from common.cli.bench.machine import CpuMeter
-from common.cli.bench.offline import OfflineRun
 from common.cli.bench.plan import Numbers, Objectives, Plan
 from common.cli.bench.records import INTERRUPTED, WRONG_TOKEN_COUNT, Record
 from common.cli.bench.service import Terms
@@ -39,6 +38,7 @@ from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.errors import EngineError
 from tests.scripted_router import PartialRouter
+from worker.cli.offline import OfflineRun
 
 Respond = Callable[["Script", Any, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 

@@ -14,13 +14,13 @@ import grpc
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import Duration, json_option, option
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 from common.rpc.durations import to_duration, to_seconds
+from router.cli.connection import Admin, admin_options
 
 if TYPE_CHECKING:
     from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub

@@ -12,12 +12,12 @@ from fissile.admin.v1 import admin_pb2 as apb
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
 from common.cli.core.options import json_option, option, seconds
 from common.rpc.durations import to_duration, to_seconds
+from router.cli.connection import Admin, admin_options
 
 
 def _duration(text: str) -> Duration:

@@ -6,9 +6,9 @@ import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.admin.workers import as_table
 from common.cli.core.errors import CommandError
 from common.rpc.durations import to_duration
+from router.cli.workers import as_table
 
 
 def test_table_says_state_and_load() -> None:

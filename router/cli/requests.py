@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import click
 from fissile.admin.v1 import admin_pb2 as apb
 
-from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.options import argument, json_option, option
 from common.rpc.durations import to_seconds
+from router.cli.connection import Admin, admin_options
 
 _HEADINGS = ("REQUEST", "TENANT", "METHOD", "MODEL", "STATE", "AGE", "PROMPT", "OUTPUT", "WORKER", "ATTEMPTS")
 _PAGE = 1000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 from fissile.admin.v1 import admin_pb2 as apb
 
-from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Duration, argument, json_option, option
 from common.rpc.durations import to_duration
+from router.cli.connection import Admin, admin_options
 
 _HEADINGS = ("WORKER", "BLOCKS", "")
 
