@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.checks import require as _require
-from common.checks import require_one_of, require_types
-from common.config_parts import (
+from common.params.checks import require as _require
+from common.params.checks import require_one_of, require_types
+from common.params.config_parts import (
     WEIGHT_FORMATS,
     CompilationConfig,
     LayerQuantConfig,

@@ -25,15 +25,15 @@ from common.errors import (
     OtherModelStateError,
     UnknownModelError,
 )
-from common.heads import CLASSIFIER, OUTPUT_HEAD, Head
 from common.limits import MAX_BLOCK_TOKENS, MAX_MODEL_LEN
-from common.pooling import Pooling
-from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
-from common.rpc.head_protos import told_head
-from common.rpc.pooling_protos import told_pooling
-from common.sampling_params import SamplingParams, model_defaults
+from common.params.pooling import Pooling
+from common.params.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
+from common.wire.head_protos import told_head
+from common.wire.heads import CLASSIFIER, OUTPUT_HEAD, Head
+from common.wire.pooling_protos import told_pooling
+from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
 from router.answers.channels.form import ResponseForm, response_form
 from router.rerank_template import RERANK_ROLES, rerank_template
 

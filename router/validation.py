@@ -20,7 +20,6 @@ from common.errors import (
     PromptTooLongError,
     TextTooLongError,
 )
-from common.ids import check_id
 from common.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
@@ -42,10 +41,11 @@ from common.limits import (
     MAX_STOP_TOKEN_SEQUENCES,
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
-from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
+from common.params.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
+from common.params.sampling_masks import check_bias_ids
+from common.params.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 from common.rpc.unsupported_fields import refuse_unserved
-from common.sampling_masks import check_bias_ids
-from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from common.wire.ids import check_id
 from router.answers.tools import check_tools
 from router.json_text import json_object
 

@@ -31,9 +31,9 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _LANGUAGES = {".py": "python", ".mjs": "javascript", ".yaml": "yaml", ".sh": "bash", ".json": "json"}
 _LIBRARY = {
     "worker.llm_engine": ("LLMEngine", "StreamOutput"),
-    "common.sampling_params": ("SamplingParams",),
+    "common.params.sampling_params": ("SamplingParams",),
     "common.config": ("Config",),
-    "common.config_parts": ("ParallelConfig", "CompilationConfig", "QuantizationConfig", "LayerQuantConfig"),
+    "common.params.config_parts": ("ParallelConfig", "CompilationConfig", "QuantizationConfig", "LayerQuantConfig"),
     "common.errors": ("InvalidFieldError", "DuplicateRequestError", "NoTokenizerError"),
 }
 # The reference of the library comes behind it.

@@ -81,7 +81,7 @@ RULES = {
             ),
             "worker/config/transformers_config.py": (
                 names("transformers"),
-                "its config classes, which need no PyTorch (common/deferred_torch.py)",
+                "its config classes, which need no PyTorch (common/text/deferred_torch.py)",
             ),
         },
     ),
@@ -160,12 +160,13 @@ RULES = {
     "router/runtime_config.py": Rule(WORLD | GRPC, {}),
     "router/model_registry.py": Rule(WORLD | GRPC, {}),
     "router/validation.py": Rule(WORLD | GRPC, {}),
-    "common/block_hash.py": Rule(WORLD | GRPC, {}),
+    "common/wire/block_hash.py": Rule(WORLD | GRPC, {}),
     "common/delay_gate.py": Rule(WORLD | GRPC, {}),
-    "common/sampling_params.py": Rule(WORLD | GRPC, {}),
+    "common/params/sampling_params.py": Rule(WORLD | GRPC, {}),
     "common/process": Rule(
         WORLD | GRPC,
         {
+            "common/process/available_memory.py": (IO, "reads how much memory there is"),
             "common/process/exec_child.py": (IO, "becomes another program"),
             "common/process/tasks.py": (WORLD, EVENT_LOOP),
         },

@@ -16,7 +16,7 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
-from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from tests.shapes import NAMED
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")

@@ -25,15 +25,15 @@ from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoOutputHeadError, NoTokenizerError
 from common.hub import HubError, model_folder
-from common.logprob_rows import TokenLogprobs, added, unpack
-from common.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
-from common.sampling_masks import check_tokens_left
-from common.sampling_params import SamplingParams, TokenSequences
+from common.params.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
+from common.params.sampling_masks import check_tokens_left
+from common.params.sampling_params import SamplingParams, TokenSequences
 from common.step_defaults import PREFILL_SLICE_S, default_scheduling_policy, default_token_budget
 from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
+from common.wire.logprob_rows import TokenLogprobs, added, unpack
 from worker.config.engine_config import with_pool, with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.vector_config import checkpoint_pooling

@@ -16,9 +16,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import ApiError, MalformedRequestError, RequestTimeoutError
-from common.interruption import InterruptedWorkError, Interruptible
 from common.limits import MAX_UNREAD_CALLS, REQUEST_READ_TIMEOUT_S
 from common.rpc.errors import abort
+from common.rpc.interruption import InterruptedWorkError, Interruptible
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

@@ -31,13 +31,13 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from common.draft_counts import Counts
 from common.errors import ApiError
 from common.limits import TELEMETRY_SHUTDOWN_S
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, harmless
 from common.telemetry.logs import current_trace_id
+from common.wire.draft_counts import Counts
 
 Metadata = Iterable[tuple[str, str | bytes]]
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from common.deferred_torch import deferred_torch
+from common.text.deferred_torch import deferred_torch
 
 if find_spec("transformers") is None:
     # Raised at import, so that a command fails at its start and not at the first tokenizer.

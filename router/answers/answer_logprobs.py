@@ -1,6 +1,6 @@
 """Logprobs of one answer on their way to the client, in step with its tokens.
 
-Rows (common/logprob_rows.py) stay bytes until a message is made of them. Invariants:
+Rows (common/wire/logprob_rows.py) stay bytes until a message is made of them. Invariants:
   * Rows of given tokens are taken iff they continue what is there; all of them are there before the first token.
   * Of generated tokens there is a row for each that the client gets, and none else.
 """
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.limits import MAX_MESSAGE_LOGPROBS
-from common.logprob_rows import added, raw_logprobs
-from common.logprobs import LogprobLayout
-from common.sampling_params import SamplingParams
+from common.params.logprobs import LogprobLayout
+from common.params.sampling_params import SamplingParams
+from common.wire.logprob_rows import added, raw_logprobs
 
 
 class LogprobRows(NamedTuple):

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.draft_counts import Counts
 from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
 from common.limits import MAX_SPECULATIVE_TOKENS
-from common.peer_numbers import counted
+from common.wire.draft_counts import Counts
+from common.wire.peer_numbers import counted
 from router.answers.answer_logprobs import ChunkLogprobs
 from router.answers.channels.parser import Part
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, UnservedMethodError
-from common.pooling import EMBED_PARAMS, Pooling, finished
-from common.rpc.pooling_protos import pooling_of, public_pooling
+from common.params.pooling import EMBED_PARAMS, Pooling, finished
+from common.wire.pooling_protos import pooling_of, public_pooling
 from router.api.asked import Asked
 from router.api.gathering import Gathering, Part, pooled_states
 from router.model_registry import ServedModel

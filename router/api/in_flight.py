@@ -17,7 +17,7 @@ from common.errors import (
     SupersededError,
     UnknownRequestError,
 )
-from common.interruption import InterruptedWorkError, Interruptible
+from common.rpc.interruption import InterruptedWorkError, Interruptible
 from router.requests.stream import RequestStream
 
 

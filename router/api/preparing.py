@@ -15,14 +15,14 @@ from fissile.receipts import RequestDigest, canonical_params, confining
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
-from common.adoption import AdoptionKeys
-from common.block_hash import GRANULE_BLOCKS
 from common.errors import NoTokenizerError, ResumeMismatchError, UnservedByWorkersError
 from common.limits import MAX_SENT_LOGPROBS
-from common.sampling_masks import check_tokens_left
-from common.sampling_params import SamplingParams
+from common.params.sampling_masks import check_tokens_left
+from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.text.stop_strings import StopStrings
+from common.wire.adoption import AdoptionKeys
+from common.wire.block_hash import GRANULE_BLOCKS
 from router.answers.answer_logprobs import AnswerLogprobs
 from router.answers.delivered_text import DeliveredText
 from router.answers.delivered_tokens import DeliveredTokens

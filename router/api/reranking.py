@@ -15,7 +15,7 @@ import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NotARerankerError
-from common.pooling import EMBED_PARAMS, LABELS
+from common.params.pooling import EMBED_PARAMS, LABELS
 from router.api.asked import Asked
 from router.api.gathering import Gathering, Part, pooled_states
 from router.api.responses import token_logprobs

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import UnservedMethodError
-from common.logprob_rows import added
+from common.wire.logprob_rows import added
 from router.api.asked import Asked
 from router.api.gathering import Gathering, Part
 from router.api.responses import token_logprobs

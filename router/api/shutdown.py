@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from common.errors import RouterEndingError
-from common.interruption import InterruptedWorkError, Interruptible
+from common.rpc.interruption import InterruptedWorkError, Interruptible
 
 
 class OpenCalls:

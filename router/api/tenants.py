@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from common.errors import PermissionDeniedError, PriorityNotAllowedError, TenantLimitError
-from common.ids import check_id
 from common.limits import MAX_QUEUE_RETRY_S, MAX_TENANT_BYTES, MIN_QUEUE_RETRY_S
-from common.priority import PRIORITIES
+from common.wire.ids import check_id
+from common.wire.priority import PRIORITIES
 from router.scheduling.fair_queue import CLASS_NAMES, NORMAL
 
 TENANT_KEY = "x-fissile-tenant"

@@ -23,8 +23,8 @@ import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
-from common.kv_digests import block_names
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
+from common.wire.kv_digests import block_names
 from router.api.asked import Asked, Kind
 from router.api.preparing import receipt_terms
 from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED

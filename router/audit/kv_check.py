@@ -1,8 +1,8 @@
 """Compares digests of KV blocks that workers send: two of one numerics class that differ show a fault.
 
 Pure. A digest is of a block's contents when it was published, under a name that stands for all tokens up to its end
-(common/kv_digests.py): healthy workers of one class say the same, and a worker says the same whenever it computes the
-block again. Invariants: at most `capacity` blocks are remembered, the ones last spoken of, with the newest
+(common/wire/kv_digests.py): healthy workers of one class say the same, and a worker says the same whenever it computes
+the block again. Invariants: at most `capacity` blocks are remembered, the ones last spoken of, with the newest
 MAX_WITNESSES workers of each; what an instance of a worker has said counts as long as no other instance of it speaks.
 """
 

@@ -14,7 +14,7 @@ from typing import Final
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NoWorkerError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from router.api.asked import AnswerRequest, Kind
 from router.api.preparing import Preparing, receipt_terms
 from router.api.replaying import Replayed, Replaying

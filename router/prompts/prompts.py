@@ -22,7 +22,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import GRAMMAR, JSON_SCHEMA, Constraint
 from common.constraints.lark import HEADER
@@ -36,10 +35,11 @@ from common.errors import (
     UnservedByWorkersError,
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
-from common.sampling_params import TokenSequences
+from common.params.sampling_params import TokenSequences
 from common.text.bad_words import bad_words_token_ids
 from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from router.answers.confinement import Confinement
 from router.answers.reading import Reading
 from router.answers.tools import template_tools

@@ -15,15 +15,15 @@ import grpc
 from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.adoption import delivered_digest
 from common.constraints.library import ENGINE
 from common.errors import ApiError, NoWorkerError
-from common.pooling import MEAN, Pooling
-from common.rpc.pooling_protos import worker_pooling
-from common.rpc.sampling_protos import sampling_to_proto
-from common.sampling_params import SamplingParams
+from common.params.pooling import MEAN, Pooling
+from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
+from common.wire.adoption import delivered_digest
+from common.wire.pooling_protos import worker_pooling
+from common.wire.sampling_protos import sampling_to_proto
 from router.answers.reading import Reading
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk

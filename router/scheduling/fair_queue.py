@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
-from common.priority import PRIORITIES
+from common.wire.priority import PRIORITIES
 from router.scheduling.lazy_heap import LazyMinHeap
 
 if TYPE_CHECKING:

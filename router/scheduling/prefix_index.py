@@ -1,8 +1,8 @@
 """Index of the prefixes that each worker has in its cache, in granules of 8 blocks.
 
-A granule is named by the chain hash of its last block, which stands for the whole prefix (`common.block_hash`). What
-the workers hold they say themselves (KvEvents of the Session), whoever sent it to them; what this router has just sent
-counts for EXPECTED_S without that. The index is a hint: workers compare tokens, whatever this says.
+A granule is named by the chain hash of its last block, which covers the whole prefix (common/wire/block_hash.py).
+Workers report the blocks they hold (KvEvents of the Session), from whichever router the prompt came. A prompt that this
+router has just sent counts for EXPECTED_S without a report. The index is a hint: workers compare the tokens.
 
 Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 8 owners of 16 bits: 24 bytes
 an entry. The index begins small and grows as it is filled, by linear hashing (Litwin 1980): one bucket after the other

@@ -20,8 +20,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
-from common.protocol import ADOPTION_MINOR
 from common.rpc.tls import Dialer
+from common.wire.protocol import ADOPTION_MINOR
 from router.answers.stream_assembly import GapError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
 from router.prompts.tokenizer_store import TokenizerStore

@@ -22,8 +22,8 @@ from typing import Final, Protocol
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
-from common.peer_numbers import as_uint32, as_uint64, counted
-from common.protocol import PROTO_MINOR
+from common.wire.peer_numbers import as_uint32, as_uint64, counted
+from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import FirstTokenInfo
 from router.scheduling.failover import Loss

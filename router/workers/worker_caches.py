@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.protocol import KV_EPOCH_MINOR
+from common.wire.protocol import KV_EPOCH_MINOR
 from router.scheduling.binding import Binding
 from router.scheduling.placement import CacheChange
 from router.workers.kv_cursor import Continuity, KvEventCursor

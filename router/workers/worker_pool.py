@@ -21,11 +21,11 @@ from typing import Final, Protocol
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.draft_counts import add_counts
 from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
-from common.peer_numbers import counted, rate
 from common.process.tasks import keep_running
 from common.rpc.tls import Dialer, is_loopback
+from common.wire.draft_counts import add_counts
+from common.wire.peer_numbers import counted, rate
 from router.answers.stream_chunk import drafts_of
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.prompts.tokenizer_store import TokenizerStore

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from common.draft_counts import Counts
 from common.limits import RECONNECT_S, VIOLATION_MEMORY_S
+from common.wire.draft_counts import Counts
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneStatus
 from router.workers.conduct import Conduct

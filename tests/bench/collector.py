@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.session.support import submit_group
 from worker.cli.worker import SWITCH_INTERVAL_S
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput

@@ -23,7 +23,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B

@@ -30,7 +30,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.cli.serve.demo_drafts import DEMO_HEAD
 from common.config import SpeculativeConfig
-from common.config_parts import EAGLE3
+from common.params.config_parts import EAGLE3
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import wait_workers
 from worker.llm_engine import LLMEngine, default_config

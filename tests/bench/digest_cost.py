@@ -17,7 +17,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 
 # isort: split
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B
 from worker.config.model_config import ModelConfig

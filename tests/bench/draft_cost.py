@@ -22,7 +22,7 @@ import torch
 
 from common.cli.serve.demo_drafts import DEMO_HEAD
 from common.config import SpeculativeConfig
-from common.config_parts import EAGLE3
+from common.params.config_parts import EAGLE3
 from worker.llm_engine import LLMEngine, default_config
 from worker.model.model_runner import ModelRunner
 from worker.model.speculation.draft_proposer import SampledStep

@@ -24,7 +24,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.bench.gpu_steps import GREEDY, WAYS
 from worker.llm_engine import LLMEngine
 

@@ -28,7 +28,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.bench.gpu_transformers import Throughput, Transformers, Work, compare
 from tests.checkpoints import make_checkpoint
 from tests.shapes import NAMED

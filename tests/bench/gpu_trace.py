@@ -26,7 +26,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.bench.gpu_steps import GREEDY
 from worker.llm_engine import LLMEngine
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.llm_engine import LLMEngine
 
 # Tokens of a page of its cache, its default.

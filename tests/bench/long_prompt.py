@@ -24,7 +24,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
 from worker.engine.core import EngineCore

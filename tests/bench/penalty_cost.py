@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.interface import KernelBackend, SampleParams
 from kernels.penalties import Penalties
 from kernels.select import select_backend

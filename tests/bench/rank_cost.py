@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.available_memory import available_memory
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.process.available_memory import available_memory
 from tests.checkpoints import make_checkpoint
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig

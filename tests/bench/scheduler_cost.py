@@ -23,7 +23,7 @@ import time
 import numpy as np
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence

@@ -25,7 +25,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import torch
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
+from common.params.config_parts import NGRAM
 from tests.bench.decode_step import SHAPES
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig

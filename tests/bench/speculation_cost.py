@@ -25,8 +25,8 @@ import structlog
 from typing_extensions import override
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence

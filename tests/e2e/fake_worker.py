@@ -16,9 +16,9 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 
-from common.kv_digests import block_names
 from common.limits import HEARTBEAT_S, TOKENIZER_CHUNK_BYTES
 from common.text.tokenizer import files_sha256
+from common.wire.kv_digests import block_names
 from tests.unit.router.support import EOS, small_tokenizer
 
 Answer = Callable[[wpb.SubmitSequence], list[int]]

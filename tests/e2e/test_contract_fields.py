@@ -10,8 +10,8 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain, salt_root
 from common.text.tokenizer import files_sha256
+from common.wire.block_hash import hash_chain, salt_root
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.router_bench import FILES, TOKENIZER, bench, collect, error_of, request
 from tests.unit.router.support import EOS, tokenizer_files

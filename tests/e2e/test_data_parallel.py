@@ -16,7 +16,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.config import ParallelConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, free_port, running
 from worker.config.model_config import ModelConfig

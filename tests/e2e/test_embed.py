@@ -20,10 +20,10 @@ from google.rpc import error_details_pb2
 
 from common.config import Config
 from common.limits import MAX_PROMPTS_AT_ONCE
-from common.pooling import LAST, MEAN, Pooling
-from common.rpc.pooling_protos import public_pooling
+from common.params.pooling import LAST, MEAN, Pooling
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
+from common.wire.pooling_protos import public_pooling
 from router.rerank_template import rerank_template
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker, short

@@ -19,8 +19,8 @@ from google.rpc import error_details_pb2
 
 from common.cli.serve.first_question import next_steps
 from common.config import Config
-from common.heads import CLASSIFIER, NO_HEAD
-from common.pooling import LABELS
+from common.params.pooling import LABELS
+from common.wire.heads import CLASSIFIER, NO_HEAD
 from examples.semantic_search import INSTRUCTION
 from tests.checkpoints import make_checkpoint
 from tests.covering import slow_but

@@ -14,7 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
-from common.kv_digests import block_names
+from common.wire.kv_digests import block_names
 from router.audit import kv_auditor as kv_auditing
 from router.audit.answer_auditor import AuditOptions
 from router.audit.kv_auditor import KvAuditor

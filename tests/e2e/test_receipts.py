@@ -14,7 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import files_sha256
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from tests.e2e.fake_worker import FakeWorker, letters, short

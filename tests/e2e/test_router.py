@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 
-from common.block_hash import hash_chain, salt_root
 from common.limits import MAX_FRAME_TOKENS
 from common.rpc.unsupported_fields import field_paths
+from common.wire.block_hash import hash_chain, salt_root
 from router.app import Router
 from router.options import RouterOptions
 from router.scheduling.failover import FailoverOptions

@@ -24,7 +24,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.cli.bench.command import bench
 from common.config import Config, SpeculativeConfig
-from common.draft_counts import add_counts
+from common.wire.draft_counts import add_counts
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Answer, Service, free_port, running_service
 from worker.llm_engine import LLMEngine

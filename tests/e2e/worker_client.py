@@ -13,7 +13,7 @@ import tokenizers
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
-from common.block_hash import hash_chain
+from common.wire.block_hash import hash_chain
 
 VOCAB_SIZE = 500
 EOS_ID = 499

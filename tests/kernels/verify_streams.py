@@ -31,7 +31,7 @@ from fissile.client import Client
 from fissile.v1 import inference_pb2 as pb
 
 from common.config import MIXED, CompilationConfig, Config, SpeculativeConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.e2e.service import REPOSITORY, running_service
 from worker.config.model_config import ModelConfig
 from worker.llm_engine import LLMEngine

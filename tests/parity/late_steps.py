@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
 from tests.parity.drafts import launched, sampled

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from common.config_parts import MTP
+from common.params.config_parts import MTP
 from kernels.cpu.backend import CpuBackend
 from kernels.select import CPU, CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.interface import AttentionMetaData, KernelBackend, KVSpec
 from tests.checkpoints import make_checkpoint
 from tests.native import backend_or_skip

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import EAGLE3
+from common.params.config_parts import EAGLE3
 from common.text.tokenizer import Tokenizer
 from deploy.demo import batches, draft_head
 from deploy.demo.questions import questions

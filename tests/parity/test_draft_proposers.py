@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import MIXED, PREFILL_FIRST, Config, ParallelConfig, SpeculativeConfig
-from common.config_parts import DRAFT_MODEL, EAGLE3, MTP
 from common.constraints.forms import Constraint
-from common.logprobs import PROCESSED
-from common.sampling_params import SamplingParams
+from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP
+from common.params.logprobs import PROCESSED
+from common.params.sampling_params import SamplingParams
 from kernels.interface import SampleParams
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint

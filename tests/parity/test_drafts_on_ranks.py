@@ -17,8 +17,8 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
+from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
 from tests.covering import slow_but
 from tests.parity.draws import changes_of_logits

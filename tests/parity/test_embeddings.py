@@ -14,8 +14,8 @@ import torch
 
 from common.config import MIXED, PREFILL_FIRST, Config
 from common.errors import InvalidFieldError
-from common.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
-from common.sampling_params import SamplingParams
+from common.params.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
+from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.covering import slow_but

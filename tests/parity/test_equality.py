@@ -22,12 +22,12 @@ import pytest
 import torch
 
 from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.config_parts import NGRAM
 from common.constraints.forms import Constraint
 from common.constraints.lark import canonical
 from common.limits import MOST_FORCED
-from common.logprobs import LOGPROBS_KINDS
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.logprobs import LOGPROBS_KINDS
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
 from kernels.interface import KernelBackend

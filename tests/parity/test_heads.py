@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import NoOutputHeadError
-from common.heads import CLASSIFIER, NO_HEAD
-from common.pooling import LABELS, LAST, Pooling
+from common.params.pooling import LABELS, LAST, Pooling
+from common.wire.heads import CLASSIFIER, NO_HEAD
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.covering import slow_but

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
 from tests.native import backend_or_skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from common.config import Config
 from common.errors import InvalidFieldError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from deploy.demo.questions import questions
 from tests.native import backend_or_skip
 from worker.config.model_config import ModelConfig, ModelError

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from common.config import SCHEDULING_POLICIES, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.cpu import library
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint

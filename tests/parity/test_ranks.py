@@ -20,7 +20,7 @@ import torch.distributed
 import xxhash
 
 from common.config import Config, ParallelConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.select import select_backend
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from tests.covering import slow_but

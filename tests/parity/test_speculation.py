@@ -16,8 +16,8 @@ from typing import Any, Final
 import pytest
 
 from common.config import MIXED, SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.config_parts import NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.covering import covering

@@ -17,9 +17,9 @@ from functools import partial
 import pytest
 from fissile.v1 import inference_pb2 as pb
 
-from common.adoption import AdoptionKeys
-from common.block_hash import hash_chain
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.adoption import AdoptionKeys
+from common.wire.block_hash import hash_chain
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.running import RunningRequests

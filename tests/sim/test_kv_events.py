@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PrefixAware
 from router.workers.kv_cursor import KvEventCursor

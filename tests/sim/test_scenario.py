@@ -13,10 +13,10 @@ import xxhash
 from fissile.receipts import RequestDigest
 from fissile.v1 import inference_pb2 as pb
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import ReceiptTerms, RoutedRequest

@@ -9,11 +9,11 @@ from typing import Any, Final
 from common.cli.core.errors import CommandError
 from common.cli.core.tls_options import server_tls
 from common.config import CompilationConfig, Config, ParallelConfig
-from common.config_parts import NGRAM
 from common.errors import ApiError
 from common.files import UnreadableFileError, read_file
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import MAX_SECRET_BYTES
+from common.params.config_parts import NGRAM
 from common.rpc.auth import PeerAccess
 from common.step_defaults import default_scheduling_policy, default_token_budget
 from worker.config.engine_config import default_weights_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 
 if TYPE_CHECKING:
     import torch

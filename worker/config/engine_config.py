@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.checks import require
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_KV_BLOCKS
+from common.params.checks import require
 from worker.config.model_config import ModelConfig
 from worker.config.special_tokens import tokenizer_eos_id
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from common.config import DTYPES, QuantizationConfig
 from common.files import UnreadableFileError, read_json_file
-from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from common.limits import MAX_CONFIG_FILE_BYTES
-from common.sampling_params import SamplingParams, model_defaults
+from common.params.sampling_params import SamplingParams, model_defaults
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 from worker.config.architectures import draft_head_arch_dict, model_type, parted, support_model_arch_dict
 from worker.config.quantization import parse_quantization
 from worker.config.stored_names import stored_names

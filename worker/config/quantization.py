@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from common.config_parts import WEIGHT_FORMATS, LayerQuantConfig, QuantizationConfig, weight_formats
 from common.errors import InvalidFieldError
+from common.params.config_parts import WEIGHT_FORMATS, LayerQuantConfig, QuantizationConfig, weight_formats
 
 Spec = Mapping[str, Any]
 

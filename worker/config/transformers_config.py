@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any, Final
 
-from common.deferred_torch import deferred_torch
 from common.limits import MAX_MODEL_LAYERS
+from common.text.deferred_torch import deferred_torch
 
 # Entries that the classes do not get. With a dtype they import PyTorch, and for each label they make a name. Their
 # defaults for special token ids are the ids of the family's first model.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from common.files import UnreadableFileError, read_json_file
 from common.limits import MAX_CONFIG_FILE_BYTES
-from common.pooling import LAST, MEAN, Pooling
+from common.params.pooling import LAST, MEAN, Pooling
 from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelError
 

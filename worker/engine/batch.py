@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.pooling import MEAN, Pooling
-from common.sampling_params import SamplingParams
+from common.params.pooling import MEAN, Pooling
+from common.params.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
@@ -522,7 +522,7 @@ class ScheduledBatchOutput:
     come from there on. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of
     the token.
 
-    `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
+    `logprobs` has rows (common/wire/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
     without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
     of `ScheduledBatch.digested_blocks`. None where there are none.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.config import Config
-from common.kv_digests import block_name, is_chosen
+from common.wire.kv_digests import block_name, is_chosen
 from worker.engine.sequence import Sequence
 
 

@@ -44,7 +44,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class GivenLogprobs:
-    """Rows of logprobs (common/logprob_rows.py), `width` bytes each, of given tokens from position `first_pos` on."""
+    """Logprob rows (common/wire/logprob_rows.py), `width` bytes each, of given tokens from position `first_pos` on."""
 
     first_pos: int
     width: int
@@ -62,7 +62,7 @@ class RequestOutput:
         finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`,
             `constraint`, `constraint_failed`.
         first_pos: absolute position of the first new token.
-        logprobs: a row for each new token (common/logprob_rows.py), where they are wanted.
+        logprobs: a row for each new token (common/wire/logprob_rows.py), where they are wanted.
         given: logprobs of given tokens, where they are wanted; before any new token.
         start: with the first tokens of this attempt.
         end: with its last output.

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.pooling import MEAN, Pooling
+from common.params.pooling import MEAN, Pooling
 
 # States are below 2^16 behind a norm, and sequences shorter than 2^18 tokens: sums stay below 2^62.
 MEAN_SCALE: Final = float(1 << 28)

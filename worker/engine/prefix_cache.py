@@ -27,9 +27,9 @@ from array import array
 from collections import OrderedDict
 from typing import Final, TypeAlias
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.limits import MAX_CACHE_SALTS
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from worker.engine.sequence import Sequence
 
 # Roots have node ids <= 0, blocks > 0.

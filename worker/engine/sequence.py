@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.draft_counts import DraftCounter
-from common.pooling import MEAN, Pooling
-from common.sampling_params import SamplingParams
+from common.params.pooling import MEAN, Pooling
+from common.params.sampling_params import SamplingParams
+from common.wire.draft_counts import DraftCounter
 from worker.engine.pooling import PooledStates
 
 _ids = itertools.count()
@@ -179,8 +179,8 @@ class Sequence:
         hash_root: parent hash of the first block, None without salt and adapter (docs/determinism.md).
         priority: its class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
-        block_hashes: of its first full blocks, from who has made them already (common.block_hash); the block manager
-            adds to them.
+        block_hashes: of its first full blocks (common/wire/block_hash.py), as far as the caller has made them; the
+            block manager adds to them.
         packed_ids: its tokens as uint32, likewise.
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
         logits_every: the logits of every n-th generated token are digested, 0 for none.

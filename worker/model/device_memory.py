@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.model.model_runner import ModelRunner

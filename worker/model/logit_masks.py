@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.interface import AllowedIds, BiasedIds, MaskedIds
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import TokenHistory

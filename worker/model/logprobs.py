@@ -1,4 +1,4 @@
-"""From rows of logits to rows of logprobs (common/logprob_rows.py).
+"""From rows of logits to rows of logprobs (common/wire/logprob_rows.py).
 
 What a device computes is begun with the step, and fetched with its tokens. Raw logprobs are of the logits as they are
 before anything is written into them; those of the processed distribution are computed on the host, by the reference, of
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.logprob_rows import Words, rows_table
-from common.logprobs import LogprobLayout
-from common.sampling_params import SamplingParams
+from common.params.logprobs import LogprobLayout
+from common.params.sampling_params import SamplingParams
+from common.wire.logprob_rows import Words, rows_table
 from kernels import logprobs
 from kernels.interface import LogitStats, SamplingOps
 from kernels.upload import to_device

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
-from common.pooling import LAST, Pooling
+from common.params.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import CPU_BACKENDS, select_backend

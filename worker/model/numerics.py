@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.config.model_config import ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.pooling import LABELS, MEAN
+from common.params.pooling import LABELS, MEAN
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch
 from worker.engine.pooling import MEAN_LIMIT, MEAN_SCALE

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from common.available_memory import available_memory
 from common.config import Config
 from common.constraints.library import ENGINE
 from common.errors import InvalidFieldError
+from common.process.available_memory import available_memory
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter

@@ -17,15 +17,15 @@ import msgpack
 import numpy as np
 
 from common.config import Config
-from common.config_parts import (
+from common.limits import MAX_RANK_FRAME_BYTES
+from common.params.config_parts import (
     CompilationConfig,
     LayerQuantConfig,
     ParallelConfig,
     QuantizationConfig,
     SpeculativeConfig,
 )
-from common.limits import MAX_RANK_FRAME_BYTES
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatchOutput
 
 _LENGTH: Final = struct.Struct("<I")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, TokenHistory
 
 # Tokens that are kept, or twice those of a batch if that is more; beyond them both ends begin anew.

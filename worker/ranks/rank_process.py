@@ -22,11 +22,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from common.available_memory import available_memory
 from common.config import Config
 from common.errors import ApiError
 from common.files import parse_json
 from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.process.available_memory import available_memory
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
 from worker.config.model_config import ModelConfig, ModelError

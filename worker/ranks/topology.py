@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field
 
-from common.checks import require
+from common.params.checks import require
 
 _ADDRESS = re.compile(r"tcp://(\[[^\]]+\]|[^:/\[\]]+):(\d{1,5})")
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.adoption import delivered_digest
 from common.limits import MAX_ORPHANS_PER_FRAME
+from common.wire.adoption import delivered_digest
 
 
 @dataclass(frozen=True, slots=True)

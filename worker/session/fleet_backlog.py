@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.peer_numbers import counted
+from common.wire.peer_numbers import counted
 from worker.session.assembly_room import AssemblyRoom
 
 

@@ -17,10 +17,10 @@ from common.limits import (
     MAX_STOP_TOKEN_SEQUENCE,
     MAX_STOP_TOKEN_SEQUENCES,
 )
-from common.logprobs import LOGPROB_FIELDS
-from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
-from common.sampling_masks import check_bias_ids, check_tokens_left
-from common.sampling_params import SamplingParams
+from common.params.logprobs import LOGPROB_FIELDS
+from common.params.sampling_masks import check_bias_ids, check_tokens_left
+from common.params.sampling_params import SamplingParams
+from common.wire.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
 from worker.engine.sequence import Priority
 
 

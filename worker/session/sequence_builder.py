@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain, salt_root
 from common.errors import InvalidFieldError, NoOutputHeadError, PromptTooLongError
-from common.heads import OUTPUT_HEAD, Head
-from common.pooling import LABELS, Pooling
-from common.sampling_params import SamplingParams
+from common.params.pooling import LABELS, Pooling
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import hash_chain, salt_root
+from common.wire.heads import OUTPUT_HEAD, Head
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
 

@@ -25,7 +25,6 @@ from common.errors import (
     NoWorkerError,
     QueueFullError,
 )
-from common.ids import check_id
 from common.limits import (
     LEASE_S,
     MAX_REQUEST_ID_BYTES,
@@ -43,6 +42,7 @@ from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
 from common.telemetry.request_record import current_record, shown
 from common.telemetry.tracing import Tracing, trace_id_of
+from common.wire.ids import check_id
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
 from worker.session.adoption import Orphans

@@ -16,7 +16,6 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, InvalidFieldError, PermissionDeniedError
-from common.ids import check_id
 from common.limits import (
     HEARTBEAT_S,
     MAX_ALL_ASSEMBLING_BYTES,
@@ -27,9 +26,10 @@ from common.limits import (
     MAX_ROUTER_SEQS,
     MIN_LEASE_S,
 )
-from common.peer_numbers import as_uint32
-from common.protocol import ADOPTION_MINOR, PROTO_MINOR
 from common.rpc.unsupported_fields import refuse_unlisted
+from common.wire.ids import check_id
+from common.wire.peer_numbers import as_uint32
+from common.wire.protocol import ADOPTION_MINOR, PROTO_MINOR
 from worker.session import request_validation
 from worker.session.cache_events import KvCursor
 from worker.session.fleet_backlog import FleetLanes

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config
-from common.config_parts import SpeculativeConfig
-from common.heads import OUTPUT_HEAD, Head
-from common.peer_numbers import as_uint32, as_uint64
-from common.pooling import Pooling
-from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
-from common.rpc.head_protos import worker_head
-from common.rpc.pooling_protos import worker_pooling
+from common.params.config_parts import SpeculativeConfig
+from common.params.pooling import Pooling
+from common.wire.head_protos import worker_head
+from common.wire.heads import OUTPUT_HEAD, Head
+from common.wire.peer_numbers import as_uint32, as_uint64
+from common.wire.pooling_protos import worker_pooling
+from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
 from worker.config.vector_config import RelevanceTokens
 from worker.engine.load import LoadReport
 from worker.session.sequence_builder import EngineLimits

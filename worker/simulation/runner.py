@@ -14,9 +14,9 @@ from mmap import mmap
 
 import numpy as np
 
-from common.logprob_rows import rows_table
-from common.logprobs import LogprobLayout
-from common.pooling import LABELS, MEAN, Pooling
+from common.params.logprobs import LogprobLayout
+from common.params.pooling import LABELS, MEAN, Pooling
+from common.wire.logprob_rows import rows_table
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.pooling import MEAN_SCALE, PooledStates
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork

@@ -12,9 +12,9 @@ from types import MappingProxyType
 import structlog
 import torch
 
-from common.config_parts import QuantizationConfig
 from common.files import UnreadableFileError, is_regular, read_json_file
 from common.limits import MAX_WEIGHT_INDEX_BYTES
+from common.params.config_parts import QuantizationConfig
 from kernels.interface import QuantizedWeight
 from worker.config.model_config import ModelError
 from worker.config.stored_names import INDEX_FILE

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from common.config_parts import LayerQuantConfig, QuantizationConfig
+from common.params.config_parts import LayerQuantConfig, QuantizationConfig
 from worker.config.model_config import ModelError
 from worker.weights.safetensors_file import Entry, Shape
 from worker.weights.stored_tensors import FloatTensor, QuantizedTensor, StoredTensor, matrix_shape, scales_shape

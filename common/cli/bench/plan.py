@@ -20,7 +20,7 @@ from common.cli.client.generate import given
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Duration, option, seconds
 from common.cli.core.tls_options import apply
-from common.sampling_params import DISTRIBUTION_FIELDS
+from common.params.sampling_params import DISTRIBUTION_FIELDS
 
 DEFAULT_CONCURRENCY: Final = (1, 8, 32)
 DEFAULT_INPUT: Final = Lengths(32, 256)

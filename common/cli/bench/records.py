@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from common.draft_counts import Counts
+from common.wire.draft_counts import Counts
 
 OK: Final = "OK"
 # Not statuses of gRPC: an answer of another length than asked for, and a request that Ctrl-C ended.

@@ -19,7 +19,7 @@ from common.cli.bench.records import Record
 from common.cli.bench.service import RouterClient, Run, Terms
 from common.cli.bench.workload import Work
 from common.cli.core.client import Credentials, call_failed, open_channel
-from common.draft_counts import Counts, add_counts
+from common.wire.draft_counts import Counts, add_counts
 
 PROGRESS_EVERY_S: Final = 0.2
 # Gets the records so far and the number of requests in flight.

@@ -26,8 +26,8 @@ from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.constraints.forms import FORMS, GRAMMAR, JSON_SCHEMA
 from common.errors import ApiError
-from common.logprobs import LOGPROBS_KINDS
-from common.sampling_params import SamplingParams
+from common.params.logprobs import LOGPROBS_KINDS
+from common.params.sampling_params import SamplingParams
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
 # Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from common.cli.core.errors import CommandError
 from common.limits import MAX_REQUEST_BYTES
-from common.logprobs import LOGPROB_FIELDS
+from common.params.logprobs import LOGPROB_FIELDS
 from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 from common.telemetry.names import TRACERESPONSE
 
@@ -159,7 +159,7 @@ class Question:
     """Request that a command sends.
 
     `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of
-    `common.sampling_params.SamplingParams` only, of which those of logprobs are output options.
+    `common.params.sampling_params.SamplingParams` only, of which those of logprobs are output options.
     `has_receipt`: the answer is to have a receipt, which is checked.
     """
 

@@ -7,9 +7,9 @@ from typing import Final
 
 import click
 
-from common.config_parts import SpeculativeConfig
 from common.errors import InvalidFieldError
 from common.files import parse_json
+from common.params.config_parts import SpeculativeConfig
 
 _EXAMPLE: Final = '{"method": "ngram", "num_speculative_tokens": 4}'
 _FIELDS: Final = tuple(field.name for field in fields(SpeculativeConfig))

@@ -17,7 +17,6 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.available_memory import available_memory
 from common.cli.core.config_file import (
     FILE_VARIABLE,
     ConfigurableCommand,
@@ -41,6 +40,7 @@ from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
+from common.process.available_memory import available_memory
 from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
 from common.telemetry.logs import (
     FORCE_COLOR_VARIABLE,

@@ -7,7 +7,7 @@ from typing import Final
 
 from common.cli.core.errors import CommandError
 from common.cli.group import CHECKOUT
-from common.config_parts import EAGLE3
+from common.params.config_parts import EAGLE3
 
 DEMO_HEAD: Final = CHECKOUT / "deploy" / "demo" / "eagle3"
 _NUM_DRAFTS: Final = 3

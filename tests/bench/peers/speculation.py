@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import DRAFT_MODEL, NGRAM
+from common.params.config_parts import DRAFT_MODEL, NGRAM
 from tests.bench.peers.checkpoint import make
 from tests.bench.peers.client import HOST
 from tests.bench.peers.folder import PeerFolder, add_folder_option, need

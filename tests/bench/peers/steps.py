@@ -22,7 +22,7 @@ import torch
 
 from common.cli.bench.machine import cpu_model
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.bench.decode_step import BLOCK_SIZE, MOST_SEQUENCES, batch_of, measure
 from tests.bench.peers import noise, peak, report
 from tests.bench.peers.checkpoint import SHAPES, add_shape_option

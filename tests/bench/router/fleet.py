@@ -14,10 +14,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.delay_gate import DelayGate
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import PLACEMENTS, CacheChange

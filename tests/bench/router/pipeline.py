@@ -19,10 +19,10 @@ import numpy as np
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain
 from common.limits import MAX_FRAME_TOKENS
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
+from common.wire.block_hash import hash_chain
 from router.answers.stream_assembly import StreamAssembly
 from router.api.responses import fill_response
 from router.requests.stream import RequestStream, RoutedRequest

@@ -18,7 +18,7 @@ import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.prompts.tokenizer_store import TokenizerStore

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
+from common.params.config_parts import NGRAM
 from kernels.aiter.backend import AiterBackend
 from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary

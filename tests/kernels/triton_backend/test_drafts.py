@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.config import CompilationConfig, Config, SpeculativeConfig
-from common.config_parts import EAGLE3, NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import EAGLE3, NGRAM
+from common.params.sampling_params import SamplingParams
 from kernels.interface import AttentionMetaData, KVSpec
 from kernels.triton_backend.attention import Scores, attention
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings

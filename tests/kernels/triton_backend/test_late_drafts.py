@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.config import CompilationConfig, Config, SpeculativeConfig
-from common.config_parts import NGRAM
+from common.params.config_parts import NGRAM
 from kernels.triton_backend import plan
 from tests.checkpoints import make_checkpoint
 from tests.covering import SAMPLED

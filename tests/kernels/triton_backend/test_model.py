@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.config import CompilationConfig, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.covering import SAMPLED
 from worker.config.model_config import ModelConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.interface import PackedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend import linear as row_tiles

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.checks import require_types
 from common.config import (
     CompilationConfig,
     Config,
@@ -17,6 +16,7 @@ from common.config import (
     SpeculativeConfig,
 )
 from common.errors import InvalidFieldError
+from common.params.checks import require_types
 
 
 def test_defaults_are_the_guides() -> None:

@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 
 CONTRACT: Final = (Path(__file__).parents[3] / "docs" / "contract.md").read_text(encoding="utf-8")
 APART: Final = ("seed", "n", "best_of", "num_drafts")

@@ -12,8 +12,8 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
-from common.protocol import PROTO_MINOR
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.prompts.tokenizer_store import TokenizerStore

@@ -14,13 +14,13 @@ from functools import partial
 
 import pytest
 
-from common import peer_numbers
 from common.delay_gate import DelayGate
 from common.process.restart_policy import RestartPolicy
 from common.text import chat_template, stop_strings
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
 from common.text.tokenizer import Tokenizer
+from common.wire import peer_numbers
 from router.answers.channels import parser
 from router.answers.channels.markers import SpelledMarkers
 from router.answers.channels.parser import ResponseParser
@@ -45,9 +45,10 @@ from router.scheduling.worker_load import WorkerLoad
 from router.workers import session_state
 from router.workers.conduct import Conduct
 from tests.unit import router
-from tests.unit.common import process, test_block_hash, test_delay_gate, text
+from tests.unit.common import process, test_delay_gate, text
 from tests.unit.common.process import test_restart_policy
 from tests.unit.common.text import test_chat_template, test_detokenizer, test_pieces, test_stop_strings, test_tokenizer
+from tests.unit.common.wire import test_block_hash
 from tests.unit.mutants import Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router import test_validation

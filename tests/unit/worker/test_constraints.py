@@ -16,9 +16,9 @@ import jsonschema
 import pytest
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
 from common.errors import InvalidFieldError
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from tests.covering import slow_but
 from worker.config.engine_config import with_special_tokens

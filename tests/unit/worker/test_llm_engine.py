@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from common.config import Config
 from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError, PromptTooLongError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from tests.checkpoints import IM_END_ID, make_checkpoint, write_tokenizer
 from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuations

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from common.block_hash import GRANULE_BLOCKS
 from common.cli.core.errors import CommandError
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.telemetry.tracing import setup_tracing
+from common.wire.block_hash import GRANULE_BLOCKS
 from kernels.no_token import NO_TOKEN
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from common import peer_numbers
+from common.wire import peer_numbers
 from tests.unit.mutants import OBJECTIONS, Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router.test_mutants import CAUGHT

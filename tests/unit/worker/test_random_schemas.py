@@ -16,10 +16,10 @@ import jsonschema
 import pytest
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
+from common.params.config_parts import NGRAM
 from common.text.tokenizer import Tokenizer
 from tests.schemas import random_schema
 from worker.engine.sequence import Sequence

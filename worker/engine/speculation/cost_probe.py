@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from common.config import Config
-from common.config_parts import NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch
 from worker.engine.executor import Executor
 from worker.engine.sequence import Sequence

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Final, Protocol
 
-from common.config_parts import NGRAM, SpeculativeConfig
+from common.params.config_parts import NGRAM, SpeculativeConfig
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch
 from worker.engine.lifecycle import Lifecycle

@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from common.draft_counts import Counts, DraftCounter
+from common.wire.draft_counts import Counts, DraftCounter
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.pooling import row_sums
+from common.params.pooling import row_sums
 from worker.model.layers.build import Build, taken
 
 Floats = npt.NDArray[np.float32]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.heads import CLASSIFIER
+from common.wire.heads import CLASSIFIER
 from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
 from worker.config.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
 from worker.model.forward_context import get_forward_context

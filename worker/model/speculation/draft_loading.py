@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config import Config, QuantizationConfig
-from common.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.hub import HubError, model_folder
+from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.text.tokenizer import Tokenizer
 from worker.config.architectures import draft_head_arch_dict, model_class
 from worker.config.model_config import ModelConfig, ModelError

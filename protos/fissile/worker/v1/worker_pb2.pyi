@@ -1438,7 +1438,7 @@ class KvDigest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     """Name of the block: a 16-byte BLAKE2b digest of the block size, the hash seed and all tokens up to the block's end,
-    without the cache salt (common/kv_digests.py). All workers choose the same blocks, by the blocks' own tokens.
+    without the cache salt (common/wire/kv_digests.py). All workers choose the same blocks, by the blocks' own tokens.
     """
     digest: _builtins.int
     """Digest of its keys and values in all layers, over all ranks."""

@@ -19,7 +19,7 @@ from common.cli.client.generate import generate, given
 from common.cli.core.client import Question
 from common.cli.core.errors import CommandError
 from common.constraints.forms import FORMS
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.version import fissile_version
 
 ROOT = Path(__file__).resolve().parents[4]

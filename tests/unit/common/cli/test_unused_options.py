@@ -19,7 +19,7 @@ from common.cli.core.modes import ModalCommand, unused_variables
 from common.cli.core.options import Bias, ByteSize, ByteSizeText, Duration, Fraction, FractionText, Line, Sizes
 from common.cli.group import COMMANDS, fissile
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.commands import LEAVES, names_of
 from tests.e2e.simulated import simulated_model
 from worker.cli.worker import worker

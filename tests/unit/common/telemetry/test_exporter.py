@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from structlog.testing import capture_logs
 
 from common.limits import TELEMETRY_SHUTDOWN_S
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import SequenceTimes, Tracing, setup_tracing, trace_id_of

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from common.errors import ApiError, InvalidFieldError, NoWorkerError, WorkerLostError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.failures import failures
 from common.telemetry.logs import current_trace_id

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import EAGLE3
-from common.sampling_params import SamplingParams
+from common.params.config_parts import EAGLE3
+from common.params.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from tests.checkpoints import make_checkpoint, make_eagle3_head
 from tests.parity.draws import changes_of_logits

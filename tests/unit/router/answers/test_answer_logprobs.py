@@ -11,10 +11,10 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import EngineError
 from common.limits import MAX_MESSAGE_LOGPROBS
-from common.logprob_rows import rows_table, unpack
-from common.logprobs import LogprobLayout
-from common.sampling_params import SamplingParams
+from common.params.logprobs import LogprobLayout
+from common.params.sampling_params import SamplingParams
 from common.text.stop_strings import StopStrings
+from common.wire.logprob_rows import rows_table, unpack
 from router.answers.answer_logprobs import AnswerLogprobs
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import Echo, StreamChunk

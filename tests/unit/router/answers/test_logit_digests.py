@@ -14,7 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from router.answers.logit_digests import LogitChain, compare_answer, compare_request
 
 

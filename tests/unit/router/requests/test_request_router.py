@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.adoption import delivered_digest
 from common.errors import RouterFailedError, SlowClientError
 from common.process.tasks import task_failures
+from common.wire.adoption import delivered_digest
 from router.requests import request_router
 from router.scheduling.dispatcher import Release
 from router.workers.session import Fault, Session

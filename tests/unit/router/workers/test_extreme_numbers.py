@@ -15,8 +15,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.peer_numbers import UINT32_MAX, UINT64_MAX, as_uint32, as_uint64, counted, rate
 from common.rpc.durations import to_duration
+from common.wire.peer_numbers import UINT32_MAX, UINT64_MAX, as_uint32, as_uint64, counted, rate
 from router.answers.stream_assembly import GapError
 from router.answers.stream_chunk import drafts_of
 from router.model_registry import TextAssets, WorkerRefusedError, describe

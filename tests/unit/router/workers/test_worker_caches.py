@@ -6,7 +6,7 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
-from common.protocol import KV_EPOCH_MINOR, PROTO_MINOR
+from common.wire.protocol import KV_EPOCH_MINOR, PROTO_MINOR
 from router.scheduling.placement import PrefixAware
 from router.workers.session import SessionLostError
 from tests.unit.router.pool import ADDRESS, Site

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
 from worker.config.architectures import model_class
 from worker.config.model_config import ModelConfig, ModelError, RopeConfig
 from worker.config.stored_names import stored_names

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.pooling import LAST, MEAN
+from common.params.pooling import LAST, MEAN
 from common.text.tokenizer import Tokenizer
 from tests.checkpoints import write_tokenizer
 from worker.config.model_config import ModelError

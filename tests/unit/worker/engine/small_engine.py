@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from common.config import Config
-from common.config_parts import SpeculativeConfig
+from common.params.config_parts import SpeculativeConfig
 from worker.engine.core import EngineCore
 from worker.simulation.runner import SimulatedRunner
 

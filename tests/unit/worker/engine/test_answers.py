@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence

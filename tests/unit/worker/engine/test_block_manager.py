@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common import block_hash
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALTS
+from common.wire import block_hash
 from worker.engine import prefix_cache
 from worker.engine.block_manager import BlockManager, OutOfBlocksError
 from worker.engine.integrity import IntegrityError, check_blocks

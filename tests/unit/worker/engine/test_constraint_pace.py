@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatchOutput
 from worker.engine.constraint_pace import FREE_S, SHARE, ConstraintPace
 from worker.engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import MIXED, PREFILL_FIRST, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.context_cost import ContextCost
 from worker.engine.scheduler import Scheduler

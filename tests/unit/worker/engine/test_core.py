@@ -10,7 +10,7 @@ import pytest
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.errors import PromptTooLongError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.covering import slow_but
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore, EngineDeadError

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.config import Config, SpeculativeConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.scheduler import Scheduler

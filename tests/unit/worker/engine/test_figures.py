@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.config import Config, SpeculativeConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.sequence import EndReason, Sequence

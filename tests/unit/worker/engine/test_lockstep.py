@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config, ParallelConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine import core as engine_core
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import DPEngineCoreProc, EngineDeadError

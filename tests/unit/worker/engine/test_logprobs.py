@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.config import SCHEDULING_POLICIES
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.core import EngineCore
 from worker.engine.outputs import RequestOutput

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config
-from common.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
-from common.sampling_params import SamplingParams
+from common.params.pooling import EMBED_PARAMS, LAST, MEAN, Pooling
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.engine.small_engine import BLOCK, engine, prompts
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import MIXED, PREFILL_FIRST, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.mutants import Mutant, assert_noticed
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.prefill_meter import PrefillMeter

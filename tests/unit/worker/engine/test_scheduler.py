@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.config import Config, SpeculativeConfig
 from common.errors import InvalidFieldError, PromptTooLongError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.mutants import FAULTS
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.outputs import RequestOutput

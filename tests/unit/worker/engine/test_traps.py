@@ -11,7 +11,7 @@ import pytest
 
 from common.config import Config
 from common.errors import InvalidFieldError, PromptTooLongError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.engine.test_deferred import SIZE, Flight, land, launch, prompt, scheduler
 from tests.unit.worker.session.support import LIMITS, record, submit
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.config import CompilationConfig, Config, SpeculativeConfig
-from common.config_parts import NGRAM
+from common.params.config_parts import NGRAM
 from kernels.interface import AttentionMetaData
 from worker.model.decode_graphs import DEFAULT_SIZES, DecodeGraphs, StepSize, capture_sizes
 

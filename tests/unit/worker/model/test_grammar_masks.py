@@ -18,7 +18,7 @@ from common.constraints import library
 from common.constraints.check import GrammarChecker
 from common.constraints.forms import Constraint
 from common.errors import InvalidFieldError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from tests.schemas import random_schema
 from worker.engine.batch import TokenHistory

@@ -14,10 +14,10 @@ import pytest
 import torch
 import xxhash
 
-from common.block_hash import salt_root
 from common.config import Config
-from common.kv_digests import block_names
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import salt_root
+from common.wire.kv_digests import block_names
 from kernels.interface import IndexSpec, KVSpec
 from kernels.torch_backend.backend import TorchBackend
 from tests.checkpoints import make_checkpoint

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch

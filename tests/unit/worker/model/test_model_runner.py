@@ -9,8 +9,8 @@ import torch
 from structlog.testing import capture_logs
 
 from common.config import CompilationConfig, Config, SpeculativeConfig
-from common.config_parts import NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.backend import TorchBackend

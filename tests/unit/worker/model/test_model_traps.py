@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from kernels.interface import SampleParams
 from kernels.sampling import sample

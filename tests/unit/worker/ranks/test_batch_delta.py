@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import BlockCopy, ScheduledBatch, ScheduledBatchOutput, SequenceColumns
 from worker.engine.sequence import Sequence
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder

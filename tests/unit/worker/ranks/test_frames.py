@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.config_parts import LayerQuantConfig, QuantizationConfig
 from common.limits import MAX_RANK_FRAME_BYTES
-from common.sampling_params import SamplingParams
+from common.params.config_parts import LayerQuantConfig, QuantizationConfig
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.ranks.frames import FrameError, FrameReader, encode

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain
 from common.config import Config
+from common.wire.block_hash import hash_chain
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
 from worker.engine.outputs import RequestOutput

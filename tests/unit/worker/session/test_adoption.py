@@ -10,11 +10,11 @@ import grpc
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.adoption import AdoptionKeys, delivered_digest
 from common.errors import ApiError
 from common.limits import MAX_ORPHANS_PER_FRAME
-from common.protocol import ADOPTION_MINOR
 from common.telemetry.tracing import Tracing
+from common.wire.adoption import AdoptionKeys, delivered_digest
+from common.wire.protocol import ADOPTION_MINOR
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, simulated_runner, submit
 from worker.session import session as session_module
 from worker.session.adoption import Orphans

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.limits import KV_EVENTS_S, MAX_FRAME_BYTES, MAX_KV_FRAME_CHANGES
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from tests.unit.worker.session.support import simulated_core
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.turns import EngineTurns, Receipt, StepListener, Submit

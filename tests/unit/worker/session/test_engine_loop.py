@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from common.config import Config
 from common.errors import EngineError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.session.support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, Heard, simulated_runner, submit_group
 from worker.engine import core
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput

@@ -12,9 +12,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.block_hash import hash_chain, salt_root
 from common.errors import ApiError
 from common.limits import MAX_OPEN_GROUPS
+from common.wire.block_hash import hash_chain, salt_root
 from tests.unit.worker.session.support import LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, long_prompt, params, record, submit
 from worker.engine.sequence import EndReason, Priority
 from worker.session.intake import Group, Inbox

@@ -10,9 +10,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidFieldError, UnservedFieldError
-from common.logprobs import LOGPROB_FIELDS
+from common.params.logprobs import LOGPROB_FIELDS
+from common.params.sampling_params import SamplingParams
 from common.rpc.unsupported_fields import field_paths, refuse_unlisted
-from common.sampling_params import SamplingParams
 from worker.session import request_validation
 
 # What later issues will serve. A field that is new in the protos belongs here, or in `request_validation`.

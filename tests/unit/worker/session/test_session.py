@@ -11,10 +11,10 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError
 from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
-from common.protocol import PROTO_MINOR
+from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
+from common.wire.protocol import PROTO_MINOR
 from tests.unit.worker.session.support import (
     BLOCK_SIZE,
     FACTS,

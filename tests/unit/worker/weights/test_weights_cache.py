@@ -19,7 +19,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.config import Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.linear import PackedHeads, PackedLinear

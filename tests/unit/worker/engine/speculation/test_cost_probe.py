@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import DRAFT_MODEL, NGRAM
+from common.params.config_parts import DRAFT_MODEL, NGRAM
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.speculation import cost_probe

@@ -14,7 +14,7 @@ from itertools import repeat
 import pytest
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.decode_filler import DecodeFiller

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.config_parts import NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.sampling_params import SamplingParams
 from tests.unit.worker.engine.test_deferred import land
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config, SpeculativeConfig
-from common.config_parts import NGRAM
-from common.pooling import LAST
-from common.sampling_params import SamplingParams
+from common.params.config_parts import NGRAM
+from common.params.pooling import LAST
+from common.params.sampling_params import SamplingParams
 from tests.unit.mutants import OBJECTIONS, Mutant
 from tests.unit.worker.engine.speculation.test_drafter import brute_force
 from worker.engine.core import EngineCore

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import MIXED, Config
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from common.block_hash import hash_chain
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.block_hash import hash_chain
 from tests.unit.worker.engine.oracle import Oracle
 from tests.unit.worker.engine.oracle_records import Life
 from tests.unit.worker.engine.speculation.truth import EOS, TokenModel, Truth

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
-from common.config_parts import MTP, NGRAM
-from common.sampling_params import SamplingParams
+from common.params.config_parts import MTP, NGRAM
+from common.params.sampling_params import SamplingParams
 from kernels.interface import KVCache
 from kernels.no_token import NO_TOKEN
 from tests.checkpoints import make_checkpoint

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.engine.batch import ScheduledBatch

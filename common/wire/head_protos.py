@@ -6,7 +6,7 @@ from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
 
 _HEADS: Final[dict[Head, wpb.Head.ValueType]] = {
     OUTPUT_HEAD: wpb.HEAD_UNSPECIFIED,

@@ -9,8 +9,8 @@ from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
-from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from common.params.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
+from common.params.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 
 # Paths of the proto's fields.
 SAMPLING_FIELDS: Final = frozenset(

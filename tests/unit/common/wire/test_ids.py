@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 
 from common.errors import InvalidFieldError
-from common.ids import check_id
+from common.wire.ids import check_id
 
 
 @pytest.mark.parametrize("text", ["", "alice-job-1", "é" * 64, "a b", "任务 7", "🦊", "x" * 128, "~!@#$%^&*()\\'\""])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from common.logprobs import HEAD_WORDS, LogprobLayout
+from common.params.logprobs import HEAD_WORDS, LogprobLayout
 
 Words = npt.NDArray[np.uint32]
 Reals = npt.NDArray[np.float32]

@@ -7,7 +7,7 @@ from typing import Final
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.pooling import LABELS, LAST, MEAN, Pooling
+from common.params.pooling import LABELS, LAST, MEAN, Pooling
 
 _PUBLIC: Final[dict[Pooling | None, pb.Pooling.ValueType]] = {
     None: pb.POOLING_UNSPECIFIED,

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.block_hash import compute_hash, hash_chain, salt_root
+from common.wire.block_hash import compute_hash, hash_chain, salt_root
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=70)
 SEEDS = st.integers(0, 2**64 - 1)

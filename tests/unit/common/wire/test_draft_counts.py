@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.draft_counts import Counts, DraftCounter, add_counts
+from common.wire.draft_counts import Counts, DraftCounter, add_counts
 
 # Verifications: how many drafts, and how many of them were accepted.
 OUTCOMES = st.integers(1, 16).flatmap(lambda num: st.tuples(st.just(num), st.integers(0, num)))

@@ -8,8 +8,8 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
-from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto, sampling_to_proto
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
+from common.wire.sampling_protos import SAMPLING_FIELDS, sampling_from_proto, sampling_to_proto
 
 # All that a worker needs, none at its default.
 PARAMS = SamplingParams(

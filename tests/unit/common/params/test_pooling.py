@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.pooling import finished
+from common.params.pooling import finished
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 7, 64, 100])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from common.errors import InvalidFieldError
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 
 
 def check_bias_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common.interruption import InterruptedWorkError, Interruptible
+from common.rpc.interruption import InterruptedWorkError, Interruptible
 
 
 async def begun(work: Interruptible) -> asyncio.Task[None]:

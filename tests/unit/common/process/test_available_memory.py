@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common import available_memory as module
-from common.available_memory import available_memory
 from common.cli.serve.command import default_kv_memory
+from common.process import available_memory as module
+from common.process.available_memory import available_memory
 
 
 def test_available_memory() -> None:

@@ -1,5 +1,6 @@
-"""Logprobs that a request may ask for, and how long their rows are (common/logprob_rows.py). Without numpy, for the
-command line."""
+"""Logprobs that a request may ask for, and how long their rows are (common/wire/logprob_rows.py).
+
+No numpy here: the command line imports this module."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 READS = """
 import sys
-from common.deferred_torch import deferred_torch
+from common.text.deferred_torch import deferred_torch
 from worker.config.transformers_config import read_settings
 
 settings = read_settings({"hidden_size": 8, "dtype": "bfloat16"}, "qwen3")

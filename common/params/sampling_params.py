@@ -32,7 +32,7 @@ from common.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from common.logprobs import LOGPROBS_KINDS, PROCESSED, RAW, LogprobLayout
+from common.params.logprobs import LOGPROBS_KINDS, PROCESSED, RAW, LogprobLayout
 
 _FLOAT32: Final = struct.Struct("<f")
 UINT32_MAX = 2**32 - 1

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.checks import require, require_one_of, require_types
 from common.limits import MAX_FINISHED_TOKENS, MAX_SPECULATIVE_TOKENS
+from common.params.checks import require, require_one_of, require_types
 
 # The granularity of the scales of quantized weights.
 QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidFieldError
-from common.sampling_masks import check_bias_ids, check_tokens_left
-from common.sampling_params import SamplingParams
+from common.params.sampling_masks import check_bias_ids, check_tokens_left
+from common.params.sampling_params import SamplingParams
 
 VOCAB = 4
 EOS = frozenset({3})

@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.sampling_params import SamplingParams
+from common.params.sampling_params import SamplingParams
 
 Pooling: TypeAlias = Literal["last", "mean", "labels"]
 LAST: Final = "last"

@@ -1,0 +1,1 @@
+"""Parameters of requests and of the engine: their types, defaults and checks."""

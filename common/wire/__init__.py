@@ -1,0 +1,1 @@
+"""Data that routers and workers must compute alike: hashes, digests, ids and proto conversions."""
