@@ -28,7 +28,6 @@ class FieldViolation:
     valid: str = ""
 
     def __str__(self) -> str:
-        """One sentence."""
         return f"{self.path} {self.problem}" + (f"; valid: {self.valid}" if self.valid else "")
 
 
@@ -47,7 +46,6 @@ class ApiError(Exception):
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The message."""
         return self.message
 
     def to_status(self) -> status_pb2.Status:

@@ -72,7 +72,6 @@ class Problem(Exception):
     lines: Sequence[str]
 
     def __str__(self) -> str:
-        """All of them."""
         return "\n".join(self.lines)
 
 

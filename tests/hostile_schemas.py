@@ -47,7 +47,6 @@ Make = Callable[[random.Random, int], dict[str, Any]]
 
 
 def hostile_schema(rnd: random.Random) -> dict[str, Any]:
-    """A random schema."""
     made = _schema(rnd, 3)
     # Definitions that references name; they may refer back.
     made = {"$defs": {"p": _schema(rnd, 2), "q": _schema(rnd, 1)}, **made} if "$ref" in repr(made) else made

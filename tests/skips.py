@@ -80,7 +80,6 @@ class Skips:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the table."""
         if not self.counts:
             return
         terminalreporter.section("skipped, by reason")

@@ -123,7 +123,6 @@ class KeyRing:
         self._by_digest: Mapping[str, ApiKey] = {key.sha256: key for key in keys}
 
     def __len__(self) -> int:
-        """Number of keys."""
         return len(self._by_digest)
 
     def find(self, key: str) -> ApiKey | None:

@@ -17,7 +17,6 @@ class Interruptible:
     __slots__ = ("_cancelling", "_is_interrupted", "_task")
 
     def __enter__(self) -> None:
-        """Begins the work."""
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()

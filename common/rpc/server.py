@@ -172,7 +172,6 @@ class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
         self._ended = False
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Any:
-        """The status now."""
         await _check_name(request, context)
         return await super().Check(request, context)
 

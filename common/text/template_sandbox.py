@@ -352,7 +352,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 

@@ -68,7 +68,6 @@ class RpcScope:
         self._context.set_trailing_metadata(self._trailing)
 
     async def __aenter__(self) -> RequestSpan:
-        """Begins the call."""
         self._context.set_trailing_metadata(self._trailing)
         current_request_id.set(shown(self._record.request_id))
         return self._span.__enter__()

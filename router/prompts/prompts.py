@@ -417,7 +417,6 @@ def _step(steps: Steps[T]) -> tuple[bool, T | None]:
 
 
 def _once(work: Callable[[], T]) -> Steps[T]:
-    """One step."""
     return work()
     yield
 

@@ -328,7 +328,6 @@ class _Fastest:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return max(self.highest, self.before)
 
     def note(self, rate: float, now: float) -> None:

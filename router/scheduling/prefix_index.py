@@ -83,7 +83,6 @@ class PrefixIndex:
 
     @property
     def capacity(self) -> int:
-        """Most entries."""
         return self._most_buckets * _WAYS
 
     @property

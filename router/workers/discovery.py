@@ -72,7 +72,6 @@ class _Troubles:
         self._why = why
 
     def over(self) -> None:
-        """Notes a success."""
         if self._why:
             log.info("worker discovery works again", target=self._target)
         self._why = ""

@@ -28,7 +28,6 @@ class OrphanTable:
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
-        """Number of keys."""
         return len(self._known)
 
     def add(self, address: str, keys: Iterable[bytes], lease_left_s: float) -> None:

@@ -41,7 +41,6 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """Of each sequence."""
         return -(-self.context // BLOCK_SIZE)
 
     def kv_bytes(self, dtype: torch.dtype) -> int:

@@ -141,7 +141,6 @@ class Measured:
 
 
 async def measure(seconds: float) -> Measured:
-    """One run."""
     engine = EngineLoop()
     runner = Timed(SimulatedRunner(1000, None, FixedCost(STEP_S), num_blocks=CONFIG.num_kvcache_blocks))
     engine.start(lambda: EngineCore(CONFIG, runner))
@@ -164,7 +163,6 @@ async def measure(seconds: float) -> Measured:
 
 
 def report(name: str, runs: list[Measured], seconds: float) -> str:
-    """One line."""
     middle, far, longest = (statistics.median(r.gaps[int(part * (len(r.gaps) - 1))] for r in runs) for part in PARTS)
     most, total = (statistics.median(each(run.collections) for run in runs) for each in (max, sum))
     collected = f"collections up to {most:.2f} ms, {total / seconds:.2f} ms a second"

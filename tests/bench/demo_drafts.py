@@ -71,7 +71,6 @@ class InProcess:
         self.engine = LLMEngine(replace(default_config(str(_DEMO)), kernels="cpu", speculative_config=spec))
 
     def answer(self, stories: list[Story], at_once: int) -> Streams:
-        """Group by group."""
         return [
             answer["token_ids"]
             for group in _groups(stories, at_once)
@@ -93,7 +92,6 @@ class ThroughService:
         self._channel = loop.run_until_complete(_connected(running.router.address))
 
     def answer(self, stories: list[Story], at_once: int) -> Streams:
-        """Group by group."""
         return self._loop.run_until_complete(self._answer(stories, at_once))
 
     async def _answer(self, stories: list[Story], at_once: int) -> Streams:

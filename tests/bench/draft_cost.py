@@ -43,7 +43,6 @@ class Clock:
         self.told: dict[str, dict[int, list[float]]] = {way: {} for way in _WAYS}
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:
-        """As the proposer."""
         self._steps += 1
         way = list(_WAYS)[self._steps % len(_WAYS)]
         began = time.perf_counter()

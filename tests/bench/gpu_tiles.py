@@ -153,7 +153,6 @@ def some_row_tiles() -> list[Tiles]:
 
 
 def many_row_tiles() -> list[Tiles]:
-    """Candidates for prompts."""
     return [
         Tiles(rows, columns, inner, warps, stages)
         for rows, columns, inner, warps, stages in (

@@ -54,7 +54,6 @@ class Traced:
     kernels: list[tuple[str, float, float]]
 
     def lines(self) -> Iterator[str]:
-        """Lines for people."""
         yield f"{self.work}: {self.step_us:.0f} us, {self.busy_share:.0%} busy, median gap {self.gap_us:.2f} us"
         for name, runs, time_us in self.kernels[:MOST_LINES]:
             yield f"  {name:46} {runs:7.1f} x {time_us:8.2f} us = {runs * time_us:9.0f} us"
@@ -110,7 +109,6 @@ def decodes(engine: LLMEngine, batch: int, context: int, steps: int) -> Traced:
 
 
 def prompt(engine: LLMEngine, tokens: int) -> Traced:
-    """Traces one prompt."""
     params = SamplingParams(max_tokens=1, **GREEDY)
     engine.generate([[j % 200 + 5 for j in range(tokens)]], params)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

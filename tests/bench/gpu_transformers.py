@@ -70,7 +70,6 @@ class Throughput:
 
     @property
     def median(self) -> float:
-        """Of the repetitions."""
         return statistics.median(self.tokens_per_s)
 
 

@@ -57,7 +57,6 @@ class Found:
     strange: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, what: str, name: str) -> None:
-        """Keeps a name."""
         self.strange.setdefault(what, []).append(name)
 
 
@@ -141,7 +140,6 @@ def report(folder: Path, found: Found, seconds: float) -> None:
 
 
 def main() -> None:
-    """Looks at folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="take each N-th file")

@@ -43,7 +43,6 @@ class Candidate:
 
     @property
     def layer_bytes(self) -> int:
-        """Of their memory."""
         return sum(packed.panels.nbytes for packed in self.layers[0])
 
 
@@ -107,7 +106,6 @@ def peaks(repeats: int, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128])

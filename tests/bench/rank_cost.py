@@ -111,7 +111,6 @@ def steps(folder: Path, ranks: int, sequences: int) -> list[float]:
 
 
 def main() -> None:
-    """Prints tables."""
     sending()
     print("\n| sequences | 1 rank, ms per step (median; best) | 2 ranks |\n| --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:

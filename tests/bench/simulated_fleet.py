@@ -73,7 +73,6 @@ def report(service: Service, what: str, seconds: float, before: list[float], pro
 
 
 def measure(service: Service, args: argparse.Namespace) -> None:
-    """Idle, then loaded."""
     processes = [service.router, *service.workers]
     before = [cpu_s(process) for process in processes]
     time.sleep(args.seconds)
@@ -90,7 +89,6 @@ def measure(service: Service, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs it once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--preset", default="mi300x-llama-70b-tp8")

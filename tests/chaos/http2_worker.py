@@ -54,7 +54,6 @@ class Http2Worker:
     listener: socket.socket = field(default_factory=socket.socket)
 
     def start(self) -> None:
-        """Listens."""
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(20)
         self.port = self.listener.getsockname()[1]
@@ -68,7 +67,6 @@ class Http2Worker:
         self.connections.clear()
 
     def stop(self) -> None:
-        """Listens no more."""
         # A thread that waits in accept is not woken by close alone.
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)

@@ -24,12 +24,10 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def start(self) -> None:
-        """Listens."""
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
 
     def stop(self) -> None:
-        """Ends."""
         self.break_connections()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
@@ -39,7 +37,6 @@ class Proxy:
         self._call(self._forwards.clear)
 
     def forward(self) -> None:
-        """Forwards again."""
         self._call(self._forwards.set)
 
     def break_connections(self) -> None:
@@ -80,7 +77,6 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxied(target_port: int) -> Iterator[Proxy]:
-    """A running proxy."""
     proxy = Proxy(target_port)
     proxy.start()
     try:

@@ -57,7 +57,6 @@ class RawClient:
         self._send()
 
     def close(self) -> None:
-        """Closes the socket."""
         self._socket.close()
 
     def request(

@@ -301,7 +301,6 @@ class Load:
     others: list[grpc.StatusCode] = field(default_factory=list)
 
     def ask(self, stub: InferenceServiceStub, i: int) -> None:
-        """One request."""
         try:
             answer = generate(stub, numbered(i), timeout=60)
         except grpc.RpcError as error:

@@ -56,7 +56,6 @@ def pod(variant: str, component: str) -> Object:
 
 
 def container(variant: str, component: str) -> Object:
-    """Its one container."""
     (found,) = pod(variant, component)["spec"]["containers"]
     assert isinstance(found, dict)
     return found

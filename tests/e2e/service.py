@@ -58,7 +58,6 @@ class Process:
         return f"{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Starts the process."""
         with self.log.open("ab") as log:
             self.child = subprocess.Popen(
                 [sys.executable, "-m", *self.arguments],

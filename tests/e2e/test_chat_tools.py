@@ -104,7 +104,6 @@ async def test_a_command_is_a_tool(tools: str) -> None:
 
 
 async def test_commands_of_the_environment_have_blanks_too(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a line."""
     shown = f'{sys.executable} -c "print(7)"'
     monkeypatch.setenv("FISSILE_TOOL_COMMAND", f"look={shown}\nwait={shown}")
     async with bench(worker(f"{LOOK}\n{WAIT}")) as b:

@@ -333,7 +333,6 @@ def spoil_tokenizer(folder: Path) -> None:
 
 
 def spoil_template(folder: Path) -> None:
-    """M5: as above."""
     (folder / "chat_template.jinja").write_text("{% if %}")
 
 

@@ -67,8 +67,6 @@ def reranker(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def refusal(stub: Any, method: str, request: Any) -> tuple[str, str]:
-    """Status and reason."""
-
     def call() -> None:
         answer = getattr(stub, method)(request, timeout=60)
         list(answer if method in ("Generate", "Chat") else ())

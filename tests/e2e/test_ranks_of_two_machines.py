@@ -72,7 +72,6 @@ class Machines:
     second_log: Path
 
     def generate(self) -> list[int]:
-        """64 greedy tokens."""
         request = wpb.GenerateRequest(token_ids=PROMPT, request_id="r")
         request.params.CopyFrom(
             wpb.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_tokens=64, ignore_eos=True)

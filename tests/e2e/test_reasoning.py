@@ -39,7 +39,6 @@ def chat(**fields: Any) -> pb.ChatRequest:
 
 
 def channels(parts: Iterable[Any]) -> tuple[str, str]:
-    """Reasoning and content."""
     gathered = [*parts]
     return "".join(part.delta.reasoning for part in gathered), "".join(part.delta.content for part in gathered)
 

@@ -34,7 +34,6 @@ class Unread(RawClient):
         self._streams: list[int] = []
 
     def begin(self, path: str, message: bytes) -> None:
-        """Begins a call."""
         stream = self._http.get_next_available_stream_id()
         headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "test"}
         headers |= {"content-type": "application/grpc", "te": "trailers"}

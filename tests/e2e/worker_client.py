@@ -84,7 +84,6 @@ class RouterEnd:
         self._hello = wpb.Hello(router_id=router_id, lease_ms=lease_ms, live=kept)
 
     async def open(self) -> wpb.Welcome:
-        """Says Hello."""
         await self.call.write(wpb.SessionRequest(hello=self._hello))
         await self.read_one()
         assert self.kinds == ["welcome"]
@@ -97,11 +96,9 @@ class RouterEnd:
         await self.call.write(wpb.SessionRequest(submit=wpb.Submit(serial=serial, seqs=sequences)))
 
     async def cancel(self, *rids: int) -> None:
-        """Writes a Cancel."""
         await self.call.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=rids)))
 
     async def lane(self) -> None:
-        """Renews the lease."""
         await self.call.write(wpb.SessionRequest(lane=wpb.Lane()))
 
     async def read_one(self) -> bool:

@@ -252,12 +252,10 @@ class Verifier:
         return torch.cat(found, 1), torch.cat(REFERENCE.elementwise.rope(wide[:, :32], wide[:, 32:40], cos, sin), 1)
 
     def silu_and_mul(self, rows: int) -> Pair:
-        """See `rms_norm`."""
         x = self.draw(rows, HIDDEN)
         return self.backend.elementwise.silu_and_mul(self.on(x)), REFERENCE.elementwise.silu_and_mul(x.float())
 
     def linear(self, rows: int, quantize: str | None = None) -> Pair:
-        """With a bias."""
         x, weight, bias = self.draw(rows, 1024), self.draw(1536, 1024, scale=0.03), self.draw(1536)
         packed = self.backend.linear.pack(self.on(weight), self.on(bias), torch.bfloat16, self._format(quantize))
         reference = REFERENCE.linear.pack(weight, bias, torch.float32)

@@ -101,7 +101,6 @@ class Wire:
         self._busy = False
 
     def write(self, frame: Message) -> None:
-        """Sends one frame."""
         assert self.is_free
         if self._swallows:
             return
@@ -227,12 +226,10 @@ class SimWorker:
         return 0.0
 
     def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
-        """Takes a group."""
         self._deliveries.add(live)
         self._put(Submit(receipt, [each.seq for each in live]))
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
-        """Ends sequences."""
         self._put(Cancel(list(seq_ids)))
 
     def set_deadline(self, seq_id: int, deadline: float | None) -> None:
@@ -292,7 +289,6 @@ class Connection(Session):
         self._down = Wire(site.loop, site.rnd, site.slowest, self._router_reads, self._worker_writes)
 
     def dial(self) -> None:
-        """Says Hello."""
         self._site.pool.session_opening(self)
         self._router_writes()
         self._beat()

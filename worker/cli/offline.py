@@ -20,9 +20,7 @@ class Part(Protocol):
     """Addition of one step to an answer."""
 
     @property
-    def output_tokens(self) -> Sequence[int]:
-        """New token ids."""
-        ...
+    def output_tokens(self) -> Sequence[int]: ...
 
 
 class Engine(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, Final
 import click
 import structlog
 import uvloop
+from typing_extensions import override
 
 from common.cli.core.config_file import ConfigurableCommand, config_option
 from common.cli.core.modes import unused_variables
@@ -44,8 +45,8 @@ SWITCH_INTERVAL_S: Final = 0.0005
 class WorkerCommand(ConfigurableCommand):
     """`fissile worker`; with `warmup` as its first argument, that command, which runs no worker."""
 
+    @override
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
-        """See ConfigurableCommand."""
         if args[:1] != [WARMUP]:
             return super().make_context(info_name, args, *rest, **extra)
         # It takes its options from the command below.

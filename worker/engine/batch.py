@@ -57,7 +57,6 @@ class TokenHistory:
 
     @property
     def num_output(self) -> int:
-        """Output tokens."""
         return self.end - self.begin + (self.late != NO_TOKEN) + len(self.drafts)
 
     @property
@@ -143,7 +142,6 @@ class SequenceColumns:
 
     @cached_property
     def top_ps(self) -> list[float]:
-        """Nucleus masses."""
         return [s.sampling_params.top_p for s in self.rows]
 
     @cached_property
@@ -325,7 +323,6 @@ class ScheduledBatch:
 
     @property
     def drafts_wanted(self) -> dict[int, int]:
-        """See the class."""
         return self._drafts_wanted
 
     @drafts_wanted.setter

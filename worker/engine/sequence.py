@@ -394,7 +394,6 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
-        """The newest token."""
         return self.token_ids[-1]
 
     @property
@@ -404,7 +403,6 @@ class Sequence:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
@@ -416,7 +414,6 @@ class Sequence:
 
     @property
     def completion_token_ids(self) -> list[int]:
-        """The output."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property

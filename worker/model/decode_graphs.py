@@ -41,7 +41,6 @@ class StepSize:
 
     @property
     def num_rows(self) -> int:
-        """Rows in all."""
         return self.num_seqs * self.most_rows
 
 

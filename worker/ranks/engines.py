@@ -43,7 +43,6 @@ class StoreDoor:
         self._thread = threading.Thread(target=self._tell, name="store door", daemon=True)
 
     def __enter__(self) -> StoreDoor:
-        """Opens the door."""
         self._thread.start()
         return self
 

@@ -91,7 +91,6 @@ class _Kept:
         return self._process is not None and self._process.poll() is None
 
     async def keep(self, stop: asyncio.Event) -> None:
-        """Until `stop`."""
         while not stop.is_set():
             # On the event loop's thread, which lasts as long as this process: the kernel ends ranks with it.
             self._process = self._spawn()
@@ -104,7 +103,6 @@ class _Kept:
                 await _wait(stop, _AGAIN_S)
 
     def end(self) -> None:
-        """Ends the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

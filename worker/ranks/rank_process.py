@@ -107,7 +107,6 @@ class Rank:
 
     @property
     def runner(self) -> ModelRunner:
-        """The loaded shard."""
         assert self._runner is not None, "a call before load"
         return self._runner
 

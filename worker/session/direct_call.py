@@ -33,7 +33,6 @@ class DirectCall:
 
     @property
     def owner(self) -> DirectCall:
-        """The call itself."""
         return self
 
     def on_output(self, output: RequestOutput) -> None:

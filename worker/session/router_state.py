@@ -39,9 +39,7 @@ class Engine(Protocol):
     """The engine as a Session needs it."""
 
     @property
-    def load(self) -> LoadReport | None:
-        """The newest load."""
-        ...
+    def load(self) -> LoadReport | None: ...
 
     @property
     def num_steps(self) -> int:

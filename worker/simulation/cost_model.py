@@ -149,7 +149,6 @@ class ModelShape:
 
     @property
     def params(self) -> int:
-        """Weights in memory."""
         return self.layer_params + self.head_params * (1 if self.tie_word_embeddings else 2)
 
     @property

@@ -157,7 +157,6 @@ class _Pieces:
         self._place = 0
 
     def put(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
         left = memoryview(data)
         while left:
             begin = self._place % _PIECE_BYTES

@@ -89,17 +89,14 @@ class FloatTensor:
 
     @property
     def shape(self) -> Shape:
-        """See StoredTensor."""
         return self.entry.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """See StoredTensor."""
         return DTYPES[self.entry.dtype]
 
     @property
     def num_bytes(self) -> int:
-        """See StoredTensor."""
         return self.entry.num_bytes
 
     def copy(self, files: Files, index: Index, out: torch.Tensor) -> None:
@@ -129,12 +126,10 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See StoredTensor."""
         return torch.float32
 
     @property
     def num_bytes(self) -> int:
-        """See StoredTensor."""
         return self.values.num_bytes + self.scales.num_bytes
 
     @property

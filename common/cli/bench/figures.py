@@ -36,7 +36,6 @@ class Setting:
     burstiness: float | None = None
 
     def __str__(self) -> str:
-        """For a table."""
         return f"c={self.concurrency}" if self.concurrency is not None else f"{self.rate:g}/s"
 
 

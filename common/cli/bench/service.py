@@ -217,11 +217,9 @@ class _Nothing:
     """A load without requests."""
 
     def take(self, now: float, in_flight: int) -> list[float]:
-        """None."""
         return []
 
     def next_time(self) -> None:
-        """Never."""
         return
 
     def exhausted(self, now: float) -> bool:

@@ -187,7 +187,6 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the connections."""
         self.client.close()
 
     def ask(self, call: Callable[[Client], T], start: int = 0) -> T:

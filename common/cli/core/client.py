@@ -103,7 +103,6 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For every call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
@@ -174,7 +173,6 @@ class Question:
 
     @property
     def sampling_params(self) -> pb.SamplingParams:
-        """Choice of tokens."""
         given = {name: value for name, value in self.sampling.items() if name not in LOGPROB_FIELDS}
         if (constraint := given.get("constraint")) is not None and "choices" in constraint:
             given["constraint"] = {"choices": {"texts": constraint["choices"]}}

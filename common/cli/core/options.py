@@ -209,7 +209,6 @@ def argument(name: str, **attributes: Any) -> Callable[[click.decorators.FC], cl
 
 
 def _address(_: click.Context, __: click.Parameter, text: str) -> str:
-    """An address, `HOST:PORT`."""
     if not is_target(text):
         raise click.BadParameter(f"{text!r} is not an address with a port; use for example 10.0.0.1:50051")
     return text

@@ -135,7 +135,6 @@ class _WholeRegion:
         self._accepts = accepts
 
     def push(self, text: str) -> list[CallPart]:
-        """Keeps the text."""
         self.left += text
         return []
 

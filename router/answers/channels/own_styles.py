@@ -111,7 +111,6 @@ class _Styles:
         self._markers = markers
 
     def plain(self) -> CallStyle:
-        """Reasoning and content."""
         content = self._template.fields.get(CONTENT_FIELD)
         style = CallStyle("", "", reasoning=self._reasoning(), content="", delimiters=())
         if content is not None and content.open is not None:

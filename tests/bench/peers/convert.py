@@ -34,7 +34,6 @@ def convert(folder: PeerFolder, shape: str, kind: str) -> Path:
 
 
 def main() -> None:
-    """Prints each file."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_folder_option(parser)
     add_shape_option(parser)

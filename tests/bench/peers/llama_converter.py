@@ -12,7 +12,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Converts."""
     source = sys.argv.pop(1)
     sys.path[0] = source
     converter: Any = importlib.import_module("convert_hf_to_gguf")

@@ -35,7 +35,6 @@ def measure(threads: int) -> Machine:
 
 
 def main() -> None:
-    """Prints one line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()

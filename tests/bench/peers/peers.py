@@ -109,7 +109,6 @@ class Process:
     child: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Starts it."""
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         with self.log.open("w", encoding="utf-8") as log:
             self.child = subprocess.Popen(
@@ -196,7 +195,6 @@ class Peer(ABC):
 
     @property
     def pids(self) -> list[int]:
-        """Of its processes."""
         return [process.running.pid for process in self.processes]
 
 

@@ -45,7 +45,6 @@ class Cell:
         return cls({line["repeat"]: line for line in good or lines}, len(good), len(lines))
 
     def median(self, value: Callable[[Line], float]) -> float:
-        """Over the repetitions."""
         return statistics.median(value(line) for line in self.rows.values())
 
     def ratio(self, other: Cell | None, value: Callable[[Line], float]) -> float | None:
@@ -212,7 +211,6 @@ def read(path: Path) -> list[Line]:
 
 
 def main() -> None:
-    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     print(text([line for file in parser.parse_args().files for line in read(file)]))

@@ -200,7 +200,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_folder_option(parser)
     add_shape_option(parser)

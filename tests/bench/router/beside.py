@@ -66,7 +66,6 @@ class Side:
         return sum(int(file.read_text().split()[0]) for file in files) / 1000
 
     def start(self, i: int, body: bytes) -> Reply:
-        """Sends a request."""
         return self.connections[i % _CONNECTIONS].start(_PATHS[ROUTER], body)
 
     def tokens(self) -> int:
@@ -119,7 +118,6 @@ async def measure_short(sides: Sequence[Side], rounds: int, made: Iterator[bytes
 
 
 async def measure_long(sides: Sequence[Side], rounds: int, made: Iterator[bytes]) -> None:
-    """All at once."""
     for i, one in itertools.product(range(_STREAMS), sides):
         one.replies.append(one.start(i, next(made)))
         await asyncio.sleep(0.002)
@@ -143,7 +141,6 @@ def row(one: Side, first: Side) -> Row:
 
 
 async def measure(sides: Sequence[Side], options: Mapping[str, int], *, is_long: bool) -> list[Row]:
-    """All rounds."""
     for one in sides:
         opened = [await GrpcConnection.open(one.address, _COUNTERS[ROUTER]) for _ in range(_CONNECTIONS)]
         one.connections.extend(opened)
@@ -153,7 +150,6 @@ async def measure(sides: Sequence[Side], options: Mapping[str, int], *, is_long:
 
 
 def main() -> None:
-    """Prints the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="checkouts, the first to compare with")
     options.add_argument("--long", action="store_true", help="long streams")

@@ -157,7 +157,6 @@ def measure(running: Mapping[str, Service], args: argparse.Namespace, vocab: int
 
 
 def main() -> None:
-    """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--shape", choices=_SHAPES, default="qwen3-60m", help="of the model, in bfloat16")
     options.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])

@@ -70,7 +70,6 @@ def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints the tables."""
     print("| workers | prompts up to | median | p99 |\n| --- | --- | --- | --- |")
     for workers in (1, 8, 100, 1000):
         for granules in (8, 80, 800):

@@ -67,7 +67,6 @@ def row(count: int, factor: float, run: Run) -> Row:
 
 
 def main() -> None:
-    """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--preset", default="mi300x-llama-8b", help="speed of the worker")
     options.add_argument("--factors", type=float, nargs="+", default=[0.0, 0.5, 1.0, 2.0])

@@ -86,7 +86,6 @@ def tokenize_ms(tokens: int) -> float:
 
 
 def measure(running: Service, streams: int, tokens: int, seconds: float, rounds: int) -> Iterator[Row]:
-    """All loads."""
     for what, plan in (
         (f"{streams} streams", Plan("", (), streams=streams, measure_s=seconds, output=40, prompt=32)),
         (f"{streams} streams of 1 token", Plan("", (), streams=streams, measure_s=seconds, output=1, prompt=32)),
@@ -102,7 +101,6 @@ def measure(running: Service, streams: int, tokens: int, seconds: float, rounds:
 
 
 def main() -> None:
-    """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--streams", type=int, default=64)
     options.add_argument("--step", default="25ms", help="of the worker: time between two tokens of a stream")

@@ -23,7 +23,6 @@ class LagHistogram:
         self.counts = list(counts) or [0] * (len(BOUNDS_S) + 1)
 
     def record(self, lag_s: float) -> None:
-        """Counts a lag."""
         self.counts[bisect_left(BOUNDS_S, lag_s)] += 1
 
     def since(self, earlier: LagHistogram) -> LagHistogram:

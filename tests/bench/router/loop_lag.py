@@ -69,7 +69,6 @@ def measure(running: Service, streams: int, tokens: int, clients: int, seconds: 
 
 
 def main() -> None:
-    """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--streams", type=int, default=256)
     options.add_argument("--step", default="100ms", help="of the worker: time between two tokens of a stream")

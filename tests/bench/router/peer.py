@@ -150,7 +150,6 @@ def measure(step_ms: float, streams: int, seconds: float, rounds: int, prompt: i
 
 
 def main() -> None:
-    """Prints the table."""
     options = bed.parser(__doc__)
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     options.add_argument("--step", type=float, default=50.0, help="of the workers, ms")

@@ -72,11 +72,9 @@ class Streams:
         return wpb.SessionResponse(step_output=step).SerializeToString()
 
     def apply(self, frame: bytes) -> None:
-        """Reads it."""
         self._link.apply(wpb.SessionResponse.FromString(frame).step_output, 1.0)
 
     def answer(self) -> None:
-        """Makes the messages."""
         for stream, message in zip(self._streams, self._messages, strict=True):
             part = stream.assembly.next_chunk()
             assert part is not None
@@ -92,7 +90,6 @@ def _stream(tokenizer: Tokenizer, key: int, *, token_ids: bool) -> RequestStream
 
 
 def token_rows(tokenizer: Tokenizer, counts: Sequence[int], rounds: int) -> list[Row]:
-    """Cost per token."""
     rows: list[Row] = []
     for count in counts:
         for token_ids in (False, True):
@@ -135,7 +132,6 @@ def prompt_rows(tokenizer: Tokenizer, tokens: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Prints both tables."""
     options = parser(__doc__)
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1024])
     options.add_argument("--tokens", type=int, default=100_000, help="of the long prompt")

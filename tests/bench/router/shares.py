@@ -130,7 +130,6 @@ def shared_places(
 
 
 def main() -> None:
-    """Prints both tables."""
     args = parser(__doc__).parse_args()
     rows = []
     for a_per_s in (60, 200, 1000, 5000):

@@ -119,7 +119,6 @@ async def decision_ms(workers: int) -> float:
 
 
 def main() -> None:
-    """Prints the tables."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     print("| workers | waiting | a worker drains | goes | comes |\n| --- | --- | --- | --- | --- |")
     for workers in (8, 64):

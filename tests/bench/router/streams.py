@@ -67,7 +67,6 @@ def measure(step_ms: float, plans: list[Plan], *, floor: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1024])
     options.add_argument("--low", type=float, default=100.0, help="step of the low rate, ms")

@@ -41,7 +41,6 @@ class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published wit
             await asyncio.sleep(max(0.0, begin + self._step_s - loop.time()))
 
     async def Generate(self, request: Any, context: Any) -> None:
-        """Streams `max_tokens` tokens."""
         prompt, wanted = len(request.tokenized.input_ids), request.sampling_params.max_tokens or 16
         loop = asyncio.get_running_loop()
         ids: list[int] = []
@@ -56,7 +55,6 @@ class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published wit
         await context.write(pb.GenerateResponse(complete=done))
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
-        """Always well."""
         return pb.HealthCheckResponse(healthy=True, message="ok")
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -64,7 +62,6 @@ class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published wit
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
-        """Describes the model."""
         return pb.GetModelInfoResponse(
             model_path=self._model,
             served_model_name="bench",
@@ -79,11 +76,9 @@ class VllmDouble(rpc.VllmEngineServicer):  # type: ignore[misc]  # published wit
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        """Describes the server."""
         return pb.GetServerInfoResponse(server_type="vllm-grpc")
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
-        """No figures."""
         return pb.GetLoadsResponse()
 
 

@@ -37,7 +37,6 @@ class WatchedRouter:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._child.pid
 
     def lag(self) -> LagHistogram:
@@ -48,7 +47,6 @@ class WatchedRouter:
         return LagHistogram(json.loads(self._answer()))
 
     def stop(self) -> None:
-        """Ends it."""
         self._child.kill()
         self._child.communicate()
 

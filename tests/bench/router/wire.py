@@ -56,14 +56,12 @@ class Connection(asyncio.Protocol, abc.ABC):
 
     @classmethod
     async def open(cls, address: str, count_tokens: CountTokens) -> Connection:
-        """Connects to `host:port`."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         _, protocol = await loop.create_connection(lambda: cls(count_tokens), host, int(port))
         return protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
         # uvloop's transports are not of asyncio's class.
         self._transport = cast("asyncio.Transport", transport)
 
@@ -72,11 +70,9 @@ class Connection(asyncio.Protocol, abc.ABC):
         self._fail(ConnectionError(f"the server closed the connection: {exc}"))
 
     def close(self) -> None:
-        """Ends the connection."""
         self._to.close()
 
     def data_received(self, data: bytes) -> None:
-        """Takes whole frames."""
         data = self._received + data if self._received else data
         self._received = data[self._take(data, time.perf_counter()) :]
 
@@ -142,7 +138,6 @@ class GrpcConnection(Connection):
         return reply
 
     def cancel(self, reply: Reply) -> None:
-        """Resets a stream."""
         stream = next(id for id, each in self._replies.items() if each is reply)
         self._to.write(_frame(_RESET, 0, stream, (8).to_bytes(4)))
         self._end(stream)
@@ -235,7 +230,6 @@ class SseConnection(Connection):
         self._is_ok = False
 
     def start(self, path: str, body: bytes) -> Reply:
-        """Sends a POST."""
         head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         self._to.write(f"{head}\r\n\r\n".encode() + body)
         self._is_ok = False

@@ -16,7 +16,6 @@ from tests.kernels.aiter.watched import TAGS, TUNED, Fallback, forget
 
 @pytest.fixture(scope="module", params=TAGS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AiterLibrary]:
-    """Each supported version."""
     folder = tmp_path_factory.mktemp("aiter")
     lay(folder, request.param)
     sys.path.insert(0, str(folder))

@@ -27,7 +27,6 @@ SIZE, CPU = 2, torch.device("cpu")
 
 
 def main() -> None:
-    """Runs the rank."""
     folder, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sys.path.insert(0, folder)
     library = AiterLibrary.load(SINCE)
@@ -87,7 +86,6 @@ class Wrong(Alone):
         return self._collectives.all_reduce(x) * self._factor
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As Collectives."""
         return self._collectives.all_gather(x)
 
 

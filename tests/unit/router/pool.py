@@ -78,6 +78,5 @@ class Site:
         return self.requests.open(request, StreamAssembly(3, detokenizer=None), on_submit)
 
     async def stop(self) -> None:
-        """Ends it."""
         await self.pool.stop()
         self.requests.stop()

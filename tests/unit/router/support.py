@@ -106,5 +106,4 @@ def save(files: dict[str, bytes], folder: Path) -> Path:
 def end(
     rid: int, end_pos: int, reason: wpb.EndReason.ValueType, stop_token_id: int = 0, message: str = ""
 ) -> wpb.SequenceEnd:
-    """A SequenceEnd."""
     return wpb.SequenceEnd(rid=rid, end_pos=end_pos, reason=reason, stop_token_id=stop_token_id, message=message)

@@ -164,7 +164,6 @@ class MoE:
         return out if self._shared is None else out + self._collectives.all_reduce(self._shared(x))
 
     def _own_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand."""
         ids, weights = self._router(x)
         return self._experts.apply(x, ids, weights, self._packed)
 

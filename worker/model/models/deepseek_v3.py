@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from kernels.interface import KVSpec
 from worker.config.model_config import ModelConfig, ModelError
@@ -23,8 +24,8 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
     layer_type = "full_attention"
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         super().check(config)
         if config.source.get("moe_layer_freq", 1) != 1:
             raise ModelError(f"moe_layer_freq {config.source['moe_layer_freq']} is not supported; supported: 1")

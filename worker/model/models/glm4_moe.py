@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from worker.config.model_config import ModelConfig
 from worker.model.layers.build import Build
 from worker.model.layers.norm import RMSNorm
@@ -28,8 +30,8 @@ class Glm4MoeForCausalLM(GroupedMoEForCausalLM):
     attention = Glm4MoeAttention
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         refuse_windows(config)
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from typing_extensions import override
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight, Routing
 from kernels.quantized_weight import selected_rows
@@ -33,8 +34,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
     attention = GptOssAttention
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         refuse_partial_rotary(config)
         if not config.attention_bias:
             raise ModelError("attention_bias false is not supported for GptOssForCausalLM")

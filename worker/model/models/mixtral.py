@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig
@@ -20,8 +21,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral: softmax over the experts, the best two weighted so that they add up to 1."""
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         refuse_partial_rotary(config)
 
     @classmethod

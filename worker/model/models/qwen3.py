@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
 from worker.model.layers.norm import RMSNorm
@@ -23,8 +25,8 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     attention = Qwen3Attention
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         refuse_partial_rotary(config)
         for layer in range(config.num_hidden_layers):
             cls.window(config, layer)

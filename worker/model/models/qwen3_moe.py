@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig, ModelError
@@ -19,8 +20,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Qwen3 MoE: softmax over all experts, the best of them weighted as they are or so that they add up to 1."""
 
     @classmethod
+    @override
     def check(cls, config: ModelConfig) -> None:
-        """See LlamaForCausalLM."""
         refuse_partial_rotary(config)
         if config.source.get("layer_types") is not None:
             raise ModelError(f"layer_types is not supported for {config.architecture}; leave it out")

@@ -34,9 +34,7 @@ class DraftedStep(Protocol):
     """A step behind which a draft model drafts."""
 
     @property
-    def batch(self) -> ScheduledBatch:
-        """The step."""
-        ...
+    def batch(self) -> ScheduledBatch: ...
 
     @property
     def states(self) -> torch.Tensor:
@@ -180,7 +178,6 @@ class LaunchedStep:
 
     @property
     def ends(self) -> Ints:
-        """See DraftedStep."""
         return self.metadata.seq_lens
 
     @cached_property

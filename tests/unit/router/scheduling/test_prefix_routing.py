@@ -79,7 +79,6 @@ def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -18,7 +18,6 @@ from router.workers.conduct import Conduct
 
 
 def steady() -> Conduct:
-    """Without chance."""
     return Conduct(lambda: 0.5)
 
 

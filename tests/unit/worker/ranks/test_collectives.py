@@ -57,7 +57,6 @@ class Kernels(TorchBackend):
         self._done = done
 
     def join_ranks(self, ranks: Ranks) -> Sums:  # type: ignore[override]
-        """See KernelBackend."""
         self.sums = Sums(ranks.rank, self._done)
         return self.sums
 

@@ -69,7 +69,6 @@ def simulated_runner(config: Config = CONFIG, step_s: float = 0.0) -> SimulatedR
 
 
 def params(max_tokens: int = 4, **fields: object) -> wpb.SamplingParams:
-    """Canonical parameters."""
     return wpb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
@@ -93,7 +92,6 @@ def record(rid: int, prompt: Many[int] = (1, 2, 3), max_tokens: int = 4, **field
 
 
 def submit(serial: int, *records: wpb.SubmitSequence, more: bool = False) -> wpb.SessionRequest:
-    """A Submit frame."""
     return wpb.SessionRequest(submit=wpb.Submit(serial=serial, seqs=records, more=more))
 
 
@@ -172,7 +170,6 @@ class SteppedEngine:
         self._commands.append(EndAll(message))
 
     def step(self) -> None:
-        """One turn, delivered."""
         commands, self._commands = self._commands, []
         turn = self._turns.run(commands)
         self.deliveries.deliver(turn)

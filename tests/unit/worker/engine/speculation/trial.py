@@ -69,7 +69,6 @@ class Trial:
         self.oracle.entered(seq, gated=True, outputs=self.scheduler.take_outputs())
 
     def add_group(self, seqs: list[Sequence]) -> None:
-        """Past the gate."""
         assert self.scheduler.add_group(seqs) == seqs
         outputs = self.scheduler.take_outputs()
         for seq in seqs:
