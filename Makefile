@@ -24,7 +24,7 @@ help: ## Explain the targets (the default)
 	@echo
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
 	@echo
-	@echo "  make run MODEL=/path/to/checkpoint   serves a Hugging Face checkpoint folder (docs/models.md: which)"
+	@echo "  make run MODEL=/path/to/checkpoint   serves a Hugging Face checkpoint folder (docs/reference/models.md: which)"
 	@echo "  make run ARGS=--once                 ends after the first answer"
 	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
 
@@ -99,7 +99,7 @@ check-wheel: wheel ## Install each wheel into a new environment without a compil
 lock: ## Renew requirements/*.lock, the versions that setup installs
 	@scripts/lock.sh
 
-bench: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the benchmarks (docs/performance.md has figures)
+bench: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the benchmarks (docs/reference/performance.md has figures)
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
 

@@ -17,7 +17,7 @@ _AFTER_S = 1e-6
 
 @dataclass(frozen=True)
 class DelayGate:
-    """Opens when the oldest prompt has waited `delay_factor` prefills, or `max_hold_s` (docs/architecture.md).
+    """Opens when the oldest prompt has waited `delay_factor` prefills, or `max_hold_s`.
 
     Attributes:
         delay_factor: how many last prefill durations the oldest prompt waits; 0 is off: always open.

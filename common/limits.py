@@ -241,8 +241,9 @@ STALL_PREFILLS = 10
 VIOLATION_MEMORY_S = 10.0
 SESSION_GOODBYE_S = 0.25
 
-# KV events (docs/architecture.md): the time between two frames of a Session, the changes that a frame brings, and
-# those that a worker remembers for routers that come back or are slow. Who needs older ones gets a snapshot.
+# KV events (docs/explanation/architecture.md): the time between two frames of a Session, the changes that a frame
+# brings, and those that a worker remembers for routers that come back or are slow. Who needs older ones gets a
+# snapshot.
 KV_EVENTS_S = 0.05
 MAX_KV_FRAME_CHANGES = 4096
 MAX_KV_LOG = 1 << 16

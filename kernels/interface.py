@@ -5,7 +5,7 @@ step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv
 intermediate size, V vocabulary size. "Model dtype" is the dtype of weights and activations.
 
 Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place
-(docs/determinism.md). A back end that cannot promise it says so in `batch_invariant`.
+(docs/explanation/determinism.md). A back end that cannot promise it says so in `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -792,7 +792,7 @@ class SamplingOps(Protocol):
         choices: npt.NDArray[np.int64],
         num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/determinism.md.
+        """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/explanation/determinism.md.
 
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
         before the sampled one, less `num_rejected[i]` (int64 [S], on the device) where the host does not know it;

@@ -1,7 +1,7 @@
 """Logprobs of rows of logits, reference implementation in numpy.
 
-The sum under the logarithm is one of integers, the masses of top-p (docs/determinism.md), so that neither the order of
-the additions, nor threads, nor ranks matter:
+The sum under the logarithm is one of integers, the masses of top-p (docs/explanation/determinism.md), so that neither
+the order of the additions, nor threads, nor ranks matter:
 
     mass(i) = rint(exp(float64(logit(i) - largest)) * 2^44)
     log Z   = largest + log(sum of the masses * 2^-44)              in float64

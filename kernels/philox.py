@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based random numbers of Random123 (Salmon et al., SC 2011), in numpy.
 
 The word of a token depends only on (seed, position, choice, token id), so any rank, shard or batch computes the same
-one, in any order (docs/determinism.md).
+one, in any order (docs/explanation/determinism.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling by Gumbel noise, exactly as docs/determinism.md says; numpy, on the host.
+"""Sampling by Gumbel noise, exactly as docs/explanation/determinism.md says; numpy, on the host.
 
 Integer masses and the order (value descending, id ascending) make the result independent of tiles, shards and sorting
 algorithms. Noise is computed only for the ids that the filters leave.

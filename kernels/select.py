@@ -1,4 +1,4 @@
-"""Chooses the kernel back end, once, at load (docs/determinism.md)."""
+"""Chooses the kernel back end, once, at load (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 

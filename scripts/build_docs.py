@@ -37,7 +37,7 @@ _LIBRARY = {
     "common.errors": ("InvalidFieldError", "DuplicateRequestError", "NoTokenizerError"),
 }
 # The reference of the library comes behind it.
-_LIBRARY_GUIDE = "library.md"
+_LIBRARY_GUIDE = "how-to/library.md"
 _CSS = """\
 .md-grid { max-width: 72rem; }
 .md-typeset table:not([class]) { font-size: .7rem; }
@@ -150,8 +150,8 @@ def library_page() -> str:
     """Page of the library's classes, for mkdocstrings to fill."""
     parts = [
         "# Library reference\n",
-        "The classes that a program which runs the engine itself meets. [The engine as a library](../library.md) shows "
-        "how they are used.\n",
+        "The classes for programs that run the engine themselves. [The engine as a library](../how-to/library.md) "
+        "shows their use.\n",
     ]
     for module, names in _LIBRARY.items():
         parts += [f"::: {module}.{name}\n    options:\n      show_bases: false\n" for name in names]

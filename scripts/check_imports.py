@@ -186,7 +186,7 @@ RULES = {
     ),
 }
 
-# Place -> places beside it, in its own package, that it may import; docs/architecture.md has the same table.
+# Place -> places of its own package that it may import; docs/explanation/architecture.md has the same table.
 BESIDE = {
     "router/api": names(
         "answers",

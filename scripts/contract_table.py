@@ -1,4 +1,4 @@
-"""Makes the table of fields in docs/contract.md: `python -m scripts.contract_table` (`--check` only compares).
+"""Makes docs/reference/contract.md's table of fields: `python -m scripts.contract_table` (`--check` only compares).
 
 Fields come from the descriptors of fissile.v1. A field of a request is served if the router's lists say so, else it is
 refused by name. A field of an answer is served if a test says so. A test says which fields it shows by the marker
@@ -22,7 +22,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from router.api.inference import SERVED
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "contract.md"
+PAGE = ROOT / "docs" / "reference" / "contract.md"
 BEGIN: Final = "<!-- Made by `python -m scripts.contract_table`. -->"
 END: Final = "<!-- The end of what it has made. -->"
 MARKER: Final = "proto_field"
@@ -192,7 +192,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """docs/contract.md with the table as it should be."""
+    """docs/reference/contract.md with the table as it should be."""
     text = PAGE.read_text("utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--check" not in arguments:
         PAGE.write_text(wanted, "utf-8")
     elif wanted != PAGE.read_text("utf-8"):
-        print("docs/contract.md has another table of fields: python -m scripts.contract_table", file=sys.stderr)
+        print(f"{PAGE} has another table of fields: python -m scripts.contract_table", file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 """Sampling parameters, validated and canonical.
 
 Real numbers are rounded to float32 once, here, because they travel as proto `float`: 0.7 is not float32(0.7), and the
-same request must sample the same tokens through gRPC and through LLMEngine (docs/determinism.md).
+same request must sample the same tokens through gRPC and through LLMEngine (docs/explanation/determinism.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Invariants:
       marks the latter (`mark_special`), and `encode(text, allow_special=True)` encodes marked tokens as text. The
       result is that of `apply_chat_template(..., sanitize_control_tokens=True)` in transformers.
     * A text has the same tokens whole and in pieces (`encode_pieces`).
-    * Only `encode_batch_fast` is called, because `encode` holds the GIL (docs/architecture.md).
+    * Only `encode_batch_fast` is called, because `encode` holds the GIL (docs/explanation/architecture.md).
 """
 
 from __future__ import annotations

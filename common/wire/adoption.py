@@ -1,4 +1,4 @@
-"""Names of sequences that outlive their router, by which another one adopts them (docs/architecture.md, S12). Pure.
+"""Names by which a router adopts sequences of a dead one (docs/explanation/architecture.md, S12). Pure.
 
 An answer is a function of its request, so a key digests all that the answer depends on, and whose it is: a router that
 has the same request in hand makes the same key. Who has not got the request, with its id, cannot make it.

@@ -8,7 +8,7 @@ Who does an operation is decided once for each kind of numbers that a model has 
 version), never by what a step holds, and logged with the reason. With `Settings.batch_invariant` AITER does only what
 has no sums: its products, attention and norms choose kernels and splits by the number of rows.
 
-What AITER computes was never run by us on a GPU (docs/rocm.md lists what was verified, and how).
+What AITER computes was never run by us on a GPU (docs/reference/rocm.md lists what was verified, and how).
 """
 
 from __future__ import annotations

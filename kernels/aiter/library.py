@@ -1,7 +1,7 @@
 """Finds AITER, checks that it is a version that we know how to call, and calls it.
 
-It is never a dependency: ROCm images bring it (docs/rocm.md). It is looked for without being imported, since where it
-cannot run its import fails for reasons that help nobody, and its functions are compared with signatures.json
+It is never a dependency: ROCm images bring it (docs/reference/rocm.md). It is looked for without being imported, since
+where it cannot run its import fails for reasons that help nobody, and its functions are compared with signatures.json
 from their sources. Only what passed is imported.
 """
 
@@ -54,12 +54,12 @@ def find() -> Installation:
     """
     spec = find_spec("aiter")
     if spec is None or not spec.submodule_search_locations:
-        raise AiterUnavailableError("AITER is not installed; ROCm images bring it (docs/rocm.md)")
+        raise AiterUnavailableError("AITER is not installed; ROCm images bring it (docs/reference/rocm.md)")
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / "ops").is_dir():
         raise AiterUnavailableError(
             f"the package `aiter` in {folder} is not AMD's AITER but PyPI's asynchronous iterators of that name: "
-            "`pip uninstall aiter`, and take a ROCm image that brings AITER (docs/rocm.md)"
+            "`pip uninstall aiter`, and take a ROCm image that brings AITER (docs/reference/rocm.md)"
         )
     return Installation(folder.parent, _version())
 

@@ -2,7 +2,7 @@
 
 Float32 and bfloat16 are native, with a KV cache in these, float16 or FP8 (E4M3). Models in float16 run on PyTorch's
 kernels (kernels/torch_backend/backend.py), all but the choice of experts and sampling. Which of the two is decided by
-dtype alone, at load, so it never changes between two steps of a model (docs/determinism.md).
+dtype alone, at load, so it never changes between two steps of a model (docs/explanation/determinism.md).
 """
 
 from __future__ import annotations

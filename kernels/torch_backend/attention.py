@@ -10,7 +10,8 @@ o weighted by that softmax. The tile's weight is exp(m - M) / p, with M the row'
 tile's sum of exp(score - m). Weighted values are added in tile order and divided by the sum of the weights. A fully
 masked tile has weight exp(-huge) = 0 and adds exact zeros, so skipping it equals computing it: a row's bits do not
 depend on which rows share its query tile, that is, on chunk borders. With a window, the tiles wholly before it are
-skipped for the same reason. A sink joins the sum of the weights once, after all tiles (docs/determinism.md).
+skipped for the same reason. A sink joins the sum of the weights once, after all tiles
+(docs/explanation/determinism.md).
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A tile's shape decides which rows and columns a program has. It does not decide the order in which numbers of K are
 added, since every tile walks K forward. But whether matrix instructions of different shapes add alike depends on the
 hardware and the compiler. Results are compared in float32: a difference in the last bit shows in one of some 10,000
-numbers of bfloat16. On an H200 with Triton 3.6 tiles agree (docs/kernels.md). Where they do, batch-invariant kernels
-take the tiles that suit the number of rows; where they do not, they take one tile for all, and are slower.
+numbers of bfloat16. On an H200 with Triton 3.6 tiles agree (docs/explanation/kernels.md). Where they do,
+batch-invariant kernels take the tiles that suit the number of rows; where they do not, they take one tile for all, and
+are slower.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 A program has a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a matrix
 product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N). Each key tile has a softmax
 of its own; its largest score, sum and weighted values, all float32, are merged in the order of key tiles
-(docs/determinism.md). Either one program merges all key tiles of its query tile, or the key tiles are dealt out to
-several programs and a second kernel merges them: the same machine code computes a key tile both times, and the merge is
-the same float operations. A key tile of which a row sees nothing leaves its numbers as they are, and one that it sees
-whole needs no mask. So with key tiles of fixed size, a row's bits depend on its own keys alone: not on chunks, other
-sequences or padding, nor on how key tiles are dealt out.
+(docs/explanation/determinism.md). Either one program merges all key tiles of its query tile, or the key tiles are dealt
+out to several programs and a second kernel merges them: the same machine code computes a key tile both times, and the
+merge is the same float operations. A key tile of which a row sees nothing leaves its numbers as they are, and one that
+it sees whole needs no mask. So with key tiles of fixed size, a row's bits depend on its own keys alone: not on chunks,
+other sequences or padding, nor on how key tiles are dealt out.
 
 Arguments that change from step to step are not specialised: neither must a step wait for the compiler, nor may a
 number of rows divisible by 16 run other machine code than its neighbour.

@@ -2,8 +2,8 @@
 
 Five kernels a layer, none of which needs anything on the host: grids are bounds that hold for every choice of experts,
 and programs without work end at once. A pair's product is the same whoever shares its tile, and a row's results are
-added in float32 in the order of its slots (docs/determinism.md), so a row's bits do not depend on the others
-where tiles are not chosen by how many there are.
+added in float32 in the order of its slots (docs/explanation/determinism.md), so a row's bits do not depend on the
+others where tiles are not chosen by how many there are.
 """
 
 from __future__ import annotations

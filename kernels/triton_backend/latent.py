@@ -3,8 +3,8 @@
 A program takes the heads of one token, or of a few neighbouring ones, as the rows of its matrix products. Keys come in
 splits whose length follows from the row's own position. A split's softmax starts anew, and splits are merged in their
 order by one expression. Whether programs take a split each and another kernel merges them, or one program takes all of
-them, is thus free to follow from the size of the step: a row's bits are the same (docs/determinism.md). A row that
-sees nothing of a split, or of a tile of it, leaves every number of it as it was.
+them, is thus free to follow from the size of the step: a row's bits are the same (docs/explanation/determinism.md). A
+row that sees nothing of a split, or of a tile of it, leaves every number of it as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling on the device, to the token what kernels/sampling.py says (docs/determinism.md), without sorting.
+"""Sampling on the device without sorting; its tokens equal those of kernels/sampling.py.
 
 The order is (value descending, id ascending). A float's bits, turned so that they count upwards, are its key in that
 order. The border of top-k, and then that of top-p, is a key: three histograms of its bits, from the highest, of counts

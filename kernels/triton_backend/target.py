@@ -64,8 +64,8 @@ class Settings:
 
     Attributes:
         target: what is compiled for.
-        batch_invariant: whether a row's bits must not depend on the others (docs/determinism.md): splits are chosen
-            without looking at how many rows or sequences there are, and so are tiles that do not agree.
+        batch_invariant: whether a row's bits must not depend on the others (docs/explanation/determinism.md): splits
+            are chosen without looking at how many rows or sequences there are, and so are tiles that do not agree.
         agreement: knows which tiles agree on this GPU; None if tiles of different shapes count as different.
     """
 

@@ -77,7 +77,7 @@ class Cut:
 
 
 _NVIDIA: dict[Operands, Table] = {
-    # Measured on an H200 by tests/bench/gpu_tiles.py (docs/kernels.md).
+    # Measured on an H200 by tests/bench/gpu_tiles.py (docs/explanation/kernels.md).
     "half": Table(
         Tiles(64, 128, 64, stages=4),
         (

@@ -1,4 +1,4 @@
-"""Digests of receipts, byte by byte as docs/contract.md defines them: for the service and for its clients. Pure.
+"""Digests of receipts, byte by byte as docs/reference/contract.md defines them, for service and clients. Pure.
 
 One encoding serves the sampling parameters of a request and the fields of a receipt: what is at its neutral value is
 left out, so that a field that a later version adds changes no digest of a message that does not use it.

@@ -1,4 +1,4 @@
-"""The seed of a request that names none (docs/determinism.md)."""
+"""The seed of a request that names none (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of logits for receipts, and the comparison of a replay with a receipt (docs/contract.md). Pure."""
+"""Digests of logits for receipts, and the comparison of a replay with a receipt (docs/reference/contract.md). Pure."""
 
 from __future__ import annotations
 

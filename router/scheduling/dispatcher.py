@@ -1,6 +1,6 @@
 """Dispatcher: decides which request goes to which worker, and when, by queue, lanes, gate and placement together.
 
-Pure: events and `now` (monotonic seconds) come in, decisions go out. `decide` implements docs/architecture.md with
+Pure: events and `now` (monotonic seconds) come in, decisions go out (docs/explanation/architecture.md), with
 the placement as a policy object. No call takes long, however many wait and however large the fleet is: what a lane that
 comes or goes means for those that wait is worked off in pieces (`rebinding`, `rebalancing`), and a decision looks at
 the lanes that have changed or whose time has come (`lane_agenda`). Invariants, checked by the property test:

@@ -1,6 +1,6 @@
 """One worker as the dispatcher sees it: who waits for it, and when and how much of that it gets.
 
-State, gate and room are those of docs/architecture.md; what the worker does is in its `WorkerLoad`.
+State, gate and room are those of docs/explanation/architecture.md; what the worker does is in its `WorkerLoad`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Lane:
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
-        """True if what waits here may go now, room aside (docs/architecture.md)."""
+        """True if what waits here may go now, room aside (docs/explanation/architecture.md)."""
         if self._alone is not None:
             return self._lone() is not None and not self.load.has_unseen
         report = self.load.report

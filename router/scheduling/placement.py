@@ -341,8 +341,8 @@ class _Fastest:
 class PrefixAware(LeastLoaded):
     """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
 
-    Affinity and load are in one unit, seconds (docs/architecture.md), so that a hot prefix spreads as soon as
-    waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
+    Affinity and load are in one unit, seconds (docs/explanation/architecture.md), so that a hot prefix spreads as soon
+    as waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
     the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
     is judged by its load alone.
 

@@ -1,4 +1,4 @@
-"""This router's knowledge of one worker's prefix cache (KvEvents; docs/architecture.md).
+"""This router's knowledge of one worker's prefix cache (KvEvents; docs/explanation/architecture.md).
 
 Invariant: what the frames that `accept` has let pass add up to is what the instance's cache held after change `seq`;
 with `seq` 0 it may be less, as in the middle of a snapshot. From an `ask` on that counts anew: nothing passes until the

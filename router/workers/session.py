@@ -1,4 +1,4 @@
-"""The Session with one worker: the shell that dials, writes frames and reads them (docs/architecture.md).
+"""The Session with one worker: the shell that dials, writes frames and reads them (docs/explanation/architecture.md).
 
 One writer task and one reader task per stream: two writers on one call would end it. `SessionState` decides what is
 written; `SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its

@@ -1,6 +1,6 @@
 """The router's end of one Session, without its I/O: what must be written, in which order, and what came back.
 
-Invariants (docs/architecture.md):
+Invariants (docs/explanation/architecture.md):
   * A frame is at most 1 MiB and holds at most 16,384 token ids; control frames go before the next Extend (S8).
   * A sequence that is dropped here without an end from the worker is cancelled there exactly once; what still comes for
     it is ignored. A rid that this router never submitted is cancelled once (S2).

@@ -1,6 +1,6 @@
 """What ranks cost: sending a step, a sum over two processes, and a decode step on one and on two ranks.
 
-`python -m tests.bench.rank_cost`; the figures are in docs/performance.md.
+`python -m tests.bench.rank_cost`; the figures are in docs/reference/performance.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Overload, the delay gate and priorities: what waits, for how long, and what is refused.
 
-A2 runs the dispatcher on a fake clock against an oracle that was written from docs/architecture.md alone.
+A2 runs the dispatcher on a fake clock against an oracle that was written from docs/explanation/architecture.md alone.
 """
 
 from __future__ import annotations

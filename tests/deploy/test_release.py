@@ -71,7 +71,7 @@ def test_release_tag_other_than_version_is_refused(capsys: pytest.CaptureFixture
 def test_tags_in_pages_exist() -> None:
     """A kustomization in a page must resolve today."""
     tags = run(["git", "tag"]).stdout.split()
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), DEPLOY / "README.md"):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), DEPLOY / "README.md"):
         named = re.findall(r"\?ref=(v[\w.]+)", page.read_text("utf-8"))
         assert [tag for tag in named if tag not in tags] == [], page
 

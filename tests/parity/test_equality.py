@@ -1,6 +1,6 @@
 """One request, one answer: on the demo model every stream is that of the sequence computed alone
-(docs/determinism.md), whatever the policy, the cache, the size of the chunks, deferred output, the pool and the other
-requests.
+(docs/explanation/determinism.md), whatever the policy, the cache, the size of the chunks, deferred output, the pool and
+the other requests.
 
 float32, the batch-invariant back ends, a KV cache that begins full of NaN: a slot that is read before it is written
 shows. A workload that fails is repeated with `check(its number, its setting)`.

@@ -1,4 +1,4 @@
-"""Steps launched behind drafts in flight bring the tokens of plain decodes (docs/determinism.md)."""
+"""Steps launched behind drafts in flight bring the tokens of plain decodes (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 

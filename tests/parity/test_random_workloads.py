@@ -1,5 +1,5 @@
 """Random workloads on the native kernels, many sequences at a time: tokens and logits to the bit those of each request
-alone (docs/determinism.md).
+alone (docs/explanation/determinism.md).
 
 Beside test_equality.py, which varies how requests come and go in few-row batches and float32: here 2 to 64 requests run
 at once in bfloat16, on one thread or two, and every row of logits that a token was drawn from is compared. A request's

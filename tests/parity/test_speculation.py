@@ -1,4 +1,4 @@
-"""Speculation never changes a token: with any drafts every stream is that of plain decoding (docs/determinism.md).
+"""Speculation never changes a token: with any drafts every stream equals that of plain decoding.
 
 The drafts are drawn here, right, wrong and both, any number in any step, so that no proposer is trusted with anything:
 what holds for these holds for all. The workloads, settings and references are those of test_equality.py.

@@ -1,4 +1,4 @@
-"""Places of docs/architecture.md exist and have the names that it says; its table of folders is the layout."""
+"""Places and names in docs/explanation/architecture.md exist; its table of folders is the layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from scripts.check_imports import BESIDE, place_of, sources
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 _HEADING = "## Names of the engine's specification"
 _CODE = re.compile(r"`([^`]+)`")
 

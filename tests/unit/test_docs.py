@@ -90,7 +90,7 @@ def _words() -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_names_exist(page: Path) -> None:
     """A name in backticks that looks like one of code is one of our sources."""
     # Names of others, such as the C library and gRPC's; and one that the page says is not here.
@@ -126,7 +126,7 @@ def test_a_wrong_name_is_found() -> None:
 
 def test_the_tests_of_robustness_are_there() -> None:
     """Each test that the page names, in its file or, as `…::name`, in the file before; a name may be cut by `…`."""
-    page = ROOT / "docs" / "robustness.md"
+    page = ROOT / "docs" / "explanation" / "robustness.md"
     missing, source = [], ""
     for path, name in re.findall(r"`(…|[\w/]+\.py)(?:::(\w+))?…?`", _prose(page)):
         file = ROOT / "tests" / path
@@ -172,7 +172,7 @@ def test_nothing_points_outside() -> None:
     """Code and pages cite what is in the repository, or a paper by its name."""
     outside = re.compile(
         r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d"
-        # Rules by a number that no page of the repository gives; S1 to S12 are in docs/architecture.md.
+        # Rules by a number that no page of the repository gives; S1 to S12 are in docs/explanation/architecture.md.
         r"|\((?:[A-RU-Z]\d{1,2}|T[2-9]\d?|S(?:1[3-9]|[2-9]\d))\)"
     )
     sources = [ROOT / name for name in _tracked() if Path(name).suffix in {".py", ".md", ".proto", ".cpp", ".hpp"}]

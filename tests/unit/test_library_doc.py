@@ -1,4 +1,4 @@
-"""The code of docs/library.md runs, in its order, on a small checkpoint."""
+"""The code of docs/how-to/library.md runs, in its order, on a small checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "library.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "library.md"
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/performance.md and its plots are what the results in tests/bench/results say."""
+"""docs/reference/performance.md and its plots are what the results in tests/bench/results say."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_files_are_what_the_results_make(path: Path) -> None:
 def test_page_shows_every_table_and_plot_once() -> None:
     text = page.PAGE.read_text()
     assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", text)) == sorted(TABLES)
-    assert sorted(re.findall(r"\]\(img/([\w.-]+)\)", text)) == sorted(IMAGES)
+    assert sorted(re.findall(r"\]\(../img/([\w.-]+)\)", text)) == sorted(IMAGES)
     assert {path.name for path in page.plots(RESULTS)} == IMAGES
 
 

@@ -11,7 +11,7 @@ from worker.engine.step import StepLimits
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The worker's load, as the router's delay gate and placement need it (docs/architecture.md).
+    """The worker's load, as the router's delay gate and placement need it (docs/explanation/architecture.md).
 
     Attributes:
         decoding_seqs: running sequences whose prompt is computed.

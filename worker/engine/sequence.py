@@ -176,7 +176,7 @@ class Sequence:
         choice: index of the answer, part of the random numbers' counter.
         arrive_time: monotonic seconds on this machine.
         deadline: monotonic seconds after which the sequence is dropped, None for never.
-        hash_root: parent hash of the first block, None without salt and adapter (docs/determinism.md).
+        hash_root: parent hash of the first block, None without salt and adapter (docs/explanation/determinism.md).
         priority: its class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
         block_hashes: of its first full blocks (common/wire/block_hash.py), as far as the caller has made them; the

@@ -2,7 +2,7 @@
 
 The state is a function of grammar and output: it is built anew, by giving a fresh matcher all tokens, wherever a
 sequence goes on that this rank does not know, or knows with other tokens. The masks of a sequence with a grammar are
-one (docs/determinism.md): bits, of which only those stay that all of them leave.
+one (docs/explanation/determinism.md): bits, of which only those stay that all of them leave.
 
 - An end-of-sequence token is allowed where the grammar may end, but not with `ignore_eos`.
 - Before `min_tokens` what would end the sequence is left out, unless nothing else is left: the grammar wins.

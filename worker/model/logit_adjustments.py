@@ -1,7 +1,7 @@
 """From the tokens of a sequence to what its penalties change in a row of logits.
 
-The order of the changes is the kernels' (docs/determinism.md); here is which ids they concern. Repetition: every id of
-prompt and output; presence and frequency: ids of the output only.
+The order of the changes is the kernels' (docs/explanation/determinism.md); here is which ids they concern. Repetition:
+every id of prompt and output; presence and frequency: ids of the output only.
 """
 
 from __future__ import annotations

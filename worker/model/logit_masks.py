@@ -1,6 +1,6 @@
 """From the parameters of a sequence to the biases and masks of its row of logits.
 
-The order of the changes is the kernels' (docs/determinism.md); here is which ids they concern:
+The order of the changes is the kernels' (docs/explanation/determinism.md); here is which ids they concern:
 - `logit_bias`: its ids.
 - `allowed_token_ids`: all ids but those and the model's end-of-sequence ids are masked.
 - `bad_words_token_ids`: what would complete one of the sequences within the output is masked.

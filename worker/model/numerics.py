@@ -1,4 +1,4 @@
-"""The numerics class: two workers of one class give a request the same tokens (docs/determinism.md)."""
+"""The numerics class: two workers of one class give a request the same tokens (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 

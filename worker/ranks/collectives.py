@@ -2,9 +2,9 @@
 
 A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
 cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
-(docs/determinism.md: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them itself. Of
-large tensors it adds the parts of its own slice and then gathers the slices: each number is added in the same order.
-Kernels that may look at the batch and have a faster way add up themselves (`KernelBackend.join_ranks`).
+(docs/explanation/determinism.md: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them
+itself. Of large tensors it adds the parts of its own slice and then gathers the slices: each number is added in the
+same order. Kernels that may look at the batch and have a faster way add up themselves (`KernelBackend.join_ranks`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changes of the prefix cache, as routers hear of them (docs/architecture.md).
+"""Changes of the prefix cache, as routers hear of them (docs/explanation/architecture.md).
 
 The engine says what has changed, granule by granule; `KvLog` numbers the changes from 1 and keeps the newest of them
 for all routers together, and each Session reads them with a `KvCursor` of its own. Invariants:

@@ -1,6 +1,6 @@
 """Backlog of this worker at all routers: echoed to each, so that every gate sees the fleet's oldest request.
 
-Without the echo a delay factor works for one router only (docs/determinism.md).
+Without the echo a delay factor works for one router only (docs/explanation/determinism.md).
 """
 
 from __future__ import annotations

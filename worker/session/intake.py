@@ -2,8 +2,8 @@
 
 Invariants:
   * A group leaves whole, once, in the order in which groups were completed: with its last Submit and the last Extend of
-    every sequence in it (docs/architecture.md). A sequence that is refused, cancelled or late leaves its group and
-    costs the others nothing.
+    every sequence in it (docs/explanation/architecture.md). A sequence that is refused, cancelled or late leaves its
+    group and costs the others nothing.
   * A rid that is known here or runs already is a no-op (S5); an Extend or Cancel of an unknown one is ignored.
   * What is held is bounded: a prompt by the model's length, all of them by MAX_ASSEMBLING_TOKENS and their records by
     MAX_ASSEMBLING_BYTES, groups by MAX_OPEN_GROUPS. A router that keeps to the protocol has one open group.

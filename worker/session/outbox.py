@@ -2,7 +2,7 @@
 
 While a frame is being written, steps go on; what they produce merges here and goes out with the next frame. A stream
 that breaks loses what is on its way: the tokens stay here, and `rewind` sends them again. Invariants
-(docs/architecture.md):
+(docs/explanation/architecture.md):
   * Whatever the interleaving of steps and takes, the frames deliver each token once and in order (S2); after a rewind,
     from where the router says.
   * An end is in the frame of its sequence's last token, or alone when all tokens have gone before (S3).

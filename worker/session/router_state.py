@@ -1,6 +1,6 @@
 """State of one router on this worker: its sequences, which outlive the streams of its Session (rules S4, S6).
 
-Invariants (docs/architecture.md):
+Invariants (docs/explanation/architecture.md):
   * Sequences go on running while no stream is attached; what they produce waits in the outbox.
   * Every rid ends in exactly one of: an end, given back, unknown at a later Hello, or the end of the router's lease.
   * After `end` nothing of the router is left in the engine, and what the engine still says about it is not kept.

@@ -160,7 +160,7 @@ def _check_prompt_len(prompt_len: int, num_tokens: int, limits: EngineLimits) ->
 
 
 def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits, root: int | None) -> list[int]:
-    """Checks that the router hashes blocks as this worker does (docs/determinism.md).
+    """Checks that the router hashes blocks as this worker does (docs/explanation/determinism.md).
 
     Returns:
         The hashes of the prompt's full blocks.

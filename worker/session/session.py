@@ -1,4 +1,4 @@
-"""One stream of a Session without its I/O: frames and outputs come in, frames go out (docs/architecture.md).
+"""One stream of a Session, without I/O: takes frames and outputs, returns frames (docs/explanation/architecture.md).
 
 The sequences belong to RouterSequences, which outlives the stream. Invariants:
   * The first frame out is Welcome. Every rid submitted here gets exactly one end, is given back, or is unknown to a

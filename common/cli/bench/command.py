@@ -250,7 +250,7 @@ def bench() -> None:
     fissile bench serve --rate 2,4 --duration 60s    open loop: 2, then 4 requests per second
     fissile bench offline --model DIR                the engine alone
 
-    docs/bench.md says how to read the figures.
+    docs/how-to/bench.md says how to read the figures.
     """
 
 

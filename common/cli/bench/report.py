@@ -10,7 +10,7 @@ from common.cli.bench.figures import Failures, Figures, Spread, overviews
 from common.cli.bench.statistics import Summary
 
 SCHEMA: Final = "fissile.bench"
-# Version of `as_json`; counts up with every change that a reader must know of. docs/bench.md lists the fields.
+# Version of `as_json`; counts up with every change that a reader must know of. docs/how-to/bench.md lists the fields.
 VERSION: Final = 1
 # Thresholds of a warning: other processes' share of the machine, and how late the client was.
 MAX_FOREIGN: Final = 0.05

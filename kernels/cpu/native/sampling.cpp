@@ -1,4 +1,4 @@
-// Sampling by Gumbel noise, to the token what kernels/sampling.py says (docs/determinism.md), without sorting.
+// Sampling by Gumbel noise, to the token what kernels/sampling.py says (docs/explanation/determinism.md), without sorting.
 //
 // The order is (value descending, id ascending). A float's bits, turned so that they count upwards, give its place in that
 // order, so the border of top-k and of top-p is found by histograms of bits, of counts or of integer masses: what is kept

@@ -1,1 +1,1 @@
-"""Tables and plots of docs/performance.md, made from tests/bench/results: `python -m tests.bench.plots [--check]`."""
+"""Tables and plots of docs/reference/performance.md, from tests/bench/results: `python -m tests.bench.plots`."""

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md's tables and plots: `python -m tests.bench.plots [--check]`.
+"""Writes docs/reference/performance.md's tables and plots: `python -m tests.bench.plots [--check]`.
 
 `--check` writes nothing, names the files that are not as the results make them, and ends with 1 if there are any.
 """

@@ -1,4 +1,4 @@
-"""Plots of docs/performance.md: engines on each kind of processor, and the router."""
+"""Plots of docs/reference/performance.md: engines on each kind of processor, and the router."""
 
 from __future__ import annotations
 

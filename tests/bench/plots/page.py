@@ -1,4 +1,4 @@
-"""docs/performance.md with its tables made anew: what is between a marker's two lines is replaced."""
+"""docs/reference/performance.md with its tables made anew: what is between a marker's two lines is replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench.plots.results import Result
 from tests.bench.plots.tables import TABLES
 
 DOCS: Final = Path(__file__).parents[3] / "docs"
-PAGE: Final = DOCS / "performance.md"
+PAGE: Final = DOCS / "reference" / "performance.md"
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md, as Markdown; figures stand in them as the results' files write them."""
+"""Tables of docs/reference/performance.md, as Markdown; figures stand in them as the results' files write them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """AiterBackend over a stand-in for AITER (fake_aiter.py) against PyTorch's back end: what goes in, and what comes back.
 
-The numbers of AITER's kernels are not tested here; no machine of ours can run them (docs/rocm.md).
+The numbers of AITER's kernels are not tested here; no machine of ours can run them (docs/reference/rocm.md).
 """
 
 from __future__ import annotations

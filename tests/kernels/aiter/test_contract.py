@@ -84,7 +84,7 @@ def test_operations_name_their_functions() -> None:
 
 
 def test_the_documentation_names_versions_and_functions() -> None:
-    text = (ROOT / "docs/rocm.md").read_text("utf-8")
+    text = (ROOT / "docs/reference/rocm.md").read_text("utf-8")
     assert f"The versions {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]} are supported." in text
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
     for name, operation in OPERATIONS.items():

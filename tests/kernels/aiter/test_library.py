@@ -47,7 +47,7 @@ def refused() -> str:
 
 @without_aiter
 def test_where_there_is_none() -> None:
-    assert refused() == "AITER is not installed; ROCm images bring it (docs/rocm.md)"
+    assert refused() == "AITER is not installed; ROCm images bring it (docs/reference/rocm.md)"
 
 
 def test_another_package_of_the_name(place: Path) -> None:

@@ -1,6 +1,6 @@
 """Whole models on AITER's back end over Triton's, in the interpreter, with a stand-in in AITER's place.
 
-That loader, layers and both back ends go together; not what AITER's kernels compute (docs/rocm.md).
+That loader, layers and both back ends go together; not what AITER's kernels compute (docs/reference/rocm.md).
 """
 
 from __future__ import annotations

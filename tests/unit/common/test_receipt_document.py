@@ -1,4 +1,4 @@
-"""Compares request digests with an encoder that reads sizes and neutral values from docs/contract.md."""
+"""Compares request digests with an encoder that reads sizes and neutral values from docs/reference/contract.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.params.sampling_params import SamplingParams
 
-CONTRACT: Final = (Path(__file__).parents[3] / "docs" / "contract.md").read_text(encoding="utf-8")
+CONTRACT: Final = (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
 APART: Final = ("seed", "n", "best_of", "num_drafts")
 
 

@@ -1,4 +1,4 @@
-"""Sampling against a brute-force reference in Python integers and floats (docs/determinism.md)."""
+"""Sampling against a brute-force reference in Python integers and floats (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ newest token, and how long a step of so many rows takes (step_costs.py). Drafts 
 the tokens that come all the same, which costs nothing, so that they are taken up again when they are right. What has
 come of the decisions is kept in account (draft_savings.py), which ends drafts that lose more than they should.
 
-Nothing of this can change a token (docs/determinism.md), so it may depend on durations.
+Nothing of this can change a token (docs/explanation/determinism.md), so it may depend on durations.
 """
 
 from __future__ import annotations

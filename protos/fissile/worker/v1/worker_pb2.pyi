@@ -3,7 +3,7 @@
 isort:skip_file
 The worker's API, which routers call. Clients use fissile.v1.InferenceService on a router instead.
 
-A Session is one bidirectional stream between a router and a worker. docs/architecture.md has its rules S1 to S12. Those
+A Session is one bidirectional stream between a router and a worker. docs/explanation/architecture.md has its rules S1 to S12. Those
 that a reader of this file needs:
   S1 The router makes a new `rid` for each attempt and never uses one twice.
   S2 A token is (rid, absolute position, id). The router appends it only if its position is the next one.

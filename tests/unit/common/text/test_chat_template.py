@@ -351,7 +351,7 @@ def test_named_templates_of_a_folder_equal_transformers(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_templates_is_of_the_text_or_of_all_names_and_texts() -> None:
-    """As docs/contract.md says; receipts name it."""
+    """As docs/reference/contract.md says; receipts name it."""
     only = ChatTemplate.from_files(files(chat_template="{{ 'é' }}"))
     named = [{"name": name, "template": text} for name, text in (("tool_use", "{{ 2 }}"), ("default", "{{ 1 }}"))]
     several = ChatTemplate.from_files(files(chat_template=named))

@@ -39,7 +39,7 @@ def digest(params: pb.SamplingParams, *, continues: bool = True, ids: list[int] 
 
 
 def expected(parameters: bytes, *, continues: int = 1, index: int = 0) -> bytes:
-    """The digest of a request with prompt 1, 2, 3 and seed 7, as docs/contract.md says."""
+    """The digest of a request with prompt 1, 2, 3 and seed 7, as docs/reference/contract.md says."""
     head = b"fissile request 1\n" + bytes([continues]) + u32(3, 1, 2, 3)
     return hashlib.sha256(head + parameters + u64(7) + u32(index)).digest()
 

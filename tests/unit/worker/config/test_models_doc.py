@@ -1,4 +1,4 @@
-"""docs/models.md lists what the registry has, and tests/checkpoints.py can make each of them."""
+"""docs/reference/models.md lists what the registry has, and tests/checkpoints.py can make each of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.checkpoints import ARCHITECTURES
 from worker.config.architectures import model_class, support_model_arch_dict
 
-DOC = Path(__file__).resolve().parents[4] / "docs" / "models.md"
+DOC = Path(__file__).resolve().parents[4] / "docs" / "reference" / "models.md"
 
 
 def test_the_table_lists_the_registry() -> None:

@@ -252,7 +252,7 @@ def test_salts_are_bounded() -> None:
 
 
 def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attack of docs/determinism.md: X and X' collide; the child of one must not serve the other."""
+    """The attack of docs/explanation/determinism.md: X and X' collide; the child of one must not serve the other."""
 
     def colliding(tokens: Seq[int], size: int, *, root: int | None = None, seed: int = 0) -> list[int]:
         renamed = [1 if token == 2 else token for token in tokens]

@@ -301,7 +301,7 @@ def test_every_field_of_the_json_is_documented_and_the_other_way_round(
     monkeypatch.setattr(RouterTarget, "draft_counts", lambda _self: [(next(counts), 1)])
     serve.script.respond = every_other_fails
     made = serve.measure(*SMALL, "--slo", "ttft=1s")
-    text = (Path(__file__).resolve().parents[5] / "docs" / "bench.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[5] / "docs" / "how-to" / "bench.md").read_text(encoding="utf-8")
     documented = {name for name in DOCUMENTED.findall(text) if not name.startswith("options.engine")}
     assert set(paths(made)) == documented
     assert f'"{made["schema"]}"' in text

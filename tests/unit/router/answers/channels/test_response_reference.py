@@ -1,4 +1,4 @@
-"""Answers differ from transformers' parser only in the ways that docs/contract.md lists."""
+"""Answers differ from transformers' parser only in the ways that docs/reference/contract.md lists."""
 
 from __future__ import annotations
 
