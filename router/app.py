@@ -39,9 +39,9 @@ from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from common.text.tokenizer_reading import import_transformers
 from router.api import admin
-from router.api.inference import InferenceService
 from router.api.rpc_scope import SERVICE
 from router.api.server_info import ServerInfo, shown_options
+from router.api.service import InferenceService
 from router.api.shutdown import OpenCalls
 from router.audit.answer_auditor import AnswerAuditor, AuditOptions
 from router.audit.kv_auditor import KvAuditor
@@ -324,7 +324,7 @@ def _auditors(
     options: AuditOptions, service: InferenceService, running: RunningRequests, dialer: Dialer
 ) -> tuple[AnswerAuditor | None, KvAuditor | None]:
     """Auditors of the service's answers and of the workers' KV blocks; None for an audit that is off."""
-    rerunner = Rerunner(service.preparing, service.replaying, running)
+    rerunner = Rerunner(service.builder, service.replayer, running)
     verdicts = Verdicts(options.audit_dir, running, dialer)
     auditor = AnswerAuditor(options.audit, rerunner, verdicts) if options.audit else None
     kv_auditor = KvAuditor(rerunner, verdicts) if options.audit_kv else None

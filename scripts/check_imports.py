@@ -111,10 +111,10 @@ RULES = {
     "router/api": Rule(
         WORLD | GRPC,
         {
-            "router/api/inference.py": (WORLD | GRPC, SERVES),
-            "router/api/answering.py": (IO | GRPC, EVENT_LOOP),
+            "router/api/service.py": (WORLD | GRPC, SERVES),
+            "router/api/answer_call.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
-            "router/api/gathering.py": (IO, EVENT_LOOP),
+            "router/api/prompt_batch.py": (IO, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),
             "router/api/shutdown.py": (IO, EVENT_LOOP),
         },

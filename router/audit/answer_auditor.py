@@ -23,9 +23,9 @@ from common.limits import AUDIT_TIMEOUT_S, MAX_AUDITS_WAITING
 from common.process.tasks import keep_running
 from router.answers.logit_digests import compare_answer
 from router.api.asked import Asked, Kind
-from router.api.preparing import receipt_terms
 from router.api.receipts import receipt_of
-from router.api.replaying import Replayed
+from router.api.replay import ReplayResult
+from router.api.request_builder import receipt_terms
 from router.audit.decide import Ask, AuditCase, AuditSampler, Passed, Run, Unanswered, Wrong
 from router.audit.rerun import FinishedRequest, Rerunner
 from router.audit.verdicts import Verdicts
@@ -44,7 +44,7 @@ class FinishedAnswer:
     """An answer that a client has got, and its request, with the terms of a receipt."""
 
     finished: FinishedRequest
-    replayed: Replayed
+    replayed: ReplayResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class AnswerAuditor:
             )
             receipt = receipt_of(stream, terms)
             if receipt is not None:
-                got = Replayed(tuple(stream.assembly.token_ids), receipt, stream.assembly.worker_id)
+                got = ReplayResult(tuple(stream.assembly.token_ids), receipt, stream.assembly.worker_id)
                 prompt, own = partial(asked.encode, model, ""), replace(request, receipt=terms)
                 finished = FinishedRequest(asked.request, own, kind, model, receipt.numerics, prompt)
                 self._take(FinishedAnswer(finished, got))
@@ -136,7 +136,7 @@ class AnswerAuditor:
     async def _audit(self, answer: FinishedAnswer) -> None:
         finished, got = answer.finished, answer.replayed
         case = AuditCase(Run(got.worker_id, got.receipt.receipt_sha256))
-        runs: list[Replayed] = []
+        runs: list[ReplayResult] = []
         while isinstance(
             decision := case.next(self._rerunner.workers(finished.request.identity, finished.numerics)), Ask
         ):
@@ -145,7 +145,7 @@ class AnswerAuditor:
         await self._conclude(answer, decision, runs)
 
     async def _conclude(
-        self, answer: FinishedAnswer, decision: Passed | Unanswered | Wrong, runs: Sequence[Replayed]
+        self, answer: FinishedAnswer, decision: Passed | Unanswered | Wrong, runs: Sequence[ReplayResult]
     ) -> None:
         if not isinstance(decision, Wrong):
             result = {Passed: PASSED, Unanswered: UNANSWERED}[type(decision)]
@@ -170,7 +170,7 @@ class AnswerAuditor:
         await self._verdicts.take_out(decision, answer.finished.request.identity, answer.finished.numerics)
 
 
-def _output(answer: FinishedAnswer, run: Replayed) -> bytes:
+def _output(answer: FinishedAnswer, run: ReplayResult) -> bytes:
     """Stands for what came out: that of the answer where the two are equal, else the run's own."""
     found = compare_answer(answer.replayed.receipt, answer.replayed.token_ids, run.receipt, run.token_ids)
     is_equal = found.verdict == pb.REPLAY_VERDICT_EQUAL

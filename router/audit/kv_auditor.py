@@ -26,7 +26,7 @@ from common.errors import ApiError, NoWorkerError
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
 from common.wire.kv_digests import block_names
 from router.api.asked import Asked, Kind
-from router.api.preparing import receipt_terms
+from router.api.request_builder import receipt_terms
 from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED
 from router.audit.decide import Ask, Passed, Run, Unanswered, Wrong
 from router.audit.kv_check import Dispute, KvCheck, Witness

@@ -16,8 +16,8 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import NoWorkerError
 from common.params.sampling_params import SamplingParams
 from router.api.asked import AnswerRequest, Kind
-from router.api.preparing import Preparing, receipt_terms
-from router.api.replaying import Replayed, Replaying
+from router.api.replay import Replayer, ReplayResult
+from router.api.request_builder import RequestBuilder, receipt_terms
 from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt, given_prompt
 from router.requests.running import RunningRequests
@@ -49,7 +49,7 @@ class FinishedRequest:
     numerics: str
     prompt: Callable[[bytes], Awaitable[Prompt]]
 
-    def proof(self, replayed: Replayed) -> pb.ReplayRequest:
+    def proof(self, replayed: ReplayResult) -> pb.ReplayRequest:
         """Request, receipt and token ids of an answer, for `fissile verify` to find a difference again."""
         proof = pb.ReplayRequest(receipt=replayed.receipt, worker_id=replayed.worker_id)
         proof.token_ids.ids.extend(replayed.token_ids)
@@ -66,14 +66,14 @@ class Rerunner:
     """Runs requests again.
 
     Args:
-        preparing: makes what takes an answer.
-        replaying: runs requests.
+        builder: makes what takes an answer.
+        replayer: runs requests.
         running: knows the workers.
     """
 
-    def __init__(self, preparing: Preparing, replaying: Replaying, running: RunningRequests) -> None:
-        self._preparing = preparing
-        self._replaying = replaying
+    def __init__(self, builder: RequestBuilder, replayer: Replayer, running: RunningRequests) -> None:
+        self._builder = builder
+        self._replayer = replayer
         self._running = running
 
     def workers(self, identity: str, numerics: str) -> list[str]:
@@ -83,7 +83,7 @@ class Rerunner:
         secrets.SystemRandom().shuffle(workers)
         return workers
 
-    async def answer(self, finished: FinishedRequest, worker_id: str) -> Replayed:
+    async def answer(self, finished: FinishedRequest, worker_id: str) -> ReplayResult:
         """Has a worker compute an answer from its beginning. The request has the terms of a receipt.
 
         Raises:
@@ -111,7 +111,7 @@ class Rerunner:
 
     async def _run(
         self, finished: FinishedRequest, request: RoutedRequest, prompt: Prompt, salt: bytes, worker_id: str
-    ) -> Replayed:
+    ) -> ReplayResult:
         address = self._running.workers_of(request.identity, finished.numerics).get(worker_id)
         if address is None:
             raise NoWorkerError(f"worker {worker_id} takes no work any more")
@@ -130,4 +130,4 @@ class Rerunner:
             tracestate="",
             resumed_from=finished.numerics,
         )
-        return await self._replaying.run(again, self._preparing.assembly(finished.kind, again, finished.model))
+        return await self._replayer.run(again, self._builder.assembly(finished.kind, again, finished.model))

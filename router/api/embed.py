@@ -10,7 +10,7 @@ from common.errors import InvalidFieldError, UnservedMethodError
 from common.params.pooling import EMBED_PARAMS, Pooling, finished
 from common.wire.pooling_protos import pooling_of, public_pooling
 from router.api.asked import Asked
-from router.api.gathering import Gathering, Part, pooled_states
+from router.api.prompt_batch import Part, PromptBatch, pooled_states
 from router.model_registry import ServedModel
 from router.prompts.prompts import PromptEncoder
 from router.requests.stream import RequestStream, RoutedRequest
@@ -26,7 +26,7 @@ class Embedding:
         encoder: makes prompts.
     """
 
-    def __init__(self, gathering: Gathering, encoder: PromptEncoder) -> None:
+    def __init__(self, gathering: PromptBatch, encoder: PromptEncoder) -> None:
         self._gathering = gathering
         self._encoder = encoder
 

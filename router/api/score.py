@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import UnservedMethodError
 from common.wire.logprob_rows import added
 from router.api.asked import Asked
-from router.api.gathering import Gathering, Part
+from router.api.prompt_batch import Part, PromptBatch
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel
 from router.prompts.prompts import PromptEncoder, ScorePrompt
@@ -29,7 +29,7 @@ class Scoring:
         encoder: makes prompts.
     """
 
-    def __init__(self, gathering: Gathering, encoder: PromptEncoder) -> None:
+    def __init__(self, gathering: PromptBatch, encoder: PromptEncoder) -> None:
         self._gathering = gathering
         self._encoder = encoder
 

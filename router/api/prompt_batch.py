@@ -15,9 +15,9 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import ApiError, EngineError
 from common.limits import MAX_PROMPTS_AT_ONCE
 from router.answers.stream_assembly import StreamAssembly
-from router.api.answering import Answering, as_seen, first_of
+from router.api.answer_call import Answering, as_seen, first_of
 from router.api.asked import GENERATE, Asked
-from router.api.preparing import Preparing
+from router.api.request_builder import RequestBuilder
 from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt
 from router.requests.stream import RequestStream, RoutedRequest
@@ -48,7 +48,7 @@ Prepare: TypeAlias = Callable[[ServedModel], Awaitable[Sequence[Part]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(Generic[T]):
+class BatchResults(Generic[T]):
     """Results of the prompts, in their order, and the streams that brought them."""
 
     results: list[T]
@@ -74,17 +74,17 @@ class Gathered(Generic[T]):
         return classes.pop() if len(classes) == 1 else ""
 
 
-class Gathering:
+class PromptBatch:
     """Has many prompts of a call answered.
 
     Args:
         answering: carries calls.
-        preparing: makes of a request what workers get.
+        builder: makes of a request what workers get.
     """
 
-    def __init__(self, answering: Answering, preparing: Preparing) -> None:
+    def __init__(self, answering: Answering, builder: RequestBuilder) -> None:
         self._answering = answering
-        self._preparing = preparing
+        self._builder = builder
 
     async def gather(
         self,
@@ -92,7 +92,7 @@ class Gathering:
         measure: RequestMeasure,
         prepare: Prepare,
         read: Callable[[RequestStream], Awaitable[T]],
-    ) -> Gathered[T]:
+    ) -> BatchResults[T]:
         """Has all prompts answered; prepares them once more where their weights go before they have begun.
 
         Args:
@@ -110,13 +110,13 @@ class Gathering:
 
         async def begin(model: ServedModel, before: Sequence[RequestStream]) -> Sequence[RequestStream]:
             nonlocal parts, earlier, streams
-            with self._preparing.interruptible(asked.call):
+            with self._builder.interruptible(asked.call):
                 parts = await prepare(model)
             earlier, streams = before, []
             return streams
 
-        async def read_all(model: ServedModel, _: Sequence[RequestStream]) -> Gathered[T]:
-            return Gathered(await self._read(asked, model, parts, earlier, streams, read), streams)
+        async def read_all(model: ServedModel, _: Sequence[RequestStream]) -> BatchResults[T]:
+            return BatchResults(await self._read(asked, model, parts, earlier, streams, read), streams)
 
         return await self._answering.carry(asked, measure, begin, read_all)
 
@@ -168,9 +168,9 @@ class Gathering:
         async def encode(*_: object) -> Prompt:
             return part.prompt
 
-        routed = await self._preparing.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
+        routed = await self._builder.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
         routed = part.change(replace(routed, choice=place))
-        return routed, self._preparing.assembly(GENERATE, routed, model)
+        return routed, self._builder.assembly(GENERATE, routed, model)
 
 
 async def pooled_states(stream: RequestStream) -> bytes:

@@ -17,7 +17,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import NotARerankerError
 from common.params.pooling import EMBED_PARAMS, LABELS
 from router.api.asked import Asked
-from router.api.gathering import Gathering, Part, pooled_states
+from router.api.prompt_batch import Part, PromptBatch, pooled_states
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt, PromptEncoder
@@ -33,7 +33,7 @@ class Reranking:
         encoder: makes prompts.
     """
 
-    def __init__(self, gathering: Gathering, encoder: PromptEncoder) -> None:
+    def __init__(self, gathering: PromptBatch, encoder: PromptEncoder) -> None:
         self._gathering = gathering
         self._encoder = encoder
 

@@ -25,7 +25,7 @@ from common.telemetry.tracing import RequestSpan, Tracing
 from router.answers.stream_assembly import StreamAssembly
 from router.api.answers import Answers
 from router.api.asked import Asked, Kind
-from router.api.preparing import Preparing
+from router.api.request_builder import RequestBuilder
 from router.api.responses import decode_s, fill_response, finish_name, one_of_each_prompt, times_of, usage_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
@@ -59,7 +59,7 @@ class Answering:
         requests: sends requests on their way.
         expected: workers that have never been up.
         registry: the models.
-        preparing: makes of a request what workers get.
+        builder: makes of a request what workers get.
         tracing: says whether waits are worth a span.
         clock: monotonic seconds.
     """
@@ -69,14 +69,14 @@ class Answering:
         requests: RequestRouter,
         expected: ExpectedWorkers,
         registry: ModelRegistry,
-        preparing: Preparing,
+        builder: RequestBuilder,
         tracing: Tracing,
         clock: Callable[[], float],
     ) -> None:
         self._requests = requests
         self._expected = expected
         self._registry = registry
-        self._preparing = preparing
+        self._builder = builder
         self._tracing = tracing
         self._clock = clock
         self.on_answered: Sequence[AnswerObserver] = ()
@@ -90,11 +90,11 @@ class Answering:
 
         async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
             model.check_generates()
-            choices = await self._preparing.choices(kind, asked, model)
+            choices = await self._builder.choices(kind, asked, model)
             # Of a call that this router has had itself no other one has left anything.
             if asked.request.HasField("resume") and not asked.call.took_over:
                 await self._requests.wait_for_orphans(choice.adoption_key for choice in choices)
-            return self.open(asked, self._preparing.answers(kind, choices, model, asked), earlier, one_prompt=True)
+            return self.open(asked, self._builder.answers(kind, choices, model, asked), earlier, one_prompt=True)
 
         async def send(model: ServedModel, streams: Sequence[RequestStream]) -> None:
             await self._send_all(kind, streams, asked, measure, answers)
@@ -177,7 +177,7 @@ class Answering:
     async def _wait_for_model(self, asked: Asked) -> None:
         """Waits for workers that are expected where no worker has the model yet."""
         if not self._registry.knows(asked.request.model):
-            with self._preparing.interruptible(asked.call):
+            with self._builder.interruptible(asked.call):
                 await self._expected.wait_for_model(asked.request.model)
 
     def _model(self, asked: Asked) -> ServedModel:

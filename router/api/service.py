@@ -23,19 +23,19 @@ from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
 from common.telemetry.tracing import Tracing
-from router.api.answering import Answering, AnswerObserver
+from router.api.answer_call import Answering, AnswerObserver
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
 from router.api.asked import CHAT, GENERATE, AnswerRequest, Asked, Encode, Kind
-from router.api.embedding import Embedding
-from router.api.gathering import Gathering
+from router.api.embed import Embedding
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.pages import MAX_PAGE, page_of
-from router.api.preparing import Preparing
-from router.api.replaying import Replaying, check_replay, contradiction_of
-from router.api.reranking import Reranking
+from router.api.prompt_batch import PromptBatch
+from router.api.replay import Replayer, check_replay, contradiction_of
+from router.api.request_builder import RequestBuilder
+from router.api.rerank import Reranking
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
-from router.api.scoring import Scoring
+from router.api.score import Scoring
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
@@ -115,8 +115,8 @@ class InferenceService(InferenceServiceServicer):
 
     Attributes:
         calls: the calls of Generate and Chat, streamed or not, that have not ended.
-        preparing: makes requests of workers from checked calls.
-        replaying: runs finished requests again.
+        builder: makes requests of workers from checked calls.
+        replayer: runs finished requests again.
     """
 
     def __init__(
@@ -150,15 +150,15 @@ class InferenceService(InferenceServiceServicer):
         encoder.set_weights(policy.weights)
         self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
         self._open_calls = OpenCalls() if calls is None else calls
-        self.preparing = Preparing(
+        self.builder = RequestBuilder(
             encoder, clock, self._open_calls, requests.may_adopt, max_unread_tokens, default_max_tokens
         )
-        self._answering = Answering(requests, expected, registry, self.preparing, tracing, clock)
-        gathering = Gathering(self._answering, self.preparing)
+        self._answering = Answering(requests, expected, registry, self.builder, tracing, clock)
+        gathering = PromptBatch(self._answering, self.builder)
         self._scoring = Scoring(gathering, encoder)
         self._embedding = Embedding(gathering, encoder)
         self._reranking = Reranking(gathering, encoder)
-        self.replaying = Replaying(self.preparing, requests, registry)
+        self.replayer = Replayer(self.builder, requests, registry)
 
     def observe_answers(self, observers: Sequence[AnswerObserver]) -> None:
         """Shows every answered request to these observers from now on, in place of those before."""
@@ -246,9 +246,9 @@ class InferenceService(InferenceServiceServicer):
             salt = secrets.token_bytes(_SALT_BYTES)
             asked = Asked(again, call, _encode(self._encoder, again), context, salt, span, record, scope)
             with self._in_flight(call):
-                with self.preparing.interruptible(call):
+                with self.builder.interruptible(call):
                     await self._expected.wait_for_model(again.model)
-                return await self.replaying.replay(kind, asked, request)
+                return await self.replayer.replay(kind, asked, request)
         raise AssertionError("a call that is refused ends in its scope")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

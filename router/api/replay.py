@@ -15,15 +15,15 @@ from router.answers.logit_digests import Finding, compare_answer, compare_reques
 from router.answers.stream_assembly import StreamAssembly
 from router.api.asked import AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
-from router.api.preparing import Preparing
 from router.api.receipts import receipt_of
+from router.api.request_builder import RequestBuilder
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream, RoutedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """Result of a run: the generated tokens, their receipt, and the worker."""
 
     token_ids: tuple[int, ...]
@@ -78,17 +78,17 @@ def contradiction_of(request: pb.ReplayRequest) -> pb.ReplayResponse | None:
     return None
 
 
-class Replaying:
+class Replayer:
     """Runs requests again.
 
     Args:
-        preparing: makes of a request what workers get.
+        builder: makes of a request what workers get.
         requests: sends it on its way.
         registry: the models.
     """
 
-    def __init__(self, preparing: Preparing, requests: RequestRouter, registry: ModelRegistry) -> None:
-        self._preparing = preparing
+    def __init__(self, builder: RequestBuilder, requests: RequestRouter, registry: ModelRegistry) -> None:
+        self._builder = builder
         self._requests = requests
         self._registry = registry
 
@@ -104,7 +104,7 @@ class Replaying:
         only_worker = self._address(request.worker_id, model, receipt.numerics)
         model.check_generates()
         with at_path("generate" if kind.continues else "chat"):
-            routed = await self._preparing.prepare(kind, asked, model)
+            routed = await self._builder.prepare(kind, asked, model)
         assert routed.receipt is not None
         if routed.receipt.template_sha256 != receipt.template_sha256:
             raise OtherModelStateError("template_sha256", receipt.template_sha256, routed.receipt.template_sha256)
@@ -114,12 +114,14 @@ class Replaying:
         terms = replace(routed.receipt, logits_every=receipt.logits_every)
         pinned = replace(routed, resumed_from=receipt.numerics, only_worker=only_worker)
         again = replace(pinned, choice=receipt.index, receipt=terms)
-        replayed = await self.run(again, self._preparing.assembly(kind, again, model), asked.call)
+        replayed = await self.run(again, self._builder.assembly(kind, again, model), asked.call)
         asked.record.worker_id, asked.record.completion_tokens = replayed.worker_id, len(replayed.token_ids)
         found = compare_answer(receipt, request.token_ids.ids, replayed.receipt, replayed.token_ids)
         return _response(found, replayed)
 
-    async def run(self, request: RoutedRequest, assembly: StreamAssembly, call: InFlightCall | None = None) -> Replayed:
+    async def run(
+        self, request: RoutedRequest, assembly: StreamAssembly, call: InFlightCall | None = None
+    ) -> ReplayResult:
         """Runs a request to its end.
 
         Args:
@@ -138,7 +140,7 @@ class Replaying:
             receipt = receipt_of(stream, request.receipt)
             if receipt is None:
                 raise OtherModelStateError("receipt.logits_every", "above 0", "0: the worker digests no logits")
-            return Replayed(tuple(assembly.token_ids), receipt, assembly.worker_id)
+            return ReplayResult(tuple(assembly.token_ids), receipt, assembly.worker_id)
         except WorkerLostError as error:
             raise NoWorkerError(f"the replay is not whole: {error}") from None
         finally:
@@ -176,7 +178,7 @@ def _nobody(worker_id: str) -> None:
     """Is told of a submission."""
 
 
-def _response(found: Finding, replayed: Replayed | None = None) -> pb.ReplayResponse:
+def _response(found: Finding, replayed: ReplayResult | None = None) -> pb.ReplayResponse:
     return pb.ReplayResponse(
         verdict=found.verdict,
         position=found.position,

@@ -46,7 +46,7 @@ from router.validation import (
 )
 
 
-class Preparing:
+class RequestBuilder:
     """Makes what workers get of requests, and what takes their answers.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from common.errors import EngineError
-from router.api.answering import Answering
+from router.api.answer_call import Answering
 from router.requests.stream import ReplacedError
 
 NOTHING = cast("Any", None)
