@@ -224,7 +224,6 @@ LATE_IMPORTS = {
     "common/cli/client/generate.py": "tokenizers, which only --offline needs, may not be installed",
     "common/cli/client/chat.py": "prompt_toolkit takes a tenth of a second: `fissile --help` and pipes do without",
     "kernels/select.py": "Triton and AITER may not be installed, and take seconds",
-    "worker/cli/worker.py": "its subcommand `warmup` takes its options from it",
     "worker/engine_factory.py": "PyTorch takes seconds: on the engine's thread, and not when simulated or with ranks",
     "worker/cli/bench.py": "PyTorch takes seconds: `fissile bench offline --help` does without",
     "worker/cli/warmup.py": "PyTorch takes seconds: `fissile worker warmup --help` does without",

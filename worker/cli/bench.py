@@ -27,9 +27,8 @@ from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
 from worker.cli.offline import OfflineRun
-from worker.cli.worker import worker
 from worker.cli.worker_modes import ENGINE_MODES
-from worker.cli.worker_options import worker_options
+from worker.cli.worker_options import WORKER_PARAMETERS, worker_options
 from worker.config.model_config import ModelError
 from worker.engine.core import EngineDeadError
 from worker.ranks.rank_peers import RankLostError
@@ -140,7 +139,7 @@ class EngineTarget:
 def engine_options(command: click.Command) -> list[click.Parameter]:
     """The options of `fissile worker` that say how the engine computes: whatever it has, it can be measured with."""
     taken = {parameter.name for parameter in command.params}
-    return [parameter for parameter in worker.params if parameter.name not in _LEFT_AWAY | taken]
+    return [parameter for parameter in WORKER_PARAMETERS if parameter.name not in _LEFT_AWAY | taken]
 
 
 @click.command(cls=ModalCommand, modes=ENGINE_MODES, context_settings={"help_option_names": ["-h", "--help"]})
