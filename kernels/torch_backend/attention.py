@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +28,6 @@ import torch
 from kernels import float8, large_pages
 from kernels.interface import AttentionMetaData, IndexSpec, KVSpec
 from kernels.torch_backend.elementwise import exp2_, padded_length
-
-if TYPE_CHECKING:
-    from kernels.torch_backend.token_selection import SelectionPlan
 
 # Keys per tile.
 KV_TILE = 64
@@ -199,29 +195,6 @@ class AttentionPlan:
     panels: list[Panel]
 
 
-class StepPlan:
-    """Plan of one step for every layer; attention is planned for a window when its first layer comes.
-
-    Attributes:
-        slot_rows: int64 [tokens * Hkv], where keys and values are written.
-        selection: how rows select the tokens that they attend to; None when they attend to all.
-    """
-
-    def __init__(
-        self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int, selection: SelectionPlan | None = None
-    ) -> None:
-        self.selection = selection
-        self.slot_rows = _slot_rows(metadata.slot_mapping, cache)
-        self._step = metadata, cache, num_heads
-        self._plans: dict[int | None, AttentionPlan] = {}
-
-    def attention(self, window: int | None) -> AttentionPlan:
-        """The plan for layers whose rows see the last `window` keys, themselves included; None for all."""
-        if window not in self._plans:
-            self._plans[window] = plan(*self._step, window)
-        return self._plans[window]
-
-
 def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int, window: int | None = None) -> AttentionPlan:
     """Splits one step into query tiles, items, groups and panels."""
     head_group = num_heads // cache.num_kv_heads
@@ -248,13 +221,6 @@ def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int, windo
         group_size=planner.group_size,
         panels=planner.panels(),
     )
-
-
-def _slot_rows(slots: Ints, cache: PagedKVCache) -> torch.Tensor:
-    blocks, offsets = np.divmod(slots, cache.block_size)
-    heads = np.arange(cache.num_kv_heads)
-    rows = (blocks[:, None] * cache.num_kv_heads + heads) * cache.block_size + offsets[:, None]
-    return torch.from_numpy(rows.ravel())
 
 
 def _granule_table(metadata: AttentionMetaData, cache: PagedKVCache) -> Ints:

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from kernels.interface import AttentionMetaData, AttentionOps, KVCacheOps, KVSpec, LatentAttentionOps
 from kernels.torch_backend import token_selection
-from kernels.torch_backend.attention import AttentionPlan, PagedAttention, PagedKVCache, StepPlan
+from kernels.torch_backend.attention import AttentionPlan, PagedAttention, PagedKVCache
+from kernels.torch_backend.step_plan import TorchStepPlan
 from kernels.torch_backend.token_selection import TokenSelector
 
 
@@ -36,21 +37,21 @@ class TorchKVCacheOps(KVCacheOps):
 
 
 class TorchAttentionOps(AttentionOps):
-    """Attention over a StepPlan. Keeps its buffers, so one object serves one thread."""
+    """Attention over a TorchStepPlan. Keeps its buffers, so one object serves one thread."""
 
     def __init__(self) -> None:
         self._attention = PagedAttention()
 
     @override
-    def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
+    def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> TorchStepPlan:
         metadata = metadata.moved(cache.block_size)
-        return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
+        return TorchStepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
 
     @override
     def write(
         self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         tokens = metadata.num_tokens
         cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
 
@@ -65,12 +66,12 @@ class TorchAttentionOps(AttentionOps):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
 
 
 class TorchLatentAttentionOps(LatentAttentionOps):
-    """Latent attention over a StepPlan. Keeps its buffers, so one object serves one thread."""
+    """Latent attention over a TorchStepPlan. Keeps its buffers, so one object serves one thread."""
 
     def __init__(self) -> None:
         self._attention = PagedAttention()
@@ -78,13 +79,13 @@ class TorchLatentAttentionOps(LatentAttentionOps):
 
     @override
     def write(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         cache.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     @override
     def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         # The cache has one head, so index keys lie in the same rows as keys.
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         assert cache.index is not None
         cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
@@ -92,7 +93,7 @@ class TorchLatentAttentionOps(LatentAttentionOps):
     def select_tokens(
         self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
     ) -> AttentionPlan | None:
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         if plan.selection is None:
             return None
         return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
@@ -109,5 +110,5 @@ class TorchLatentAttentionOps(LatentAttentionOps):
     ) -> torch.Tensor:
         if selection is not None:
             return self._attention.attend(q, cache.by_token(), layer, selection, scale)
-        plan: StepPlan = metadata.plan
+        plan: TorchStepPlan = metadata.plan
         return self._attention.attend(q, cache, layer, plan.attention(None), scale)
