@@ -1,7 +1,7 @@
-"""API keys: how they are made, kept and found. Pure.
+"""API keys of callers: makes them, reads the lines that store them, and finds a shown key. Pure.
 
-A key is 256 random bits, so its plain SHA-256 is as good at rest as any slow hash: there is nothing to guess. Keys are
-found by that digest, and compared in constant time. Invariant: nothing here holds a key, or puts one into an error.
+A key is 256 random bits, so a plain SHA-256 is as safe to store as a slow hash: nobody can guess keys. A key is looked
+up by its digest and compared in constant time. Invariant: no object here holds a key, and no error quotes one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Role(enum.StrEnum):
-    """Use that a key is for."""
+    """Permission of a key: which methods it may call."""
 
     INFER = "infer"
     """Generate, Chat, and what goes with them."""
@@ -37,19 +37,19 @@ class Role(enum.StrEnum):
 
 
 class KeyFileError(Exception):
-    """Keys that cannot be used; one line that names the place and what is wrong."""
+    """Keys that cannot be used. The message is one line that names the place and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key, as it is kept.
+    """One stored API key: its owner, its permissions and its digest.
 
     Attributes:
-        name: whose it is, for logs.
-        tenant: the tenant of its calls; empty leaves that to their metadata.
-        roles: what it may be used for.
+        name: owner, for logs.
+        tenant: tenant of its calls; "" lets the call's metadata name the tenant.
+        roles: permissions.
         sha256: digest of the key, 64 hex digits.
-        max_priority: name of the highest class of its calls; empty leaves that to the router's options.
+        max_priority: name of the highest priority class of its calls; "" leaves that to the router's options.
     """
 
     name: str
@@ -59,16 +59,16 @@ class ApiKey:
     max_priority: str = ""
 
     def line(self) -> str:
-        """The key's line in a file."""
+        """The line that stores the key in a file."""
         limit = (f"{_MAX_PRIORITY}{self.max_priority}",) if self.max_priority else ()
         return ":".join((self.name, self.tenant, ",".join(sorted(self.roles)), self.sha256, *limit))
 
 
 def new_key(name: str, tenant: str, roles: Iterable[Role], max_priority: str = "") -> tuple[str, ApiKey]:
-    """Makes a key. Returns the key itself, which is nowhere else, and how it is kept.
+    """Makes a key. Returns the key, which is stored nowhere, and its stored form.
 
     Raises:
-        KeyFileError: a name that cannot stand in a file.
+        KeyFileError: the name has characters that a key file cannot hold.
     """
     _check_names(name, tenant, "the new key")
     key = PREFIX + secrets.token_urlsafe(32)
@@ -81,10 +81,10 @@ def digest_of(key: str) -> str:
 
 
 def parse_line(line: str, place: str) -> ApiKey:
-    """Reads a line of LINE_FORM; the tenant may be empty.
+    """Reads one line of a key file (LINE_FORM). The tenant may be empty.
 
     Raises:
-        KeyFileError: it is none; the message begins with `place`.
+        KeyFileError: the line is malformed; the message begins with `place`.
     """
     parts = line.split(":")
     if len(parts) not in (4, 5):
@@ -117,7 +117,7 @@ def _check_names(name: str, tenant: str, place: str) -> None:
 
 
 class KeyRing:
-    """Keys that count, with different names and digests."""
+    """The API keys in force, with different names and digests."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._by_digest: Mapping[str, ApiKey] = {key.sha256: key for key in keys}
@@ -126,17 +126,17 @@ class KeyRing:
         return len(self._by_digest)
 
     def find(self, key: str) -> ApiKey | None:
-        """The key with this secret; None when there is none."""
+        """The entry of a key; None if the key is unknown."""
         digest = digest_of(key)
         found = self._by_digest.get(digest)
         return found if found is not None and hmac.compare_digest(found.sha256, digest) else None
 
 
 def parse_keys(lines: Iterable[str], place: str) -> list[ApiKey]:
-    """Reads lines of keys; empty ones and those that begin with # are left out.
+    """Reads the lines of a key file; skips empty lines and lines that begin with #.
 
     Raises:
-        KeyFileError: one of them is not a key, or stands twice, or there are none or too many.
+        KeyFileError: a line is malformed or repeated, or the file has no keys or too many.
     """
     keys: list[ApiKey] = []
     names: set[str] = set()

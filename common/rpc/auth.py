@@ -1,7 +1,7 @@
 """Authentication and authorization: one interceptor for every method of every service of a port.
 
-Invariants: only health is open to everybody, so that probes need no key; a method that is not listed in `METHOD_ROLES`
-is refused to every key. What was found out about the caller is in `caller` while its call runs.
+Invariants: health needs no key, so that probes work without one. A method that is missing from `METHOD_ROLES` is
+refused to every key. While a call runs, `caller` holds what is known about its caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ: Final = frozenset({Role.ADMIN_READ})
 _WRITE: Final = frozenset({Role.ADMIN_WRITE})
 _ANY: Final = frozenset(Role)
 
-# Method -> roles of which a key must have one.
+# Method to roles. A key needs one of them.
 METHOD_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "fissile.v1.InferenceService/Generate": _INFER,
     "fissile.v1.InferenceService/Chat": _INFER,
@@ -75,13 +75,13 @@ METHOD_ROLES: Final[Mapping[str, frozenset[Role]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Identity of a caller.
+    """Authenticated identity of a caller.
 
     Attributes:
-        name: of the key; empty when keys are off.
-        tenant: of the key; empty leaves it to the call's metadata.
-        identity: name in its certificate; empty when that is not asked for.
-        max_priority: name of the highest class that the key may ask for; empty when it does not say.
+        name: of its key; "" when keys are off.
+        tenant: of its key; "" lets the call's metadata name the tenant.
+        identity: name in its certificate; "" when certificates are not checked.
+        max_priority: name of the highest priority class that the key allows; "" if the key does not say.
     """
 
     name: str = ""
@@ -94,15 +94,15 @@ caller: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B03
 
 
 class Access(Protocol):
-    """Decides about each call."""
+    """Policy that admits or refuses each call."""
 
     def admit(self, method: str, metadata: Metadata, peer: AuthContext) -> Caller:
         """Authenticates the caller of a method.
 
         Args:
-            method: full name, without a slash before it.
+            method: full name, without a leading slash.
             metadata: of the call.
-            peer: what TLS knows of the other side.
+            peer: what TLS says about the caller.
 
         Raises:
             ApiError: the call is refused.
@@ -117,10 +117,10 @@ class KeyAccess:
         self._store = store
 
     def admit(self, method: str, metadata: Metadata, peer: AuthContext) -> Caller:
-        """As `Access.admit`.
+        """See `Access.admit`.
 
         Raises:
-            UnauthenticatedError: no key, or one that does not count.
+            UnauthenticatedError: the call shows no key, or an unknown one.
             PermissionDeniedError: the key has no role for the method.
         """
         shown = bearer_key(metadata)
@@ -135,7 +135,7 @@ class KeyAccess:
 
 
 class PeerAccess:
-    """Admits calls over mTLS whose certificate has one of some names.
+    """Admits calls over mTLS whose client certificate has one of the given names.
 
     Args:
         identities: DNS names and URIs (SPIFFE ids too), compared as a whole.
@@ -145,7 +145,7 @@ class PeerAccess:
         self._identities = tuple(identities)
 
     def admit(self, method: str, metadata: Metadata, peer: AuthContext) -> Caller:
-        """As `Access.admit`.
+        """See `Access.admit`.
 
         Raises:
             PermissionDeniedError: the certificate has none of the names.
@@ -160,10 +160,10 @@ class PeerAccess:
 
 
 def bearer_key(metadata: Metadata) -> str:
-    """The key that a call shows.
+    """The API key in a call's metadata.
 
     Raises:
-        UnauthenticatedError: it shows none.
+        UnauthenticatedError: there is none.
     """
     value = next((value for name, value in metadata if name == AUTHORIZATION), None)
     if value is None:
@@ -175,7 +175,7 @@ def bearer_key(metadata: Metadata) -> str:
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Asks `access` before every call but those of health."""
+    """Asks `access` before every call except those of health."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -186,9 +186,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """The call's handler, with the question before it."""
+        """The call's handler, wrapped so that it asks `access` first."""
         handler = await continuation(handler_call_details)
-        # Without a handler there is no such method: gRPC answers UNIMPLEMENTED.
+        # Without a handler the method does not exist: gRPC answers UNIMPLEMENTED.
         return None if handler is None else self._handlers.of(handler, handler_call_details.method)
 
     def _asking(self, handler: _Handler, method: str) -> _Handler:
@@ -215,8 +215,9 @@ _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., _Handler]]] = {
 
 
 def _guarded(handler: _Handler, ask: Callable[[_Context], Awaitable[None]]) -> _Handler:
-    """The handler, run after `ask` has returned; gRPC tells generators and coroutines apart, so it stays one."""
-    # The type stubs know the handlers of synchronous servers only.
+    """The handler, wrapped so that `ask` runs first. A generator stays a generator, because gRPC treats coroutines
+    differently."""
+    # The type stubs only know the handlers of synchronous servers.
     run: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def awaited(request: Any, context: _Context) -> Any:

@@ -1,7 +1,7 @@
-"""File descriptors of a process that serves: as many as the system gives, and some that callers never get.
+"""File descriptors of a serving process: raises their limit, and keeps a reserve that callers' connections cannot take.
 
-A process whose descriptors are all taken by connections of callers could not dial its own workers, read its files or
-write to its collector.
+Without a reserve, callers could take all descriptors, and the process could not dial its workers, read its files or
+reach its collector.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from common.limits import FEW_DESCRIPTORS, MAX_SIDE_CONNECTIONS, RESERVED_DESCRI
 
 log = structlog.get_logger(__name__)
 
-# More than a process of ours can use, and still quickly done for what looks at each possible descriptor.
+# Cap for systems without a limit. Some code loops over all possible descriptors, so the number must stay small.
 _UNLIMITED = 1 << 20
 
 
 def raise_descriptor_limit() -> int:
-    """Takes as many descriptors as this process may have by itself. Returns their number; warns when they are few."""
+    """Raises the descriptor limit as far as this process may. Returns the limit; warns if it is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
     try:
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):
-        # Some systems say more than they give.
+        # Some systems refuse the limit that they report.
         log.debug("descriptor limit not raised", limit=soft, hard=hard)
     number = descriptor_limit()
     if number < FEW_DESCRIPTORS:
@@ -39,18 +39,18 @@ def raise_descriptor_limit() -> int:
 
 
 def descriptor_limit() -> int:
-    """Number of file descriptors that this process may have now."""
+    """Number of file descriptors that this process may open now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else min(soft, _UNLIMITED)
 
 
 def max_connections() -> int:
-    """Number of connections that the callers of one port may have: what the process itself needs is left."""
+    """Most connections that callers of one port may have; the reserve stays free."""
     number = descriptor_limit()
     reserved = max(RESERVED_DESCRIPTORS, number // RESERVED_DESCRIPTORS_SHARE)
     return max(number // 4, number - reserved)
 
 
 def max_side_connections() -> int:
-    """The same of a port beside the main one: of operators, of probes. They come out of the reserve."""
+    """Most connections of a side port (operators, probes). They come out of the reserve."""
     return min(MAX_SIDE_CONNECTIONS, max(8, descriptor_limit() // 16))

@@ -1,4 +1,4 @@
-"""Seconds as `google.protobuf.Duration`, and back."""
+"""Conversion between seconds and `google.protobuf.Duration`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from google.protobuf.duration_pb2 import Duration
 
 from common.errors import InvalidFieldError
 
-# A Duration has a range of its own, in seconds (google/protobuf/duration.proto).
+# Largest Duration, in seconds (google/protobuf/duration.proto).
 _MAX_SECONDS = 315_576_000_000
 
 
 def to_duration(seconds: float | None) -> Duration:
-    """The Duration of so many seconds; zero for None."""
+    """The Duration of `seconds`; zero for None."""
     duration = Duration()
     duration.FromNanoseconds(round((seconds or 0.0) * 1e9))
     return duration
 
 
 def to_seconds(duration: Duration) -> float:
-    """Its length in seconds."""
+    """A Duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
 def checked_seconds(path: str, duration: Duration, least: float = 0.0, most: float = _MAX_SECONDS) -> float:
-    """Length in seconds of a duration that a client has sent.
+    """A client's Duration in seconds, checked.
 
     Args:
         path: of the field, for the error.
-        duration: what was sent.
-        least: shortest that is valid, seconds.
-        most: longest that is valid, seconds.
+        duration: as the client sent it.
+        least: shortest valid, seconds.
+        most: longest valid, seconds.
 
     Raises:
-        InvalidFieldError: it is no Duration, or out of range.
+        InvalidFieldError: it is malformed or out of range.
     """
     whole, nanos = duration.seconds, duration.nanos
     same_sign = whole == 0 or nanos == 0 or (whole > 0) == (nanos > 0)

@@ -1,7 +1,7 @@
 """Errors as gRPC statuses with `google.rpc` details.
 
-A status travels in HTTP/2 trailers, which a peer refuses above 8 KiB: the call would then end with another status than
-the one that was sent. So every text in it is bounded here.
+A status travels in HTTP/2 trailers. Peers refuse trailers above 8 KiB, and the call would then end with another status.
+So every text in a status is bounded here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ async def abort(
 
     Args:
         context: of the RPC.
-        error: what goes to the client.
+        error: what the client gets.
         trailing_metadata: sent beside the status.
-        certain: False if gRPC may have ended the call before, with a status of its own.
-        behind: a write that may be under way, and has to end first; it gives False when the client has gone.
+        certain: False if gRPC may have ended the call already, with a status of its own.
+        behind: a write that may be in progress and must end first; it returns False when the client has disconnected.
 
     Raises:
-        grpc.aio.AbortError: nearly always; it must not be caught.
-        asyncio.CancelledError: the client went while the status waited to be sent.
+        grpc.aio.AbortError: nearly always; callers must not catch it.
+        asyncio.CancelledError: the client disconnected before the status was sent.
     """
     record = current_record()
     if certain:
         record.fail(error)
-        # Not behind the sending, which a client that reads nothing holds up.
+        # Closed before the status is sent, because a client that does not read can hold up the sending.
         record.close()
     status = rpc_status.to_status(bounded(error).to_status())
     metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
@@ -60,7 +60,7 @@ async def abort(
         record.fail(error)
         raise
     except grpc.aio.InternalError:
-        # gRPC would log a traceback for what is a client that has gone.
+        # The client has disconnected. gRPC would log a traceback for that.
         raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")
 
@@ -68,8 +68,8 @@ async def abort(
 async def _commit(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Sends the response headers, so that retry policies of gRPC and Envoy do not repeat the call.
 
-    These policies repeat a CANCELLED without headers, which gRPC itself uses for calls that the server never saw.
-    Without headers, a call that an operator cancelled would run again.
+    These policies repeat a CANCELLED without headers, because gRPC uses it for calls that the server never saw. Without
+    headers, a call that an operator cancelled would run again.
     """
     # The headers were sent before, or the client has disconnected.
     with contextlib.suppress(grpc.aio.UsageError, grpc.aio.InternalError):
@@ -77,7 +77,7 @@ async def _commit(context: grpc.aio.ServicerContext[Any, Any]) -> None:
 
 
 def bounded(error: ApiError) -> ApiError:
-    """The error with texts that fit into trailers: what a client sent in is quoted in part."""
+    """The error with texts short enough for trailers: text of the client is quoted in part."""
     violations = tuple(
         FieldViolation(_clipped(v.path), _clipped(v.problem), _clipped(v.valid))
         for v in error.violations[:MAX_VIOLATIONS]
@@ -93,6 +93,6 @@ def bounded(error: ApiError) -> ApiError:
 
 
 def _clipped(text: str, limit: int = MAX_TEXT) -> str:
-    """`text` in at most `limit` bytes of UTF-8."""
+    """The first `limit` bytes of UTF-8 of a text."""
     data = text.encode("utf-8", "replace")
     return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."

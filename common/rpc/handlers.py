@@ -1,4 +1,4 @@
-"""Handlers with something around them, as interceptors give them: made once per method, not once per call."""
+"""Cache of wrapped RPC handlers, so that an interceptor wraps a method once, not once per call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Final, TypeAlias
 import grpc
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# More methods than a port has; callers make up names.
+# More methods than a port has. Callers can make up names, so the cache needs a bound.
 _MAX_METHODS: Final = 256
 
 
 class Wrapped:
-    """Cache of the handlers that `wrap` has made, by method; of at most 256.
+    """Cache of the handlers that `wrap` has made, by method; at most 256.
 
     Args:
-        wrap: given a handler and the full name of its method, makes the handler that is served.
+        wrap: makes the served handler from a handler and the full name of its method.
     """
 
     def __init__(self, wrap: Callable[[_Handler, str], _Handler]) -> None:
@@ -24,11 +24,11 @@ class Wrapped:
         self._made: dict[str, tuple[_Handler, _Handler]] = {}
 
     def of(self, handler: _Handler, path: str) -> _Handler:
-        """The wrapped handler; another one when the method's handler is another one than last time.
+        """The wrapped handler of a method; made anew if the method's handler has changed.
 
         Args:
-            handler: of the method, as the interceptors behind give it.
-            path: of the method, with a slash before it.
+            handler: of the method, as the inner interceptors return it.
+            path: of the method, with a leading slash.
         """
         known = self._made.get(path)
         if known is None or known[0] is not handler:

@@ -1,4 +1,4 @@
-"""Work that others may break off: what `asyncio.timeout` does without its time, for a quarter of what that costs."""
+"""Work that another task can interrupt: like `asyncio.timeout` without a time, for a quarter of its cost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from types import TracebackType
 
 
 class InterruptedWorkError(Exception):
-    """Somebody has broken the work off."""
+    """Another task has interrupted the work."""
 
 
 class Interruptible:
-    """A context manager around what one task awaits. Where `interrupt` ends that, leaving it raises
-    InterruptedWorkError; cancellations by others stay what they are."""
+    """Context manager around what one task awaits, which `interrupt` ends.
+
+    After an interruption, leaving the block raises InterruptedWorkError; other cancellations pass through unchanged.
+    """
 
     __slots__ = ("_cancelling", "_is_interrupted", "_task")
 
@@ -23,7 +25,7 @@ class Interruptible:
         self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Breaks the work off where it waits; once is enough."""
+        """Interrupts the work where it waits; one call is enough."""
         if not self._is_interrupted:
             self._is_interrupted = True
             self._task.cancel()
@@ -34,6 +36,6 @@ class Interruptible:
         """Tells an interruption from a cancellation."""
         if not self._is_interrupted:
             return
-        # As asyncio.Timeout: somebody else's cancellation counts more.
+        # As in asyncio.Timeout, a cancellation by another task takes precedence.
         if self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
             raise InterruptedWorkError from error

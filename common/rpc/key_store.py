@@ -1,4 +1,4 @@
-"""The API keys of a server: from options and from a file, which is read again when it changes."""
+"""The API keys of a server, from its options and from a file that is read again when it changes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from common.rpc.api_keys import ApiKey, KeyFileError, KeyRing, parse_keys
 
 log = structlog.get_logger(__name__)
 
-# How long a call waits for a check of the file, which happens once in KEY_FILE_LOOK_S.
+# Longest time that a call waits for a check of the file. The file is checked once in KEY_FILE_LOOK_S.
 _READ_S = 0.02
 
 
 class KeyStore:
-    """Keys that count now. What cannot be used changes nothing and costs one warning.
+    """The API keys in force. A key file that cannot be used is logged once and leaves the keys as they were.
 
     Args:
-        file: a line per key; None when there is no file.
+        file: one key a line; None without a file.
         lines: further keys.
         clock: monotonic seconds.
 
@@ -43,11 +43,12 @@ class KeyStore:
         self._ring = KeyRing(self._read())
 
     def ring(self) -> KeyRing:
-        """The keys; looks at the file at most every KEY_FILE_LOOK_S seconds."""
+        """The keys; checks the file at most every KEY_FILE_LOOK_S seconds."""
         now = self._clock()
         if now - self._looked >= KEY_FILE_LOOK_S and (self._reader is None or not self._reader.is_alive()):
             self._looked = now
-            # A dead mount never answers; a live one answers before the event loop would notice.
+            # A thread, because reading from a dead mount never returns. A live mount answers before the event loop
+            # would notice.
             self._reader = threading.Thread(target=self._follow, name="API keys", daemon=True)
             self._reader.start()
             self._reader.join(_READ_S)
@@ -82,5 +83,5 @@ class KeyStore:
             raise KeyFileError(str(error)) from None
         except UnicodeDecodeError:
             raise KeyFileError(f"{self._file} cannot be read: it is not UTF-8") from None
-        # Keys of the file first, so that a line's number is right.
+        # The file's keys come first, so that line numbers in errors are right.
         return parse_keys([*content.splitlines(), *lines], str(self._file))

@@ -1,7 +1,7 @@
-"""A bound on the metadata of every call, whatever its client has agreed to.
+"""A bound on the metadata of every call, which also holds for clients that ignore gRPC's own bound.
 
-gRPC's core announces the bound and refuses what is larger, but not before the client has acknowledged that: one that
-never does would pass any size.
+gRPC's core announces its bound, but enforces it only after the client has acknowledged it. A client that never
+acknowledges it could send any size.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from common.limits import MAX_METADATA_BYTES
 from common.rpc.errors import abort
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# Bytes that HTTP/2 counts for an entry beside its name and its value.
+# Bytes that HTTP/2 counts for each entry besides its name and value.
 _ENTRY_BYTES: Final = 32
 
 
 class MetadataBound(grpc.aio.ServerInterceptor):
-    """Refuses calls with too much metadata, before anything else looks at them."""
+    """Refuses calls with too much metadata, before any other interceptor sees them."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Gives the call's handler, or one that refuses it."""
+        """The call's handler, or one that refuses the call."""
         size = metadata_bytes(handler_call_details.invocation_metadata or ())
         if size <= MAX_METADATA_BYTES:
             return await continuation(handler_call_details)
@@ -36,7 +36,7 @@ class MetadataBound(grpc.aio.ServerInterceptor):
 
 
 def metadata_bytes(metadata: Any) -> int:
-    """The size of metadata as HTTP/2 counts it."""
+    """Size of metadata as HTTP/2 counts it."""
     return sum(len(name) + len(value) + _ENTRY_BYTES for name, value in metadata)
 
 
@@ -47,6 +47,6 @@ def _refusing(size: int) -> _Handler:
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         await abort(context, error)
 
-    # As a stream on both sides: any method's client understands the status, and no request is read.
+    # Streaming on both sides: clients of any method understand the status, and no request is read.
     handler: _Handler = grpc.stream_stream_rpc_method_handler(refuse)
     return handler

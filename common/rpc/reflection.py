@@ -1,7 +1,7 @@
-"""Server reflection by both of its names: `grpc.reflection.v1`, and `v1alpha`, which is all that the library has.
+"""Server reflection under both of its names: `grpc.reflection.v1`, and `v1alpha`, the only one that the library has.
 
-On the wire the two are the same, so one servicer serves both. The descriptor of v1, which tools ask for because it is
-listed, is made from the library's by renaming its package.
+The two are the same on the wire, so one servicer serves both. Tools ask for the descriptor of v1, because v1 is listed.
+It is the library's descriptor with its package renamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERVICE_NAMES: Final = (reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Serves reflection of the services of these full names, and of itself."""
+    """Serves reflection of the services with these full names, and of itself."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*services, *SERVICE_NAMES))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -37,7 +37,7 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Adds the descriptor of v1 to the process's own, unless a library has brought it."""
+    """Adds the descriptor of v1 to the process's pool, unless a library has added it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_V1_FILE)

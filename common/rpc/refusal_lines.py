@@ -11,9 +11,9 @@ SUMMARY_S: Final = 1.0
 
 
 class RefusalLines:
-    """Decides which refused calls have a line of their own, and counts the others by status.
+    """Decides which refused calls get a log line, and counts the others by status.
 
-    MAX_REFUSAL_LINES may be written at once, and REFUSAL_LINES_PER_S from then on.
+    MAX_REFUSAL_LINES may be written at once, then REFUSAL_LINES_PER_S.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class RefusalLines:
         self._unwritten: Counter[str] = Counter()
 
     def take(self, status: str, now: float) -> bool:
-        """True if a call that ended with `status` gets its line; else it is counted."""
+        """True if a call that ended with `status` gets a line; otherwise it is counted."""
         earned = max(0.0, now - self._counted_at) * REFUSAL_LINES_PER_S
         self._left = min(float(MAX_REFUSAL_LINES), self._left + earned)
         self._counted_at = now
@@ -33,7 +33,7 @@ class RefusalLines:
         return False
 
     def take_unwritten(self) -> dict[str, int]:
-        """Number of calls without a line, by status, since this was called last."""
+        """Number of calls without a line since the last call, by status."""
         counted = dict(self._unwritten)
         self._unwritten.clear()
         return counted

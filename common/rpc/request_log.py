@@ -1,11 +1,9 @@
-"""One line for every call that ends, however it ends: the outermost interceptor of a server.
+"""One log line for every call that ends, however it ends: the outermost interceptor of a server.
 
-Calls that are refused before their request is understood have a line each while they are few; floods of them are
-counted (RefusalLines).
-
-What ends a call before its method is reached (no right, no message, no such method) is seen here too. Only what gRPC's
-core refuses by itself never comes this far: metadata or a message beyond the limits, a connection that fails.
-Invariant: whatever goes wrong here, the call does not notice.
+Calls that are refused before their request is understood get a line each while they are few; floods of them are counted
+(RefusalLines). The interceptor also sees calls that end before their method is reached (no permission, no message,
+unknown method). It does not see what gRPC's core refuses by itself: metadata or messages beyond the limits, failed
+connections. Invariant: a failure here never affects the call.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _MAKERS: Final[dict[tuple[bool, bool], Callable[..., _Handler]]] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-# gRPC's own error when it can send nothing any more. It would log a traceback for it, whosever servicer it is.
+# gRPC raises this when the client has disconnected. It would log a traceback, in any servicer.
 _GONE: Final = "the client has gone"
 _ENDING: Final = ApiError(
     grpc.StatusCode.UNAVAILABLE, "the server ends", retry_after_s=ROUTER_RETRY_S, reason="SERVER_ENDING"
@@ -57,8 +55,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
 
     Attributes:
         arrived: number of calls so far.
-        refuses: True when the server ends: calls but those of health are refused unread, which takes a fraction of
-            the time that serving them does.
+        refuses: True while the server ends: calls other than health are refused unread, which is much quicker than serving them.
 
     Args:
         clock: monotonic seconds.
@@ -80,7 +77,8 @@ class RequestLog(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """Gives the call's handler with a record around it; that of an unknown method, or of an end, says so."""
+        """The call's handler with a record around it; of an unknown method, or while the server ends, a handler that
+        says so."""
         self.arrived += 1
         path = handler_call_details.method
         if self.refuses and not path.startswith(_HEALTH):
@@ -89,7 +87,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
         return self._recorded(_UNKNOWN, path.removeprefix("/")) if handler is None else self._handlers.of(handler, path)
 
     def _recorded(self, handler: _Handler, method: str) -> _Handler:
-        # The type stubs know the handlers of synchronous servers only.
+        # The type stubs only know the handlers of synchronous servers.
         run: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def awaited(request: Any, context: _Context) -> Any:
@@ -113,7 +111,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
 
     @property
     def num_open(self) -> int:
-        """Calls that have not ended."""
+        """Number of calls that have not ended."""
         return len(self._open)
 
     async def wait_until_none(self) -> None:
@@ -121,12 +119,12 @@ class RequestLog(grpc.aio.ServerInterceptor):
         await self._none_open.wait()
 
     def end_all(self) -> None:
-        """The server is about to break off what still runs."""
+        """Notes that the server is about to break off all running calls."""
         for record in self._open:
             record.fail(_ENDING)
 
     def begin(self, method: str, context: _Context) -> RequestRecord:
-        """A call has come."""
+        """Starts the record of a call that has arrived."""
         record = RequestRecord(method, context.peer(), self._clock())
         record.trace_id = trace_id_of(traceparent_of(context.invocation_metadata()))
         record.report = self._write
@@ -136,11 +134,11 @@ class RequestLog(grpc.aio.ServerInterceptor):
         return record
 
     def end(self, record: RequestRecord, context: _Context, error: BaseException | None) -> None:
-        """Ends the call; `error` has left its handler."""
+        """Ends a call's record. `error` is the exception that left its handler."""
         if error is None:
             record.succeed(_code_of(context))
         elif isinstance(error, grpc.aio.AbortError):
-            # From a servicer that is not ours; ours have named their reason.
+            # The status comes from a foreign servicer; our own servicers have recorded their reason.
             record.fail(_code_of(context))
         else:
             record.end(error, self._clock(), context.time_remaining())
@@ -168,7 +166,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
 
 
 class _Recording:
-    """The time that a call takes."""
+    """Context manager that spans one call."""
 
     def __init__(self, requests: RequestLog, method: str, context: _Context) -> None:
         self._requests = requests
@@ -181,7 +179,7 @@ class _Recording:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Writes the line; what the call's frames hold is free from then on."""
+        """Writes the line, and frees what the call's frames hold."""
         with contextlib.suppress(Exception):
             self._requests.end(self._record, self._context, error)
         self._record.close()
@@ -190,10 +188,10 @@ class _Recording:
 
 
 def _leave_frames(error: BaseException | None) -> None:
-    """Makes an error, and those that it was raised for, forget the frames that they have left.
+    """Clears the frames that an error and its causes have left.
 
-    gRPC's state of an aborted call and the error refer to each other, so what those frames hold, a request of
-    megabytes, would stay until the collector of cycles comes, which is after many calls.
+    gRPC's state of an aborted call and the error refer to each other. Without this, the objects in those frames, such
+    as a request of megabytes, would live until the garbage collector runs, which is after many calls.
     """
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -213,7 +211,7 @@ _UNKNOWN: Final[_Handler] = grpc.stream_stream_rpc_method_handler(_no_such_metho
 
 
 def _code_of(context: _Context) -> grpc.StatusCode:
-    """The status that a call has been given; OK without one."""
+    """The status that a call was given; OK without one."""
     code: Any = context.code()
     return code if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, grpc.StatusCode.UNKNOWN)
 

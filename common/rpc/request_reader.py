@@ -1,8 +1,8 @@
-"""The one request message of a call, read here instead of by grpc.aio.
+"""Reads the one request message of a call, in place of grpc.aio.
 
-grpc.aio never ends a call whose client ends its side without a whole message: the call stays open until the connection
-closes. And bytes that are not the message's type become UNKNOWN, with a traceback in the log. So a method that takes
-one message is served as one that takes a stream of them, of which the first is read; on the wire that is the same.
+grpc.aio never ends a call whose client closes its side without a whole message: the call stays open until the
+connection closes. And it turns bytes of the wrong type into UNKNOWN, with a traceback in the log. So a method that
+takes one message is served as one that takes a stream, whose first message is read. On the wire that is the same.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ NOT_A_MESSAGE = (
 
 
 class MessageReads:
-    """Reads the messages of calls, with one timer for all: nearly all messages arrive long before it matters.
+    """Reads the messages of calls, with one timer for all of them: nearly all messages arrive long before the timeout.
 
     Args:
-        limit: unfinished reads; one more ends the oldest, so that calls without a message take bounded memory.
+        limit: most unfinished reads; one more ends the oldest, which bounds the memory of calls without a message.
     """
 
     def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
         self._limit = limit
-        # With their ends, the first one first.
+        # Read to its deadline, the earliest first.
         self._ends: dict[Interruptible, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -91,11 +91,11 @@ class RequestReader(grpc.aio.ServerInterceptor):
     For a method that takes a stream, it reads the messages if the method is a generator; a coroutine reads them itself.
 
     Args:
-        limit: calls at a time whose message has not arrived.
+        limit: most calls at a time whose message has not arrived.
     """
 
     def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
-        # By method; only of methods that exist, so there are few.
+        # By method. Only existing methods are stored, so there are few.
         self._handlers: dict[str, _Handler] = {}
         self._reads = MessageReads(limit)
 
@@ -104,7 +104,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Gives the handler that reads; None for an unknown method."""
+        """The handler that reads; None for an unknown method."""
         found = await continuation(handler_call_details)
         if found is None:
             return None
@@ -122,7 +122,7 @@ def _reading(handler: _Handler, reads: MessageReads) -> _Handler:
 
 
 def _behavior(handler: _Handler, reads: MessageReads) -> tuple[Any, Any]:
-    """Kind of the handler in gRPC, and its function."""
+    """The handler's kind in gRPC, and its function."""
     to_stream, parse = grpc.stream_stream_rpc_method_handler, handler.request_deserializer
     if handler.stream_unary is not None:
         return grpc.stream_unary_rpc_method_handler, handler.stream_unary
@@ -143,7 +143,7 @@ def _coroutine(serve: Any, parse: Any, reads: MessageReads) -> Any:
 
 
 def _generator(serve: Any, parse: Any, reads: MessageReads) -> Any:
-    """`parse` is None for a method that takes the stream itself."""
+    """A generator that reads the request and then serves it; `parse` is None for a method that takes the stream itself."""
 
     async def behavior(_: object, context: _Context) -> AsyncIterator[Any]:
         asked = _messages(context, reads) if parse is None else await _request(context, parse, reads)
@@ -169,13 +169,13 @@ async def _messages(context: _Context, reads: MessageReads) -> AsyncIterator[Any
 
 
 async def _request(context: _Context, parse: Any, reads: MessageReads) -> Any:
-    """The call's message; ends the call when there is none."""
+    """The call's message; ends the call without one."""
     try:
         data = await reads.read(context)
     except ApiError as error:
         await abort(context, error)
     if data is grpc.aio.EOF:
-        # So a call looks too that is broken off, or whose message is longer than may be.
+        # gRPC reports the same for a call that is broken off, or whose message is too long.
         await abort(context, MalformedRequestError("the request ended before its message did"), certain=False)
     try:
         return parse(data)
