@@ -55,7 +55,8 @@ class RequestLog(grpc.aio.ServerInterceptor):
 
     Attributes:
         arrived: number of calls so far.
-        refuses: True while the server ends: calls other than health are refused unread, which is much quicker than serving them.
+        refuses: True while the server ends: calls other than health are refused unread, which is much quicker than
+            serving them.
 
     Args:
         clock: monotonic seconds.

@@ -143,7 +143,8 @@ def _coroutine(serve: Any, parse: Any, reads: MessageReads) -> Any:
 
 
 def _generator(serve: Any, parse: Any, reads: MessageReads) -> Any:
-    """A generator that reads the request and then serves it; `parse` is None for a method that takes the stream itself."""
+    """Makes a generator that reads the request and then serves it; `parse` is None if the method takes the stream
+    itself."""
 
     async def behavior(_: object, context: _Context) -> AsyncIterator[Any]:
         asked = _messages(context, reads) if parse is None else await _request(context, parse, reads)

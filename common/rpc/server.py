@@ -53,8 +53,8 @@ log = structlog.get_logger(__name__)
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
-# No call in so many looks at a loop that was not busy: none is about to be accepted. Once one has come others are on
-# their way: a client that has much to send, on a busy machine, pauses for tens of milliseconds.
+# Number of idle polls without a new call after which the accept queue counts as empty. After one call others often
+# follow: on a busy machine a client with much to send pauses for tens of milliseconds.
 _QUIET_LOOKS: Final = 5
 _QUIET_LOOKS_AFTER_CALLS: Final = 50
 _LOOK_S: Final = 0.005
@@ -66,19 +66,20 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _is_no_garbled_text(record: logging.LogRecord) -> bool:
-    """True if it is anything but a garbled error text of gRPC's core: its receiver logs what it belongs to."""
+    """True unless the record is gRPC core's "Invalid encoding". The receiver of the garbled text logs the call it
+    belongs to."""
     return not str(record.msg).startswith("Invalid encoding")
 
 
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
-    """True if it is anything but a status that could not be sent because gRPC itself had ended the call.
+    """True unless a status could not be sent because gRPC had ended the call.
 
-    gRPC does so for messages that cannot be decompressed; a client could fill the log with tracebacks.
+    gRPC ends calls whose messages cannot be decompressed; a client could fill the log with tracebacks.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
-# Where grpc.aio logs what handlers raise. A filter is added once, however often this runs.
+# grpc.aio logs exceptions of handlers here. Adding a filter again has no effect.
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_ended_call)
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_garbled_text)
 
@@ -130,12 +131,12 @@ SIDE_PORT: Final = PortBounds(
 def server_options(
     max_message_bytes: int, max_connection_age_s: float = 0.0, bounds: PortBounds = MAIN_PORT
 ) -> list[tuple[str, int]]:
-    """Channel arguments of a server. A connection that has its age takes no new calls; those that run go on.
+    """Channel arguments of a server. A connection past its maximum age takes no new calls; its running calls continue.
 
-    Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
-    queued request is, or without a call; with them only floods of pings end a connection. Without `so_reuseport` 0 two
-    servers share one port silently. No client of ours compresses its requests; without the argument for compression
-    15 KB would become 15 MB on gRPC's threads.
+    - Ping arguments: without them gRPC closes connections whose clients send keepalive pings on a quiet stream (a
+      queued request is one) or without a call. With them only floods of pings end a connection.
+    - `so_reuseport` 0: otherwise two servers can share one port silently.
+    - Compression off: our clients do not compress requests, and 15 KB could become 15 MB on gRPC's threads.
     """
     age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
@@ -163,11 +164,11 @@ def server_options(
 
 
 class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
-    """The library's servicer, with a bounded number of watchers, which can be ended."""
+    """The library's health servicer, with a bounded number of watchers, which can be ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The oldest first.
+        # The oldest watch first.
         self._watches: dict[asyncio.Task[Any], None] = {}
         self._ended = False
 
@@ -184,13 +185,14 @@ class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
             self._end(next(iter(self._watches)))
         self._watches[task] = None
         try:
-            # By itself: with a first message that nobody reads it would keep the status of `end_watches` back.
+            # Sent separately: with a first message that the client does not read, it would delay the status of
+            # `end_watches`.
             await context.send_initial_metadata(())
             await super().Watch(request, context)
         except asyncio.CancelledError:
             if task in self._watches and not self._ended:
                 raise
-            # A handler that is merely cancelled leaves the call open, and `stop` would wait for it.
+            # A handler that is only cancelled leaves the call open, and `stop` would wait for it.
             why = "the server ends" if self._ended else f"{MAX_HEALTH_WATCHES} later watches are open; watch again"
             await context.abort(grpc.StatusCode.UNAVAILABLE, why)
         finally:
@@ -278,19 +280,20 @@ class GrpcServer:
     Args:
         host: address to listen on.
         port: TCP port; 0 for any free one.
-        services: full names of the services that are added, for health and reflection.
+        services: full names of the added services, for health and reflection.
         max_message_bytes: longest message in either direction.
-        tls: the server's certificate; None listens in plain text, which outside loopback is worth a warning.
-        access: decides about every call but those of health; None admits all.
-        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
-        health_port: TCP port with health alone, in plain text, for probes that speak no TLS; 0 takes any, None is off.
+        tls: the server's certificate; None listens in plain text, which is logged as a warning outside loopback.
+        access: admits or refuses every call except those of health; None admits all.
+        max_connection_age_s: age after which clients must reconnect for new calls; 0 is never.
+        health_port: TCP port of health alone, in plain text, for probes without TLS; 0 for any free one, None for no
+            such port.
         bounds: what the callers of the port may take together. The health port always has those of SIDE_PORT.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
-        port: the port that is listened on; 0 before `start`.
-        health_port: that of health alone; 0 when it is off, and before `start`.
-        is_serving: what health says.
+        port: the bound port; 0 before `start`.
+        health_port: the bound health port; 0 without one, and before `start`.
+        is_serving: the status that health reports.
     """
 
     def __init__(
@@ -307,7 +310,7 @@ class GrpcServer:
         bounds: PortBounds = MAIN_PORT,
     ) -> None:
         self._requests = RequestLog()
-        # Unauthorized callers are refused before the request is looked at; every refusal has its line.
+        # The access check comes before the request is read; every refusal gets its log line.
         checks = [MetadataBound(), *([] if access is None else [AccessInterceptor(access)])]
         interceptors = [self._requests, *checks, RequestReader(bounds.unread)]
         options = server_options(max_message_bytes, max_connection_age_s, bounds)
@@ -353,31 +356,30 @@ class GrpcServer:
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Says to health checks and watchers whether work is taken."""
+        """Reports to health checks and watchers whether this process takes work."""
         self.is_serving = serving
         status = _SERVING if serving else _NOT_SERVING
         for name in ("", READINESS, *self._services):
             await self._health.set(name, status)
 
     async def drain(self, propagation_s: float, grace_s: float) -> None:
-        """NOT_SERVING, then `propagation_s` seconds in which balancers learn of it, then `stop(grace_s)`.
+        """NOT_SERVING, then `propagation_s` seconds in which load balancers notice it, then `stop(grace_s)`.
 
-        In between new RPCs are still taken: `stop` refuses them at once, and behind a proxy that is no status that
-        gets retried.
+        New RPCs are still taken in between: `stop` refuses them at once, and proxies do not retry that status.
         """
         await self.set_serving(False)
         await asyncio.sleep(propagation_s)
         await self.stop(grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new RPCs, waits at most `grace_s` seconds for those that run, then cancels them.
+        """Refuses new RPCs, waits at most `grace_s` seconds for running ones, then cancels them.
 
-        Watchers of health have no end of their own and are not waited for, nor are connections without a call.
+        It does not wait for health watchers, which never end by themselves, nor for connections without a call.
         """
         self._health.end_watches()
         self._requests.refuses = True
         await self._accept_all()
-        # Before gRPC's own timer: whom it breaks off is told apart from who breaks off.
+        # Runs before gRPC's timer, so a call the server cut is not reported as cancelled by its client.
         ending = asyncio.get_running_loop().call_later(grace_s, self._requests.end_all)
         if not grace_s:
             self._requests.end_all()
@@ -391,8 +393,8 @@ class GrpcServer:
     async def _stop_calls(self, grace_s: float) -> None:
         """Stops the server as soon as no call is left.
 
-        By itself it waits for connections too: for one that has sent half a request or nothing, and for one whose
-        client does not close it when it is told to.
+        The server alone would also wait for connections: for one that has sent half a request or nothing, and for one
+        whose client does not close it when told to.
         """
         tasks = [asyncio.ensure_future(each) for each in (self.server.stop(grace_s), self._quiet())]
         try:
@@ -404,17 +406,17 @@ class GrpcServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _quiet(self) -> None:
-        """Waits until no call is open, and those that have ended have had STATUS_FLUSH_S to send their status."""
+        """Waits until no call is open, and ended calls have had STATUS_FLUSH_S to send their status."""
         await asyncio.sleep(STATUS_FLUSH_S)
         while self._requests.num_open:
             await self._requests.wait_until_none()
             await asyncio.sleep(STATUS_FLUSH_S)
 
     async def _accept_all(self) -> None:
-        """Waits until no calls come any more, at most STOP_ACCEPTING_S: each is refused with a status. Those that are
-        not accepted when the server stops gRPC's core ends as a bare CANCELLED.
+        """Waits until no new calls arrive, at most STOP_ACCEPTING_S: each is refused with a status.
 
-        A look that comes late says nothing: the loop was busy, and calls may wait for it. One call is accepted a turn.
+        gRPC's core ends calls that are not accepted when the server stops with a bare CANCELLED. A poll that comes late
+        proves nothing: the loop was busy, and calls may be waiting for it. One call is accepted per turn of the loop.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -449,7 +451,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _why_not(host: str, port: int, option: str) -> str:
-    """Why the address cannot be listened on, and what to change. gRPC itself does not say."""
+    """The reason why the address cannot be bound, and what to change. gRPC itself does not say."""
     name = host.strip("[]")
     try:
         family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]

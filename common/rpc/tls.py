@@ -1,8 +1,8 @@
-"""TLS on every hop: certificates from files, which are read again when they change.
+"""TLS on every hop: certificates from files that are read again when they change.
 
-A server looks at its files at each handshake (gRPC asks in threads of its own, never on the event loop), a client at
-each dial. Invariant: what cannot be used, such as a pair that is half written, changes nothing: the certificate that
-was read before stays in use, and each such state of the files costs one warning.
+A server checks its files at each handshake (gRPC asks in its own threads, never on the event loop), a client at each
+dial. Invariant: files that cannot be used, such as a half-written pair, change nothing: the certificate read before
+stays in use, and each such state of the files is logged once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from common.limits import MAX_PEM_BYTES
 
 log = structlog.get_logger(__name__)
 
-# State of each file: inode, size and time of its last change; None when it is not there.
+# State of each file: inode, size and time of its last change; None for a missing file.
 _State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 _ADDRESS: Final = re.compile(r"(?:\[(?P<v6>.+)\]|(?P<host>[^:]+))(?::\d+)?")
 _ENCRYPTED_KEYS_HAVE_NO_PASSWORD: Final = b""
 
 
 class TlsError(Exception):
-    """Certificate files that cannot be used; one line that names the file and what is wrong with it."""
+    """Certificate files that cannot be used; one line that names the file and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pem:
-    """Contents of the files; None for what is not used."""
+    """Contents of the files; None for files that are not configured."""
 
     cert: bytes | None
     key: bytes | None
@@ -44,7 +44,7 @@ class _Pem:
 
 
 class _Files:
-    """Certificate, key and CAs as they were read last."""
+    """Certificate, key and CAs as last read."""
 
     def __init__(self, cert: Path | None, key: Path | None, ca: Path | None) -> None:
         self._cert, self._key, self._ca = cert, key, ca
@@ -54,9 +54,9 @@ class _Files:
         self.pem = self._read()
 
     def refresh(self) -> bool:
-        """Reads again what has changed; True if `pem` is new."""
+        """Reads changed files again; True if `pem` is new."""
         with self._lock:
-            # Before the reading: what changes meanwhile is seen the next time.
+            # Taken before reading, so that a change during the reading is seen at the next check.
             state = self._state()
             if state == self._seen:
                 return False
@@ -80,7 +80,7 @@ class _Files:
             _check_ca(self._ca, pem.ca)
         if self._cert is not None and self._key is not None:
             _check_pair(self._cert, self._key)
-            # The check has read the files by itself.
+            # The check has read the files by itself, perhaps after another change.
             if self._contents() != pem:
                 raise TlsError(f"{self._cert} changes while it is read")
         return pem
@@ -124,12 +124,12 @@ def _check_pair(cert: Path, key: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The files of a server, PEM.
+    """PEM files of a server.
 
     Attributes:
         cert: certificate chain, the server's own first.
         key: its private key, not encrypted.
-        client_ca: CAs of callers, who must then show a certificate of one of them; None asks for none.
+        client_ca: CAs of the callers, who must then show a certificate of one of them; None asks callers for none.
     """
 
     cert: Path
@@ -137,17 +137,17 @@ class ServerTls:
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port; follows the files from now on.
+        """Credentials for a port; they follow changes of the files.
 
         Raises:
-            TlsError: they cannot be used now.
+            TlsError: the files cannot be used now.
         """
         files = _Files(self.cert, self.key, self.client_ca)
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             return _configuration(files.pem) if files.refresh() else None
 
-        # None means no change, which the library's type stubs do not know.
+        # None means "no change", which the library's type stubs do not allow.
         follow = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)
         return grpc.dynamic_ssl_server_credentials(_configuration(files.pem), follow, self.client_ca is not None)
 
@@ -158,13 +158,13 @@ def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """The files of a client, PEM.
+    """PEM files of a client.
 
     Attributes:
-        ca: CAs of the server; None takes the public ones that gRPC brings.
+        ca: CAs of the server; None uses gRPC's public ones.
         cert: certificate chain to show; None shows none.
         key: its private key, not encrypted.
-        name: name that the server's certificate must have; empty takes the host that is dialled.
+        name: name that the server's certificate must have; "" uses the dialled host.
     """
 
     ca: Path | None = None
@@ -174,13 +174,13 @@ class ClientTls:
 
 
 class Dialer:
-    """Opens channels to servers of one kind; in plain text when there is no `tls`.
+    """Opens channels to servers of one kind; in plain text without `tls`.
 
     Args:
-        tls: the client's files, looked at by every `channel`.
+        tls: the client's files, checked at every `channel`.
 
     Raises:
-        TlsError: they cannot be used now.
+        TlsError: the files cannot be used now.
     """
 
     def __init__(self, tls: ClientTls | None = None) -> None:
@@ -188,7 +188,7 @@ class Dialer:
         self._files = None if tls is None else _Files(tls.cert, tls.key, tls.ca)
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        """A channel to `address`. A proxy of the environment is never asked."""
+        """A channel to `address`, never through a proxy of the environment."""
         options = [("grpc.enable_http_proxy", 0), *options]
         if self.tls is None or self._files is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -200,7 +200,7 @@ class Dialer:
 
 
 def is_loopback(address: str) -> bool:
-    """True if only processes of this machine reach `address`: a host, or host:port (IPv6 then in brackets)."""
+    """True if only processes of this machine reach `address`, a host or host:port (IPv6 in brackets with a port)."""
     match = _ADDRESS.fullmatch(address)
     host = address if match is None else match["v6"] or match["host"]
     try:

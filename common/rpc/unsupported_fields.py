@@ -1,12 +1,12 @@
-"""Nothing is accepted and ignored: a request's set fields must be on the list of those that are served.
+"""Refuses request fields that are not served, so that no field is accepted and then ignored.
 
-The list is of dotted paths (`sampling_params.temperature`), so a field that is new in the protos is refused until
-somebody serves it and adds it. A field that this version's protos do not have, which a newer client may send, is
-refused too, in a message of any depth, by its number.
+A method lists the fields it serves, as dotted paths (`sampling_params.temperature`). So a field that is new in the
+protos is refused until a method serves it and lists it. A field that this version's protos do not have, which a newer
+client may send, is refused too, by its number, at any depth.
 
-Of what routers and workers say to each other, the Session's frames and what is asked before it (GetWorker,
-GetTokenizer) may have fields that the other side does not know: there versions are negotiated (Hello's `proto_minor`),
-and routers and workers of two versions work together while a fleet is updated.
+Messages between routers and workers (the Session's frames, GetWorker, GetTokenizer) may have fields that the other side
+does not know. There both sides negotiate a version (Hello's `proto_minor`), so that routers and workers of two versions
+work together while a fleet is updated.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from common.errors import InvalidFieldError, UnservedFieldError
 from common.limits import MAX_LIST_ENTRIES
 
-# Messages of this package (Struct, Duration, ...) are values: served or not as a whole.
+# Messages of this package (Struct, Duration, ...) are values: served or refused as a whole.
 _WELL_KNOWN: Final = "google.protobuf."
-# Unknown fields of more bytes are refused without a name: there may be a million of them.
+# Above this size unknown fields are refused without their numbers: there may be a million of them.
 _NAMED_BYTES: Final = 4096
 
 
 def refuse_unserved(message: Message, served: Set[str] = frozenset()) -> None:
-    """Checks a request of a client: every field of `message` and of the messages in it.
+    """Checks a client's request: every field of `message` and of the messages in it.
 
     Args:
-        message: a request; a field that it should not have is gone from it afterwards.
+        message: a request; unknown fields are discarded from it.
         served: as for `refuse_unlisted`.
 
     Raises:
@@ -44,17 +44,17 @@ def refuse_unserved(message: Message, served: Set[str] = frozenset()) -> None:
 
 
 def refuse_unlisted(message: Message, served: Set[str], *, prefix: str = "") -> None:
-    """Checks every set field of `message` and of the messages in it, of those that this version knows.
+    """Checks every set field of `message` and of the messages in it, apart from fields that this version does not know.
 
     Args:
         message: a request.
-        served: paths of the fields that are served, those of messages included; of a map field, its own path.
-        prefix: path of `message` itself, for fields of a message that is checked alone: `seqs.params.`.
+        served: paths of the served fields, including those of messages; for a map field, its own path.
+        prefix: path of `message` itself, for a message that is checked alone: `seqs.params.`.
 
     Raises:
         UnservedFieldError: a field is set that is not served.
         InvalidFieldError: an enum field has a value that this version does not know, or a list of messages is too long
-            to be looked at.
+            to check.
     """
     for field, value in message.ListFields():
         path = prefix + field.name
@@ -70,7 +70,7 @@ def refuse_unlisted(message: Message, served: Set[str], *, prefix: str = "") -> 
 
 
 def _refuse_unknown(message: Message) -> None:
-    # Two encodings take less than a look at each of a million fields, which a message has room for.
+    # Encoding twice is quicker than checking each of the million fields that a message can hold.
     given = message.SerializePartialToString()
     message.DiscardUnknownFields()
     extra = len(given) - message.ByteSize()
@@ -83,7 +83,7 @@ def _refuse_unknown(message: Message) -> None:
 
 
 def _unknown_paths(message: Message, prefix: str = "") -> Iterator[str]:
-    """Paths of the fields that the protos do not have, by number."""
+    """Paths of unknown fields, by number."""
     unknown = UnknownFieldSet(message)
     yield from (f"{prefix}{unknown[i].field_number}" for i in range(len(unknown)))
     for field, value in message.ListFields():
@@ -98,7 +98,7 @@ def _unknown_paths(message: Message, prefix: str = "") -> Iterator[str]:
 
 
 def field_paths(descriptor: Descriptor, prefix: str = "", above: tuple[Descriptor, ...] = ()) -> Iterator[str]:
-    """Dotted paths of all fields that a message can have, depth first; a type inside itself is not entered again."""
+    """Dotted paths of all fields that a message can have, depth first. A type within itself is not entered again."""
     for field in descriptor.fields:
         path = prefix + field.name
         yield path

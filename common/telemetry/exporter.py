@@ -1,7 +1,7 @@
 """Export of spans and metrics by OTLP, over gRPC or HTTP, that cannot disturb the service.
 
-A dead collector costs one warning line and one that refuses a signal another, whatever the SDK has to say about it, and
-a bounded time at shutdown (the SDK's own takes 7 s and more).
+An unreachable collector costs one log line, and one that refuses a signal another, however much the SDK logs about it.
+Shutdown takes a bounded time; the SDK's own takes 7 s and more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 Signal = Literal["traces", "metrics"]
 
-# The SDK logs every retry here, and stack traces.
+# The SDK logs every retry to these, with stack traces.
 _SDK_LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -47,20 +47,20 @@ _SDK_LOGGERS: Final = (
 
 GRPC: Final = "grpc"
 HTTP: Final = "http/protobuf"
-# No answer at all; the last one is that of an export that was broken off.
+# Statuses of an export without an answer. CANCELLED is that of an export that was broken off.
 _AWAY: Final = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 _SAID_AWAY: Final = "away"
 
 
 class ExportError(Exception):
-    """The environment asks for an export that there is not; the message is one line that says what to change."""
+    """The environment asks for an unknown kind of export; the message is one line that says what to change."""
 
 
 def protocol(signal: Signal) -> str:
-    """GRPC or HTTP, from the standard variables.
+    """GRPC or HTTP, from OpenTelemetry's standard variables.
 
     Raises:
-        ExportError: they name another one.
+        ExportError: the variables name another protocol.
     """
     variables = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     variable = next((name for name in variables if os.environ.get(name)), "")
@@ -71,7 +71,7 @@ def protocol(signal: Signal) -> str:
 
 
 def endpoint(signal: Signal = "traces") -> str:
-    """The collector's address from the standard variables; empty when the signal is off."""
+    """The collector's address from OpenTelemetry's standard variables; "" when the signal is off."""
     name = signal.upper()
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if disabled or os.environ.get(f"OTEL_{name}_EXPORTER", "").strip().lower() == "none":
@@ -81,10 +81,10 @@ def endpoint(signal: Signal = "traces") -> str:
 
 
 class TraceExport:
-    """A tracer provider that exports to the collector of the environment's variables, in a thread of its own.
+    """Tracer provider that exports to the environment's collector, in a thread of its own.
 
     Args:
-        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`.
     """
 
@@ -94,17 +94,17 @@ class TraceExport:
         self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
 
     def shutdown(self, timeout_s: float) -> None:
-        """Sends what is left; gives up after `timeout_s`."""
+        """Sends the remaining spans; gives up after `timeout_s`."""
         _bounded(self.provider.shutdown, timeout_s, self._exporter.abandon)
 
 
 class MetricExport:
-    """A meter provider that exports to the collector of the environment's variables, in a thread of its own.
+    """Meter provider that exports to the environment's collector, in a thread of its own.
 
-    It does so every OTEL_METRIC_EXPORT_INTERVAL milliseconds, 60,000 by default, and once more at the end.
+    It exports every OTEL_METRIC_EXPORT_INTERVAL milliseconds, 60,000 by default, and once more at the end.
 
     Args:
-        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`.
     """
 
@@ -120,18 +120,18 @@ class MetricExport:
 
 @dataclass(slots=True)
 class _Collector:
-    """State of the reports about one address: a status is logged once, until an export works."""
+    """Log state of one collector: each status is logged once, until an export works."""
 
     users: int = 0
     told: set[str] = field(default_factory=set)
 
 
 class _Fate:
-    """State of one signal's exports: each change is one line, and the SDK's own reports are dropped."""
+    """Outcome of one signal's exports. Each change is one log line, and the SDK's own reports are dropped."""
 
     _collectors: ClassVar[dict[str, _Collector]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    # Signal of the export that this thread is in.
+    # Signal that this thread is exporting.
     _current: ClassVar[threading.local] = threading.local()
 
     def __init__(self, signal: Signal) -> None:
@@ -143,12 +143,12 @@ class _Fate:
             self._collector.users += 1
             for name in _SDK_LOGGERS:
                 filters = logging.getLogger(name).filters
-                # Before the SDK's own, which drops what is alike but for its signal and status.
+                # Before the SDK's own filter, which drops records that differ only in signal and status.
                 if _Fate._heard not in filters:
                     filters.insert(0, _Fate._heard)
 
     def release(self) -> None:
-        """The signal is done; what was said of its collector is forgotten with the last one that goes there."""
+        """Ends the signal. The collector's state is forgotten with its last signal."""
         with self._lock:
             self._collector.users -= 1
             if not self._collector.users:
@@ -159,7 +159,7 @@ class _Fate:
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
-        """Attributes what the SDK logs inside, on this thread, to this signal."""
+        """Attributes the SDK's log records of this thread to this signal while the block runs."""
         self._current.fate, self._said = self, False
         try:
             yield
@@ -170,7 +170,7 @@ class _Fate:
             self._current.fate = None
 
     def ends(self, *, well: bool) -> None:
-        """An export is over."""
+        """Notes the end of an export."""
         if well:
             self._works()
         elif not self._said:
@@ -184,13 +184,13 @@ class _Fate:
             log.info(f"{self._signal} arrive again", signal=self._signal, endpoint=self._address)
 
     def fails(self, status: str = "") -> None:
-        """An export was lost, or is about to be."""
-        # When a collector is away, every signal reports the same.
+        """Notes that an export was lost, or is about to be."""
+        # While a collector is unreachable, every signal reports the same.
         away = not status or status in _AWAY
         key = _SAID_AWAY if away else f"{self._signal} {status}"
         self._said = True
         with self._lock:
-            # Without a status it is news only when nothing has been said.
+            # Without a status it is logged only if nothing else was.
             first = key not in self._collector.told if status else not self._told()
             if first:
                 self._collector.told.add(key)
@@ -215,7 +215,7 @@ class _Fate:
 
 
 def _status_of(record: logging.LogRecord) -> str:
-    """The status of gRPC or HTTP in what the SDK says of an export; empty when there is none."""
+    """The status of gRPC or HTTP in a log record of the SDK; "" if it has none."""
     said = record.args if isinstance(record.args, tuple) else ()
     codes = (each.name for each in said if isinstance(each, grpc.StatusCode))
     http = (f"HTTP {each}" for each in said if isinstance(each, int) and 100 <= each < 600)
@@ -223,14 +223,14 @@ def _status_of(record: logging.LogRecord) -> str:
 
 
 class _SpanExporter(SpanExporter):
-    """The SDK's exporter, with its failures as warnings of ours."""
+    """The SDK's span exporter; its failures become our warnings."""
 
     def __init__(self) -> None:
         self._otlp = _http_spans() if protocol("traces") == HTTP else OTLPSpanExporter()
         self._fate = _Fate("traces")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends a batch; a failure loses it."""
+        """Sends a batch; a failure loses the batch."""
         with self._fate.exporting():
             result = self._otlp.export(spans)
         self._fate.ends(well=result is SpanExportResult.SUCCESS)
@@ -242,29 +242,29 @@ class _SpanExporter(SpanExporter):
         self._fate.release()
 
     def abandon(self) -> None:
-        """Breaks off an export that is under way."""
+        """Breaks off a running export."""
         self._fate.fails()
         self._otlp.shutdown()
 
 
 class _MetricExporter(MetricExporter):
-    """The SDK's exporter, with its failures as warnings of ours."""
+    """The SDK's metric exporter; its failures become our warnings."""
 
     def __init__(self) -> None:
         self._otlp = _http_metrics() if protocol("metrics") == HTTP else OTLPMetricExporter()
-        # A reader asks for these.
+        # The SDK's reader asks for these two.
         super().__init__(self._otlp._preferred_temporality, self._otlp._preferred_aggregation)
         self._fate = _Fate("metrics")
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
-        """Sends the figures; a failure loses them, and the next ones are newer."""
+        """Sends the figures; a failure loses them. The next export has newer ones."""
         with self._fate.exporting():
             result = self._otlp.export(metrics_data, timeout_millis, **kwargs)
         self._fate.ends(well=result is MetricExportResult.SUCCESS)
         return result
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
-        """Flushes the exporter below; False when that takes longer. Nothing waits here."""
+        """Flushes the inner exporter; False if that takes too long. Has nothing to wait for."""
         return self._otlp.force_flush(timeout_millis)
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
@@ -273,13 +273,13 @@ class _MetricExporter(MetricExporter):
         self._fate.release()
 
     def abandon(self) -> None:
-        """Breaks off an export that is under way."""
+        """Breaks off a running export."""
         self._fate.fails()
         self._otlp.shutdown()
 
 
 def _http_spans() -> SpanExporter:
-    # Costs memory and a tenth of a second, which those who use gRPC should not pay.
+    # Importing it takes memory and a tenth of a second, which exports over gRPC should not cost.
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter  # noqa: PLC0415
 
     exporter: SpanExporter = Exporter()

@@ -1,4 +1,4 @@
-"""Failures of what only observes (logs, spans, figures): counted here, and raised into nobody's work."""
+"""Counts failures of observations (logs, spans, figures), which must never fail the observed work."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _failures: Counter[str] = Counter()
 
 
 def count_failure(signal: Signal) -> None:
-    """One observation more is lost."""
+    """Counts one lost observation."""
     _failures[signal] += 1
 
 
 def failures() -> Mapping[str, int]:
-    """Observations of this process that were lost by a failure, by signal."""
+    """Number of observations that this process has lost by a failure, by signal."""
     return dict(_failures)
 
 
 def harmless(signal: Signal) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """A decorator for what observes and returns nothing: an exception is counted, and goes no further."""
+    """Decorator for a function that observes and returns nothing: an exception is counted and swallowed."""
 
     def decorate(observe: Callable[_P, None]) -> Callable[_P, None]:
         @functools.wraps(observe)

@@ -1,8 +1,8 @@
 """Structured logs: one line an event on stderr, JSON for machines, aligned text for people at a terminal.
 
-Fields: `ts` (UTC), `level`, `event`, `service`, `trace_id` and `request_id` (of the request in hand, absent outside of
-one), then the event's own. Log records of libraries come out in the same format, from WARNING up. Prompts and outputs
-are never logged. A line never raises into who logs it, and never makes it wait (`output`).
+Fields: `ts` (UTC), `level`, `event`, `service`, `trace_id` and `request_id` (of the current request, absent outside of
+one), then the event's own. Log records of libraries have the same format, from WARNING up. Prompts and outputs are
+never logged. Logging never raises into its caller, and never makes it wait (output.py).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ WIDTH_VARIABLE: Final = "FISSILE_LOG_WIDTH"
 NO_COLOR_VARIABLE: Final = "NO_COLOR"
 FORCE_COLOR_VARIABLE: Final = "FORCE_COLOR"
 
-# Trace id (32 hex digits) of the request that the current task works on; empty outside of one.
+# Trace id (32 hex digits) of the current task's request; "" outside of one.
 current_trace_id: ContextVar[str] = ContextVar("current_trace_id", default="")
-# Its id, printable; empty outside of one.
+# Printable id of the current task's request; "" outside of one.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 
 _COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
 # The blank before `name=`, which may be colored.
 _BETWEEN_FIELDS: Final = re.compile(rf" (?=(?:{_COLOR.pattern})*[\w.]+(?:{_COLOR.pattern})*=)")
-# Indentation of a continued line, up to the column of the level: the time and a blank.
+# Indentation of a continued line, up to the column of the level.
 _INDENT: Final = " " * 9
 _FIRST_FIELDS: Final = ("ts", "level", "event", "service", "trace_id", "request_id")
 
@@ -54,10 +54,10 @@ def setup_logging(
 
     Args:
         level: one of LEVELS; default $FISSILE_LOG_LEVEL, else `info`.
-        format: one of FORMATS; `auto` is `console` on a terminal, else `json`.
-            Default $FISSILE_LOG_FORMAT, else `auto`.
-        service: what this process is: `router`, `worker`.
-        stream: where the lines go; default stderr.
+        format: one of FORMATS; `auto` is `console` on a terminal, else `json`. Default $FISSILE_LOG_FORMAT, else
+            `auto`.
+        service: kind of this process: `router`, `worker`.
+        stream: receives the lines; default stderr.
 
     Raises:
         ValueError: an unknown level or format.
@@ -79,7 +79,7 @@ def setup_logging(
 
 
 class _Lines:
-    """Sink of structlog's lines, whatever their level."""
+    """Sink of structlog's lines of all levels."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -91,7 +91,7 @@ class _Lines:
 
 
 def _never_raising(logger: Any) -> Any:
-    """A bound logger whose lines, when they cannot be made, are counted and said without their fields."""
+    """A bound logger. A line that cannot be rendered is counted and written without its fields."""
 
     class Logger(logger):  # type: ignore[misc]  # made by structlog for a level
         def _proxy_to_logger(self, method_name: str, event: str | None = None, **fields: Any) -> Any:
@@ -107,7 +107,7 @@ def _never_raising(logger: Any) -> Any:
 
 
 def _rendered(processors: Sequence[Processor], text: str, count: int) -> str:
-    """A warning of our own, as a line."""
+    """A warning about lost lines, rendered as a line."""
     event: Any = {"event": text, "lines": count}
     for processor in processors:
         event = processor(None, "warning", event)
@@ -195,12 +195,12 @@ def _folding(width: int) -> Processor:
 
 
 def _for_terminals(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Fields whose texts no terminal obeys, whoever they came from: a peer, a file, a library."""
+    """Removes terminal control sequences from all fields: a field's text can come from a peer, a file or a library."""
     return {key: _printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def _traceback(stream: TextIO, exc_info: Any) -> None:
-    """As structlog's own; the exception's message may be a peer's."""
+    """Writes a traceback as structlog does, without control sequences: the exception's message can be a peer's."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
     stream.write(_printable(text.getvalue()))
@@ -213,14 +213,14 @@ def _printable(text: str) -> str:
 
 
 class _Handler(logging.Handler):
-    """Handler of what libraries log."""
+    """Handler of the log records of libraries."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record, or counts it."""
+        """Writes a record; counts it if that fails."""
         try:
             self._output.put(self.format(record) + "\n")
         except Exception:
@@ -235,7 +235,7 @@ def _route_libraries(shared: list[Processor], render: list[Processor], output: O
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
         )
     )
-    # Handlers that libraries bring would say on standard error that they could not write there.
+    # Handlers of libraries would report on standard error that they cannot write there.
     logging.raiseExceptions = False
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)

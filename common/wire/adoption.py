@@ -1,7 +1,7 @@
-"""Names by which a router adopts sequences of a dead one (docs/explanation/architecture.md, S12). Pure.
+"""Keys of sequences that outlive their router, with which another router adopts them (docs/architecture.md, S12). Pure.
 
-An answer is a function of its request, so a key digests all that the answer depends on, and whose it is: a router that
-has the same request in hand makes the same key. Who has not got the request, with its id, cannot make it.
+An answer is a function of its request, so a key is a digest of everything that the answer depends on, and of its owner.
+A router that has the same request makes the same key; without the request and its id the key cannot be made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-# What is digested otherwise gets another number: routers of two versions serve at once.
+# A change of what is digested needs another number, because routers of two versions serve at once.
 _DOMAIN: Final = b"fissile adoption 1\n"
 KEY_BYTES: Final = 16
 _OF_THE_ATTEMPT: Final = ("rid", "traceparent", "tracestate", "keep", "deadline_left_ms", "adoption_key")
@@ -22,8 +22,6 @@ DIGEST_BYTES: Final = 16
 
 
 class _Hash(Protocol):
-    """A running digest."""
-
     def update(self, data: bytes, /) -> None: ...
 
     def digest(self) -> bytes: ...
@@ -32,24 +30,24 @@ class _Hash(Protocol):
 
 
 class AdoptionKeys:
-    """Keys of the answers to one request.
+    """Adoption keys of the answers to one request.
 
     Args:
-        tenant: who it is for.
-        request_id: its id.
-        model: identity of the model that answers it.
+        tenant: of the request.
+        request_id: of the request.
+        model: identity of the model that answers.
         token_ids: the prompt, uint32.
     """
 
     def __init__(self, tenant: str, request_id: str, model: str, token_ids: array[int]) -> None:
         self._of_request: _Hash = hashlib.blake2b(_DOMAIN, digest_size=KEY_BYTES)
         for part in (tenant.encode(), request_id.encode(), model.encode(), token_ids.tobytes()):
-            # With its length, so that no two requests are one row of bytes.
+            # Each part follows its length, so that two different requests never give the same bytes.
             self._of_request.update(struct.pack("<Q", len(part)))
             self._of_request.update(part)
 
     def of_answer(self, record: wpb.SubmitSequence) -> bytes:
-        """The key of one answer, by all of its record but what is of the attempt."""
+        """The key of one answer: a digest of its record without the fields that differ between attempts."""
         kept = wpb.SubmitSequence()
         kept.CopyFrom(record)
         for name in _OF_THE_ATTEMPT:

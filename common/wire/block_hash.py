@@ -1,7 +1,7 @@
-"""Hashes of KV blocks: the chain that router and workers compute alike (docs/explanation/determinism.md).
+"""Hashes of KV blocks: the chain that routers and workers compute alike (docs/determinism.md).
 
-A hash is a hint. The router routes by it; a worker takes it to find a block and then compares tokens and parent. xxh64
-is not collision-resistant, so nothing may rest on equal hashes alone.
+A hash is a hint. The router routes by it; a worker finds a block by it and then compares tokens and parent. xxh64 is
+not collision-resistant, so equal hashes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-# Routers hear of caches in granules of so many blocks: the hash of a granule's last block names it.
+# Blocks per granule. Routers learn the contents of caches in granules; the hash of a granule's last block names it.
 GRANULE_BLOCKS: Final = 8
 _ROOT_DOMAIN = b"fissile.kv/1"
 
@@ -58,9 +58,9 @@ def hash_chain(token_ids: Sequence[int], block_size: int, *, root: int | None = 
 
 
 def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: bytes = b"", seed: int = 0) -> int | None:
-    """Parent hash of the first block; None when there is neither salt nor adapter.
+    """Parent hash of the first block; None without salt and adapter.
 
-    Two salts whose roots collide still share nothing: the worker compares (adapter, salt) whole.
+    Two salts whose roots collide still share nothing: the worker compares (adapter, salt) as a whole.
     """
     if not adapter_digest and not cache_salt:
         return None
@@ -69,7 +69,7 @@ def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: byte
 
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:
-    # The width is fixed: that of np.array(...).tobytes() depends on the platform's int.
+    # The width is fixed here: np.array(...).tobytes() would depend on the platform's int.
     if isinstance(token_ids, array):
         return np.frombuffer(token_ids, dtype=f"u{token_ids.itemsize}").astype("<i8").tobytes()
     words = array("q", token_ids)

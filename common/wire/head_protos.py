@@ -1,4 +1,4 @@
-"""Heads of checkpoints in the protos between router and worker."""
+"""Conversion of a checkpoint's head between Python and the protos of router and worker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOLD: Final = {value: head for head, value in _HEADS.items()}
 
 
 def worker_head(head: Head) -> wpb.Head.ValueType:
-    """A head as routers and workers tell each other."""
+    """The proto value of a head."""
     return _HEADS[head]
 
 
 def told_head(told: wpb.Head.ValueType) -> Head:
-    """The head that a worker says; none where this version does not know it."""
+    """The head of a proto value; NO_HEAD for a value that this version does not know."""
     return _TOLD.get(told, NO_HEAD)

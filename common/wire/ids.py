@@ -1,4 +1,4 @@
-"""Ids that clients and peers choose themselves: of bounded length, and fit for a log line on somebody's terminal."""
+"""Checks of ids that clients and peers choose: bounded length, and safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Final
 
 from common.errors import InvalidFieldError
 
-# Control characters (a terminal obeys them), line and paragraph separators, and those that turn the direction of text.
+# Control characters, which a terminal obeys; line and paragraph separators; characters that change the text
+# direction.
 _UNFIT: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def check_id(path: str, text: str, max_bytes: int, *, required: bool = False) -> None:
-    """Refuses an id that is too long, or has control characters.
+    """Refuses an id that is too long or has control characters.
 
     Args:
         path: of its field.
         text: the id.
         max_bytes: most bytes of UTF-8.
-        required: whether an empty one is refused too.
+        required: True to refuse an empty id too.
 
     Raises:
         InvalidFieldError: names the field.

@@ -1,15 +1,14 @@
-"""Names of KV blocks for the comparison of their contents between workers (docs/operating.md, Audit).
+"""Names of KV blocks for comparing their contents between workers (docs/operating.md, Audit).
 
-Workers of one numerics class hold the same bytes in blocks of equal prefixes. The hash of a block is no name for that
-comparison: two prompts can be made to have the same one, and healthy workers would seem to differ. So a block whose
-bytes are digested has a name that is a cryptographic digest of all tokens up to its end. Which blocks are chosen
-follows from their own tokens, whatever is before them: all workers choose the same ones.
+Workers of one numerics class hold the same bytes in blocks of equal prefixes. A block's hash cannot name it in that
+comparison: an attacker can make two prompts with the same hash, and healthy workers would seem to differ. So a digested
+block is named by a cryptographic digest of all tokens up to its end. Which blocks are digested follows from their own
+tokens alone, so all workers choose the same ones.
 
-A cache salt decides who may use a block, not what is in it. So it is in no name: what two tenants have computed of the
-same tokens, on two workers or on one, is compared. Who sees a name could therefore find out, by trying, what tokens it
-stands for, whatever the salt. That tells them no more than the digest beside it, which no salt has ever changed, but
-for less work. So names go to routers alone, which have the prompts; `--hash-seed` is in them, so that nobody can try
-who does not know it; and an operator sees a label instead, which means something at one router until it ends.
+A cache salt decides who may use a block, not what is in it. So names do not contain it, and blocks of two tenants with
+the same tokens are compared. Somebody who sees a name could therefore guess its tokens by trial, whatever the salt. The
+block's digest allows that too, with more work. So names go to routers alone, which have the prompts; they contain
+`--hash-seed`, so that outsiders cannot try; and operators see a label, which is valid at one router until it ends.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import Final
 
 import xxhash
 
-# Of names; a change of the layout of KV blocks in memory, or of what digests them, needs another number, since workers
-# of both versions may serve at once.
+# Domain of the names. A change of the KV blocks' layout in memory, or of what is digested, needs another number,
+# because workers of both versions may serve at once.
 _DOMAIN: Final = b"fissile kv digest 2\n"
 NAME_BYTES: Final = 16
 _ID_BYTES: Final = array("I").itemsize
 
 
 def is_chosen(tokens: bytes | bytearray, below: int) -> bool:
-    """True if the block with these tokens, packed as uint32, is digested.
+    """True if the block with these tokens is digested.
 
     Args:
-        tokens: of this block alone.
-        below: 2^64 times the share of the blocks that are.
+        tokens: of this block alone, packed as uint32.
+        below: 2^64 times the share of blocks that are digested.
     """
     return xxhash.xxh64_intdigest(tokens) < below
 

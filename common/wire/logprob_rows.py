@@ -1,9 +1,9 @@
-"""Logprobs as workers and routers hand them on: of each token one row of four-byte words, little endian.
+"""Logprobs on the wire between workers and routers: one row of four-byte words per token, little endian.
 
-A row has the logprob, the raw one (which differs where the other is of the processed distribution), the mass that
-filters have kept (float32, NaN where there is none) and the rank (uint32); then the ids of the most likely tokens and
-their logprobs, best first, and the logprobs of the ids that were asked for. All rows of one request are equally
-long, so that they are cut and joined as bytes.
+A row has the logprob, the raw logprob (different if the first is of the processed distribution), the probability mass
+that the filters kept (float32, NaN without filters) and the rank (uint32). Then follow the ids of the most likely
+tokens and their logprobs, best first, and the logprobs of the requested ids. All rows of one request have the same
+length, so they are cut and joined as bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TokenLogprobs:
     Attributes:
         logprob: of the token there.
         raw: its logprob in the model's own distribution.
-        rank: of the token; 1 is the most likely one, ties in order of their ids.
+        rank: of the token; 1 is the most likely. Ties are ranked by id.
         top: the most likely tokens and their logprobs, best first.
-        given: logprobs of the ids that were asked for, in their order.
-        kept_mass: probability mass that the filters have kept; None for raw logprobs.
+        given: logprobs of the requested ids, in their order.
+        kept_mass: probability mass that the filters kept; None for raw logprobs.
     """
 
     logprob: float
@@ -53,7 +53,8 @@ def rows_table(
     raw: Reals | None = None,
     kept_mass: Reals | None = None,
 ) -> Words:
-    """Rows as an array [R, words] of columns with R entries, of which `top_ids`, `top` and `given` may be wider."""
+    """Rows as an array [R, words], from columns with R entries. `top_ids`, `top` and `given` can have several values
+    per row."""
     words = np.empty((len(logprobs), layout.num_words), "<u4")
     reals = words.view("<f4")
     reals[:, 0] = logprobs
@@ -71,7 +72,7 @@ def unpack(layout: LogprobLayout, rows: bytes | bytearray) -> list[TokenLogprobs
     """The entries of whole rows.
 
     Raises:
-        ValueError: they are not whole.
+        ValueError: the last row is incomplete.
     """
     words = np.frombuffer(rows, "<u4").reshape(-1, layout.num_words)
     reals, ints = words.view("<f4").tolist(), words.tolist()
@@ -90,17 +91,17 @@ def unpack(layout: LogprobLayout, rows: bytes | bytearray) -> list[TokenLogprobs
 
 
 def raw_logprobs(layout: LogprobLayout, rows: bytes | bytearray) -> list[float]:
-    """The raw logprob of each of whole rows.
+    """The raw logprob of each row.
 
     Raises:
-        ValueError: they are not whole.
+        ValueError: the last row is incomplete.
     """
     raw: list[float] = np.frombuffer(rows, "<f4").reshape(-1, layout.num_words)[:, 1].tolist()
     return raw
 
 
 def added(total: float, logprobs: Iterable[float]) -> float:
-    """`total` and logprobs one by one, in float64 and in the order of their tokens: the same bits however they came."""
+    """Adds logprobs to `total` one by one, in float64 and token order, so that the bits do not depend on their arrival."""
     for logprob in logprobs:
         total += logprob
     return total

@@ -1,6 +1,6 @@
 """Clamps numbers of a peer before they enter arithmetic and bounded protobuf fields.
 
-Numbers may each fit a field while their sum does not: protobuf then raises ValueError where the sum is written. The
+Each number may fit a field while their sum does not: protobuf then raises ValueError where the sum is written. The
 error hits all receivers of the sum, not the peer that sent the number.
 """
 

@@ -1,4 +1,4 @@
-"""Poolings in the protos: the public one's enum, and that between router and worker."""
+"""Conversion of poolings between Python, the public proto and the proto of router and worker."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _FROM_WORKERS: Final = {value: pooling for pooling, value in _OF_WORKERS.items()
 
 
 def public_pooling(pooling: Pooling | None) -> pb.Pooling.ValueType:
-    """A pooling that gives vectors, as clients get it."""
+    """The public proto value of a pooling."""
     return _PUBLIC[pooling]
 
 
 def pooling_of(given: pb.Pooling.ValueType) -> Pooling | None:
-    """The pooling that a client asks for; None where it does not say.
+    """The pooling that a client asks for; None if it leaves the choice to the model.
 
     Raises:
-        KeyError: there is no such pooling.
+        KeyError: the value is unknown.
     """
     return _FROM_PUBLIC[given]
 
 
 def worker_pooling(pooling: Pooling | None) -> wpb.Pooling.ValueType:
-    """A pooling as routers and workers tell each other."""
+    """The proto value of a pooling between router and worker."""
     return _OF_WORKERS[pooling]
 
 
 def told_pooling(told: wpb.Pooling.ValueType) -> Pooling | None:
-    """The pooling that the other side says; None where it says none, or one that this version does not know."""
+    """The pooling of a proto value between router and worker; None for none, or one that this version does not know."""
     return _FROM_WORKERS.get(told)

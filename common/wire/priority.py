@@ -1,4 +1,4 @@
-"""Names of the priority classes in options, key files and metrics, with the numbers of the protos' Priority."""
+"""Names of the priority classes in options, key files and metrics, with their numbers in the proto Priority."""
 
 from __future__ import annotations
 
