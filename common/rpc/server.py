@@ -66,13 +66,13 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _is_no_garbled_text(record: logging.LogRecord) -> bool:
-    """True unless the record is gRPC core's "Invalid encoding". The receiver of the garbled text logs the call it
-    belongs to."""
+    """True if a record is not gRPC core's "Invalid encoding". The receiver of the garbled text logs the call it belongs
+    to."""
     return not str(record.msg).startswith("Invalid encoding")
 
 
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
-    """True unless a status could not be sent because gRPC had ended the call.
+    """True if a record is not about a status that gRPC could not send because it had ended the call.
 
     gRPC ends calls whose messages cannot be decompressed; a client could fill the log with tracebacks.
     """

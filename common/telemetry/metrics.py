@@ -1,7 +1,7 @@
-"""OpenTelemetry's instruments, and a worker's engine in figures: a pure snapshot that observable instruments read.
+"""OpenTelemetry's instruments, and a snapshot of a worker's engine that they read. The snapshot is pure.
 
-Nothing is counted here and nothing runs on the engine's thread: the exporting thread reads the snapshot that the
-engine's last turn has left, which is never changed, only replaced. Off unless an OTLP endpoint is set, like tracing.
+The exporting thread reads the snapshot that the engine's last turn left, which is replaced, never changed. So nothing
+is counted on the engine's thread. Metrics are off unless an OTLP endpoint is set, like traces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.telemetry.output import dropped_pieces
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """An engine at one moment; totals are since its start.
+    """Snapshot of an engine; totals count from its start.
 
     Attributes:
         running: sequences in the running set.
@@ -31,15 +31,15 @@ class EngineFigures:
         total_blocks: KV blocks in all.
         block_size: tokens per KV block.
         steps: steps computed.
-        preemptions: sequences put back for want of blocks.
-        nan_rows: rows of logits without a finite largest number, with each of which a sequence has ended.
-        prompt_tokens: prompt tokens of the sequences that have begun to answer.
-        cached_tokens: those of them that were found in the prefix cache, as of the first token: what a sequence that
-            is preempted later finds again does not count.
+        preemptions: sequences queued again because blocks ran out.
+        nan_rows: rows of logits without a finite maximum; each ended its sequence.
+        prompt_tokens: prompt tokens of the sequences that have output a token.
+        cached_tokens: prompt tokens found in the prefix cache up to the first output token. Tokens that a preempted
+            sequence finds again do not count.
         generated_tokens: tokens delivered.
-        draft_tokens: drafts that were verified.
-        accepted_tokens: those of them that were the model's own tokens.
-        drafts: these two by method and by the draft's position behind a token, from 0 on.
+        draft_tokens: verified drafts.
+        accepted_tokens: accepted drafts.
+        drafts: verified and accepted drafts by method and by the draft's position after a token, from 0 on.
         ended: sequences by the reason of their end.
     """
 
@@ -61,12 +61,12 @@ class EngineFigures:
 
     @property
     def kv_usage(self) -> float:
-        """Part of the KV blocks that sequences hold, 0 to 1."""
+        """Share of the KV blocks that sequences hold, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
 Labels = Mapping[str, str]
-# Values with their labels; those that are not said any more are not exported any more.
+# Values with their labels. Labels that are missing from the next reading are no longer exported.
 Observed = Iterable[tuple[float, Labels]]
 Record = Callable[[float, Labels], None]
 ReadFigures = Callable[[], EngineFigures | None]
@@ -94,7 +94,7 @@ _COUNTERS: Final = (
     _Instrument(names.ENGINE_CACHED_TOKENS, "{token}", "Prompt tokens found in the cache", lambda f: f.cached_tokens),
     _Instrument(names.ENGINE_GENERATED_TOKENS, "{token}", "Tokens delivered", lambda f: f.generated_tokens),
 )  # fmt: skip
-# Of drafts by position; of all where there are none.
+# Metrics of drafts by position; with one zero entry if there are no drafts.
 _OF_DRAFTS: Final = (
     _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
     _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
@@ -102,10 +102,10 @@ _OF_DRAFTS: Final = (
 
 
 def setup_metrics(service_name: str, instance_id: str) -> Metrics:
-    """Metrics as the environment asks for them: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
+    """Metrics by the environment's settings: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
-        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`, unique per process start.
     """
     if not exporter.endpoint("metrics"):
@@ -117,7 +117,7 @@ def setup_metrics(service_name: str, instance_id: str) -> Metrics:
 
 
 def _observe_process(metrics: Metrics) -> None:
-    """Observes losses that must not disturb anybody."""
+    """Observes the process's losses: dropped log lines, failed observations, restarted tasks."""
     metrics.counter(
         names.PROCESS_LOGS_DROPPED, "{line}", "Log lines that could not be written", lambda: [(dropped_pieces(), {})]
     )
@@ -140,7 +140,7 @@ class _Shutdown(Protocol):
 
 
 class Metrics:
-    """The instruments of one process. Without a provider there are none."""
+    """The instruments of one process. Without a provider nothing is recorded."""
 
     def __init__(self, provider: MeterProvider | None = None, export: _Shutdown | None = None) -> None:
         self._meter = provider.get_meter(names.METER) if provider is not None else None
@@ -148,15 +148,15 @@ class Metrics:
 
     @property
     def enabled(self) -> bool:
-        """True if anything is exported."""
+        """True if metrics are exported."""
         return self._meter is not None
 
     def observe_engine(self, read: ReadFigures, labels: Labels) -> None:
         """Exports an engine's figures from now on.
 
         Args:
-            read: the newest figures, None before the engine has started; called on the exporting thread.
-            labels: attributes of every figure: few values, and always the same (`names.REQUEST_MODEL`, ...).
+            read: returns the newest figures, None before the engine has started; called on the exporting thread.
+            labels: attributes of every figure: few, and with constant values (`names.REQUEST_MODEL`, ...).
         """
         if self._meter is None:
             return
@@ -172,17 +172,17 @@ class Metrics:
         )
 
     def gauge(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
-        """Exports values from now on; `read` is called on the exporting thread."""
+        """Exports current values from now on; `read` is called on the exporting thread."""
         if self._meter is not None:
             self._meter.create_observable_gauge(name, [_observer(read)], unit, description)
 
     def counter(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
-        """As `gauge`, of what only grows."""
+        """Exports totals from now on; `read` is called on the exporting thread."""
         if self._meter is not None:
             self._meter.create_observable_counter(name, [_observer(read)], unit, description)
 
     def histogram(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> Record:
-        """Records values into the buckets between `bounds`; may be called on any thread."""
+        """Makes a function that records values into the buckets between `bounds`; any thread may call it."""
         if self._meter is None:
             return _ignore
         made = self._meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=list(bounds))

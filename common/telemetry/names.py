@@ -1,6 +1,6 @@
 """Every name that telemetry uses: spans, attributes, events, metadata keys.
 
-The GenAI and RPC names are written out because the Python constants of both are behind.
+GenAI and RPC names are written out here, because the Python packages of both conventions are older.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Final
 TRACER: Final = "fissile"
 METER: Final = "fissile"
 
-# Metadata keys. The first two are W3C Trace Context; `traceresponse` is its response header (level 2 draft), which the
-# router sends as trailing metadata: `00-<trace id>-<span id>-<flags>`.
+# Metadata keys. The first two are W3C Trace Context; `traceresponse` is its response header (level 2 draft), which
+# the router sends as trailing metadata: `00-<trace id>-<span id>-<flags>`.
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 TRACERESPONSE: Final = "traceresponse"
-# Our entry of a trace state: the operation, so that the spans on both sides of the hop name the same.
+# Our entry in a trace state. It carries the operation, so that spans on both sides of the hop name the same one.
 TRACESTATE_KEY: Final = "fissile"
 
 # Spans. The router's span has the name of its RPC (`fissile.v1.InferenceService/Generate`).
@@ -31,7 +31,7 @@ DECODE_SPAN: Final = "decode"
 SUBMITTED_EVENT: Final = "submitted"
 FIRST_TOKEN_EVENT: Final = "first_token"
 
-# RPC semantic conventions (release candidate of 2026-08). The worker's span has the status of its outcome too.
+# RPC semantic conventions (release candidate of 2026-08). The worker's span has its outcome's status too.
 RPC_SYSTEM: Final = "rpc.system.name"
 RPC_METHOD: Final = "rpc.method"
 RPC_STATUS: Final = "rpc.status_code"
@@ -66,9 +66,9 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 
-# Our own.
+# Our own attributes.
 WORKER_ID: Final = "fissile.worker.id"
-# Id of a sequence on a worker, in hexadecimal as in log lines. `gen_ai.response.id` is the id of the request.
+# Id of a sequence on a worker, in hexadecimal as in log lines. `gen_ai.response.id` is the request's id.
 RID: Final = "fissile.rid"
 ATTEMPTS: Final = "fissile.attempts"
 ATTEMPT_NUMBER: Final = "fissile.attempt.number"
@@ -84,11 +84,11 @@ DECODE_ACCEPTED: Final = "fissile.decode.drafts_accepted"
 END_REASON: Final = "fissile.end_reason"
 DRAFT_METHOD: Final = "fissile.draft.method"
 DRAFT_POSITION: Final = "fissile.draft.position"
-# The method of drafts that are text which a grammar forces; the others are those of a speculative config.
+# Method name of drafts that are forced grammar text. Other drafts have the method of the speculative config.
 GRAMMAR_DRAFTS: Final = "grammar"
 
-# Metrics of a worker's engine. The Gateway API Inference Extension asks a model server for the first three
-# (TotalRunningRequests, TotalQueuedRequests, KVCacheUtilization), may ask for two more (NumGPUBlocks, BlockSize).
+# Metrics of a worker's engine. The Gateway API Inference Extension requires the first three of a model server
+# (TotalRunningRequests, TotalQueuedRequests, KVCacheUtilization), and allows two more (NumGPUBlocks, BlockSize).
 ENGINE_RUNNING: Final = "fissile.engine.sequences.running"
 ENGINE_WAITING: Final = "fissile.engine.sequences.waiting"
 ENGINE_KV_USAGE: Final = "fissile.engine.kv_cache.usage"
@@ -104,7 +104,7 @@ ENGINE_GENERATED_TOKENS: Final = "fissile.engine.tokens.generated"
 ENGINE_DRAFT_TOKENS: Final = "fissile.engine.tokens.draft"
 ENGINE_ACCEPTED_TOKENS: Final = "fissile.engine.tokens.draft_accepted"
 
-# Metrics of any process of ours: what its observers and long-lived tasks have lost.
+# Metrics of every process: losses of its observers and long-lived tasks.
 PROCESS_LOGS_DROPPED: Final = "fissile.logs.dropped"
 PROCESS_TELEMETRY_FAILED: Final = "fissile.telemetry.failed"
 PROCESS_TASKS_FAILED: Final = "fissile.tasks.failed"
@@ -137,7 +137,7 @@ WORKER_RUNNING: Final = "fissile.router.worker.running"
 WORKER_QUEUED: Final = "fissile.router.worker.queued"
 WORKER_OUTSTANDING: Final = "fissile.router.worker.outstanding_tokens"
 WORKER_REPORT_AGE: Final = "fissile.router.worker.report_age"
-# Their attributes.
+# Attributes of the router's metrics.
 PRIORITY: Final = "fissile.priority"
 WORKER_STATE: Final = "fissile.worker.state"
 LANE_STATE: Final = "fissile.lane.state"

@@ -1,12 +1,12 @@
-"""Standard error and output that are in nobody's way: what is written is queued, and a thread of its own writes it.
+"""Queued standard error and output: writers never wait for the stream, because a thread of its own writes to it.
 
-A pipe whose reader has ended or stopped reading, a full disk, a terminal that is gone: none of them raises into who
-writes, and none of them makes it wait. Invariants:
+A pipe whose reader has ended or stopped reading, a full disk, a lost terminal: none of them raises into a writer, and
+none makes it wait. Invariants:
   * `Output.put` neither raises nor waits for the stream.
-  * What is put goes out in its order, each piece whole, by one system call where the system takes it whole.
-  * The first piece after a quiet time goes out at once. Those soon behind it gather, for GATHER_S at most: to wake the
-    thread for each piece would cost more than to write it.
-  * What is not written is counted (`dropped`), and said in one line as soon as the stream can be written again.
+  * Pieces are written in order, each by one system call if the system takes it whole.
+  * The first piece after a quiet time is written at once. Later ones gather for up to GATHER_S: waking the thread for
+      each piece would cost more than writing it.
+  * Dropped pieces are counted (`dropped`), and one line reports them as soon as the stream can be written again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Final, NoReturn, TextIO
 
 from common.limits import MAX_OUTPUT_BYTES, MAX_OUTPUT_PIECES, OUTPUT_DRAIN_S
 
-# For how long pieces gather after some have been written, seconds.
+# How long pieces gather after a write, seconds.
 GATHER_S: Final = 0.01
-# Bytes of pieces that go together: as many as a pipe takes whole, whoever else writes to it.
+# Most bytes of pieces that are written together: as many as a pipe takes whole beside other writers.
 _TOGETHER_BYTES: Final = select.PIPE_BUF
-# How often a stream that takes nothing and does not wait (EAGAIN) is tried again, seconds.
+# Pause between tries to write to a stream that returns EAGAIN, seconds.
 _RETRY_S: Final = 0.1
 
 
@@ -41,15 +41,15 @@ def _plain_notice(count: int) -> str:
 
 
 class Output:
-    """The way to one stream. A stream in memory, which holds nobody up, is written at once.
+    """Queue and writing thread of one stream. A stream in memory, which cannot block, is written at once.
 
     Args:
-        stream: what is written to; only its file descriptor is used where it has one.
-        max_pieces: most that wait; what comes when so many do is dropped.
-        max_bytes: most bytes of them.
+        stream: destination; only its file descriptor is used if it has one.
+        max_pieces: most pieces in the queue; further ones are dropped.
+        max_bytes: most bytes in the queue.
 
     Attributes:
-        notice: makes the line about so many that were lost.
+        notice: makes the line that reports a number of lost pieces.
         dropped: pieces that were not written.
     """
 
@@ -64,10 +64,10 @@ class Output:
         _outputs.add(self)
 
     def _begin(self) -> None:
-        """Nothing waits, and no thread runs: at first, and in a process that was forked."""
-        # Reentrant: a signal handler or a finalizer may write in the middle of `put`.
+        """Resets to an empty queue without a thread: at the start, and in a forked process."""
+        # Reentrant, because a signal handler or a finalizer may write in the middle of `put`.
         self._lock = threading.RLock()
-        # For the thread that writes, and for those that wait for it.
+        # Wakes the writing thread, and callers that wait for it.
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
         self._is_idle = False
@@ -81,19 +81,21 @@ class Output:
         self._thread: threading.Thread | None = None
 
     def put(self, text: str) -> None:
-        """Writes a piece soon, or drops it."""
+        """Queues a piece, or drops it."""
         try:
             if self._in_memory:
                 self._stream.write(text)
             else:
                 self._queue(text.encode("utf-8", "backslashreplace"))
         except Exception:
-            # No memory, no thread, a stream that was closed.
+            # No memory, no thread, or a closed stream.
             self._count()
 
     def drain(self, timeout_s: float = OUTPUT_DRAIN_S) -> bool:
-        """Waits until everything is written, at most `timeout_s`: not again while nothing has moved since. False
-        when it was not."""
+        """Waits until everything is written, at most `timeout_s`. False if it was not.
+
+        A stream on which nothing has moved since the last wait is not waited for again.
+        """
         end = time.monotonic() + timeout_s
         with self._lock:
             self._drains += 1
@@ -137,14 +139,14 @@ class Output:
             self._forget(pieces)
 
     def _next_pieces(self) -> list[bytes]:
-        """Waits for the next ones; they stay in the queue until they are written."""
+        """Waits for the next pieces, which stay in the queue until they are written."""
         with self._lock:
             while not self._waiting:
                 self._is_idle = True
                 self._work.wait()
             self._is_idle = False
             pieces, size = [self._waiting[0]], len(self._waiting[0])
-            # By number: a finalizer that runs here may put something.
+            # By number, because a finalizer that runs here may add pieces.
             for i in range(1, len(self._waiting)):
                 size += len(self._waiting[i])
                 if size > _TOGETHER_BYTES:
@@ -153,7 +155,7 @@ class Output:
             return pieces
 
     def _forget(self, pieces: list[bytes]) -> None:
-        """Forgets the pieces written; new ones gather for a while, unless somebody waits for the end of it."""
+        """Removes written pieces. New ones gather for a while, unless a caller waits for the queue to empty."""
         with self._lock:
             for piece in pieces:
                 self._waiting.popleft()
@@ -174,7 +176,7 @@ class Output:
                 self._unsaid -= count
 
     def _write(self, pieces: Sequence[bytes]) -> int:
-        """Writes pieces, however long that takes. Returns how many are out: all unless the stream has failed."""
+        """Writes pieces, however long that takes. Returns how many were written: all, unless the stream failed."""
         data = b"".join((b"\n", *pieces) if self._is_torn else pieces)
         left = memoryview(data)
         while left:
@@ -188,7 +190,7 @@ class Output:
         return len(pieces)
 
     def _num_whole(self, pieces: Sequence[bytes], written: int) -> int:
-        """Number of pieces that are whole in the first `written` bytes; where half a one stands, the next begins a
+        """Number of pieces that are whole in the first `written` bytes. After half a piece the next one begins a new
         line."""
         if not written:
             return 0
@@ -200,7 +202,7 @@ class Output:
     def _wait_writable(self) -> None:
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLOUT)
-        # A descriptor may call itself writable and take nothing; it must not be asked without a pause.
+        # A descriptor may poll as writable and take nothing; without a pause the loop would spin.
         if poll.poll(1000 * _RETRY_S):
             time.sleep(_RETRY_S / 10)
 
@@ -210,10 +212,11 @@ _of_stream: weakref.WeakKeyDictionary[TextIO, Output] = weakref.WeakKeyDictionar
 
 
 class OutputStream(io.TextIOBase):
-    """A text stream in front of an `Output`, for `sys.stderr` and `sys.stdout`: line by line, and at every `flush`.
+    """Text stream in front of an `Output`, for `sys.stderr` and `sys.stdout`: written line by line, and at every
+    `flush`.
 
     Args:
-        stream: what it stands for.
+        stream: the original stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -233,22 +236,21 @@ class OutputStream(io.TextIOBase):
         return "backslashreplace"
 
     def writable(self) -> bool:
-        """True, always."""
         return True
 
     def isatty(self) -> bool:
-        """True if the stream itself is a terminal."""
+        """True if the original stream is a terminal."""
         try:
             return self._stream.isatty()
         except ValueError:
             return False
 
     def fileno(self) -> int:
-        """As the stream itself."""
+        """The original stream's descriptor."""
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        """Takes text; never raises what the stream would."""
+        """Queues text; never raises what the stream would."""
         if not isinstance(text, str):
             raise TypeError(f"a text stream takes str, not {type(text).__name__}")
         with self._lock:
@@ -259,14 +261,14 @@ class OutputStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Lets the beginning of a line go too; does not wait."""
+        """Queues the beginning of an unfinished line; does not wait."""
         with self._lock:
             line, self._line = self._line, ""
         if line:
             self.output.put(line)
 
     def close(self) -> None:
-        """Does nothing: a process has its standard streams to its end."""
+        """Does nothing: a process keeps its standard streams until it ends."""
 
 
 def output_of(stream: TextIO) -> Output:
@@ -280,7 +282,7 @@ def output_of(stream: TextIO) -> Output:
 
 
 def descriptor_of(stream: TextIO) -> int | None:
-    """Its file descriptor; None of a stream that has none."""
+    """The descriptor of a stream; None without one."""
     try:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):
@@ -288,10 +290,10 @@ def descriptor_of(stream: TextIO) -> int | None:
 
 
 def guard_standard_streams() -> None:
-    """Puts an `Output` in front of standard error and output of a process that serves.
+    """Puts an `Output` in front of the standard error and output of a serving process.
 
-    So tracebacks, warnings and what libraries print go the same way as log lines. What native code writes to the
-    descriptors by itself does not.
+    Tracebacks, warnings and prints of libraries then go the same way as log lines. Native code that writes to the
+    descriptors directly does not.
     """
     open_missing_streams()
     for name in ("stdout", "stderr"):
@@ -303,7 +305,7 @@ def guard_standard_streams() -> None:
 def open_missing_streams() -> None:
     """Opens /dev/null for standard streams that were closed at the start.
 
-    Otherwise the next socket gets their descriptor, and what native code writes to standard error goes into it.
+    Otherwise the next socket would get their descriptor, and native code's writes to standard error would go into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if not _is_open(number):
@@ -325,7 +327,7 @@ def _is_open(number: int) -> bool:
 
 
 def drain_outputs(timeout_s: float = OUTPUT_DRAIN_S) -> None:
-    """Waits until what was written before is out, a bounded time. To be called before `os._exit`."""
+    """Waits until everything queued before is written, a bounded time. Call it before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, OutputStream):
             stream.flush()
@@ -334,15 +336,15 @@ def drain_outputs(timeout_s: float = OUTPUT_DRAIN_S) -> None:
 
 
 def in_order(other: TextIO) -> None:
-    """Lets what another stream was given go out before what is written next; a stream that is stuck is not waited for
-    a second time."""
+    """Waits until another stream's queue is written, so that lines of both stay in order. Waits for a stuck stream only
+    once."""
     if isinstance(other, OutputStream):
         other.flush()
         other.output.drain()
 
 
 def dropped_pieces() -> int:
-    """Lines of this process that were not written, of all streams."""
+    """Pieces of this process that were not written, over all streams."""
     return sum(output.dropped for output in list(_outputs))
 
 
@@ -352,7 +354,7 @@ def _begin_anew() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends the process without the interpreter's end; what was written before is out."""
+    """Ends the process without the interpreter's shutdown, after writing what is queued."""
     with contextlib.suppress(Exception):
         drain_outputs()
     os._exit(code)

@@ -101,7 +101,7 @@ def raw_logprobs(layout: LogprobLayout, rows: bytes | bytearray) -> list[float]:
 
 
 def added(total: float, logprobs: Iterable[float]) -> float:
-    """Adds logprobs to `total` one by one, in float64 and token order, so that the bits do not depend on their arrival."""
+    """Adds logprobs to `total` one by one, in float64 and token order: the bits do not depend on how they arrived."""
     for logprob in logprobs:
         total += logprob
     return total
