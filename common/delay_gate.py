@@ -1,8 +1,8 @@
-"""The delay gate: prompts wait a little so that more of them share a prefill.
+"""The delay gate: holds prompts back briefly so that more of them share a prefill. Pure.
 
-The router asks once per lane and decision, a worker without a router once per `schedule()`: never once per admitted
-request, or the first admission of a burst shuts the gate on the rest. Times are durations, measured on one
-machine by a monotonic clock.
+The router asks once per lane and decision, a worker without a router once per `schedule()`. Asking once per admitted
+request would be wrong: the first admission of a burst would shut the gate on the rest. Times are durations of one
+machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class DelayGate:
     def is_open(
         self, *, age_s: float, last_prompt_latency_s: float, decoding: bool, waiting_at_worker: bool = False
     ) -> bool:
-        """True if what waits may go now.
+        """True if waiting prompts may be released now.
 
         Args:
             age_s: age of the oldest waiting prompt, seconds.
-            last_prompt_latency_s: duration of the worker's last step that computed prompt tokens, seconds.
-            decoding: whether the worker decodes anything. An idle one gains nothing from waiting.
-            waiting_at_worker: whether prompts wait there already.
+            last_prompt_latency_s: duration of the worker's last step with prompt tokens, seconds.
+            decoding: True if the worker decodes anything. An idle worker gains nothing from waiting.
+            waiting_at_worker: True if prompts already wait at the worker.
         """
         if self.delay_factor <= 0 or not (decoding or waiting_at_worker):
             return True
@@ -45,7 +45,7 @@ class DelayGate:
     def opens_in(
         self, *, age_s: float, last_prompt_latency_s: float, decoding: bool, waiting_at_worker: bool = False
     ) -> float:
-        """Seconds until the gate opens by age alone; 0 when it is open, more than 0 when it is not."""
+        """Seconds until the gate opens by age alone; 0 if it is open, otherwise more than 0."""
         open_now = self.is_open(
             age_s=age_s,
             last_prompt_latency_s=last_prompt_latency_s,

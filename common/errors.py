@@ -82,7 +82,7 @@ def _packed(detail: Message) -> any_pb2.Any:
 
 @contextlib.contextmanager
 def at_path(prefix: str) -> Iterator[None]:
-    """Names fields as parts of the message at `prefix`, in errors that are raised here."""
+    """Prefixes the field paths of errors raised in the block with the message at `prefix`."""
     try:
         yield
     except ApiError as error:
@@ -101,14 +101,14 @@ class InvalidFieldError(ApiError):
 
 
 class MalformedRequestError(ApiError):
-    """INVALID_ARGUMENT: the bytes of a call are not a message of its type, or not a whole one."""
+    """INVALID_ARGUMENT: the bytes of a call are not a whole message of its type."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.INVALID_ARGUMENT, problem, reason="MALFORMED_REQUEST")
 
 
 class RequestTimeoutError(ApiError):
-    """DEADLINE_EXCEEDED: a call's message has not come in time."""
+    """DEADLINE_EXCEEDED: a call's message did not arrive in time."""
 
     def __init__(self, seconds: float) -> None:
         message = f"the request's message did not arrive within {seconds:g} s"
@@ -124,7 +124,7 @@ class UnservedFieldError(ApiError):
 
 
 class UnservedByWorkersError(ApiError):
-    """UNIMPLEMENTED: a field that workers of a model do not serve, since they are of an older version."""
+    """UNIMPLEMENTED: a field that a model's workers do not serve, because their version is older."""
 
     def __init__(self, path: str, model: str) -> None:
         violation = FieldViolation(path, f"is not served by all workers of model {model!r}", "leave it out")
@@ -132,7 +132,7 @@ class UnservedByWorkersError(ApiError):
 
 
 class ConstraintFailedError(ApiError):
-    """RESOURCE_EXHAUSTED: an answer's constraint took more work than it is given, or other masks left it no token."""
+    """RESOURCE_EXHAUSTED: an answer's constraint took more work than allowed, or other masks left it no token."""
 
     def __init__(self, why: str) -> None:
         message = why or "the constraint cannot go on"
@@ -140,7 +140,7 @@ class ConstraintFailedError(ApiError):
 
 
 class UnservedMethodError(ApiError):
-    """UNIMPLEMENTED: a method that workers of a model do not serve, since they are of an older version."""
+    """UNIMPLEMENTED: a method that a model's workers do not serve, because their version is older."""
 
     def __init__(self, method: str, model: str) -> None:
         message = f"{method} is not served by all workers of model {model!r}, of which some are of an older version"
@@ -169,7 +169,7 @@ class CancelledByOperatorError(ApiError):
 
 
 class SupersededError(ApiError):
-    """ABORTED: another call goes on with this stream."""
+    """ABORTED: another call has resumed this stream."""
 
     def __init__(self) -> None:
         message = "another call with this request_id and `resume` goes on with this stream"
@@ -177,7 +177,7 @@ class SupersededError(ApiError):
 
 
 class ResumeMismatchError(ApiError):
-    """DATA_LOSS: what a client says it has got is not what its request gives."""
+    """DATA_LOSS: the tokens that a client says it has are not those of its request."""
 
     def __init__(self, index: int, problem: str) -> None:
         message = f"answer {index} cannot be resumed: {problem}; send the request without resume"
@@ -185,7 +185,7 @@ class ResumeMismatchError(ApiError):
 
 
 class OtherModelStateError(ApiError):
-    """FAILED_PRECONDITION: what a request continues or repeats was made by something that is not served here now."""
+    """FAILED_PRECONDITION: the model state that the request continues or repeats is not served here now."""
 
     def __init__(self, what: str, wanted: str, served: str) -> None:
         message = f"{what} {wanted} is not served here now (served: {served or 'none'}); send a new request"
@@ -198,7 +198,7 @@ class OtherModelStateError(ApiError):
 
 
 class PromptTooLongError(ApiError):
-    """OUT_OF_RANGE: the prompt leaves no room for an answer. A long text is not counted to its end: `at_least`."""
+    """OUT_OF_RANGE: the prompt leaves no room for an answer. `at_least`: a long text is not counted to its end."""
 
     def __init__(self, path: str, prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
         has = f"has {'at least ' if at_least else ''}{prompt_tokens} tokens"
@@ -251,14 +251,14 @@ class ConfigVersionError(ApiError):
 
 
 class BadConfigurationError(ApiError):
-    """FAILED_PRECONDITION: the configuration cannot be taken into force, and nothing has changed."""
+    """FAILED_PRECONDITION: the configuration is invalid; nothing has changed."""
 
     def __init__(self, why: str) -> None:
         super().__init__(grpc.StatusCode.FAILED_PRECONDITION, f"nothing has changed: {why}", reason="BAD_CONFIGURATION")
 
 
 class TooManyWatchesError(ApiError):
-    """RESOURCE_EXHAUSTED: as many clients watch the load as may."""
+    """RESOURCE_EXHAUSTED: the maximum number of clients watches the load already."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -303,7 +303,7 @@ class NoTokenizerError(ApiError):
 
 
 class NotARerankerError(ApiError):
-    """FAILED_PRECONDITION: the model was not trained to say how relevant documents are.
+    """FAILED_PRECONDITION: the model was not trained to rate the relevance of documents.
 
     Args:
         model: its name.
@@ -322,7 +322,7 @@ class NotARerankerError(ApiError):
 
 
 class NoOutputHeadError(ApiError):
-    """FAILED_PRECONDITION: the model generates nothing."""
+    """FAILED_PRECONDITION: the model cannot generate."""
 
     def __init__(self, model: str) -> None:
         message = f"model {model!r} cannot generate: its checkpoint has no output head; use Embed for vectors"
@@ -330,13 +330,13 @@ class NoOutputHeadError(ApiError):
 
 
 class QueueFullError(ApiError):
-    """RESOURCE_EXHAUSTED: the queue of a router or of a worker, or that of one class of it, is full.
+    """RESOURCE_EXHAUSTED: the queue of a router or worker is full, or that of one priority class.
 
     Args:
-        queued: requests that wait.
-        retry_after_s: when to ask again.
+        queued: waiting requests.
+        retry_after_s: when to retry.
         priority: name of the class.
-        tenant: who has its share of the queue, and gets no place beyond that.
+        tenant: the tenant that holds its full share of the queue already.
     """
 
     def __init__(self, queued: int, retry_after_s: float, priority: str = "", tenant: str | None = None) -> None:
@@ -351,7 +351,7 @@ class QueueFullError(ApiError):
 
 
 class HopelessDeadlineError(ApiError):
-    """RESOURCE_EXHAUSTED: by what waits before it, the request would pass its deadline in the queue."""
+    """RESOURCE_EXHAUSTED: the requests queued before this one would take longer than its deadline."""
 
     def __init__(self, needed_s: float, left_s: float, retry_after_s: float) -> None:
         super().__init__(
@@ -363,7 +363,7 @@ class HopelessDeadlineError(ApiError):
 
 
 class TenantLimitError(ApiError):
-    """RESOURCE_EXHAUSTED: the tenant has as many requests in flight as it may have."""
+    """RESOURCE_EXHAUSTED: the tenant has its maximum number of requests in flight."""
 
     def __init__(self, tenant: str, limit: int, retry_after_s: float) -> None:
         super().__init__(
@@ -376,7 +376,7 @@ class TenantLimitError(ApiError):
 
 
 class SlowClientError(ApiError):
-    """RESOURCE_EXHAUSTED: the client leaves too much unread, or lets a message wait for too long."""
+    """RESOURCE_EXHAUSTED: the client leaves too much unread, or reads too slowly."""
 
     def __init__(self, unread_tokens: int, waited_s: float | None = None) -> None:
         waited = "" if waited_s is None else f", and has let a message wait for {waited_s:g} s"
@@ -395,7 +395,7 @@ class NoWorkerError(ApiError):
 
 
 class WorkerLostError(ApiError):
-    """ABORTED: the worker was lost after tokens had been sent; the text so far is partial."""
+    """ABORTED: the worker was lost after tokens had been sent; the answer is partial."""
 
     def __init__(self, worker_id: str, tokens_sent: int) -> None:
         super().__init__(
@@ -407,7 +407,7 @@ class WorkerLostError(ApiError):
 
 
 class RouterEndingError(ApiError):
-    """This router ends: UNAVAILABLE while the client has got nothing, ABORTED when the text so far is partial."""
+    """This router ends: UNAVAILABLE if the client has received nothing, ABORTED if its answer is partial."""
 
     def __init__(self, tokens_sent: int = 0) -> None:
         metadata = {"tokens_sent": str(tokens_sent)} if tokens_sent else {}
@@ -423,7 +423,7 @@ class RouterEndingError(ApiError):
 
 
 class PoisonRequestError(ApiError):
-    """INTERNAL: workers die of this request, the last one while nothing else began there; no other one gets it."""
+    """INTERNAL: workers crash on this request, the last one with nothing else starting; no other worker gets it."""
 
     def __init__(self, deaths: int) -> None:
         super().__init__(
@@ -449,21 +449,21 @@ class EngineError(ApiError):
 
 
 class UnauthenticatedError(ApiError):
-    """UNAUTHENTICATED: the call shows no API key, or one that does not count. The message must not hold the key."""
+    """UNAUTHENTICATED: the call shows no API key, or an unknown one. The message must not contain the key."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(grpc.StatusCode.UNAUTHENTICATED, message, reason=reason)
 
 
 class PermissionDeniedError(ApiError):
-    """PERMISSION_DENIED: it is known who calls, and that they may not."""
+    """PERMISSION_DENIED: the caller is authenticated but not allowed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(grpc.StatusCode.PERMISSION_DENIED, message, reason=reason)
 
 
 class PriorityNotAllowedError(ApiError):
-    """PERMISSION_DENIED: the caller may not ask for a priority class that is so high."""
+    """PERMISSION_DENIED: the caller may not use such a high priority class."""
 
     def __init__(self, asked: str, most: str) -> None:
         violation = FieldViolation("priority", f"is {asked}", f"at most {most}, the highest for this caller")

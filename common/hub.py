@@ -1,7 +1,7 @@
-"""Models by their name on the Hugging Face Hub: `org/name` or `org/name@revision`, read once and kept in HF_HOME.
+"""Models by their name on the Hugging Face Hub, `org/name` or `org/name@revision`, downloaded once into HF_HOME.
 
-A folder of that name here wins. Only what a model needs is read, never pickled weights. `huggingface_hub` honours
-HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, and shows its progress on a terminal.
+A local folder of that name takes precedence. Only files that a model needs are downloaded, never pickled weights.
+`huggingface_hub` honours HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, and shows progress on a terminal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Files of the top folder, and what sentence-transformers says of its modules, as in `1_Pooling/config.json`. In other
-# folders are copies in other formats.
+# Files of the top folder, and sentence-transformers' module configurations, such as `1_Pooling/config.json`. Other
+# folders hold copies in other formats.
 CONFIGURATION_FILES: Final = ("*.json", "*.jinja")
 WEIGHT_FILES: Final = ("*.safetensors",)
 _BELOW: Final = ("[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_*/*/*", "[0-9]_*/*.safetensors")
@@ -30,7 +30,7 @@ _FORM: Final = re.compile(rf"({_PART}/({_PART}))(?:@(\S+))?")
 
 
 class HubError(Exception):
-    """A model that cannot be had from the Hub; the message is one line that says why."""
+    """A model that the Hub does not provide; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def default_model_name(model: str) -> str:
 
 
 def model_folder(model: str, *, weights: bool = True) -> Path:
-    """The checkpoint folder of a model, downloaded when `model` is not a folder here but may be a name on the Hub.
+    """The checkpoint folder of a model; downloads it if `model` is not a local folder but can be a name on the Hub.
 
     Args:
         model: a folder, which need not exist, or a name on the Hub.
-        weights: whether the weights are needed too.
+        weights: True if the weights are needed too.
 
     Raises:
-        HubError: the Hub does not have it or does not give it, or cannot be reached and the cache does not have it.
+        HubError: the Hub does not have or give the model, or cannot be reached and the cache does not have it.
         ModuleNotFoundError: huggingface_hub is not installed.
     """
     hub = None if Path(model).is_dir() else HubModel.parse(model)
@@ -84,7 +84,7 @@ def model_folder(model: str, *, weights: bool = True) -> Path:
 
 
 def _download(model: HubModel, patterns: Sequence[str]) -> Path:
-    # It takes half a second, and a folder needs none of it.
+    # Importing it takes half a second, and folders do not need it.
     from huggingface_hub import constants, errors, snapshot_download  # noqa: PLC0415
     from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
 
@@ -106,7 +106,7 @@ def _download(model: HubModel, patterns: Sequence[str]) -> Path:
         raise HubError(f"{model} is neither a folder here nor a model {where}") from None
     except errors.LocalEntryNotFoundError as error:
         raise HubError(_unreachable(model, error, constants.HF_HUB_OFFLINE, constants.ENDPOINT)) from None
-    # HTTPError of the HTTP client that this version of the library has: a connection that broke.
+    # HTTPError of whichever HTTP client this version of the library uses: a broken connection.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         raise HubError(f"{model} cannot be downloaded from {constants.ENDPOINT}: {_line(error)}") from None
     log.info("model downloaded", model=str(model), folder=folder, seconds=round(time.monotonic() - started, 1))
@@ -114,7 +114,7 @@ def _download(model: HubModel, patterns: Sequence[str]) -> Path:
 
 
 def _unreachable(model: HubModel, error: Exception, offline: bool, endpoint: str) -> str:
-    """The cache does not have the model, or not all of it."""
+    """The error for a model that is missing or incomplete in the cache."""
     if offline:
         return f"{model} is neither a folder here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
     reason = _line(error.__cause__ or error)

@@ -1,4 +1,4 @@
-"""Main memory that is left for this process: of the machine, or of the container that it runs in."""
+"""Main memory that is available to this process: of the machine, or of its container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-# Limit and use, as version 2 of cgroups names them, and version 1.
+# Limit and use, in version 2 of cgroups and in version 1.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 

@@ -1,4 +1,4 @@
-"""Tasks that live as long as their process, and callbacks of its event loop: none of them ends in silence."""
+"""Tasks that live as long as their process, and callbacks of its event loop: every failure is logged and counted."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _failures: Counter[str] = Counter()
 
 
 def task_failures() -> Mapping[str, int]:
-    """Failures of the long-lived tasks and callbacks of this process, by name."""
+    """Number of failures of this process's long-lived tasks and callbacks, by name."""
     return dict(_failures)
 
 
 def failed(name: str, event: str, **facts: object) -> None:
-    """Counts the failure under way of what is no task of its own, and logs it with its traceback.
+    """Counts and logs the exception that is being handled, for code that is not a task of its own.
 
     Args:
-        name: as of `keep_running`.
-        event: says what becomes of it.
+        name: as for `keep_running`.
+        event: says what happens now.
         facts: for the log.
     """
     _failures[name] += 1
@@ -34,11 +34,11 @@ def failed(name: str, event: str, **facts: object) -> None:
 
 
 def run_guarded(name: str, act: Callable[[], object], **facts: object) -> None:
-    """Runs a callback. When it raises, that is logged and counted.
+    """Runs a callback; logs and counts its exception.
 
     Args:
-        name: of the callback, one of few: the label of a metric.
-        act: what to do.
+        name: of the callback; the label of a metric, so there must be few.
+        act: the callback.
         facts: for the log.
     """
     try:
@@ -48,11 +48,11 @@ def run_guarded(name: str, act: Callable[[], object], **facts: object) -> None:
 
 
 async def keep_running(name: str, work: Callable[[], Awaitable[None]], **facts: object) -> None:
-    """Runs work until it returns or is cancelled. When it raises, that is logged and counted, and it begins anew.
+    """Runs work until it returns or is cancelled. An exception is logged and counted, and the work starts again.
 
     Args:
-        name: of the task, one of few: the label of a metric.
-        work: makes what is awaited, anew each time.
+        name: of the task; the label of a metric, so there must be few.
+        work: returns the awaitable, a new one for each start.
         facts: for the log.
     """
     delay_s = TASK_RESTART_S

@@ -236,6 +236,7 @@ class OutputStream(io.TextIOBase):
         return "backslashreplace"
 
     def writable(self) -> bool:
+        """True, always."""
         return True
 
     def isatty(self) -> bool:

@@ -1,10 +1,10 @@
-"""The account of one call, filled in on its way and read once, at its end: pure, and without any text of its request.
+"""Record of one call for its log line: filled in while the call runs, read once at its end. Pure.
 
 Invariants:
-  * The first end counts: whoever knows why a call ends says it first.
-  * Phases add up: `queue_s + prefill_s + decode_s == duration_s` of a call with a first token; before that a wait that
-    has ended is all that is known.
-  * What a client makes up (ids, names) is shown printable and bounded; prompts, answers and keys are never taken.
+  * The first end counts: the code that knows why a call ends records it first.
+  * Phases add up: `queue_s + prefill_s + decode_s == duration_s` for a call with a first token. Before the first token
+      only waits that have ended are known.
+  * Ids and names from clients are shown printable and bounded. Prompts, answers and keys are never recorded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from common.errors import ApiError
 
 MAX_SHOWN: Final = 512
 _MAX_FIELDS: Final = 4
-# A client's own timer ends a call a little before the server's: the deadline has travelled, rounded up.
+# A client's own timer ends a call slightly before the server's, because the deadline is rounded up on its way.
 _LATE_S: Final = 0.02
 _LATE_SHARE: Final = 0.01
-# Calls that last until somebody has had enough: that is not a failure.
+# Calls that last until the client has had enough. Such an end is not a failure.
 _ENDLESS: Final = ("Health/Watch", "AdminService/WatchLoad", "WorkerService/Session", "/ServerReflectionInfo")
 _ENOUGH: Final = frozenset(
     {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
@@ -35,7 +35,7 @@ _OURS: Final = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grp
 
 
 def shown(text: str, limit: int = MAX_SHOWN) -> str:
-    """A client's text as it may stand in a log: without control characters, and not too long."""
+    """A client's text made safe for a log: without control characters, and short."""
     cut = text[:limit]
     if cut.isprintable():
         return cut
@@ -43,16 +43,16 @@ def shown(text: str, limit: int = MAX_SHOWN) -> str:
 
 
 class RequestTimes(NamedTuple):
-    """Times of a request's stages; monotonic seconds, None for what was not reached.
+    """Times of a request's stages; monotonic seconds, None for stages that were not reached.
 
     Attributes:
-        arrived: at this process.
-        ended: or now.
-        given: to the last worker that it was given to, before its first token.
-        first_token: its arrival here.
-        last_token: likewise, of the newest one.
-        tokens: that have come.
-        prefill: how long the worker says that it took.
+        arrived: arrival at this process.
+        ended: end of the request, or now.
+        given: last submission to a worker before the first token.
+        first_token: arrival of the first token here.
+        last_token: arrival of the newest token here.
+        tokens: number of tokens that have arrived.
+        prefill: duration of the prefill by the worker's clock.
     """
 
     arrived: float
@@ -65,19 +65,20 @@ class RequestTimes(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """From arrival to end."""
+        """Time from arrival to end."""
         return self.ended - self.arrived
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to first token."""
+        """Time from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.arrived
 
     @property
     def queue_s(self) -> float:
-        """All before the prefill that brought the first token, on workers too that gave the request back or were lost.
+        """Time before the prefill that gave the first token, including time on workers that gave the request back or
+        were lost.
 
-        Before a first token: until it was given to the worker that has it now, or to the end.
+        Before a first token: until the submission to the current worker, or to the end.
         """
         if self.ttft_s is None:
             return (self.ended if self.given is None else self.given) - self.arrived
@@ -85,17 +86,18 @@ class RequestTimes(NamedTuple):
 
     @property
     def prefill_s(self) -> float | None:
-        """From the first step to the first token; no clock of another machine makes it longer than there was time."""
+        """Time from the first step to the first token. A wrong clock of another machine cannot make it longer than the
+        whole wait."""
         return None if self.ttft_s is None else min(max(self.prefill, 0.0), self.ttft_s)
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the end."""
+        """Time from the first token to the end."""
         return None if self.first_token is None else self.ended - self.first_token
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token behind the first."""
+        """Mean time per token after the first."""
         if self.first_token is None or self.last_token is None:
             return None
         return (self.last_token - self.first_token) / max(1, self.tokens - 1)
@@ -103,26 +105,26 @@ class RequestTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Facts of a call; None and "" for what is not known.
+    """Facts of a call; None and "" for unknown ones.
 
     Attributes:
         method: full name of the RPC.
         peer: as gRPC names it.
         arrived: monotonic seconds.
-        generates: whether the call asks for an answer of a model, so that its good end is worth a line.
-        request_id: the client's, or the one that was made for it.
+        generates: True if the call asks a model for an answer, so that its success gets a line too.
+        request_id: the client's, or one made for it.
         trace_id: of its trace.
         model: its name.
-        tenant: who it is for.
-        key: name of the API key that was shown, never the key.
+        tenant: of the call.
+        key: name of its API key, never the key itself.
         prompt_tokens: of the prompt.
-        completion_tokens: that were written to the client.
-        cached_tokens: of the prompt, found in the prefix cache.
-        times: where the time went.
+        completion_tokens: written to the client.
+        cached_tokens: prompt tokens found in the prefix cache.
+        times: of its stages.
         worker_id: the last worker.
-        attempts: how many workers it was given to.
-        exact: whether the tokens are those of an undisturbed run.
-        adopted: whether it has gone on with a sequence of a router that is gone.
+        attempts: number of workers that had it.
+        exact: True if the tokens are those of an undisturbed run.
+        adopted: True if it continued a sequence of a router that is gone.
         finish: the finish reason.
         report: reads the record when it is closed.
     """
@@ -152,17 +154,17 @@ class RequestRecord:
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status; OK of a call that nothing has ended otherwise."""
+        """The status; OK unless something else was recorded."""
         return grpc.StatusCode.OK if self._code is None else self._code
 
     @property
     def crash(self) -> BaseException | None:
-        """Exception that nobody had foreseen."""
+        """The unexpected exception, if there was one."""
         return self._crash
 
     @property
     def level(self) -> str:
-        """Log level of the end: error for a fault of this process, debug for good ends that are not answers."""
+        """Log level of the end: error for a fault of this process, debug for a success without an answer."""
         if self.code in _OURS:
             return "error"
         if self.code in _ENOUGH and self.method.endswith(_ENDLESS):
@@ -175,30 +177,30 @@ class RequestRecord:
         return not self.generates and not self.request_id and self.code is not grpc.StatusCode.OK
 
     def fail(self, error: ApiError | grpc.StatusCode) -> None:
-        """The call ends with this error."""
+        """Records that the call ends with this error."""
         if self._code is None:
             self._code = error.code if isinstance(error, ApiError) else error
             self._error = error if isinstance(error, ApiError) else None
 
     def cancel(self, now: float, remaining: float | None) -> grpc.StatusCode:
-        """The call was broken off, with so many seconds left to its deadline; returns its status."""
+        """Records that the call was broken off with `remaining` seconds to its deadline. Returns its status."""
         self.fail(grpc.StatusCode.DEADLINE_EXCEEDED if self.is_late(now, remaining) else grpc.StatusCode.CANCELLED)
         return self.code
 
     def is_late(self, now: float, remaining: float | None) -> bool:
-        """True if a call that is broken off now ends by its deadline."""
+        """True if a call broken off now ends because of its deadline."""
         return remaining is not None and remaining <= _LATE_S + _LATE_SHARE * (now - self.arrived)
 
     def fault(self, error: BaseException) -> None:
-        """Something was raised that nobody had foreseen."""
+        """Records an unexpected exception."""
         self._crash = error
 
     def succeed(self, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
-        """The call's handler has returned, whatever was about to end it; `code` is what it has set."""
+        """Records that the call's handler returned with `code`, whatever was about to end it."""
         self._code, self._error = code, None
 
     def end(self, error: BaseException, now: float, remaining: float | None) -> None:
-        """The call is over; `error` left its handler. The status is what has been said before, if anything."""
+        """Records that `error` left the call's handler. A status recorded earlier wins."""
         if isinstance(error, ApiError):
             self.fail(error)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -208,14 +210,14 @@ class RequestRecord:
             self.fail(grpc.StatusCode.UNKNOWN)
 
     def close(self) -> None:
-        """The end is certain; whatever becomes of its report, the call does not notice. Later calls do nothing."""
+        """Closes the record and reports it. A failing report does not affect the call; later calls do nothing."""
         report, self.report = self.report, None
         if report is not None:
             with contextlib.suppress(Exception):
                 report(self)
 
     def fields(self, now: float) -> dict[str, Any]:
-        """Fields of the call's line, in order; without those that are not known."""
+        """Fields of the call's line, in order, without unknown ones."""
         times = RequestTimes(self.arrived, now) if self.times is None else self.times
         fields: dict[str, Any] = {
             "trace_id": self.trace_id,
@@ -254,20 +256,20 @@ class RequestRecord:
         }
 
 
-# Record of the call that the current task works on.
+# Record of the current task's call.
 _current: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
 
 
 def current_record() -> RequestRecord:
-    """The record of the call in hand; outside of one, a record that nobody reads."""
+    """The record of the current call; outside of a call, a record that is never reported."""
     return _current.get() or RequestRecord(arrived=time.monotonic())
 
 
 def begin_record(record: RequestRecord) -> None:
-    """The current task works on this call from now on."""
+    """Makes this the record of the current task's call."""
     _current.set(record)
 
 
 def _ms(seconds: float | None) -> float | None:
-    # In hundredths. `round` to two digits takes a microsecond.
+    # In hundredths: `round` to two digits would take a microsecond.
     return None if seconds is None else round(seconds * 100_000) / 100

@@ -2,16 +2,17 @@
 
     client's span
       fissile.v1.InferenceService/Generate   SERVER, router; events `submitted`, `first_token`
-        tokenize, queue                      INTERNAL, router: the prompt is made; it waits for its first worker
-        wait for worker                      INTERNAL, router: it waits for another one, the last one was lost
+        tokenize, queue                      INTERNAL, router: making the prompt; waiting for the first worker
+        wait for worker                      INTERNAL, router: waiting for another worker after a loss
         attempt                              CLIENT, router: one per worker, when a request needed more than one
         worker.generate                      SERVER, worker: the router waits for its result, so it is no CONSUMER
           queue, prefill, decode             INTERNAL, made at the end from the sequence's timestamps
 
 Not opentelemetry-instrumentation-grpc: it leaks spans and records cancelled calls as successes.
-Invariants: every span that was started ends exactly once, whatever ends its request (`open_spans` counts
-the open ones); no span event per token; no text of prompts or answers in attributes. With tracing off the client's
-trace context is still carried across the hop, and nothing is recorded.
+
+Invariants: every started span ends exactly once, however its request ends (`open_spans` counts the open ones). There is
+no span event per token, and no text of prompts or answers in attributes. With tracing off the client's trace context
+still crosses the hop, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _INT64_MAX: Final = 2**63 - 1
-# Bytes of a trace parent that is looked at; those of today have 55.
+# Longest trace parent that is parsed, in bytes. Version 00 has 55.
 _MAX_TRACEPARENT: Final = 256
-# Entries that a trace state may have.
+# Most entries of a trace state (W3C Trace Context).
 _MAX_TRACESTATE: Final = 32
-# Statuses that the RPC conventions call errors of the server, and ABORTED, which here means a lost worker.
+# Statuses that the RPC conventions count as server errors, plus ABORTED, which here means a lost worker.
 _SERVER_ERRORS: Final = frozenset(
     {
         grpc.StatusCode.UNKNOWN,
@@ -74,7 +75,7 @@ def extract(metadata: Metadata | None) -> Context:
 
 
 def inject(context: Context) -> tuple[str, str]:
-    """`traceparent` and `tracestate` of a context; empty strings where there is nothing to say."""
+    """`traceparent` and `tracestate` of a context; empty strings for an empty context."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(names.TRACEPARENT, ""), carrier.get(names.TRACESTATE, "")
@@ -82,7 +83,7 @@ def inject(context: Context) -> tuple[str, str]:
 
 def traceparent_of(metadata: Metadata | None) -> str:
     """The `traceparent` of gRPC metadata; empty when there is none or it is malformed."""
-    # Most calls have none, and to find that out is to be cheap; so is to drop one that is none.
+    # Most calls have none, so this must be cheap, also for malformed ones.
     found = next((value for key, value in metadata or () if key == names.TRACEPARENT), "")
     return inject(extract([(names.TRACEPARENT, found)]))[0] if 0 < len(found) <= _MAX_TRACEPARENT else ""
 
@@ -94,10 +95,10 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def setup_tracing(service_name: str, instance_id: str) -> Tracing:
-    """Tracing as the environment asks for it: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
+    """Tracing by the environment's settings: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
-        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`, unique per process start.
     """
     if not exporter.endpoint():
@@ -124,11 +125,11 @@ class Tracing:
         return self._tracer is not None
 
     def open_spans(self) -> int:
-        """Spans that have started and not ended."""
+        """Number of spans that have started and not ended."""
         return len(self._open)
 
     def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
-        """Sends what is left, within `timeout_s` seconds; later spans are dropped."""
+        """Sends the remaining spans, within `timeout_s` seconds; later spans are dropped."""
         if self._export is not None:
             self._export.shutdown(timeout_s)
 
@@ -234,15 +235,15 @@ class _OpenSpan:
 
 
 class RequestSpan:
-    """The router's span of one RPC; this class records nothing and passes the client's trace context on.
+    """The router's span of one RPC. This base class records nothing and passes the client's trace context on.
 
-    Use as a context manager around the RPC: leaving it ends the span, with the status of the exception that leaves
+    Use it as a context manager around the RPC. Leaving it ends the span with the status of the exception that leaves
     (ApiError: its own, CancelledError: CANCELLED, any other: UNKNOWN), unless `finish` or `fail` has ended it already.
     Inside, log lines carry the trace id. All methods may be called at any time, any number of times.
 
     Attributes:
-        traceparent: what goes across the hop; empty without tracing and without a client's context.
-        tracestate: likewise.
+        traceparent: sent across the hop; "" without tracing and without a client's context.
+        tracestate: sent across the hop; "" likewise.
     """
 
     def __init__(self, traceparent: str = "", tracestate: str = "") -> None:
@@ -252,36 +253,38 @@ class RequestSpan:
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, or empty. With tracing off it is that of the client's context."""
+        """Trace id as 32 hex digits, or "". With tracing off it is that of the client's context."""
         return trace_id_of(self.traceparent)
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Trailing metadata that names the trace to the client; the client's own context is no answer."""
+        """Trailing metadata that tells the client the trace id; empty if the client's own context is used."""
         return ()
 
     def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
-        """The request has been validated."""
+        """Notes that the request has been validated."""
 
     def submitted(self, worker_id: str) -> None:
-        """The request has been given to a worker."""
+        """Notes that the request has been submitted to a worker."""
 
     def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
-        """One of several workers that the request was given to; made when all is over, because a worker that died
-        sends no span of its own. Times in monotonic seconds; `loss` says why it did not finish the request."""
+        """Records one of several attempts of the request, after its end: a worker that died sends no span of its own.
+
+        Times are monotonic seconds; `loss` says why the attempt did not finish the request.
+        """
 
     def phase(self, name: str, began: float, ended: float, *, worker_id: str = "", loss: str = "") -> None:
-        """Something that the request went through here, in monotonic seconds.
+        """Records a stage of the request on the router.
 
         Args:
-            name: of `names`.
-            began: when it began.
-            ended: when it ended.
+            name: one of `names`.
+            began: monotonic seconds.
+            ended: monotonic seconds.
             worker_id: the worker that it led to, "" for none.
-            loss: why the worker before was lost, "" when there was none.
+            loss: why the previous worker was lost, "" if none was.
         """
 
     def first_token(self, ttft_s: float) -> None:
-        """The first token is ready to send, `ttft_s` seconds after the request's arrival."""
+        """Notes that the first token is ready to send, `ttft_s` seconds after the request's arrival."""
 
     def usage(
         self,
@@ -292,10 +295,10 @@ class RequestSpan:
         worker_id: str = "",
         attempts: int = 1,
     ) -> None:
-        """Notes the tokens of a request at its end, be it good or bad. Counts are delivered tokens."""
+        """Notes the request's token counts at its end, successful or not. Counts are of delivered tokens."""
 
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:
-        """Ends the span: the request has been answered."""
+        """Ends the span: the request was answered."""
 
     def fail(self, error: ApiError | grpc.StatusCode) -> None:
         """Ends the span: the RPC ends with this error."""
@@ -407,13 +410,13 @@ class _RecordedRequestSpan(RequestSpan):
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Engine's work while a sequence decoded: why that took as long as it did.
+    """Work of the engine while a sequence decoded, which explains the time.
 
     Attributes:
-        steps: of the engine, those too that had nothing of the sequence.
-        tokens: that they gave, of all sequences.
+        steps: of the engine, including those without the sequence.
+        tokens: output of these steps, of all sequences.
         preemptions: of the sequence, since it arrived.
-        drafts: of the sequence, verified and accepted, by their position behind a token.
+        drafts: of the sequence, verified and accepted, by their position after a token.
     """
 
     steps: int
@@ -437,7 +440,7 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """A sequence's timestamps on the worker, monotonic seconds; None for what was not reached."""
+    """A sequence's timestamps on the worker, monotonic seconds; None for stages that were not reached."""
 
     arrived: float
     first_scheduled: float | None
@@ -460,7 +463,7 @@ class SequenceSpan:
     def finish(
         self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
     ) -> None:
-        """The sequence has ended by itself; `reason` is its end reason in lower case."""
+        """Ends the span of a sequence that ended by itself; `reason` is its end reason in lower case."""
 
     def fail(
         self,
@@ -471,7 +474,7 @@ class SequenceSpan:
         output_tokens: int = 0,
         cached_tokens: int = 0,
     ) -> None:
-        """The sequence has been cancelled, has run out of time, or its engine has failed."""
+        """Ends the span of a sequence that was cancelled, ran out of time or lost its engine."""
 
 
 class _RecordedSequenceSpan(SequenceSpan):
@@ -514,7 +517,7 @@ class _RecordedSequenceSpan(SequenceSpan):
 
 
 def _with_operation(tracestate: str, operation: str) -> str:
-    """The trace state, with our entry in front: a worker's span is of the operation that its router serves."""
+    """The trace state with our entry in front, so that the worker's span names the router's operation."""
     header = [tracestate] if tracestate else []
     others = [each for each in TraceState.from_header(header).items() if each[0] != names.TRACESTATE_KEY]
     return TraceState([(names.TRACESTATE_KEY, operation), *others[: _MAX_TRACESTATE - 1]]).to_header()
@@ -544,7 +547,7 @@ def _request_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
         names.REQUEST_PRESENCE_PENALTY: params.presence_penalty,
         names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty,
     }
-    # OTLP integers are signed; one that does not fit would lose its whole batch.
+    # OTLP integers are signed. A larger one would make its whole batch fail.
     if params.seed is not None and params.seed <= _INT64_MAX:
         attributes[names.REQUEST_SEED] = params.seed
     return attributes
