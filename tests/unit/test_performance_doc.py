@@ -1,4 +1,4 @@
-"""docs/reference/performance.md and its plots are what the results in tests/bench/results say."""
+"""docs/reference/performance.md, the notebook and the plots are what the results in tests/bench/results say."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_files_are_what_the_results_make(path: Path) -> None:
     assert path.read_text() == MADE[path]
 
 
-def test_page_shows_every_table_and_plot_once() -> None:
-    text = page.PAGE.read_text()
+def test_pages_show_every_table_and_plot_once() -> None:
+    text = "".join(path.read_text() for path in page.PAGES)
     assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", text)) == sorted(TABLES)
     assert sorted(re.findall(r"\]\(../img/([\w.-]+)\)", text)) == sorted(IMAGES)
     assert {path.name for path in page.plots(RESULTS)} == IMAGES
@@ -72,7 +72,11 @@ def _with_other_figure(metric: str, kind: str) -> list[Result]:
 def test_another_figure_makes_another_page_and_plot() -> None:
     """The comparison above sees one changed figure, and only in what shows it."""
     made = page.files(_with_other_figure("ttft_p50", "zen4"))
-    assert {path.name for path in made if made[path] != MADE[path]} == {"performance.md", "performance-zen4.svg"}
+    assert {path.name for path in made if made[path] != MADE[path]} == {"service.md", "performance-zen4.svg"}
+
+
+def test_performance_page_is_short() -> None:
+    assert len(page.PAGE.read_text().splitlines()) <= 200
 
 
 def test_unknown_tables_are_refused() -> None:

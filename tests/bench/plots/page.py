@@ -1,4 +1,4 @@
-"""docs/reference/performance.md with its tables made anew: what is between a marker's two lines is replaced."""
+"""docs/reference/performance.md and the notebook with their tables made anew, between each marker's two lines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.bench.plots.tables import TABLES
 
 DOCS: Final = Path(__file__).parents[3] / "docs"
 PAGE: Final = DOCS / "reference" / "performance.md"
+# The page of current figures, and the notebook with all of them.
+PAGES: Final = (PAGE, *sorted((Path(__file__).parents[1] / "results").glob("*.md")))
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -29,5 +31,5 @@ def plots(results: Sequence[Result]) -> Mapping[Path, str]:
 
 
 def files(results: Sequence[Result]) -> Mapping[Path, str]:
-    """All that is made of `results`: the page, and the plots in it."""
-    return {PAGE: filled(PAGE.read_text(), results), **plots(results)}
+    """The pages and the plots in them."""
+    return {**{path: filled(path.read_text(), results) for path in PAGES}, **plots(results)}
