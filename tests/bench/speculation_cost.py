@@ -94,7 +94,7 @@ class Trial:
         drafter = self.scheduler.drafter
         drafter.proposer = proposer
         if lengths is not None:
-            drafter.lengths = self.scheduler.landing._lengths = lengths
+            drafter.lengths = self.scheduler.postprocessor._lengths = lengths
         # Rows are free, so that drafts pay, and steps are long, so that there is always a look at them.
         drafter.lengths.costs = StepCosts({1: 1e3, 100_000: 1e3})
         self._rnd, self._repeats, self._num_running = random.Random(1), repeats, num_running

@@ -19,14 +19,14 @@ import pytest
 
 from common.text.detokenizer import Detokenizer
 from kernels import sampling
-from worker.engine import landing, stop_rules
+from worker.engine import postprocessor, stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
 from worker.engine.executor import ThreadExecutor
 from worker.engine.integrity import IntegrityError
-from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
+from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.prompt_filler import PromptFiller
@@ -160,7 +160,7 @@ MUTANTS = [
     Mutant("t24", PromptFiller, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
     Mutant(
         "t25",
-        Landing,
+        Postprocessor,
         "_land",
         "if seq.is_finished:\n        return",
         "if seq.status is not SequenceStatus.RUNNING:\n        return",
@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
     Mutant(
         "t27",
-        Landing,
+        Postprocessor,
         "_append",
         "seq.append_token(token_id)",
         "seq.last_token == 2 and seq.token_ids.pop(); seq.append_token(token_id)",
@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant("t29", ScheduledBatchOutput, "req_ids", "list(self.token_ids)", "[*self.token_ids, -1]"),
     Mutant(
         "t29",
-        Landing,
+        Postprocessor,
         "_land",
         "fwd_output.token_ids.get(seq.id, ())",
         "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
@@ -191,12 +191,12 @@ MUTANTS = [
     Mutant("t30", DecodeFiller, "_make_room", "running.last()", "running.first()"),
     Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
-    Mutant("t33", Landing, "_land_verified", "num_new - 1", "max(0, num_new - (num_scheduled - 1))"),
-    Mutant("t34", Landing, "_append", "stop is not None", "False"),
+    Mutant("t33", Postprocessor, "_land_verified", "num_new - 1", "max(0, num_new - (num_scheduled - 1))"),
+    Mutant("t34", Postprocessor, "_append", "stop is not None", "False"),
     Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
     Mutant("t37", StopRules, "_token_stop", "EndReason.EOS, token", "EndReason.STOP_TOKEN, token"),
-    Mutant("t38", Landing, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
+    Mutant("t38", Postprocessor, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
     Mutant("t39", sampling, "_sample_unfiltered", "counter[rows] for", "counter[rows][:1] for"),
     Mutant(
         "t40",
@@ -205,7 +205,7 @@ MUTANTS = [
         'self._decode(b"".join([self._piece(id) for id in ids if id not in self._skip]), final=False)',
         '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
     ),
-    Mutant("t41", Landing, "_land", "if seq.is_finished:", "if False:"),
+    Mutant("t41", Postprocessor, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t42", ThreadExecutor, "__init__", "max_workers=1", "max_workers=2"),
     Mutant(
         "t43",
@@ -231,19 +231,21 @@ FAULTS = [
     Mutant("steered-ones-go-on", Drafter, "_needs_no_output", ">= seq.steered_until", ">= 0"),
     Mutant("late-drafts-behind-the-end", Drafter, "_proposed", "seq.num_placeholder + seq.num_inflight_drafts", "1"),
     Mutant("late-drafts-without-slots", Drafter, "_fit", "+ 1 + count > seq.num_slots", "+ count > seq.num_slots"),
-    Mutant("late-drafts-twice", Landing, "_take_drafts", "if not seq.num_placeholder:", "if True:"),
-    Mutant("drafts-in-flight-kept", Landing, "_land_verified", "num_inflight_drafts -= num_scheduled - 1", "type"),
+    Mutant("late-drafts-twice", Postprocessor, "_take_drafts", "if not seq.num_placeholder:", "if True:"),
+    Mutant(
+        "drafts-in-flight-kept", Postprocessor, "_land_verified", "num_inflight_drafts -= num_scheduled - 1", "type"
+    ),
     Mutant("end-within-drafts-not-foreseen", DecodeFiller, "_goes_on", " + seq.num_inflight_drafts", ""),
     Mutant("end-not-foreseen", DecodeFiller, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
-    Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(seq, verified, token_ids)", ""),
+    Mutant("rejected-kept", Postprocessor, "_land", " - self._count_rejected(seq, verified, token_ids)", ""),
     Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),
     Mutant("stop-missed", Sequence, "may_end", "token_id in self.stopping_ids or ", ""),
     Mutant("length-missed", Sequence, "may_end", " or len(self.token_ids) >= self.length_limit", ""),
     Mutant("stop-in-drafts-missed", Sequence, "may_end_within", " or not self.stopping_ids.isdisjoint(token_ids)", ""),
     Mutant("length-in-drafts-missed", Sequence, "may_end_within", "len(self.token_ids) + len(token_ids) >=", "0 >="),
-    Mutant("rejected-published", Landing, "_land_verified", "+= num_new", "+= num_scheduled"),
+    Mutant("rejected-published", Postprocessor, "_land_verified", "+= num_new", "+= num_scheduled"),
     Mutant("columns-kept", Lifecycle, "_leave", "self._decoding = None", "pass"),
-    Mutant("discarded-kept", Landing, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
+    Mutant("discarded-kept", Postprocessor, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant(
@@ -257,7 +259,7 @@ FAULTS = [
     Mutant("tails-found-too-late", PrefixCache, "forget", "del self._tails[block.tail]", "pass"),
     Mutant("tails-of-any-prefix", PrefixCache, "_tail", "return node, ", "return 0, "),
     Mutant("copies-forgotten", Step, "build", "block_copies=self.block_copies", "block_copies=[]"),
-    Mutant("copies-not-undone", landing, "_forget_copy", "==", "<"),
+    Mutant("copies-not-undone", postprocessor, "_forget_copy", "==", "<"),
     Mutant("source-taken-first", BlockManager, "allocate", "BlockCopy(tail,", "BlockCopy(seq.block_table[0],"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("prompts-starve", PromptFiller, "share", "return min(share, unfinished)", "return 0"),

@@ -9,7 +9,7 @@ waits, decodes leave it PREFILL_SHARE of the budget.
 The parts answer one question each: where a sequence is (lifecycle.py), which prompt tokens a step computes
 (prompt_filler.py), which decodes (decode_filler.py), which drafts behind them (drafter.py) and how many
 (draft_lengths.py, model_drafts.py), who waits for another's prefix (prefix_followers.py), how fast prompts are computed
-(prefill_meter.py), what a step's output does (landing.py), how much is there to do (load.py). The invariants of each
+(prefill_meter.py), what a step's output does (postprocessor.py), how much is there to do (load.py). The invariants of each
 stand there. Those of the whole, checked by `check_integrity`:
 - a step computes at most `max_num_batched_tokens` tokens;
 - deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
@@ -32,10 +32,10 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
 from worker.engine.decode_filler import DecodeFiller
 from worker.engine.integrity import check_lifecycle
-from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.load import LoadReport, load_report
 from worker.engine.outputs import RequestOutput
+from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.prefix_followers import PrefixFollowers
 from worker.engine.prompt_filler import PromptFiller
@@ -64,7 +64,7 @@ class Scheduler:
         block_manager: gives them blocks.
         meter: how fast prompts are computed.
         drafter: decides which drafts steps verify.
-        landing: takes what steps bring, and counts rows that were no numbers.
+        postprocessor: takes the output of steps, and counts rows that were no numbers.
         spec_stats: drafts verified and accepted.
         forced_stats: likewise of those that are text which grammars force.
 
@@ -98,8 +98,8 @@ class Scheduler:
             limits, self.lifecycle, proposer, lengths, in_runner=in_runner, is_deferred=config.deferred_output
         )
         self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
-        self.landing = Landing(self.lifecycle, self.stop_rules, self._in_flight, lengths)
-        self.spec_stats, self.forced_stats = self.landing.spec_stats, self.landing.forced_stats
+        self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self._in_flight, lengths)
+        self.spec_stats, self.forced_stats = self.postprocessor.spec_stats, self.postprocessor.forced_stats
         self._num_prefill_steps = 0
         self._pace = ConstraintPace()
         # The end of the newest step, None if there was nothing more to do; and what the step took that now has ended.
@@ -260,7 +260,7 @@ class Scheduler:
         if self._duration_s is not None:
             self.drafter.took(batch, self._duration_s, None if self._ended is None else now - self._ended)
             self._duration_s = None
-        finished = self.landing.take(seqs, batch, fwd_output, now)
+        finished = self.postprocessor.take(seqs, batch, fwd_output, now)
         self._ended = now if self.lifecycle.live else None
         self.drafter.note_forced(batch, fwd_output.forced_token_ids or {})
         for seq in finished:
@@ -273,7 +273,7 @@ class Scheduler:
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `postprocess`, for a batch that was interrupted: what it should have computed is still to do."""
-        self.landing.discard(seqs, batch)
+        self.postprocessor.discard(seqs, batch)
 
     def load(self) -> LoadReport:
         """The load at this moment; O(1) but for unfinished prefills."""

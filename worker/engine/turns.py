@@ -163,7 +163,7 @@ class EngineTurns:
             block_size=self.core.config.kv_cache_block_size,
             steps=totals.steps,
             preemptions=scheduler.lifecycle.num_preemptions,
-            nan_rows=scheduler.landing.num_nan_rows,
+            nan_rows=scheduler.postprocessor.num_nan_rows,
             prompt_tokens=totals.prompt_tokens,
             cached_tokens=totals.cached_tokens,
             generated_tokens=totals.generated_tokens,

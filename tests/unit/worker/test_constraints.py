@@ -316,7 +316,7 @@ def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:
     assert end is not None
     assert end.reason is EndReason.CONSTRAINT_FAILED
     assert "leave no token" in end.message
-    assert engine.core.scheduler.landing.num_nan_rows == 0
+    assert engine.core.scheduler.postprocessor.num_nan_rows == 0
 
 
 PERSON = {

@@ -85,7 +85,7 @@ def test_one_answer_ends_and_the_others_go_on(
     answers = broken.generate(PROMPTS, params)
     assert [answer["token_ids"] for answer in answers] == [expected[0][: at + 1], *expected[1:]]
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens", "max_tokens"]
-    assert broken.core.scheduler.landing.num_nan_rows == 1
+    assert broken.core.scheduler.postprocessor.num_nan_rows == 1
     broken.core.scheduler.check_integrity()
 
 
@@ -135,7 +135,7 @@ class TestLanding:
         outputs = {out.request_id: out for out in sched.take_outputs()}
         assert (outputs[bad.id].end_reason, outputs[bad.id].output_tokens) == (EndReason.NOT_A_NUMBER, [])
         assert (outputs[good.id].finished, outputs[good.id].output_tokens) == (False, [7])
-        assert (bad.num_tokens, bad.first_token_time, sched.landing.num_nan_rows) == (33, None, 1)
+        assert (bad.num_tokens, bad.first_token_time, sched.postprocessor.num_nan_rows) == (33, None, 1)
         assert sched.block_manager.prefixes.cached_blocks(prompt_of(40)) == []
         assert len(sched.block_manager.prefixes.cached_blocks(prompt_of(40, 300))) == 2
 
@@ -180,7 +180,7 @@ class TestLanding:
         land(sched, second, NO_TOKEN, 8)
         outputs = sched.take_outputs()
         assert [out.request_id for out in outputs if out.finished] == [bad.id]
-        assert (good.completion_token_ids, sched.landing.num_nan_rows) == ([7, 8], 1)
+        assert (good.completion_token_ids, sched.postprocessor.num_nan_rows) == ([7, 8], 1)
         assert sched.block_manager.num_free_blocks == 15
 
     def test_a_preempted_sequence_ends_where_it_waits(self) -> None:

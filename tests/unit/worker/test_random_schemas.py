@@ -99,7 +99,7 @@ def test_drafts_change_nothing(size: int) -> None:
     spec = SpeculativeConfig(num_speculative_tokens=size, method=NGRAM, adaptive=False)
     found, engine = answers(replace(CONFIG, speculative_config=spec), requests())
     assert found == expected()
-    assert engine.core.scheduler.landing.spec_stats.total_accepted_tokens > SCHEMAS / 2
+    assert engine.core.scheduler.postprocessor.spec_stats.total_accepted_tokens > SCHEMAS / 2
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ _NOT_A_NUMBER_MESSAGE: Final = "the model's output is not a number"
 _POOLED_TOKEN: Final = 0
 
 
-class Landing:
+class Postprocessor:
     """Moves sequences on when a step's output is there.
 
     Args:
