@@ -22,14 +22,12 @@ from kernels import sampling
 from worker.engine import postprocessor, stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
-from worker.engine.decode_filler import DecodeFiller
 from worker.engine.executor import ThreadExecutor
 from worker.engine.integrity import IntegrityError
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.prefix_cache import PrefixCache
-from worker.engine.prompt_filler import PromptFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
@@ -100,27 +98,27 @@ _STATUS = "seq.status = SequenceStatus.RUNNING"
 
 MUTANTS = [
     Mutant(
-        "t01", PromptFiller, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
+        "t01", Scheduler, "_prefill", "chunk(seq.num_tokens - start, step.budget)", "chunk(seq.num_tokens, step.budget)"
     ),
     Mutant("t02", PrefixCache, "_hittable", "seq.num_reusable_tokens", "seq.num_tokens"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
-    Mutant("t04", PromptFiller, "_chunk", "return step.budget if", "return 0 if"),
+    Mutant("t04", StepLimits, "chunk", "return budget if", "return 0 if"),
     Mutant("t05", Scheduler, "validate", "seq.num_prompt_tokens >= self.limits.max_model_len", "False"),
     Mutant("t06", StepLimits, "__init__", "pool_tokens < self.max_model_len", "False"),
-    Mutant("t07", PromptFiller, "_admit", "- len(lifecycle.running)", "- len(step.seqs)"),
+    Mutant("t07", Scheduler, "_has_place", "len(self.running)", "len(step.seqs)"),
     Mutant(
         "t08",
         Scheduler,
-        "_fill_one_kind",
+        "_fill",
         "self._num_prefill_steps >= self.limits.max_consecutive_prefill_steps",
         "False",
     ),
-    Mutant("t09", PromptFiller, "fill", " and not step.has_preempted", ""),
+    Mutant("t09", Scheduler, "_prefill", "step.has_preempted or ", ""),
     Mutant(
         "t10",
-        PromptFiller,
-        "_admit",
+        Scheduler,
+        "_prefill",
         "lifecycle.num_growing):\n            break",
         "lifecycle.num_growing):\n            continue",
     ),
@@ -157,7 +155,7 @@ MUTANTS = [
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
     Mutant("t23", PrefixCache, "find", "block.parent == parent and ", ""),
-    Mutant("t24", PromptFiller, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
+    Mutant("t24", Scheduler, "_prefill", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
     Mutant(
         "t25",
         Postprocessor,
@@ -165,7 +163,7 @@ MUTANTS = [
         "if seq.is_finished:\n        return",
         "if seq.status is not SequenceStatus.RUNNING:\n        return",
     ),
-    Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
+    Mutant("t26", Step, "count_in_flight", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
     Mutant(
         "t27",
         Postprocessor,
@@ -175,8 +173,8 @@ MUTANTS = [
     ),
     Mutant(
         "t28",
-        Scheduler,
-        "_launch",
+        Step,
+        "count_in_flight",
         "seq.num_placeholder += 1",
         "seq.num_placeholder += seq.type is SequenceType.DECODE",
     ),
@@ -188,7 +186,7 @@ MUTANTS = [
         "fwd_output.token_ids.get(seq.id, ())",
         "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
     ),
-    Mutant("t30", DecodeFiller, "_make_room", "running.last()", "running.first()"),
+    Mutant("t30", Scheduler, "_decode", "running.last()", "running.first()"),
     Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
     Mutant("t33", Postprocessor, "_land_verified", "num_new - 1", "max(0, num_new - (num_scheduled - 1))"),
@@ -221,12 +219,12 @@ MUTANTS = [
 # Faults that no seed has, for the oracle (tests/unit/worker/engine/test_oracle.py).
 FAULTS = [
     Mutant("preempted-to-the-back", Lifecycle, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
-    Mutant("admitted-in-flight", PromptFiller, "_admit", "if seq.num_inflight_tokens:", "if False:"),
+    Mutant("admitted-in-flight", Scheduler, "_prefill", "if seq.num_inflight_tokens:", "if False:"),
     Mutant("no-followers", PrefixCache, "hashes_in", "found = self.hashes(seq)[start", "found = [][start"),
     Mutant("salts-ignored", PrefixCache, "root", "if not cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
-    Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
-    Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "seq.awaits_output or ", ""),
+    Mutant("over-budget", StepLimits, "chunk", "remaining <= budget", "remaining <= budget + 1"),
+    Mutant("drafts-in-flight", Scheduler, "_goes_on", "seq.awaits_output or ", ""),
     Mutant("drafts-in-flight-unsaid", Drafter, "ask", "if self._is_deferred:", "if False:"),
     Mutant("steered-ones-go-on", Drafter, "_needs_no_output", ">= seq.steered_until", ">= 0"),
     Mutant("late-drafts-behind-the-end", Drafter, "_proposed", "seq.num_placeholder + seq.num_inflight_drafts", "1"),
@@ -235,10 +233,10 @@ FAULTS = [
     Mutant(
         "drafts-in-flight-kept", Postprocessor, "_land_verified", "num_inflight_drafts -= num_scheduled - 1", "type"
     ),
-    Mutant("end-within-drafts-not-foreseen", DecodeFiller, "_goes_on", " + seq.num_inflight_drafts", ""),
-    Mutant("end-not-foreseen", DecodeFiller, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
+    Mutant("end-within-drafts-not-foreseen", Scheduler, "_goes_on", " + seq.num_inflight_drafts", ""),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", ">= seq.length_limit", "> seq.length_limit"),
     Mutant("rejected-kept", Postprocessor, "_land", " - self._count_rejected(seq, verified, token_ids)", ""),
-    Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),
+    Mutant("growth-missed", Scheduler, "_decode", ">= seq.num_slots", "> seq.num_slots"),
     Mutant("stop-missed", Sequence, "may_end", "token_id in self.stopping_ids or ", ""),
     Mutant("length-missed", Sequence, "may_end", " or len(self.token_ids) >= self.length_limit", ""),
     Mutant("stop-in-drafts-missed", Sequence, "may_end_within", " or not self.stopping_ids.isdisjoint(token_ids)", ""),
@@ -249,7 +247,11 @@ FAULTS = [
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant(
-        "preempted-for-nothing", DecodeFiller, "_make_room", "can_append(seq)", "can_append(seq, 2 * seq.block_size)"
+        "preempted-for-nothing",
+        Scheduler,
+        "_decode",
+        "RUNNING and not self.block_manager.can_append(seq)",
+        "RUNNING and not self.block_manager.can_append(seq, 2 * seq.block_size)",
     ),
     Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
     Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
@@ -262,7 +264,7 @@ FAULTS = [
     Mutant("copies-not-undone", postprocessor, "_forget_copy", "==", "<"),
     Mutant("source-taken-first", BlockManager, "allocate", "BlockCopy(tail,", "BlockCopy(seq.block_table[0],"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
-    Mutant("prompts-starve", PromptFiller, "share", "return min(share, unfinished)", "return 0"),
+    Mutant("prompts-starve", Scheduler, "_prefill_share", "return min(share, unfinished)", "return 0"),
     Mutant("chunks-uncut", PrefillMeter, "step_cost", "of(0, self._max_tokens)", "of(0, self._max_tokens) * 2"),
     Mutant(
         "lowest-class-first",

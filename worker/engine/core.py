@@ -209,7 +209,7 @@ class EngineCore:
     def abort_all(self, reason: EndReason, message: str = "") -> list[RequestOutput]:
         """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""
         now = self._clock()
-        for seq_id in self.scheduler.live_ids():
+        for seq_id in list(self.scheduler.lifecycle.live):
             self.scheduler.abort(seq_id, now=now, reason=reason, message=message)
         return self.scheduler.take_outputs()
 
@@ -249,7 +249,7 @@ class EngineCore:
             raise EngineDeadError("the engine has failed before")
         now = self._clock()
         self.expire(now)
-        self._deadlines.compact(self.scheduler.num_live)
+        self._deadlines.compact(len(self.scheduler.lifecycle.live))
         if self._compiling:
             self._look_at_grammars(now)
         scheduled = self.scheduler.schedule(now)

@@ -167,6 +167,11 @@ class Lifecycle:
         if seq.stream_callback is not None:
             seq.stream_callback(output)
 
+    def append_slots(self, seq: Sequence, num_tokens: int = 1) -> None:
+        """Gives a running sequence slots for its next `num_tokens` tokens (BlockManager.may_append)."""
+        self.block_manager.may_append(seq, num_tokens)
+        self.note_growth(seq)
+
     def note_growth(self, seq: Sequence) -> None:
         """Counts a sequence whose decodes may need a further block than it has now."""
         # The last token's KV is never computed.

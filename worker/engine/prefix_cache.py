@@ -36,6 +36,8 @@ from worker.engine.sequence import Sequence
 UNSALTED_ROOT: Final = 0
 # Node that a tail follows, and its tokens as those of a block.
 Tail: TypeAlias = tuple[int, bytes]
+# Hashes of blocks, and tails, that running prompts compute next, by their place in the prompt.
+Fronts: TypeAlias = dict[int, set[int]]
 # Format of a packed token id, in this machine's byte order.
 _ID_CODE: Final = "I"
 _ID_BYTES: Final = array(_ID_CODE).itemsize
@@ -147,6 +149,19 @@ class PrefixCache:
         if place == self._hittable(seq):
             return self._tail_hash(seq, seq.num_reusable_tokens) if seq.shares_prompt else None
         return self.hashes(seq)[place]
+
+    def add_front(self, fronts: Fronts, seq: Sequence, start: int) -> None:
+        """Adds to `fronts` the block, and the tail, that a prompt computes next from token `start` on.
+
+        A block or tail that is cached already is left out: no other sequence waits for it.
+        """
+        hashes = self.hashes_in(seq, start, start + 1)
+        if new := [each for each in hashes if each not in self.hash_to_block_id]:
+            fronts.setdefault(start // seq.block_size, set()).update(new)
+
+    def follows(self, seq: Sequence, fronts: Fronts) -> bool:
+        """True if a waiting sequence will hit a block that one of the fronts computes now. Looks up no cached block."""
+        return any(self.hittable_hash(seq, place) in hashes for place, hashes in fronts.items())
 
     def root(self, cache_salt: bytes) -> int:
         """Node of a salt. A forgotten salt gets a new node, so its old blocks cannot be found again."""

@@ -1,19 +1,36 @@
 """Decides what every step computes.
 
-One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. Under the policy
-`prefill_first` a step computes prompts, or else one token of every running sequence, never both; after
-`max_consecutive_prefill_steps` the running sequences get a step, or long prompts would freeze them. Under `mixed`
-a step computes one token of every running sequence and fills its budget up with chunks of prompts. While a prompt
-waits, decodes leave it PREFILL_SHARE of the budget.
+One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. `schedule` shows the
+policy. It asks the delay gate, then fills the step by two loops, `_prefill` and `_decode`, and adds drafts to the
+decodes. Under the policy `prefill_first` a step computes prompts or decodes, never both. After
+`max_consecutive_prefill_steps` the decodes come first once, or long prompts would freeze them. Under `mixed` a step
+decodes every running sequence and fills its budget up with chunks of prompts. While a prompt waits, decodes leave it
+PREFILL_SHARE of the budget.
 
-The parts answer one question each: where a sequence is (lifecycle.py), which prompt tokens a step computes
-(prompt_filler.py), which decodes (decode_filler.py), which drafts behind them (drafter.py) and how many
-(draft_lengths.py, model_drafts.py), who waits for another's prefix (prefix_followers.py), how fast prompts are computed
-(prefill_meter.py), what a step's output does (postprocessor.py), how much is there to do (load.py). The invariants of each
-stand there. Those of the whole, checked by `check_integrity`:
+Other modules compute what the policy needs: where a sequence is (lifecycle.py), its blocks (block_manager.py,
+prefix_cache.py), how many prompt tokens a step can afford (prefill_meter.py), which drafts a step verifies
+(speculation/drafter.py), and what a step's output changes (postprocessor.py).
+
+Invariants of prefills:
+- admission is first come, first served within a priority class, higher classes first: a prompt that finds no blocks
+  blocks those behind it. A prompt is passed over only while its grammar is compiled, or while another sequence
+  computes its next block or tail, which it then finds in the cache;
+- all blocks of a prompt are reserved when it is admitted, so that its chunks cannot run out of them;
+- a step that preempts admits nothing, or a new sequence would get the victim's blocks;
+- at most `max_num_seqs` sequences run.
+
+Invariants of decodes:
+- the blocks of a decode are reserved before it enters the batch. Victims of preemption are the newest sequences of the
+  lowest class, so the oldest running sequence of the highest class is never preempted;
+- decodes that a step has no room for go first in the next one;
+- the number of accepted drafts decides where the next step begins. With a runner that drafts, a sequence with drafts in
+  flight goes on as if all were right (speculation/drafter.py); otherwise it waits for its output. A sequence also waits
+  if drafts of the scheduler's own proposer are expected behind its token in flight.
+
+Invariants of the whole, checked by `check_integrity`:
 - a step computes at most `max_num_batched_tokens` tokens;
 - deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
-  What is in flight is counted on the sequence, and a preempted one is admitted again when nothing of it is;
+  The sequence counts what is in flight; a preempted one is admitted again when nothing of it is;
 - while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len`, the oldest
   running sequence of the highest class is never preempted, and with nothing running the first waiting one fits.
 """
@@ -22,35 +39,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from itertools import islice
+from typing import Final, Protocol
 
 from common.config import Config
 from common.delay_gate import DelayGate
 from common.errors import InvalidFieldError, PromptTooLongError
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
-from worker.engine.decode_filler import DecodeFiller
 from worker.engine.integrity import check_lifecycle
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.load import LoadReport, load_report
 from worker.engine.outputs import RequestOutput
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
-from worker.engine.prefix_followers import PrefixFollowers
-from worker.engine.prompt_filler import PromptFiller
-from worker.engine.sequence import EndReason, Sequence, SequenceType
+from worker.engine.prefix_cache import Fronts
+from worker.engine.sequence import EndReason, Sequence, SequenceStatus, SequenceType
 from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.engine.speculation.drafter import Drafter, make_answers, make_proposer
 from worker.engine.step import Step, StepLimits
 from worker.engine.stop_rules import Stop, StopRules
 
+# Most waiting sequences that a step looks at, and cached prefix blocks after which it admits no further sequence.
+# Looking up and taking a block costs 1 us, and running sequences wait for it. A step behind a long one once admitted
+# all 64 followers of a prompt of 100,000 tokens, which took 459 ms.
+_MOST_LOOKED_AT: Final = 1024
+_MOST_LOOKUPS: Final = 4096
+
 
 class OutputQueue(Protocol):
-    """Destination of a step's outputs in `postprocess`, all at once."""
+    """Destination of a step's outputs in `Scheduler.postprocess`."""
 
     def put_nowait(self, outputs: list[RequestOutput], /) -> None:
-        """Takes the outputs of one step."""
+        """Takes all outputs of one step."""
         ...
 
 
@@ -58,15 +80,15 @@ class Scheduler:
     """Waiting and running sequences and their blocks. Pure: takes `now`, monotonic seconds, and does no I/O.
 
     Attributes:
-        limits: of a step.
-        lifecycle: the sequences.
-        gated, waiting, running: of `lifecycle`.
-        block_manager: gives them blocks.
-        meter: how fast prompts are computed.
+        limits: bounds of a step.
+        lifecycle: the live sequences.
+        gated, waiting, running: queues of `lifecycle`.
+        block_manager: the KV cache's blocks.
+        meter: measures how fast prompts are computed.
         drafter: decides which drafts steps verify.
-        postprocessor: takes the output of steps, and counts rows that were no numbers.
+        postprocessor: applies the output of steps; counts rows of logits that were no numbers.
         spec_stats: drafts verified and accepted.
-        forced_stats: likewise of those that are text which grammars force.
+        forced_stats: the same of drafts that are text which grammars force.
 
     Raises:
         InvalidFieldError: the pool cannot hold one sequence of `max_model_len` tokens.
@@ -79,6 +101,7 @@ class Scheduler:
         self.mtp_k = limits.mtp_k
         self.use_spec = self.mtp_k > 0
         self.block_manager = BlockManager(config)
+        self._prefixes = self.block_manager.prefixes
         self.stop_rules = StopRules(config, limits.max_model_len)
         self.lifecycle = Lifecycle(self.block_manager, self.stop_rules)
         self.gated, self.waiting = self.lifecycle.gated, self.lifecycle.waiting
@@ -87,8 +110,6 @@ class Scheduler:
         self.meter = PrefillMeter(limits.max_num_batched_tokens, config.prefill_slice_s)
         # The steps in flight, oldest first.
         self._in_flight: deque[Step] = deque()
-        self._followers = PrefixFollowers(self.block_manager.prefixes, self._in_flight)
-        self._prompts = PromptFiller(limits, self.lifecycle, self._followers, self.meter)
         spec = config.speculative_config
         self._answers = make_answers(spec)
         proposer = make_proposer(spec, self._answers)
@@ -97,110 +118,18 @@ class Scheduler:
         self.drafter = Drafter(
             limits, self.lifecycle, proposer, lengths, in_runner=in_runner, is_deferred=config.deferred_output
         )
-        self._decodes = DecodeFiller(self.lifecycle, self._in_flight, self.drafter)
         self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self._in_flight, lengths)
         self.spec_stats, self.forced_stats = self.postprocessor.spec_stats, self.postprocessor.forced_stats
         self._num_prefill_steps = 0
         self._pace = ConstraintPace()
-        # The end of the newest step, None if there was nothing more to do; and what the step took that now has ended.
+        # Sequences that steps do not decode now: their masks are too slow (constraint_pace.py).
+        self._held: frozenset[int] = frozenset()
+        # Decodes that the last step had no room for, in the order in which the next one takes them.
+        self._left_out: list[int] = []
+        # Time at which the newest step ended, None if there was nothing more to do; duration of the step being
+        # postprocessed.
         self._ended: float | None = None
         self._duration_s: float | None = None
-
-    # Entrances and exits.
-
-    def validate(self, seq: Sequence) -> None:
-        """Checks that `seq` can be run.
-
-        Raises:
-            InvalidFieldError: it has no tokens, or blocks of another size.
-            PromptTooLongError: its prompt leaves no room for an answer.
-        """
-        if not 1 <= seq.num_prompt_tokens <= seq.num_tokens:
-            raise InvalidFieldError("token_ids", f"has {seq.num_prompt_tokens} prompt tokens", "at least 1")
-        if seq.num_prompt_tokens >= self.limits.max_model_len:
-            raise PromptTooLongError("token_ids", seq.num_prompt_tokens, self.limits.max_model_len)
-        if seq.block_size != self.block_manager.block_size:
-            raise InvalidFieldError("block_size", f"is {seq.block_size}", str(self.block_manager.block_size))
-
-    def add(self, seq: Sequence) -> bool:
-        """Takes a sequence that passes this worker's own delay gate. False for the id of a live one (rule S5).
-
-        Raises:
-            ApiError: see `validate`; nothing has changed.
-        """
-        self.validate(seq)
-        return self.enter(seq, is_gated=True)
-
-    def add_group(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Takes sequences that a router's gate has released together: all or none, past the gate, into `waiting`.
-
-        Returns:
-            Those taken: all but the ones with the id of a live one (rule S5).
-
-        Raises:
-            ApiError: see `validate`; nothing has changed.
-        """
-        group = list(seqs)
-        for seq in group:
-            self.validate(seq)
-        return [seq for seq in group if self.enter(seq, is_gated=False)]
-
-    def enter(self, seq: Sequence, *, is_gated: bool) -> bool:
-        """Takes a sequence that `validate` has passed. False for the id of a live one (rule S5)."""
-        return self.lifecycle.enter(seq, self.gated if is_gated else self.waiting)
-
-    def abort(self, seq_id: int, *, now: float, reason: EndReason = EndReason.CANCELLED, message: str = "") -> bool:
-        """Ends a sequence at once, wherever it is, and frees its blocks. False when the id is not live: idempotent."""
-        seq = self.lifecycle.live.get(seq_id)
-        if seq is None:
-            return False
-        stop = Stop("aborted", reason)
-        self.lifecycle.end(seq, stop, now)
-        self.drafter.forget(seq)
-        self.lifecycle.emit_end(seq, [], stop, message=message)
-        return True
-
-    def preempt(self, seq: Sequence) -> None:
-        """Puts a running sequence back to the front of `waiting` (Lifecycle.preempt)."""
-        self.lifecycle.preempt(seq)
-
-    def overdue(self, now: float, max_wait_s: float) -> list[Sequence]:
-        """Sequences that may go back to their router and have waited longer than `max_wait_s` for their first step.
-
-        Not those that wait for what a running one computes: they hit it soon, while another worker has nothing of it.
-        Their time begins when it is computed. Within a class it looks no further than the first that has not waited so
-        long: they are in order of arrival.
-        """
-        fronts = [self._followers.fronts(self.lifecycle.prefilling.values()), *self._followers.fronts_in_flight()]
-        found: list[Sequence] = []
-        for seqs in self.waiting.by_class():
-            for seq in seqs:
-                if seq.first_scheduled_time is not None:
-                    continue
-                if now - seq.arrive_time <= max_wait_s:
-                    break
-                if any(self._followers.follows(seq, each) for each in fronts):
-                    seq.held_until = now
-                elif seq.may_return and now - seq.held_until > max_wait_s:
-                    found.append(seq)
-        return found
-
-    def take_outputs(self) -> list[RequestOutput]:
-        """Takes the outputs since the last call: exactly one finished output for every sequence that has ended."""
-        return self.lifecycle.take_outputs()
-
-    @property
-    def num_live(self) -> int:
-        """Sequences that have not ended."""
-        return len(self.lifecycle.live)
-
-    def live_ids(self) -> list[int]:
-        """Ids of the sequences that have not ended, in the order of their arrival."""
-        return list(self.lifecycle.live)
-
-    def has_unfinished(self) -> bool:
-        """True if anything waits or runs, or an output has not been taken."""
-        return bool(self.lifecycle.live or self.lifecycle.outputs)
 
     # One step.
 
@@ -209,11 +138,11 @@ class Scheduler:
         self._open_gate(now)
         prefill_cost = self.meter.step_cost(has_decodes=self.lifecycle.num_decoding > 0)
         step = Step(self.max_num_batched_tokens, prefill_cost)
-        self._decodes.held = self._pace.held(now, (seq.id for seq in self.running))
+        self._held = self._pace.held(now, (seq.id for seq in self.running))
         self._fill(step)
-        if not step.seqs and self._decodes.held:
-            # No other sequence has anything to compute, so none waits for the masks of the held ones.
-            self._decodes.held = frozenset()
+        if not step.seqs and self._held:
+            # Only held sequences have anything to compute, so nothing else waits for their masks.
+            self._held = frozenset()
             self._fill(step)
         if not step.seqs:
             return None
@@ -221,11 +150,146 @@ class Scheduler:
         batch = step.build()
         self.drafter.ask(batch)
         batch.digested_blocks = self.block_manager.digests.take_wanted()
-        self._launch(step, batch, now)
+        self._in_flight.append(step)
+        self.lifecycle.totals.steps += 1
+        self.drafter.launched(batch)
+        for seq in step.count_in_flight(batch, now):
+            self.lifecycle.end_prefill(seq)
         return batch, step.seqs
 
+    def _open_gate(self, now: float) -> None:
+        """Moves all gated sequences to `waiting` once the delay gate is open."""
+        if not self.gated:
+            return
+        # Callers may add sequences in another order than by arrival, so the first of a class may not be its oldest.
+        age, decoding = now - min(seq.arrive_time for seq in self.gated), len(self.running) > 0
+        if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
+            while self.gated:
+                self.waiting.append(self.gated.popleft())
+
+    def _fill(self, step: Step) -> None:
+        """Fills a step by its policy."""
+        if self.limits.mixes:
+            self._decode(step, num_kept=self._prefill_share())
+            self._prefill(step)
+            return
+        phases = [self._prefill, self._decode]
+        if self._num_prefill_steps >= self.limits.max_consecutive_prefill_steps:
+            phases.reverse()
+        for phase in phases:
+            if not step.seqs:
+                phase(step)
+        if step.seqs:
+            self._num_prefill_steps = self._num_prefill_steps + 1 if step.num_prefill_seqs else 0
+
+    def _prefill(self, step: Step) -> None:
+        """Continues running prompts, then admits waiting ones, while the step has budget and the pool has blocks."""
+        for seq in self.lifecycle.prefilling.values():
+            wanted = min(seq.num_tokens - seq.next_position, step.budget)
+            if num_tokens := self.meter.cut(step, seq.next_position, wanted):
+                self._add_chunk(step, seq, num_tokens)
+        if step.has_preempted or not self._has_place(step):
+            return
+        lookups = _MOST_LOOKUPS
+        for seq in list(islice(self.waiting, _MOST_LOOKED_AT)):
+            if lookups <= 0 or not self._has_place(step):
+                break
+            if seq.num_inflight_tokens:
+                # Preempted with a step in flight: its late token belongs to what has to be computed.
+                break
+            if seq.waits_for_grammar or self._prefixes.follows(seq, step.fronts):
+                continue
+            cached = self._prefixes.cached_blocks(seq)
+            lookups -= len(cached) + 1
+            next_hash = self._prefixes.hittable_hash(seq, len(cached))
+            if any(next_hash in each.computing for each in (step, *self._in_flight)):
+                # The sequence hits that block when it is computed, instead of computing it again.
+                continue
+            start = self._prefixes.num_cached_tokens(seq, cached)
+            num_tokens = self.meter.cut(step, start, self.limits.chunk(seq.num_tokens - start, step.budget))
+            # One block is kept free for each running sequence that may need a further one, or a preempted sequence
+            # would be admitted only to be preempted again.
+            if num_tokens == 0 or not self.block_manager.can_allocate(seq, cached, self.lifecycle.num_growing):
+                break
+            if (copy := self.lifecycle.start(seq, cached)) is not None:
+                step.block_copies.append(copy)
+            self._add_chunk(step, seq, num_tokens)
+
+    def _decode(self, step: Step, num_kept: int = 0) -> None:
+        """Adds the newest token of each running sequence, each with a slot; without free blocks it preempts.
+
+        Args:
+            step: gets the decodes.
+            num_kept: tokens of the budget that are left to prompts.
+        """
+        columns = self._decodable(step.budget - num_kept)
+        growing = [seq for seq in columns.rows if seq.num_computed_tokens + seq.num_inflight_tokens >= seq.num_slots]
+        if len(growing) <= self.block_manager.num_free_blocks:
+            for seq in growing:
+                self.lifecycle.append_slots(seq)
+            if columns.rows:
+                step.add_decodes(columns)
+            return
+        for seq in columns.rows:
+            if seq.num_inflight_drafts and not self.block_manager.can_append(seq):
+                # It needs a further block only if all of its drafts in flight are right.
+                continue
+            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
+                # Victims come from the end of the order, so none of them is in the step already.
+                self.preempt(self.running.last())
+                step.has_preempted = True
+            if seq.status is SequenceStatus.RUNNING:
+                self.lifecycle.append_slots(seq)
+                step.add(seq, 1, SequenceType.DECODE)
+
+    def _has_place(self, step: Step) -> bool:
+        """True if the step has budget left and another sequence may run."""
+        return step.budget > 0 and len(self.running) < self.max_num_seqs
+
+    def _add_chunk(self, step: Step, seq: Sequence, num_tokens: int) -> None:
+        start = seq.next_position
+        step.computing.update(self._prefixes.hashes_in(seq, start, start + num_tokens))
+        self._prefixes.add_front(step.fronts, seq, start)
+        step.prefill_cost -= self.meter.context_cost.of(start, num_tokens)
+        step.add(seq, num_tokens, SequenceType.PREFILL)
+
+    def _prefill_share(self) -> int:
+        """Tokens of the budget that decodes leave to prompts: at most PREFILL_SHARE, less if prompts need less."""
+        share = self.limits.min_prefill_tokens
+        if self.lifecycle.num_decoding <= self.max_num_batched_tokens - share:
+            return 0
+        unfinished = self.lifecycle.unfinished_tokens
+        if unfinished < share and self.waiting and len(self.running) < self.max_num_seqs:
+            head = self.waiting.first()
+            if not head.num_inflight_tokens and self.block_manager.can_allocate(head, None, self.lifecycle.num_growing):
+                unfinished += self.waiting.num_tokens
+        return min(share, unfinished)
+
+    def _decodable(self, most: int) -> SequenceColumns:
+        """At most `most` sequences that this step can decode, round robin over steps."""
+        columns = self.lifecycle.decode_columns()
+        # The same object while the same sequences decode, so that what derives from it is computed once.
+        if (self._in_flight or self._held) and not all(map(self._goes_on, columns.rows)):
+            columns = SequenceColumns([seq for seq in columns.rows if self._goes_on(seq)])
+        if len(columns.rows) <= most:
+            self._left_out = []
+            return columns
+        rows, self._left_out = _in_turn(columns.rows, most, self._left_out)
+        return SequenceColumns(rows)
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """True if a decode can be scheduled before the sequence's output in flight is there."""
+        if seq.id in self._held:
+            return False
+        if not seq.num_placeholder:
+            return True
+        most = len(seq.token_ids) + seq.num_placeholder + seq.num_inflight_drafts
+        if seq.awaits_output or most >= seq.length_limit:
+            return False
+        return not self.drafter.expects(seq)
+
     def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Takes note of how long a batch took, before `postprocess`; that is what `last_prompt_latency` means."""
+        """Notes how long a batch took; call before its `postprocess`. Sets `last_prompt_latency`."""
         self.meter.note(batch, duration_s)
         self._duration_s = duration_s
 
@@ -243,7 +307,7 @@ class Scheduler:
         batch: ScheduledBatch,
         now: float,
     ) -> list[Sequence]:
-        """Takes a step's tokens: moves the sequences on, publishes full blocks, applies the stop rules.
+        """Applies a step's output: appends tokens, publishes full blocks, applies the stop rules.
 
         Args:
             seqs: the batch's sequences, in its order. Those that were aborted meanwhile are passed over.
@@ -272,8 +336,98 @@ class Scheduler:
         return finished
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
-        """Instead of `postprocess`, for a batch that was interrupted: what it should have computed is still to do."""
+        """Gives up a batch that was interrupted, in place of `postprocess`: its tokens are still to be computed."""
         self.postprocessor.discard(seqs, batch)
+
+    # Entrances and exits.
+
+    def validate(self, seq: Sequence) -> None:
+        """Checks that `seq` can be run.
+
+        Raises:
+            InvalidFieldError: it has no tokens, or blocks of another size.
+            PromptTooLongError: its prompt leaves no room for an answer.
+        """
+        if not 1 <= seq.num_prompt_tokens <= seq.num_tokens:
+            raise InvalidFieldError("token_ids", f"has {seq.num_prompt_tokens} prompt tokens", "at least 1")
+        if seq.num_prompt_tokens >= self.limits.max_model_len:
+            raise PromptTooLongError("token_ids", seq.num_prompt_tokens, self.limits.max_model_len)
+        if seq.block_size != self.block_manager.block_size:
+            raise InvalidFieldError("block_size", f"is {seq.block_size}", str(self.block_manager.block_size))
+
+    def add(self, seq: Sequence) -> bool:
+        """Adds a sequence behind this worker's own delay gate. False for the id of a live one (rule S5).
+
+        Raises:
+            ApiError: see `validate`; nothing has changed.
+        """
+        self.validate(seq)
+        return self.enter(seq, is_gated=True)
+
+    def add_group(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Adds sequences that a router's gate has released together to `waiting`: all or none.
+
+        Returns:
+            Those added: all but the ones with the id of a live one (rule S5).
+
+        Raises:
+            ApiError: see `validate`; nothing has changed.
+        """
+        group = list(seqs)
+        for seq in group:
+            self.validate(seq)
+        return [seq for seq in group if self.enter(seq, is_gated=False)]
+
+    def enter(self, seq: Sequence, *, is_gated: bool) -> bool:
+        """Adds a sequence that `validate` has passed. False for the id of a live one (rule S5)."""
+        return self.lifecycle.enter(seq, self.gated if is_gated else self.waiting)
+
+    def abort(self, seq_id: int, *, now: float, reason: EndReason = EndReason.CANCELLED, message: str = "") -> bool:
+        """Ends a sequence at once, wherever it is, and frees its blocks. False when the id is not live: idempotent."""
+        seq = self.lifecycle.live.get(seq_id)
+        if seq is None:
+            return False
+        stop = Stop("aborted", reason)
+        self.lifecycle.end(seq, stop, now)
+        self.drafter.forget(seq)
+        self.lifecycle.emit_end(seq, [], stop, message=message)
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Frees a running sequence's blocks and puts it back at the front of `waiting`."""
+        self.lifecycle.preempt(seq)
+
+    def overdue(self, now: float, max_wait_s: float) -> list[Sequence]:
+        """Sequences that may return to their router and have waited longer than `max_wait_s` for their first step.
+
+        A sequence whose prefix a running one computes is not overdue: it hits that prefix soon, while another worker
+        has nothing of it. Its time begins when the prefix is computed. Within a class the search ends at the first
+        sequence that has not waited so long: they are in order of arrival.
+        """
+        prompts: Fronts = {}
+        for seq in self.lifecycle.prefilling.values():
+            self._prefixes.add_front(prompts, seq, seq.num_computed_tokens)
+        fronts = [prompts, *(step.fronts for step in self._in_flight)]
+        found: list[Sequence] = []
+        for seqs in self.waiting.by_class():
+            for seq in seqs:
+                if seq.first_scheduled_time is not None:
+                    continue
+                if now - seq.arrive_time <= max_wait_s:
+                    break
+                if any(self._prefixes.follows(seq, each) for each in fronts):
+                    seq.held_until = now
+                elif seq.may_return and now - seq.held_until > max_wait_s:
+                    found.append(seq)
+        return found
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Takes the outputs since the last call: exactly one finished output for every sequence that has ended."""
+        return self.lifecycle.take_outputs()
+
+    def has_unfinished(self) -> bool:
+        """True if any sequence waits or runs, or an output has not been taken."""
+        return bool(self.lifecycle.live or self.lifecycle.outputs)
 
     def load(self) -> LoadReport:
         """The load at this moment; O(1) but for unfinished prefills."""
@@ -287,52 +441,11 @@ class Scheduler:
         """
         check_lifecycle(self.limits, self.lifecycle, is_computing=bool(self._in_flight))
 
-    def _open_gate(self, now: float) -> None:
-        """Lets the gated sequences wait for a prefill, all or none; asked once per step."""
-        if not self.gated:
-            return
-        # Callers may add sequences in another order than by arrival, so the first of a class may not be its oldest.
-        age, decoding = now - min(seq.arrive_time for seq in self.gated), len(self.running) > 0
-        if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
-            while self.gated:
-                self.waiting.append(self.gated.popleft())
 
-    def _fill(self, step: Step) -> None:
-        if self.limits.mixes:
-            self._decodes.fill(step, kept=self._prompts.share())
-            self._prompts.fill(step)
-        else:
-            self._fill_one_kind(step)
-
-    def _fill_one_kind(self, step: Step) -> None:
-        """Prompts, or else decodes; after `max_consecutive_prefill_steps` the other way round."""
-        fills = [self._prompts.fill, self._decodes.fill]
-        if self._num_prefill_steps >= self.limits.max_consecutive_prefill_steps:
-            fills.reverse()
-        for fill in fills:
-            if not step.seqs:
-                fill(step)
-        if step.seqs:
-            self._num_prefill_steps = self._num_prefill_steps + 1 if step.num_prefill_seqs else 0
-
-    def _launch(self, step: Step, batch: ScheduledBatch, now: float) -> None:
-        """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
-        self._in_flight.append(step)
-        self.lifecycle.totals.steps += 1
-        self.drafter.launched(batch)
-        if step.columns is not None:
-            decode = SequenceType.DECODE
-            for seq in step.columns.rows:
-                seq.num_inflight_tokens += 1
-                seq.num_placeholder += 1
-                seq.type = decode
-            for seq_id, drafts in step.drafts.items():
-                step.seqs[seq_id].num_inflight_tokens += len(drafts)
-            return
-        for seq, num_tokens, final in zip(step.seqs.values(), batch.num_scheduled_tokens, batch.is_final, strict=True):
-            seq.num_inflight_tokens += num_tokens
-            if seq.first_scheduled_time is None:
-                seq.first_scheduled_time = now
-            if final:
-                seq.num_placeholder += 1
-                self.lifecycle.end_prefill(seq)
+def _in_turn(rows: list[Sequence], most: int, first: list[int]) -> tuple[list[Sequence], list[int]]:
+    """`most` of the rows, in their order, and the ids of the others: round robin, the ids of `first` first."""
+    places = {seq.id: i for i, seq in enumerate(rows)}
+    start = next((places[seq_id] for seq_id in first if seq_id in places), 0)
+    left_out = [seq.id for seq in [*rows[start:], *rows[:start]][most:]]
+    missing = set(left_out)
+    return [seq for seq in rows if seq.id not in missing], left_out

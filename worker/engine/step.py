@@ -1,17 +1,15 @@
-"""A step in the making: rows are added while there is budget, then it becomes a ScheduledBatch."""
+"""A step while the scheduler fills it: sequences are added while there is budget, then it becomes a ScheduledBatch."""
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final
 
 from common.config import MIXED, Config
 from common.errors import InvalidFieldError
 from common.limits import PREFILL_SHARE
 from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
+from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import Sequence, SequenceType
-
-# Hashes of blocks, and tails, that running prompts compute next, by their place in the prompt.
-Fronts: TypeAlias = dict[int, set[int]]
 
 _PREFILL: Final = SequenceType.PREFILL
 _DECODE: Final = SequenceType.DECODE
@@ -24,9 +22,9 @@ class StepLimits:
         max_model_len: tokens of the longest sequence, prompt and answer.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
-        min_prefill_tokens: of those, the share that decodes leave to a prompt that waits (policy `mixed`).
-        max_consecutive_prefill_steps: after so many the running sequences get a step (policy `prefill_first`).
-        mtp_k: most drafts of a sequence and step; 0 without speculation.
+        min_prefill_tokens: tokens of a step that decodes leave to a waiting prompt (policy `mixed`).
+        max_consecutive_prefill_steps: steps with prompts after which the decodes get one (policy `prefill_first`).
+        mtp_k: most drafts of a sequence in a step; 0 without speculation.
         mixes: True if prompts and decodes share steps.
 
     Raises:
@@ -51,22 +49,31 @@ class StepLimits:
         self.max_consecutive_prefill_steps = config.max_consecutive_prefill_steps
         self.mixes = config.scheduling_policy == MIXED
 
+    def chunk(self, remaining: int, budget: int) -> int:
+        """Number of a prompt's `remaining` tokens that a step with `budget` tokens left computes.
+
+        Without mixed steps a prompt is cut only if it is longer than any step.
+        """
+        if remaining <= budget:
+            return remaining
+        return budget if self.mixes or remaining > self.max_num_batched_tokens else 0
+
 
 class Step:
-    """A batch in the making.
+    """Sequences and tokens of the step that the scheduler fills; kept while the step is in flight.
 
     Attributes:
-        budget: tokens that it has room for.
-        prefill_cost: what its prompts may still cost (ContextCost).
-        seqs: its rows so far, by id.
-        columns: of all rows, when they are those of the last step.
+        budget: tokens that the step still has room for.
+        prefill_cost: cost that its prompts may still have (ContextCost).
+        seqs: its sequences so far, by id.
+        columns: of all its sequences, if they are those of the last step.
         drafts: tokens to verify, by sequence.
-        num_spec_step: most of them behind a sequence.
-        forced: the sequences whose drafts are text that grammars force.
+        num_spec_step: largest number of drafts of a sequence.
+        forced: sequences whose drafts are text that grammars force.
         computing: hashes of the blocks that its prefills compute.
         fronts: the first of those blocks of each prompt.
         has_preempted: True if a sequence has lost its blocks for it.
-        block_copies: what it copies before it computes.
+        block_copies: blocks that it copies before it computes.
     """
 
     def __init__(self, budget: int, prefill_cost: float) -> None:
@@ -86,7 +93,7 @@ class Step:
         self.block_copies: list[BlockCopy] = []
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
-        """Lets the step compute the next `num_tokens` of `seq`."""
+        """Adds the next `num_tokens` of `seq`."""
         seq.type = kind
         if self.columns is not None:
             for decoding in self.columns.rows:
@@ -100,20 +107,20 @@ class Step:
             self.num_prefill_tokens += num_tokens
 
     def add_decodes(self, columns: SequenceColumns) -> None:
-        """Lets a step that is empty so far compute one token of each."""
+        """Adds one token of each sequence to an empty step."""
         self.columns = columns
         self.seqs = columns.by_id
         self.num_scheduled_tokens = [1] * len(columns.rows)
         self.budget -= len(columns.rows)
 
     def decodes(self) -> list[Sequence]:
-        """Rows of one token each so far, behind which drafts may stand; they are in front of prompts."""
+        """Sequences that the step decodes. In a step they precede the prompts."""
         if self.columns is not None:
             return self.columns.rows
         return list(self.seqs.values())[: len(self.seqs) - self.num_prefill_seqs]
 
     def verify(self, drafts: dict[int, list[int]]) -> None:
-        """Lets the step verify drafts of sequences that it decodes."""
+        """Adds drafts behind the tokens of sequences that the step decodes."""
         self.drafts = drafts
         rows = zip(self.num_scheduled_tokens, self.seqs, strict=True)
         self.num_scheduled_tokens = [num + len(drafts.get(seq_id, ())) for num, seq_id in rows]
@@ -122,7 +129,7 @@ class Step:
         self.budget -= sum(counts)
 
     def build(self) -> ScheduledBatch:
-        """The batch, a snapshot of everything."""
+        """Makes the batch, a snapshot for the model runner."""
         total = sum(self.num_scheduled_tokens)
         return ScheduledBatch(
             self.seqs,
@@ -138,3 +145,27 @@ class Step:
             columns=self.columns,
             block_copies=self.block_copies,
         )
+
+    def count_in_flight(self, batch: ScheduledBatch, now: float) -> list[Sequence]:
+        """Counts the step's tokens as in flight on its sequences, so that the next step continues behind them.
+
+        Returns:
+            Sequences of a step with prompts whose last known token this step computes.
+        """
+        if self.columns is not None:
+            for seq in self.columns.rows:
+                seq.num_inflight_tokens += 1
+                seq.num_placeholder += 1
+                seq.type = _DECODE
+            for seq_id, drafts in self.drafts.items():
+                self.seqs[seq_id].num_inflight_tokens += len(drafts)
+            return []
+        reached: list[Sequence] = []
+        for seq, num_tokens, final in zip(self.seqs.values(), batch.num_scheduled_tokens, batch.is_final, strict=True):
+            seq.num_inflight_tokens += num_tokens
+            if seq.first_scheduled_time is None:
+                seq.first_scheduled_time = now
+            if final:
+                seq.num_placeholder += 1
+                reached.append(seq)
+        return reached

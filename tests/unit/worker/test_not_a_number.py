@@ -191,7 +191,7 @@ class TestLanding:
         sched.preempt(seq)
         land(sched, flight, NO_TOKEN)
         assert [out.end_reason for out in sched.take_outputs()] == [EndReason.NOT_A_NUMBER]
-        assert sched.num_live == 0
+        assert not sched.lifecycle.live
 
     def test_accepted_drafts_before_it_count(self) -> None:
         sched = scheduler(k=2)

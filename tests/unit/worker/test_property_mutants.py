@@ -35,11 +35,11 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.context_cost import ContextCost
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.prefix_cache import PrefixCache
-from worker.engine.prompt_filler import PromptFiller
 from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.engine.speculation.draft_savings import DraftSavings
 from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.engine.speculation.step_costs import StepCosts
+from worker.engine.step import StepLimits
 from worker.model.forward_context import DPMetadata
 from worker.ranks import frames
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
@@ -140,7 +140,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("gap", BlockManager, "_publish_next", _ENDS, _GOES_ON), _WEAK),
     (Mutant("node_again", PrefixCache, "add", "next(self._next_node)", "depth"), _WEAK),
     (Mutant("to_the_back", Lifecycle, "preempt", "appendleft(seq)", "append(seq)"), _SCHEDULER),
-    (Mutant("over_budget", PromptFiller, "_chunk", "<= step.budget", "<= step.budget + 1"), _SCHEDULER),
+    (Mutant("over_budget", StepLimits, "chunk", "<= budget", "<= budget + 1"), _SCHEDULER),
     (Mutant("no_end", DPMetadata, "chunked_sizes", _SIZE, _LEFT), _CHUNKS),
     (Mutant("less_than_none", DPMetadata, "chunked_sizes", f"max(0, {_SIZE})", _SIZE), _CHUNKS),
     (Mutant("chunk_stays", DPMetadata, "chunked_sizes", "self.local_sizes = whole", "pass"), _CHUNKS),

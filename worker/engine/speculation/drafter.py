@@ -320,5 +320,4 @@ class Drafter:
         if seq.next_position + num_tokens <= seq.num_slots:
             return
         free = self._blocks.num_free_blocks * self._blocks.block_size
-        self._blocks.may_append(seq, min(num_tokens, seq.num_slots + free - seq.next_position))
-        self._lifecycle.note_growth(seq)
+        self._lifecycle.append_slots(seq, min(num_tokens, seq.num_slots + free - seq.next_position))

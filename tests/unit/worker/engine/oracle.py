@@ -608,8 +608,8 @@ class Oracle:
         assert sched.block_manager.num_free_blocks == self.pool - len(held), "a block is lost"
         self._release(self._held - held)
         self._held = held
-        assert sched.live_ids() == list(self.lives)
-        assert (sched.num_live, sched.lifecycle.num_decoding) == (len(self.lives), num_decoding)
+        assert list(sched.lifecycle.live) == list(self.lives)
+        assert (len(sched.lifecycle.live), sched.lifecycle.num_decoding) == (len(self.lives), num_decoding)
         assert sched.load().waiting_seqs == len(self.lives) - num_running
         assert sched.load().waiting_tokens == ahead
 

@@ -399,7 +399,7 @@ class TestPreemption:
         sched = scheduler(num_kvcache_blocks=12, enable_prefix_caching=False)
         seqs = [prompt(16, 100 * i, max_tokens=100, ignore_eos=True) for i in range(1, 9)]
         sched.add_group(seqs)
-        prefills = sum(step(sched).total_seqs_num_prefill for _ in iter(lambda: sched.num_live, 0))
+        prefills = sum(step(sched).total_seqs_num_prefill for _ in iter(lambda: len(sched.lifecycle.live), 0))
         assert all(s.num_completion_tokens == 100 for s in seqs)
         assert prefills <= 20  # 8 first prefills and few repeated ones
 

@@ -17,7 +17,6 @@ from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.params.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.decode_filler import DecodeFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.step import Step
@@ -141,7 +140,8 @@ def test_nobody_is_preempted_for_drafts_that_may_be_wrong() -> None:
         late.num_inflight_tokens, late.num_placeholder = late.num_slots - late.num_computed_tokens, 1
         late.num_inflight_drafts = num_inflight_drafts
         step = Step(64, math.inf)
-        DecodeFiller(engine.sched.lifecycle, deque([step]), engine.sched.drafter).fill(step)
+        engine.sched._in_flight.append(step)
+        engine.sched._decode(step)
         return engine.sched, [other, late], step
 
     sched, (other, _), step = step_beside(2)
