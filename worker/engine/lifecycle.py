@@ -9,10 +9,13 @@ Invariants (worker/engine/integrity.py checks them):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
+from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.stop_rules import Stop, StopRules
@@ -110,6 +113,35 @@ class Lifecycle:
         seq.status = SequenceStatus.FINISHED
         seq.leave_time = now
         seq.leave_reason = stop.leave_reason
+
+    def overdue(self, now: float, max_wait_s: float, in_flight: Iterable[Fronts]) -> list[Sequence]:
+        """Waiting sequences that may return to their router and have waited longer than `max_wait_s` for a first step.
+
+        A sequence whose prefix another one computes is not overdue: it hits that prefix soon, while another worker
+        has nothing of it. Its time begins when the prefix is computed. Within a class the search ends at the first
+        sequence that has not waited so long: they are in order of arrival.
+
+        Args:
+            now: monotonic seconds.
+            max_wait_s: longest wait.
+            in_flight: fronts of the steps in flight.
+        """
+        prefixes, prompts = self.block_manager.prefixes, Fronts()
+        for seq in self.prefilling.values():
+            prefixes.add_front(prompts, seq, seq.num_computed_tokens)
+        fronts = [prompts, *in_flight]
+        found: list[Sequence] = []
+        for seqs in self.waiting.by_class():
+            for seq in seqs:
+                if seq.first_scheduled_time is not None:
+                    continue
+                if now - seq.arrive_time <= max_wait_s:
+                    break
+                if any(prefixes.follows(seq, each) for each in fronts):
+                    seq.held_until = now
+                elif seq.may_return and now - seq.held_until > max_wait_s:
+                    found.append(seq)
+        return found
 
     def emit(self, seq: Sequence, token_ids: list[int], *, is_first: bool = False, logprobs: bytes = b"") -> None:
         """Puts out new tokens of a sequence, `is_first` if it had none in this attempt."""

@@ -54,7 +54,6 @@ from worker.engine.load import LoadReport, load_report
 from worker.engine.outputs import RequestOutput
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
-from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus, SequenceType
 from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.engine.speculation.drafter import Drafter, make_answers, make_proposer
@@ -400,26 +399,9 @@ class Scheduler:
     def overdue(self, now: float, max_wait_s: float) -> list[Sequence]:
         """Sequences that may return to their router and have waited longer than `max_wait_s` for their first step.
 
-        A sequence whose prefix a running one computes is not overdue: it hits that prefix soon, while another worker
-        has nothing of it. Its time begins when the prefix is computed. Within a class the search ends at the first
-        sequence that has not waited so long: they are in order of arrival.
+        A sequence whose prefix another one computes is not overdue (Lifecycle.overdue).
         """
-        prompts: Fronts = {}
-        for seq in self.lifecycle.prefilling.values():
-            self._prefixes.add_front(prompts, seq, seq.num_computed_tokens)
-        fronts = [prompts, *(step.fronts for step in self._in_flight)]
-        found: list[Sequence] = []
-        for seqs in self.waiting.by_class():
-            for seq in seqs:
-                if seq.first_scheduled_time is not None:
-                    continue
-                if now - seq.arrive_time <= max_wait_s:
-                    break
-                if any(self._prefixes.follows(seq, each) for each in fronts):
-                    seq.held_until = now
-                elif seq.may_return and now - seq.held_until > max_wait_s:
-                    found.append(seq)
-        return found
+        return self.lifecycle.overdue(now, max_wait_s, [step.fronts for step in self._in_flight])
 
     def take_outputs(self) -> list[RequestOutput]:
         """Takes the outputs since the last call: exactly one finished output for every sequence that has ended."""
