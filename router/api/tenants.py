@@ -16,7 +16,7 @@ from common.errors import PermissionDeniedError, PriorityNotAllowedError, Tenant
 from common.limits import MAX_QUEUE_RETRY_S, MAX_TENANT_BYTES, MIN_QUEUE_RETRY_S
 from common.wire.ids import check_id
 from common.wire.priority import PRIORITIES
-from router.scheduling.fair_queue import CLASS_NAMES, NORMAL
+from router.scheduling.queued_request import CLASS_NAMES, NORMAL
 
 TENANT_KEY = "x-fissile-tenant"
 _NO_UTF8 = b"\xff"

@@ -22,7 +22,7 @@ from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt, given_prompt
 from router.requests.running import RunningRequests
 from router.requests.stream import RoutedRequest
-from router.scheduling.fair_queue import LOW
+from router.scheduling.queued_request import LOW
 
 _SALT_BYTES: Final = 16
 # A few steps, since a block is digested by a step after the one that has filled it.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN
 from router.answers.stream_assembly import StreamAssembly
-from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.queued_request import QueuedRequest
 
 
 class Running(Protocol):

@@ -24,11 +24,11 @@ from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.requests.write_pacer import WritePacer
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import ClassLoad, Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
 from router.scheduling.lane_table import LaneCounts
 from router.scheduling.placement import Placement
+from router.scheduling.queued_request import QueuedRequest
 from router.workers.orphans import OrphanTable
 
 # How often a write is looked at before it counts as stuck: that is found so much later than it could be.

@@ -25,7 +25,7 @@ from router.requests.output_charges import OutputCharges
 from router.requests.stream import RequestStream
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.failover import FailoverPolicy, Loss, Verdict
-from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.queued_request import QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import LiveSequence, StepEffects, Submission
 

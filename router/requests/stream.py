@@ -28,8 +28,8 @@ from router.answers.reading import Reading
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk
 from router.requests.write_pacer import WritePacer
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.failover import Attempts
+from router.scheduling.queued_request import QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import Adoption, Submission
 

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Mapping
 
 from common.errors import QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
-from router.scheduling.fair_queue import CLASS_NAMES, CLASSES, QueuedRequest, TenantShares
+from router.scheduling.fair_queue import TenantShares
 from router.scheduling.lazy_heap import LazyMinHeap
-
-__all__ = ["QUEUE_RETRY_S", "AdmissionQueue", "DrainRateEstimator", "QueuedRequest"]
+from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
 
 # Retry delay for a refused client while no speed is known.
 QUEUE_RETRY_S = 1.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.scheduling.fair_queue import QueuedRequest
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, lane_of
 from router.scheduling.lane_agenda import LaneAgenda
 from router.scheduling.lane_table import LaneTable
 from router.scheduling.parked import ParkedRequests
 from router.scheduling.placement import Move, Placement
+from router.scheduling.queued_request import QueuedRequest
 
 
 class Binding:
@@ -67,7 +67,7 @@ class Binding:
 
     def unbind(self, request: QueuedRequest) -> None:
         """Takes a request off its lane, or out of the parked ones."""
-        lane = request.lane
+        lane = lane_of(request)
         if lane is None:
             self.parked.discard(request)
             return

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
-from router.scheduling.admission import AdmissionQueue, QueuedRequest
+from router.scheduling.admission import AdmissionQueue
 from router.scheduling.binding import Binding
-from router.scheduling.fair_queue import CLASS_NAMES, CLASSES, TenantShares
+from router.scheduling.fair_queue import TenantShares
 from router.scheduling.lane import Lane
 from router.scheduling.lane_agenda import LaneAgenda
 from router.scheduling.lane_table import LaneCounts, LaneTable
 from router.scheduling.placement import Placement
+from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
 from router.scheduling.rebalancing import Rebalancing
 from router.scheduling.rebinding import Rebinding
 from router.scheduling.worker_load import LoadReport

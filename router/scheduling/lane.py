@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from common.delay_gate import DelayGate
 from common.limits import PROMOTE_AFTER_S, PROMOTED_SHARE
-from router.scheduling.fair_queue import HIGH, FairQueue, QueuedRequest, TenantShares
+from router.scheduling.fair_queue import FairQueue, TenantShares
+from router.scheduling.queued_request import HIGH, QueuedRequest
 from router.scheduling.worker_load import STALE_REPORT_S, LoadReport, WorkerLoad
 
 # A lane that is not open is looked at again after no less, so that rounding lets no timer find it shut for ever.
@@ -286,3 +288,9 @@ class Lane:
         rate = self.load.report.prefill_rate
         prefill_s = self.outstanding_tokens / rate if rate > 0 else 0.0
         return deadline - now - DEADLINE_MARGIN_S - prefill_s
+
+
+def lane_of(request: QueuedRequest) -> Lane | None:
+    """The lane that a request waits in; None when it is parked or no longer waits."""
+    # `Lane.bind` alone sets it.
+    return cast("Lane | None", request.lane)

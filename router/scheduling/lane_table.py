@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.lane import Lane
+from router.scheduling.queued_request import QueuedRequest
 
 
 @dataclass(frozen=True, slots=True)

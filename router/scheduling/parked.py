@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.queued_request import QueuedRequest
 
 
 class ParkedRequests:

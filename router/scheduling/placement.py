@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
-from router.scheduling.fair_queue import PrefixLookup, QueuedRequest
 from router.scheduling.lane import Lane
 from router.scheduling.prefix_index import PrefixIndex
+from router.scheduling.queued_request import PrefixLookup, QueuedRequest
 
 # Stands in for the speed of workers that have measured none, tokens per second.
 _ASSUMED_RATE = 10_000.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from common.limits import MAX_REPLACED_REQUESTS, REPLACE_IDLE_S, REPLACE_S
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.binding import Binding
-from router.scheduling.fair_queue import QueuedRequest
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, lane_of
+from router.scheduling.queued_request import QueuedRequest
 
 # Every so many waiting requests add REPLACE_S to the interval between two passes.
 _REQUESTS_PER_INTERVAL = 16
@@ -74,9 +74,9 @@ class Rebalancing:
         under_way = self._pass
         for _ in range(min(_PER_DECISION, len(under_way.requests))):
             request = under_way.requests.popleft()
-            is_free = not request.alone and not request.only_worker
-            if request.lane is not None and request.lane.ready and is_free:
-                self._rebalance(request, request.lane, under_way.ahead, now)
+            lane, is_free = lane_of(request), not request.alone and not request.only_worker
+            if lane is not None and lane.ready and is_free:
+                self._rebalance(request, lane, under_way.ahead, now)
                 under_way.seen += 1
         if under_way.requests:
             return

@@ -11,8 +11,8 @@ from collections import deque
 
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.binding import Binding
-from router.scheduling.fair_queue import QueuedRequest
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, lane_of
+from router.scheduling.queued_request import QueuedRequest
 
 # Waiting requests that one call looks at: about 2 ms.
 _AT_ONCE = 48
@@ -90,7 +90,7 @@ class Rebinding:
             room -= 1
         while room and self._placing:
             request = self._placing.popleft()
-            if request.lane is not None and request.lane.ready:
+            if (bound := lane_of(request)) is not None and bound.ready:
                 self._binding.rebind(request, now)
             room -= 1
         return room < _AT_ONCE

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
-from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.queued_request import QueuedRequest
 
 STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
 # A speed that has not been measured again loses its weight with this time constant.

@@ -25,10 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.delay_gate import DelayGate
 from common.limits import PROMOTE_AFTER_S
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import HIGH, LOW, NORMAL
 from router.scheduling.placement import RoundRobin
+from router.scheduling.queued_request import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from tests.chaos.conftest import Report
 from tests.chaos.scale import FULL, SCALE

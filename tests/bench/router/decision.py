@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from common.delay_gate import DelayGate
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import CacheChange, PrefixAware
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 
 REQUESTS = 2000

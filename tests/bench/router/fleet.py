@@ -19,8 +19,8 @@ from common.delay_gate import DelayGate
 from common.params.sampling_params import SamplingParams
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from router.scheduling.dispatcher import Dispatcher, Release
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import PLACEMENTS, CacheChange
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence as EngineSequence

@@ -27,7 +27,7 @@ from router.answers.stream_assembly import StreamAssembly
 from router.api.responses import fill_response
 from router.requests.stream import RequestStream, RoutedRequest
 from router.requests.write_pacer import WritePacer
-from router.scheduling.admission import QueuedRequest
+from router.scheduling.queued_request import QueuedRequest
 from router.validation import check_generate
 from router.workers.session_state import SessionState, Submission
 from tests.bench.router.bed import VOCAB_SIZE, Row, bench_model, parser, prompts, show

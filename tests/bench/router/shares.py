@@ -15,8 +15,9 @@ from common.errors import QueueFullError
 from common.limits import CHARGE_OUTPUT_S, OUTPUT_TOKEN_COST
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import FairQueue, QueuedRequest, TenantShares
+from router.scheduling.fair_queue import FairQueue, TenantShares
 from router.scheduling.placement import PLACEMENTS
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from tests.bench.router.bed import parser, show
 

@@ -25,9 +25,9 @@ from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RoutedRequest
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.placement import PrefixAware
 from router.scheduling.prefix_index import PrefixIndex
+from router.scheduling.queued_request import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from router.workers.session import Session
 from router.workers.worker_pool import WorkerPool

@@ -8,7 +8,7 @@ import pytest
 from common.errors import ApiError, TenantLimitError
 from common.limits import MAX_CACHE_SALT_BYTES
 from router.api.tenants import TENANT_KEY, TenantLimits, TenantPolicy, tenant_of
-from router.scheduling.fair_queue import HIGH, LOW, NORMAL
+from router.scheduling.queued_request import HIGH, LOW, NORMAL
 
 NAMED = [("other", "x"), (TENANT_KEY, "gold")]
 

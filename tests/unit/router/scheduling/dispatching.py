@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from common.delay_gate import DelayGate
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.placement import RoundRobin
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 
 LENGTHS = {"a": 50, "b": 30, "c": 40}

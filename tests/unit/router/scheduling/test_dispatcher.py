@@ -10,11 +10,11 @@ import pytest
 from common.delay_gate import DelayGate
 from common.errors import QueueFullError
 from common.limits import WORKER_WAIT_S
-from router.scheduling.admission import AdmissionQueue, QueuedRequest
+from router.scheduling.admission import AdmissionQueue
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import LOW
 from router.scheduling.lane import Lane
 from router.scheduling.placement import PLACEMENTS, PrefixAware, RoundRobin
+from router.scheduling.queued_request import LOW, QueuedRequest
 from router.scheduling.worker_load import STALE_REPORT_S, LoadReport
 from tests.unit.router.scheduling.dispatching import ROOM, decoding, dispatcher, keys, request
 

@@ -14,10 +14,10 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from router.scheduling import dispatcher as dispatcher_module
 from router.scheduling import rebalancing, rebinding
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import Dispatcher, Release
-from router.scheduling.lane import LaneRecord
+from router.scheduling.lane import LaneRecord, lane_of
 from router.scheduling.placement import PLACEMENTS, RoundRobin
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from tests.unit.router.scheduling.dispatching import LENGTHS, NUMERICS, TENANTS, WAIT_S, can_serve
 
@@ -304,7 +304,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for key, request in self.waiting.items():
             may_go = any(can_serve(w, request) for w in self.up.keys() - self.closed)
             assert (key in parked) == (not may_go) or not self.is_worked_off
-            assert request.lane is None or request.lane.ready or not self.is_worked_off
+            assert (lane := lane_of(request)) is None or lane.ready or not self.is_worked_off
         assert [r.parked for r in self.d.binding.parked] == sorted(r.parked or 0.0 for r in self.d.binding.parked)
         assert {r.key for r in self.d._queue} == set(self.waiting)
         here = {lane.worker: lane for lane in self.d.lanes}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.parked import ParkedRequests
+from router.scheduling.queued_request import QueuedRequest
 
 
 def parked(*keys: int) -> ParkedRequests:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from common.delay_gate import DelayGate
 from common.limits import MAX_SESSIONS
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.lane import Lane
 from router.scheduling.placement import (
     PLACEMENTS,
@@ -23,6 +22,7 @@ from router.scheduling.placement import (
     SessionAffinity,
     seconds_of_work,
 )
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from tests.unit.router.scheduling.dispatching import chain
 

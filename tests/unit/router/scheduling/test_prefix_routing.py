@@ -14,9 +14,9 @@ import pytest
 from common.delay_gate import DelayGate
 from common.limits import EXPECTED_S
 from router.scheduling.dispatcher import Dispatcher
-from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import CacheChange, PrefixAware
 from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 
 GRANULE_TOKENS = 128

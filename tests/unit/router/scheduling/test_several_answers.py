@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.delay_gate import DelayGate
-from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PLACEMENTS
+from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 
 PROMPT, SHARED = 1000, 999
