@@ -1,4 +1,4 @@
-"""Makes docs/reference/contract.md's table of fields: `python -m scripts.contract_table` (`--check` only compares).
+"""Makes the table in docs/contributing/contract-coverage.md: `python -m scripts.contract_table` (`--check` compares).
 
 Fields come from the descriptors of fissile.v1. A field of a request is served if the router's lists say so, else it is
 refused by name. A field of an answer is served if a test says so. A test says which fields it shows by the marker
@@ -22,7 +22,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from router.api.service import SERVED
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reference" / "contract.md"
+PAGE = ROOT / "docs" / "contributing" / "contract-coverage.md"
 BEGIN: Final = "<!-- Made by `python -m scripts.contract_table`. -->"
 END: Final = "<!-- The end of what it has made. -->"
 MARKER: Final = "proto_field"
@@ -192,7 +192,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """docs/reference/contract.md with the table as it should be."""
+    """docs/contributing/contract-coverage.md with the table as it should be."""
     text = PAGE.read_text("utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Names of KV blocks for comparing their contents between workers (docs/operating.md, Audit).
+"""Names of KV blocks for comparing their contents between workers (docs/explanation/audit.md).
 
 Workers of one numerics class hold the same bytes in blocks of equal prefixes. A block's hash cannot name it in that
 comparison: an attacker can make two prompts with the same hash, and healthy workers would seem to differ. So a digested

@@ -68,7 +68,7 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
 
 
 def test_otel_sampler_and_service_variables_apply(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O32: as in docs/operating.md, with a share of 0 only traces with the client's sampled flag are recorded."""
+    """With a sampled share of 0, only traces whose client set the sampled flag are recorded."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "routers-of-mine")
