@@ -1,5 +1,7 @@
-"""Work on a thread with a large stack: the library of grammars recurses as deep as rules refer to each other, and what
-overflows a stack ends the process."""
+"""Runs work on a thread with a large stack, because the grammar library recurses as deep as rules refer to each other.
+
+A stack overflow would end the process.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# Address space, of which what is used becomes memory; enough for what MAX_GRAMMAR_BYTES of text can say.
+# Address space; only used pages become memory. Enough for any grammar of MAX_GRAMMAR_BYTES.
 _STACK_BYTES: Final = 256 << 20
-# The size is one for the process, until a thread has begun.
+# The stack size is a setting of the process until the thread has started.
 _lock = threading.Lock()
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begins work on a thread of its own."""
+    """Starts work on a thread of its own."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""Checks constraints before anything is computed for them, and remembers what it has found.
+"""Checks constraints before anything is computed for them, and caches the results.
 
-A grammar is compiled here as on a worker, with a vocabulary of single bytes and less fuel, on a thread whose stack has
-room for whatever rules MAX_GRAMMAR_BYTES of text can have.
+A grammar is compiled here as on a worker, but with a vocabulary of single bytes and less fuel, on a thread with a stack
+for the deepest rules that MAX_GRAMMAR_BYTES can hold.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from common.constraints.subschemas import SchemaError
 from common.errors import FieldViolation, InvalidFieldError
 from common.limits import MAX_CHECKED_GRAMMAR_BYTES, MAX_CHECKED_GRAMMARS, MAX_GRAMMAR_BYTES
 
-# Room for the blank that may come first.
+# Room for the optional leading blank.
 _SPACE_BYTES: Final = 64
 _VALID: Final = {
     JSON_SCHEMA: "a JSON Schema (2020-12) of keywords that are supported",
     REGEX: "a regular expression without look-around and back references",
     GRAMMAR: "a grammar in Lark or GBNF",
 }
-# The first line of a grammar's own text in the canonical one.
+# Line in the canonical text where the grammar's own text begins.
 _FIRST_LINE: Final = lark.HEADER.count("\n") + 1
 
 
 class GrammarChecker:
-    """Turns the constraints of one model's requests into grammars. For any thread.
+    """Turns the constraints of one model's requests into grammars. Any thread may call it.
 
     Args:
         special: names of the special tokens, by id.
@@ -50,14 +50,14 @@ class GrammarChecker:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the results that are kept: at most MAX_CHECKED_GRAMMAR_BYTES."""
+        """Bytes of the cached results: at most MAX_CHECKED_GRAMMAR_BYTES."""
         return self._num_bytes
 
     def known(self, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str | None:
-        """The grammar of a constraint that has been checked before for the same salt.
+        """The cached grammar of a constraint that was checked with the same salt; None if it was not.
 
         Raises:
-            InvalidFieldError: as `check` has raised.
+            InvalidFieldError: the check had failed.
         """
         with self._lock:
             found = self._known.get(key := _key(constraint, optional_space, salt))
@@ -66,16 +66,16 @@ class GrammarChecker:
         return None if found is None else _granted(found)
 
     def check(self, constraint: Constraint, *, optional_space: bool, salt: bytes = b"") -> str:
-        """The grammar of a constraint; may take a second or two.
+        """The grammar of a constraint; can take a second or two.
 
         Args:
             constraint: of a request.
-            optional_space: as of `lark.canonical`.
-            salt: the cache salt in force. Requests of another salt do not find the result, whose speed would tell them
-                that somebody has asked for this constraint.
+            optional_space: as for `lark.canonical`.
+            salt: the cache salt in force. Requests with another salt do not find the result: its speed would reveal
+                that somebody has used this constraint.
 
         Raises:
-            InvalidFieldError: it cannot be guaranteed; says why, and where.
+            InvalidFieldError: the constraint cannot be guaranteed; says why, and where.
         """
         if (found := self.known(constraint, optional_space=optional_space, salt=salt)) is not None:
             return found
@@ -99,7 +99,7 @@ class GrammarChecker:
     def _checked(self, constraint: Constraint, optional_space: bool) -> str:
         try:
             plain = lark.canonical(constraint, special=self._names)
-            # Which has a text to begin with whatever is behind the blank, so that it would hide some faults.
+            # The text with the optional blank always has a first token, which would hide some faults.
             text = lark.canonical(constraint, optional_space=True, special=self._names) if optional_space else plain
         except (SchemaError, lark.LarkError, GbnfError) as error:
             raise _refusal(constraint, str(error)) from None
@@ -111,7 +111,7 @@ class GrammarChecker:
         return text
 
     def _fault(self, text: str) -> str:
-        """Objections of the library to a grammar; empty for none."""
+        """The library's objections to a grammar; "" for none."""
         if self._vocab is None:
             self._vocab = library.byte_vocabulary(self._special, self._eos_token_ids)
         return str(library.compiled(text, self._vocab, library.ADMISSION).get_error())

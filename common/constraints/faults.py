@@ -1,4 +1,4 @@
-"""Objections of the library to a grammar, in one line and with the place that the caller knows."""
+"""The grammar library's error messages, each in one line and with a place that the client knows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from common.constraints.subschemas import SchemaError, children, definitions
 _PLACED: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _OF_PARSER: Final = "error: "
 _PANIC: Final = "panic: "
-# The library says this of a first mask without a token.
+# The library's name for a first mask without a token.
 _SAID: Final = {"NoExtension": "no text satisfies it", "NoExtensionBias": "no text satisfies it"}
 _OF_SCHEMA: Final = "failed to compile JSON schema: "
-# Schemas that are compiled to find the place of a fault, at most.
+# Most schemas that are compiled to locate a fault.
 _MOST_TRIED: Final = 64
 _MOST_CHARACTERS: Final = 300
 
-# What is wrong with a grammar; empty where nothing is.
+# Returns the fault of a grammar; "" for none.
 Fault = Callable[[str], str]
 
 
 def place(text: str, at: int) -> str:
-    """The line and column of an index of a text."""
+    """Line and column of an index in a text."""
     line = text.count("\n", 0, at)
     return f"line {line + 1}, column {at - (text.rfind(chr(10), 0, at) + 1) + 1}"
 
@@ -34,7 +34,7 @@ def place(text: str, at: int) -> str:
 def of_grammar(message: str, first_line: int | None) -> str:
     """Describes a fault in a grammar.
 
-    `first_line` is its first line in the canonical text; None if that is not the client's text.
+    `first_line` is the grammar's first line in the canonical text; None if the canonical text is not the client's text.
     """
     placed = _PLACED.match(message)
     if placed is None:
@@ -45,11 +45,11 @@ def of_grammar(message: str, first_line: int | None) -> str:
 
 
 def of_expression(message: str) -> str:
-    """A fault in a regular expression: what its parser says, and the character, where it does."""
+    """Describes a fault in a regular expression: the parser's message, with the character if it names one."""
     lines = message.splitlines()
     for before, said in pairwise(["", *lines]):
         if said.startswith(_OF_PARSER):
-            # The expression stands above the mark, indented by four.
+            # The parser prints the expression above the mark, indented by four.
             at = f"character {before.index('^') - 3}: " if before.strip().startswith("^") else ""
             return at + _short(said)
     placed = _PLACED.match(message)
@@ -57,7 +57,7 @@ def of_expression(message: str) -> str:
 
 
 def of_schema(schema: Any, fault: Fault) -> SchemaError:
-    """A fault in a schema: the innermost subschema that has it alone."""
+    """Describes a fault in a schema: the innermost subschema that has the fault by itself."""
     message, place, tried = _of_schema(fault(json_schema.dumped(schema))), "", 0
     known = definitions(schema)
     inner = list(children(schema))
@@ -75,7 +75,7 @@ def _of_schema(message: str) -> str:
 
 
 def _short(message: str) -> str:
-    """The line that says most, without what only the library's own callers could do."""
+    """The most informative line of a message, without advice for direct callers of the library."""
     if message.startswith(_PANIC):
         return "the library of grammars fails to compile it"
     lines = message.strip().splitlines() or [""]

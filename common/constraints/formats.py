@@ -1,9 +1,8 @@
-"""Further schemas for what formats of JSON Schema say beyond the library's expressions for them.
+"""Stricter schemas for formats of JSON Schema, where the library's own expressions allow too much.
 
-
-Some texts that a format has are left out as well, as not every validator takes them: the year 0, leap seconds, host
-names with two hyphens in the third and fourth place, which are those of other alphabets if they are any, addresses of
-mail at a host without a dot or at an IP address, and URIs without anything between the colon and the query.
+They also leave out some valid texts, because not every validator accepts them: the year 0, leap seconds, host names
+with two hyphens in the third and fourth place (reserved for other alphabets), mail addresses at a host without a dot or
+at an IP address, and URIs with nothing between colon and query.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _LABEL: Final = r"(?:[^.]{1,3}|[^.]{2}(?:[^.-][^.]|-[^.-])[^.]*)"
 _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _LONG: Final = "(?:[A-Za-z0-9]-?){0,30}[A-Za-z0-9]"
 _SHORT: Final = "(?:[A-Za-z0-9]-?){0,9}[A-Za-z0-9]"
-# Replace the library's expressions: bounds on lengths, added to these, would be too much work. A local part has up to
-# 64 characters (with dots, 32 besides them), a host up to 223.
+# These replace the library's expressions: length bounds in addition to those would be too much work. A local part has
+# up to 64 characters (32 and dots in between if it has dots), a host up to 223.
 INSTEAD: Final[Mapping[str, str]] = {
     "email": rf"^(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})@(?:{_LONG}\.){{1,2}}(?:{_SHORT}\.){{0,4}}{_SHORT}$",
 }

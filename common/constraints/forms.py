@@ -1,4 +1,4 @@
-"""A constraint as a request has it."""
+"""Constraint of a request: its form and its texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Constraint:
 
     Attributes:
         form: one of `FORMS`.
-        texts: the schema, the expression or the grammar; or all choices. Empty for any JSON object.
+        texts: the schema, the expression or the grammar; all texts of a choice; empty for any JSON object.
 
     Raises:
         InvalidFieldError: an unknown form, or texts that are too many or too long.
@@ -48,15 +48,15 @@ class Constraint:
 
     @property
     def path(self) -> str:
-        """The field that has it."""
+        """The request field of the constraint."""
         return f"{PATH}.{self.form}"
 
     @classmethod
     def of(cls, given: object) -> Constraint:
-        """A constraint from a mapping of its form to its content, as `{"regex": "a+"}`; a schema may be an object.
+        """A constraint from a mapping of its form to its content, such as `{"regex": "a+"}`; a schema may be an object.
 
         Raises:
-            InvalidFieldError: it is something else.
+            InvalidFieldError: the mapping has another shape.
         """
         if isinstance(given, Constraint):
             return given

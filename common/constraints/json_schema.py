@@ -1,8 +1,8 @@
-"""JSON Schemas (2020-12) that can be guaranteed: every keyword of them is enforced, or is a note for people.
+"""Checks JSON Schemas (2020-12): every keyword is enforced, is an annotation, or is refused.
 
-Any other keyword is refused by name and place, so that no schema is weakened in silence. If the library reads a keyword
-otherwise than JSON Schema does, it gets another spelling (`library_form.py`). The library checks the values of
-keywords, and whether any value satisfies the schema.
+A refusal names the keyword and its place, so no schema is weakened silently. A keyword that the library reads
+differently from JSON Schema gets another spelling (`library_form.py`). The library checks the values of keywords, and
+whether any value satisfies the schema.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from common.constraints.names import without_dead_ends
 from common.constraints.subschemas import MAPS, SchemaError, walk
 from common.json_text import JsonError, json_value
 
-# Between the tokens of JSON: enough for indented output, and no endless row of blanks.
+# Whitespace between JSON tokens: enough for indented output, but bounded.
 WHITESPACE: Final = r"[ \n]{0,20}"
-# The library's options, by which a schema could be weakened; one of them is for callers.
+# The library's options could weaken a schema. One of them is open to callers.
 _OPTIONS: Final = "x-guidance"
 _FLEXIBLE: Final = "whitespace_flexible"
 # JSON's escapes except `\u`.
@@ -39,10 +39,10 @@ _TEXTS: Final = ("$id", "$anchor", "$schema", "$ref", "pattern", "format")
 
 
 def canonical(text: str) -> str:
-    """The schema as the library gets it: compact, its order kept, with the whitespace that is allowed.
+    """The schema as the library gets it: compact, in its order, with the allowed whitespace.
 
     Raises:
-        SchemaError: it is no schema, or has what cannot be guaranteed.
+        SchemaError: it is not a schema, or has a keyword that cannot be guaranteed.
     """
     return dumped(parsed(text))
 

@@ -1,7 +1,8 @@
-"""Keys of sequences that outlive their router, with which another router adopts them (docs/architecture.md, S12). Pure.
+"""Keys of sequences that outlive their router; another router adopts them by key (docs/explanation/architecture.md,
+S12).
 
 An answer is a function of its request, so a key is a digest of everything that the answer depends on, and of its owner.
-A router that has the same request makes the same key; without the request and its id the key cannot be made.
+A router that has the same request makes the same key; without the request and its id the key cannot be made. Pure.
 """
 
 from __future__ import annotations

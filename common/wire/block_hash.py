@@ -1,4 +1,4 @@
-"""Hashes of KV blocks: the chain that routers and workers compute alike (docs/determinism.md).
+"""Hashes of KV blocks: the chain that routers and workers compute alike (docs/explanation/determinism.md).
 
 A hash is a hint. The router routes by it; a worker finds a block by it and then compares tokens and parent. xxh64 is
 not collision-resistant, so equal hashes alone prove nothing.
