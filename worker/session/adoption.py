@@ -1,8 +1,8 @@
-"""Sequences of routers whose streams have broken, which other routers may adopt (rule S12). Pure.
+"""Sequences of routers whose streams have broken; other routers may adopt them (rule S12). Pure.
 
 Invariants:
-  * A key is found exactly while the router of its sequence has no stream and its lease has not ended.
-  * A sequence is adopted once: who comes second finds nothing.
+  * A key is found exactly while its router has no stream and the router's lease has not ended.
+  * A sequence is adopted once; a second adopter finds nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from common.wire.adoption import delivered_digest
 
 @dataclass(frozen=True, slots=True)
 class Adoptable:
-    """Facts by which an adopter shows that it goes on with the same answer.
+    """Facts that an adopter must match to continue a sequence.
 
     Attributes:
         key: of the sequence.
         prompt_len: length of its prompt.
-        given: tokens behind it that an earlier attempt has generated, uint32.
+        given: tokens after the prompt that an earlier attempt has generated, uint32.
     """
 
     key: bytes
@@ -31,7 +31,8 @@ class Adoptable:
     given: array[int]
 
     def is_behind(self, own: array[int], have: int, digest: bytes) -> bool:
-        """True if the first `have` tokens, of which `own` are those that the sequence has added, have this digest."""
+        """True if the first `have` tokens have this digest. `own` are the tokens that the sequence itself has
+        generated."""
         count = have - self.prompt_len - len(self.given)
         return 0 <= count <= len(own) and delivered_digest(self.given + own[:count]) == digest
 
@@ -40,7 +41,7 @@ class Abandoned(Protocol):
     """The sequences of a router without a stream."""
 
     def adoptables(self) -> Iterable[tuple[bytes, int]]:
-        """Adoption keys and rids of what may be adopted."""
+        """Adoption key and rid of each sequence that may be adopted."""
         ...
 
 
@@ -49,7 +50,7 @@ T = TypeVar("T", bound=Abandoned)
 
 @dataclass(frozen=True, slots=True)
 class OrphanNews:
-    """Keys that have come, at most as many as a frame takes, and when their lease ends (monotonic seconds)."""
+    """New keys, at most as many as fit a frame, and when their lease ends (monotonic seconds)."""
 
     number: int
     keys: tuple[bytes, ...]
@@ -57,11 +58,11 @@ class OrphanNews:
 
 
 class Orphans(Generic[T]):
-    """All orphans of one worker, by their keys, and what the routers are told of them."""
+    """All orphans of one worker, by key, and the announcements of them to routers."""
 
     def __init__(self) -> None:
         self._found: dict[bytes, tuple[T, int]] = {}
-        # By number, oldest first: the news, and whose they are.
+        # By number, oldest first: the announcement and the orphans' owner.
         self._news: dict[int, tuple[T, OrphanNews]] = {}
         self._number = 0
         self._watchers: dict[int, Callable[[], None]] = {}
@@ -70,7 +71,7 @@ class Orphans(Generic[T]):
         return len(self._found)
 
     def add(self, owner: T, lease_end: float) -> None:
-        """The stream of a router is gone."""
+        """Adds the sequences of a router whose stream is gone."""
         named = {key: rid for key, rid in owner.adoptables() if key}
         if not named:
             return
@@ -84,7 +85,7 @@ class Orphans(Generic[T]):
             wake()
 
     def remove(self, owner: T) -> None:
-        """The router is back, or its lease has ended."""
+        """Removes the sequences of a router that is back, or whose lease has ended."""
         mine = [number for number, (whose, _) in self._news.items() if whose is owner]
         for number in mine:
             for key in self._news.pop(number)[1].keys:
@@ -92,21 +93,21 @@ class Orphans(Generic[T]):
                     del self._found[key]
 
     def find(self, key: bytes) -> tuple[T, int] | None:
-        """The router that a sequence belongs to, and its rid there."""
+        """The router that a sequence belongs to, and its rid there; None if there is none."""
         return self._found.get(key)
 
     def adopted(self, key: bytes) -> None:
-        """Finds a sequence no more."""
+        """Removes an adopted sequence."""
         self._found.pop(key, None)
 
     def watch(self, number: int, wake: Callable[[], None]) -> None:
-        """Wakes a session, by its number, whenever there are news."""
+        """Calls `wake` on every announcement; `number` identifies the session."""
         self._watchers[number] = wake
 
     def unwatch(self, number: int) -> None:
-        """Wakes it no more."""
+        """Stops calling the `wake` of this session."""
         self._watchers.pop(number, None)
 
     def news_after(self, number: int) -> OrphanNews | None:
-        """The first news behind those of this number; None when there are none."""
+        """The first announcement after this number; None if there is none."""
         return next((news for _, news in self._news.values() if news.number > number), None)

@@ -1,16 +1,16 @@
-"""Changes of the prefix cache, as routers hear of them (docs/explanation/architecture.md).
+"""Reports changes of the prefix cache to routers (docs/explanation/architecture.md).
 
-The engine says what has changed, granule by granule; `KvLog` numbers the changes from 1 and keeps the newest of them
-for all routers together, and each Session reads them with a `KvCursor` of its own. Invariants:
-  * What a router has applied up to `seq`, put together, is what the cache held after change `seq`.
-  * A cursor that needs changes which are forgotten by now sends the whole cache instead, in pieces: a router that comes
-    back after long, or one that reads too slowly.
-  * A router that asks for it gets the whole cache anew, even an empty one; its asks are counted by epochs, and every
-    frame says which ask it comes after.
-  * At most one frame per KV_EVENTS_S and router, of at most MAX_KV_FRAME_CHANGES changes; what came and went within a
-    frame's changes is not in it.
-  * The log holds at most 2 * `capacity` changes, and of the cache each granule once.
-  * Digests of blocks are no changes: a router gets the newest ones, in order, as long as the log has them.
+The engine reports changes granule by granule. `KvLog` numbers them from 1 and keeps the newest for all routers; each
+Session reads them with a `KvCursor` of its own. Invariants:
+  * The changes that a router has applied up to `seq` add up to the cache's contents after change `seq`.
+  * A cursor that needs forgotten changes sends the whole cache instead, in pieces. This happens to a router that was
+      away for long, or that reads too slowly.
+  * A router that asks for it gets the whole cache anew, even an empty one. Its requests are counted by epochs, and
+      every frame names the newest one that it follows.
+  * At most one frame per KV_EVENTS_S and router, of at most MAX_KV_FRAME_CHANGES changes. A granule that appears and
+      disappears within a frame's changes is left out.
+  * The log holds at most 2 * `capacity` changes, and each granule of the cache once.
+  * Digests of blocks are not changes: a router gets the newest ones, in order, as long as the log has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KvLog:
     """The changes of one engine's cache.
 
     Args:
-        capacity: the newest changes that are remembered at least.
+        capacity: the log keeps at least this many of the newest changes.
     """
 
     def __init__(self, capacity: int = MAX_KV_LOG) -> None:
@@ -36,10 +36,10 @@ class KvLog:
         self._present: set[int] = set()
         self._changes: list[int] = []
         self._forgotten = 0
-        # The newest, and how many have been forgotten.
+        # The newest digests, and how many older ones have been dropped.
         self._digests: list[tuple[bytes, int]] = []
         self._forgotten_digests = 0
-        # Waiters for the next change; a dict for its order.
+        # Callbacks for the next change; a dict, because it keeps their order.
         self._waiting: dict[Callable[[], None], None] = {}
 
     @property
@@ -48,7 +48,7 @@ class KvLog:
         return self._forgotten + len(self._changes)
 
     def append(self, changes: Iterable[int]) -> None:
-        """Takes what `PrefixCache.take_granule_changes` gave; tells those who wait."""
+        """Appends changes (`PrefixCache.take_granule_changes`) and wakes the waiting callbacks."""
         before = len(self._changes)
         self._changes.extend(changes)
         new = self._changes[before:]
@@ -66,11 +66,11 @@ class KvLog:
 
     @property
     def num_digests(self) -> int:
-        """Digests that have come since the start."""
+        """Number of digests since the start."""
         return self._forgotten_digests + len(self._digests)
 
     def append_digests(self, digests: Sequence[tuple[bytes, int]]) -> None:
-        """Takes names of blocks with digests of their contents; tells those who wait."""
+        """Appends names of blocks with digests of their contents, and wakes the waiting callbacks."""
         if not digests:
             return
         self._digests += digests
@@ -80,7 +80,7 @@ class KvLog:
         self._wake_all()
 
     def digests_after(self, count: int) -> list[tuple[bytes, int]]:
-        """Digests that have come after the first `count`, but for those that are forgotten."""
+        """Digests after the first `count`, as far as they are kept."""
         return self._digests[max(0, count - self._forgotten_digests) :]
 
     def _wake_all(self) -> None:
@@ -89,24 +89,24 @@ class KvLog:
             wake()
 
     def remembers(self, seq: int) -> bool:
-        """True if every change after `seq` is known."""
+        """True if every change after `seq` is kept."""
         return self._forgotten <= seq <= self.seq
 
     def after(self, seq: int, limit: int) -> list[int]:
-        """The first `limit` changes after `seq`, which is remembered."""
+        """The first `limit` changes after `seq`, which must be kept."""
         start = seq - self._forgotten
         return self._changes[start : start + limit]
 
     def snapshot(self) -> array[int]:
-        """All granules of the cache, as of `seq`."""
+        """All granules of the cache at change `seq`."""
         return array("Q", self._present)
 
     def wait(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` at the next change, once."""
+        """Calls `wake` once, at the next change."""
         self._waiting[wake] = None
 
     def leave(self, wake: Callable[[], None]) -> None:
-        """Forgets one who waits."""
+        """Removes a waiting callback."""
         self._waiting.pop(wake, None)
 
 
@@ -116,7 +116,7 @@ class KvCursor:
     Args:
         log: the cache's changes.
         seq: number of the last change that the router has; 0 for none.
-        wake: told when `take` may have something again, after it had nothing.
+        wake: called when `take` may have something again after it had nothing.
     """
 
     def __init__(self, log: KvLog, seq: int, wake: Callable[[], None]) -> None:
@@ -124,23 +124,23 @@ class KvCursor:
         self._seq = seq
         self._wake = wake
         self._needs_snapshot = seq == 0 < log.seq
-        # Rest of a snapshot that has begun.
+        # Rest of a snapshot that is being sent.
         self._left: array[int] | None = None
         self._epoch = 0
         self._num_digests = 0
         self._took = -math.inf
 
     def restart(self, epoch: int) -> None:
-        """Begins a snapshot next, unless that has been asked for in this epoch or a later one already."""
+        """Sends a snapshot next, unless one was requested in this epoch or a later one."""
         if epoch > self._epoch:
             self._epoch, self._needs_snapshot, self._left = epoch, True, None
 
     def due_in(self, now: float) -> float:
-        """Seconds until `take` has something; infinite when that is up to the engine."""
+        """Seconds until `take` has something; infinite if that depends on the engine."""
         return max(0.0, self._took + KV_EVENTS_S - now) if self._is_behind else math.inf
 
     def take(self, now: float) -> wpb.KvEvents | None:
-        """The next frame; None when there is none, or not yet."""
+        """The next frame; None if there is none, or not yet."""
         if not self._is_behind:
             self._log.wait(self._wake)
             return None
@@ -153,7 +153,7 @@ class KvCursor:
         return frame
 
     def close(self) -> None:
-        """The Session has ended."""
+        """Ends the cursor with its Session."""
         self._log.leave(self._wake)
 
     @property
@@ -163,7 +163,7 @@ class KvCursor:
         return is_behind or self._num_digests != log.num_digests
 
     def _take_frame(self) -> wpb.KvEvents:
-        """The next frame's granules, of which there may be none."""
+        """The next frame's granules; may be empty."""
         if self._left is not None:
             return self._take_piece(self._left, after=self._seq)
         if self._needs_snapshot or not self._log.remembers(self._seq):
@@ -185,7 +185,7 @@ class KvCursor:
     def _take_changes(self) -> wpb.KvEvents:
         frame = wpb.KvEvents(after=self._seq, epoch=self._epoch)
         changes = self._log.after(self._seq, MAX_KV_FRAME_CHANGES)
-        # A granule comes and goes in turns, so that every second change undoes the one before.
+        # A granule appears and disappears in turns, so every second change undoes the one before.
         net: dict[int, bool] = {}
         for change in changes:
             granule = change if change >= 0 else ~change

@@ -1,6 +1,6 @@
-"""Hands the engine's outputs to who waits for them, on the event loop.
+"""Routes engine outputs to their sequences' owners, on the event loop.
 
-Invariant: every sequence that was added gets exactly one output with an end, also when the engine fails.
+Invariant: every added sequence gets exactly one output with an end, also when the engine fails.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from worker.engine.turns import StepListener, Turn
 
 
 class LiveSequence(Protocol):
-    """A sequence in the engine, as the event loop has it: the one record of it there.
+    """Record of a sequence in the engine, on the event loop's side.
 
     Attributes:
         seq: belongs to the engine while it is live.
-        end_pos: tokens that have come, prompt included.
-        owner: is told of steps that brought something.
+        end_pos: number of tokens so far, including the prompt.
+        owner: is notified of steps with output.
     """
 
     seq: Sequence
@@ -29,11 +29,11 @@ class LiveSequence(Protocol):
 
     @property
     def owner(self) -> StepListener:
-        """Is told of steps that brought something."""
+        """The object that is notified of steps with output."""
         ...
 
     def on_output(self, output: RequestOutput) -> None:
-        """Takes one step's output."""
+        """Takes the sequence's output of one step."""
         ...
 
 
@@ -50,12 +50,12 @@ class Deliveries:
         return seq_id in self._live
 
     def add(self, live: Iterable[LiveSequence]) -> None:
-        """From now on these get their outputs."""
+        """Adds sequences, which get their outputs from now on."""
         for each in live:
             self._live[each.seq.id] = each
 
     def deliver(self, turn: Turn) -> None:
-        """Hands out what a turn produced; each owner concerned is told once of the step."""
+        """Delivers a turn's outputs; each owner is notified once per step."""
         concerned: dict[StepListener, int | None] = {}
         for output in turn.outputs:
             concerned.setdefault(self._hand_out(output))
@@ -64,9 +64,9 @@ class Deliveries:
             listener.on_step(turn.step, submit_seen)
 
     def end_all(self, step: int, message: str, now: float) -> None:
-        """Ends every live sequence with EndReason.ERROR: the engine has failed and says nothing more.
+        """Ends every live sequence with EndReason.ERROR after a failure of the engine.
 
-        One that fails costs the others nothing: it may be why the engine has failed.
+        A sequence that raises does not affect the others: it may be why the engine failed.
         """
         owners: dict[StepListener, None] = {}
         for live in list(self._live.values()):
@@ -81,7 +81,7 @@ class Deliveries:
 
     def _hand_out(self, output: RequestOutput) -> StepListener:
         live = self._live[output.request_id]
-        # First: a sequence whose owner fails is live still, and gets its end from `end_all`.
+        # Before removal: a sequence whose owner raises stays live and gets its end from `end_all`.
         live.on_output(output)
         live.end_pos = output.first_pos + len(output.output_tokens)
         if output.end is not None:

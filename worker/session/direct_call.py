@@ -16,7 +16,7 @@ from worker.session.request_trace import FINISHES, RequestTrace, failure
 
 
 class DirectCall:
-    """The sequence of one call, and what has come of it and not been written. A LiveSequence of its own."""
+    """The sequence of one call, and its output that has not been written yet. Implements LiveSequence."""
 
     def __init__(self, seq: Sequence, trace: RequestTrace) -> None:
         self.seq = seq
@@ -25,7 +25,7 @@ class DirectCall:
         self._seed = seq.seed
         self._token_ids: list[int] = []
         self._start: Start | None = None
-        # As `_start`, which is gone when it has been sent.
+        # Like `_start`, but kept after it has been sent.
         self._began: Start | None = None
         self._written = 0
         self._end: End | None = None
@@ -36,7 +36,7 @@ class DirectCall:
         return self
 
     def on_output(self, output: RequestOutput) -> None:
-        """Takes new tokens."""
+        """Takes the output of one step."""
         self._token_ids.extend(output.output_tokens)
         if output.start is not None:
             self._start = self._began = output.start
@@ -48,10 +48,10 @@ class DirectCall:
         self._news.set()
 
     async def next_response(self) -> wpb.GenerateResponse:
-        """Next response: everything since the last call; the last one has `end`.
+        """The next response: all output since the last call; the last response has `end`.
 
         Raises:
-            ApiError: the sequence did not end by itself, and all its tokens have been handed out.
+            ApiError: the sequence did not end by itself, and all its tokens have been returned.
         """
         await self._news.wait()
         self._news.clear()
@@ -66,11 +66,11 @@ class DirectCall:
         return response
 
     def written(self, response: wpb.GenerateResponse) -> None:
-        """A response has gone out."""
+        """Notes that a response has been written."""
         self._written += len(response.token_ids)
 
     def account(self, record: RequestRecord, now: float) -> None:
-        """Says what has come of the call, however it ended."""
+        """Records the call's tokens and times, however it ended."""
         record.completion_tokens, record.times = self._written, self._times(record.arrived, now)
         if self._began is not None:
             record.cached_tokens = self._began.cached_tokens
@@ -94,7 +94,7 @@ class DirectCall:
         if end.reason in FINISHES:
             response.end.CopyFrom(end_proto(0, end))
         elif response.token_ids:
-            # The tokens first; the next call raises.
+            # The tokens are sent first; the next call raises.
             self._news.set()
         else:
             error = failure(end)

@@ -1,7 +1,6 @@
-"""The engine as the event loop has it: gives its thread commands, and hands out what that says.
+"""The engine on the event loop's side: sends commands to its thread and delivers the thread's outputs.
 
-Invariant: after a failure no sequence is left live, whichever failed: what cannot be handed out on the event loop is a
-failure of the engine too.
+Invariant: a failure leaves no sequence live. An output that cannot be delivered counts as a failure of the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 class EngineState(enum.Enum):
-    """Stage of the engine's life."""
+    """Stage of an engine's life."""
 
     STARTING = enum.auto()
     RUNNING = enum.auto()
@@ -81,11 +80,11 @@ class EngineLoop:
         self._thread.start()
 
     async def wait_started(self) -> None:
-        """Waits until the engine runs; raises what `build` raised."""
+        """Waits until the engine runs."""
         await asyncio.shield(self._started)
 
     async def wait_failed(self) -> str:
-        """Waits until the engine has failed; one line that says how."""
+        """Waits until the engine has failed. Returns one line that says how."""
         return await asyncio.shield(self._failed)
 
     async def wait_idle(self) -> None:
@@ -94,25 +93,25 @@ class EngineLoop:
 
     @property
     def num_live(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._deliveries)
 
     @property
     def draft_counts(self) -> list[tuple[int, int]]:
-        """Drafts of speculation verified and accepted since the engine's start, by their position behind a token."""
+        """Verified and accepted drafts since the engine's start, by their position after a token."""
         drafts = {} if self.figures is None else self.figures.drafts
         return [counts for (method, _), counts in drafts.items() if method != names.GRAMMAR_DRAFTS]
 
     def busy_s(self, now: float) -> float:
-        """For how long the current step has been running; 0 when idle."""
+        """Duration of the current step so far; 0 when idle."""
         return 0.0 if self._thread is None else self._thread.busy_s(now)
 
     def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
-        """Takes a group that a router has released: it enters the waiting queue whole."""
+        """Submits a group that a router has released: it enters the waiting queue as a whole."""
         self._submit(receipt, live)
 
     def submit(self, live: LiveSequence) -> None:
-        """Takes one sequence that passes this worker's own delay gate."""
+        """Submits one sequence, which passes this worker's own delay gate."""
         self._submit(None, [live])
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
@@ -127,12 +126,12 @@ class EngineLoop:
             self._thread.put(SetDeadline(seq_id, deadline))
 
     def end_all(self, message: str) -> None:
-        """Ends everything with EndReason.CANCELLED: the worker goes, and another may go on with it."""
+        """Ends every sequence with EndReason.CANCELLED: the worker ends, and another worker may continue them."""
         if self._thread is not None:
             self._thread.put(EndAll(message))
 
     async def flush(self) -> int:
-        """Drops what the prefix cache has and no sequence holds, at the thread's next turn; how many blocks that was.
+        """Drops cached blocks that no sequence holds, at the thread's next turn. Returns their number.
 
         Raises:
             EngineError: the engine does not run, or fails meanwhile.
@@ -148,12 +147,12 @@ class EngineLoop:
             self._flushes.discard(flushed)
 
     def stop(self) -> None:
-        """Lets the thread end after its current step."""
+        """Tells the thread to end after its current step."""
         if self._thread is not None:
             self._thread.stop()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end; blocks the event loop. False when it has not come."""
+        """Waits for the thread's end; blocks the event loop. False if it has not ended."""
         return self._thread is None or self._thread.join(timeout_s)
 
     def _submit(self, receipt: Receipt | None, live: Many[LiveSequence]) -> None:
@@ -166,13 +165,16 @@ class EngineLoop:
             self._thread.put(Submit(receipt, [each.seq for each in live]))
 
     def _post(self, failed: asyncio.Future[str], handle: Callable[..., None], event: object) -> None:
-        # The event loop may be gone when the process ends in the middle of a step.
+        # The event loop may be gone if the process ends in the middle of a step.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, failed, handle, event)
 
     def _take(self, failed: asyncio.Future[str], handle: Callable[..., None], event: object) -> None:
-        """Takes an event of the thread whose failure `failed` stands for. When that cannot be done, the engine has
-        failed: what else it says would be lost."""
+        """Handles an event of the thread. If the handler raises, the engine has failed, because its later events would
+        be lost.
+
+        `failed` belongs to the thread that sent the event.
+        """
         if failed.done():
             return
         try:
@@ -205,7 +207,7 @@ class EngineLoop:
         if was is not EngineState.STARTING:
             log.error("engine failed", error=message, exc_info=error)
         for flush in self._flushes:
-            # It may have been answered in this turn of the event loop, and not have been heard yet.
+            # It may have been answered in this turn of the event loop already.
             if not flush.done():
                 flush.set_exception(EngineError(message))
         self._end_live(message)

@@ -1,7 +1,7 @@
 """The thread that owns the EngineCore.
 
-It empties its inbox once per turn, before it schedules, so that a group which has been released together is in one
-batch; it tells what a turn produced once. It sleeps on a condition when nothing is unfinished.
+It empties its inbox once per turn, before it schedules, so that a group that was released together is in one batch. It
+reports a turn's results once. It sleeps on a condition while no sequence is unfinished.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from worker.engine.core import EngineCore
 from worker.engine.turns import Command, EngineTurns, Turn
 from worker.garbage import Collector
 
-# How long the thread waits when it has unfinished sequences but no work: the delay gate holds them all.
+# Wait while the delay gate holds all unfinished sequences.
 _GATED_WAIT_S: Final = 0.001
 
 
 class EngineThread:
-    """Runs the engine. Only `start`, `put`, `stop`, `join` and `busy_s` may be called from outside.
+    """Runs the engine. Other threads may only call `start`, `put`, `stop`, `join` and `busy_s`.
 
     Args:
-        build: makes the engine, on the thread, since loading a model takes long.
-        started, turned, failed: told what happened, on the thread.
+        build: makes the engine, on the thread, because loading a model takes long.
+        started, turned, failed: callbacks, called on the thread.
         clock: monotonic seconds.
     """
 
@@ -56,25 +56,25 @@ class EngineThread:
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        """Gives the thread something to do before its next step."""
+        """Queues a command for the thread's next turn."""
         with self._condition:
             self._commands.append(command)
             self._condition.notify()
 
     def stop(self) -> None:
-        """Ends the thread after the step that it is in."""
+        """Ends the thread after its current step."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end. False when it has not come."""
+        """Waits for the thread's end. False if it has not ended."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def busy_s(self, now: float) -> float:
-        """For how long the current step has been running; 0 when none is."""
+        """Duration of the current step so far; 0 without one."""
         began = self._turn_began
         return 0.0 if began is None else max(0.0, now - began)
 
@@ -89,13 +89,13 @@ class EngineThread:
         except Exception as error:
             self._failed(error)
         except BaseException as error:
-            # A thread that ends in silence would leave its sequences waiting for ever.
+            # A thread that ended silently would leave its sequences waiting for ever.
             self._failed(EngineError(f"{type(error).__name__}: {error}"))
         finally:
             self._collector.stop()
 
     def _turn(self, turns: EngineTurns) -> bool:
-        """Waits for something to do and does it. False when the thread must end."""
+        """Waits for work and does it. False if the thread must end."""
         if not turns.has_work:
             self._wait_idle(turns.core)
         commands = self._take()
@@ -112,12 +112,12 @@ class EngineThread:
         return True
 
     def _wait_idle(self, core: EngineCore) -> None:
-        """Waits until there is something to do; raises when what computes the steps is lost meanwhile."""
+        """Waits until there are commands. Raises when the process that computes the steps is lost meanwhile."""
         while not self._wait(core.idle_check_s) and not core.check():
             self._collector.while_idle()
 
     def _take(self) -> list[Command] | None:
-        """All commands. None when the thread must end."""
+        """All queued commands. None if the thread must end."""
         with self._condition:
             if self._stopping:
                 return None
@@ -126,6 +126,6 @@ class EngineThread:
             return commands
 
     def _wait(self, timeout_s: float) -> bool:
-        """Waits until there is something to do. False when nothing came."""
+        """Waits for a command. False if none arrived."""
         with self._condition:
             return self._condition.wait_for(lambda: bool(self._commands) or self._stopping, timeout_s)

@@ -1,4 +1,5 @@
-"""Backlog of this worker at all routers: echoed to each, so that every gate sees the fleet's oldest request.
+"""Backlog of this worker at all routers. It is echoed to each router, so that every gate sees the fleet's oldest
+request.
 
 Without the echo a delay factor works for one router only (docs/explanation/determinism.md).
 """
@@ -31,18 +32,18 @@ class FleetLanes:
         self._lanes: dict[int, _Lane] = {}
 
     def report(self, session: int, *, oldest_age_s: float, num_tokens: int, num_seqs: int, now: float) -> None:
-        """Takes a Lane record; with `num_seqs` 0 nothing waits there."""
+        """Stores a session's Lane record; `num_seqs` 0 means that nothing waits there."""
         if num_seqs == 0:
             self.remove(session)
         else:
             self._lanes[session] = _Lane(oldest_age_s, num_tokens, num_seqs, now)
 
     def remove(self, session: int) -> None:
-        """Forgets a session that has ended."""
+        """Removes a session that has ended."""
         self._lanes.pop(session, None)
 
     def oldest_age_s(self, now: float) -> float:
-        """Age of the oldest request that waits anywhere, grown since it was reported; 0 when none waits."""
+        """Age now of the oldest request that waits at any router; 0 if none waits."""
         return max((lane.oldest_age_s + now - lane.reported for lane in self._lanes.values()), default=0.0)
 
     @property

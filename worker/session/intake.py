@@ -1,12 +1,12 @@
-"""From a Session's frames to groups of sequences: the deciding half of its reading direction.
+"""Assembles a Session's frames into groups of sequences. Pure: the deciding half of the reading direction.
 
 Invariants:
-  * A group leaves whole, once, in the order in which groups were completed: with its last Submit and the last Extend of
-    every sequence in it (docs/explanation/architecture.md). A sequence that is refused, cancelled or late leaves its
-    group and costs the others nothing.
-  * A rid that is known here or runs already is a no-op (S5); an Extend or Cancel of an unknown one is ignored.
-  * What is held is bounded: a prompt by the model's length, all of them by MAX_ASSEMBLING_TOKENS and their records by
-    MAX_ASSEMBLING_BYTES, groups by MAX_OPEN_GROUPS. A router that keeps to the protocol has one open group.
+  * A group enters the engine as a whole, once, in the order in which groups were completed: with its last Submit and
+      the last Extend of each of its sequences (docs/explanation/architecture.md). A refused, cancelled or late sequence
+      leaves its group and does not affect the others.
+  * A Submit of a known rid does nothing (S5); an Extend or Cancel of an unknown rid is ignored.
+  * Memory is bounded: a prompt by the model's length, all prompts by MAX_ASSEMBLING_TOKENS, their records by
+      MAX_ASSEMBLING_BYTES, groups by MAX_OPEN_GROUPS. A router that keeps to the protocol has one open group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from worker.engine.sequence import EndReason, Sequence
 from worker.session import request_validation
 from worker.session.sequence_builder import EngineLimits, build_sequence, check_length, check_sequence
 
-# Memory of a sequence besides the bytes of its record: its objects here.
+# Memory of a sequence's objects here, besides the bytes of its record.
 _DRAFT_BYTES = 512
 _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sequence that is complete, with the trace context of its router's span, and its adoption key."""
+    """A complete sequence, with the trace context of its router's span and its adoption key."""
 
     rid: int
     seq: Sequence
@@ -46,7 +46,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A sequence that does not get to the engine: its rid, its tokens so far, and why."""
+    """A sequence that does not enter the engine: its rid, its tokens so far, and the reason."""
 
     rid: int
     end_pos: int
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(slots=True)
 class _Draft:
-    """A sequence on its way in."""
+    """A sequence that is being assembled."""
 
     record: wpb.SubmitSequence
     params: SamplingParams
@@ -77,7 +77,7 @@ class _Draft:
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """A group on its way in; `drafts` in order of service."""
+    """A group that is being assembled; `drafts` in order of service."""
 
     drafts: dict[int, _Draft] = field(default_factory=dict)
     more: bool = True
@@ -92,7 +92,7 @@ class Inbox:
 
     Args:
         limits: of the engine.
-        is_live: whether a rid of this Session runs already, or its end has not been written.
+        is_live: True if a rid of this Session runs already, or its end has not been written.
     """
 
     def __init__(self, limits: EngineLimits, is_live: Callable[[int], bool]) -> None:
@@ -101,26 +101,26 @@ class Inbox:
         self._open: dict[int, _OpenGroup] = {}
         self._serials: dict[int, int] = {}
         self._num_tokens = self._num_bytes = 0
-        # No deadline of what is on its way in is before this.
+        # Lower bound of the deadlines of all sequences here.
         self._earliest = math.inf
         self._groups: list[Group] = []
         self._refusals: dict[int, Refusal] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of the sequences on their way in."""
+        """Estimated bytes of the sequences that are being assembled."""
         return self._num_bytes + _TOKEN_BYTES * self._num_tokens
 
     @property
     def num_seqs(self) -> int:
-        """Sequences on their way in."""
+        """Number of sequences that are being assembled."""
         return len(self._serials)
 
     def submit(self, frame: wpb.Submit, now: float) -> None:
-        """Takes the sequences of a Submit; `now` is when it was read, monotonic seconds.
+        """Adds the sequences of a Submit; `now` is when it was read, monotonic seconds.
 
         Raises:
-            ApiError: the Session must be closed: it holds too much.
+            ApiError: the Session must be closed because it holds too much.
         """
         group = self._open_group(frame.serial)
         for record in frame.seqs:
@@ -140,7 +140,7 @@ class Inbox:
         self._complete(frame.serial)
 
     def extend(self, frame: wpb.Extend) -> None:
-        """Takes further prompt tokens.
+        """Adds prompt tokens.
 
         Raises:
             ApiError: as `submit`.
@@ -163,7 +163,7 @@ class Inbox:
         self._complete(serial)
 
     def cancel(self, rid: int) -> bool:
-        """Drops a sequence; False when it is not on its way in."""
+        """Drops a sequence; False if it is not being assembled."""
         serial = self._serials.get(rid)
         if serial is None:
             return False
@@ -187,17 +187,17 @@ class Inbox:
             self._complete(serial)
 
     def take_groups(self) -> list[Group]:
-        """Groups that have become complete since the last call."""
+        """Groups completed since the last call."""
         groups, self._groups = self._groups, []
         return groups
 
     def take_refusals(self) -> list[Refusal]:
-        """Sequences that have been refused, cancelled or were late since the last call."""
+        """Sequences that were refused, cancelled or late since the last call."""
         refusals, self._refusals = self._refusals, {}
         return list(refusals.values())
 
     def give_up(self) -> list[int]:
-        """Forgets everything that is on its way in; the rids, in order of service."""
+        """Drops everything that is being assembled. Returns the rids, in order of service."""
         rids = list(self._serials)
         self._open.clear()
         self._serials.clear()
@@ -247,7 +247,7 @@ class Inbox:
         self._refusals[rid] = Refusal(rid, end_pos, reason, message)
 
     def _complete(self, serial: int) -> None:
-        """Lets the group go when its last frame is in."""
+        """Moves the group on if this was its last frame."""
         group = self._open.get(serial)
         if group is None or not group.is_complete:
             return

@@ -1,21 +1,22 @@
-"""Output that one router must still get: the deciding half of a Session's writing direction.
+"""Output that one router must still get. Pure: the deciding half of a Session's writing direction.
 
-While a frame is being written, steps go on; what they produce merges here and goes out with the next frame. A stream
-that breaks loses what is on its way: the tokens stay here, and `rewind` sends them again. Invariants
+Steps continue while a frame is being written; their output merges here and is sent in the next frame. A stream that
+breaks loses the frames on their way. Their tokens stay here, and `rewind` sends them again. Invariants
 (docs/explanation/architecture.md):
-  * Whatever the interleaving of steps and takes, the frames deliver each token once and in order (S2); after a rewind,
-    from where the router says.
-  * An end is in the frame of its sequence's last token, or alone when all tokens have gone before (S3).
-  * A token's logprobs are in its frame, and so is the vector that comes with one; logprobs of given tokens go before
-    the first token, and again with it.
-  * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8); whoever has waited longest is first.
-  * What is held is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
-    tokens of ended ones that have been sent whole (S6): the oldest of those goes first, and is then unknown.
-  * Logprobs (up to 700 bytes for each token) and digests of a live sequence go when MAX_SENT_LOGPROBS tokens behind
-    them have been sent. Nothing says that the router has them: what was written may lie in a buffer, and only a Hello
-    acknowledges (S4). A router that comes back from before them hears that the sequence is unknown, and submits it anew
-    behind its tokens (S5): nothing is lost, and the bound decides only what a break costs. In the time of a lease a
-    sequence seldom gets so many tokens.
+  * Whatever the order of steps and takes, the frames deliver each token once and in order (S2); after a rewind, from
+      the position that the router names.
+  * An end is in the frame of its sequence's last token, or alone if all tokens were sent before (S3).
+  * A token's logprobs, and its vector, are in its frame. Logprobs of prompt tokens are sent before the first token, and
+      again with it.
+  * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8). The sequence that has waited longest
+      is first.
+  * Memory is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
+      tokens of ended ones that have been sent whole (S6). The oldest of those is dropped first, and is unknown from
+      then on.
+  * Logprobs (up to 700 bytes per token) and digests of a live sequence are dropped when MAX_SENT_LOGPROBS later tokens
+      have been sent. Sent data may still be lost in a buffer, because only a Hello acknowledges (S4). A router that
+      asks for older ones is told that the sequence is unknown, and submits it anew after its tokens (S5). Nothing is
+      lost; the bound only decides what a broken stream costs. A sequence seldom gets so many tokens within a lease.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.session.adoption import Adoptable
 from worker.session.output_protos import end_proto, start_proto
 
-# Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; rows of
-# logprobs but for the rows.
+# Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; logprob
+# fields without their rows.
 _FRAME_BYTES = 1024
 _RUN_BYTES = 96
 _ROWS_BYTES = 32
 _TOKEN_BYTES = 5
 _DIGEST_BYTES = 13
 _RID_BYTES = 11
-# Ends with which a request has its whole answer.
+# Ends of complete answers.
 _FINISHES = (
     wpb.END_REASON_EOS,
     wpb.END_REASON_STOP_TOKEN,
@@ -50,19 +51,21 @@ _FINISHES = (
 
 @dataclass(slots=True)
 class Run:
-    """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out, and their
-    logprobs, `width` bytes each, but for those of the first `num_dropped` tokens; likewise of given tokens from
-    `given_pos` on, in bytes."""
+    """Output of one sequence, from absolute position `first_pos` on.
+
+    `sent` of its tokens have been sent. `logprobs` has `width` bytes per token, without the first `num_dropped` tokens;
+    likewise `given` for prompt tokens from `given_pos` on, in bytes.
+    """
 
     first_pos: int
     adoptable: Adoptable | None = None
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     sent: int = 0
-    # Another router adopts it: that is told the start with the first tokens that it gets.
+    # Another router has adopted the sequence; it gets the start with its first tokens.
     owes_start: bool = False
     start: wpb.SequenceStart | None = None
     end: wpb.SequenceEnd | None = None
-    # Of logits, by absolute position of the token.
+    # Digests of logits, by absolute position of the token.
     digests: dict[int, int] = field(default_factory=dict)
     logprobs: bytearray = field(default_factory=bytearray)
     width: int = 0
@@ -75,25 +78,26 @@ class Run:
 
     @property
     def end_pos(self) -> int:
-        """Tokens that have come, prompt included."""
+        """Number of tokens so far, including the prompt."""
         return self.first_pos + len(self.token_ids)
 
     def reaches(self, have: int) -> bool:
-        """True if all behind the first `have` tokens is here."""
+        """True if all output after the first `have` tokens is here."""
         return self.first_pos + self.num_dropped <= have <= self.end_pos
 
     def add_given(self, given: GivenLogprobs) -> None:
-        """Takes further logprobs of given tokens, which come in order."""
+        """Adds logprobs of prompt tokens, which arrive in order."""
         if not self.given:
             self.given_pos, self.given_width = given.first_pos, given.width
         self.given += given.rows
 
     def rows(self, start: int, end: int) -> bytes:
-        """Logprobs of the tokens from number `start` on, up to `end`."""
+        """Logprobs of the tokens from index `start` to `end`."""
         return bytes(self.logprobs[(start - self.num_dropped) * self.width : (end - self.num_dropped) * self.width])
 
     def drop_sent(self) -> None:
-        """Drops logprobs and digests far behind what has been sent; in large pieces, as each is a copy of the rest."""
+        """Drops logprobs and digests far before the last sent token; in large pieces, because each drop copies the
+        rest."""
         count = self.sent - self.num_dropped - MAX_SENT_LOGPROBS
         if count < MAX_SENT_LOGPROBS or not (self.width or self.given or self.digests):
             return
@@ -106,7 +110,7 @@ class Run:
 
     @property
     def weight(self) -> int:
-        """Tokens that it takes the memory of."""
+        """Memory, in units of tokens."""
         return len(self.token_ids) + (len(self.logprobs) + len(self.given) + len(self.pooled)) // _TOKEN_BYTES
 
 
@@ -123,9 +127,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._runs: dict[int, Run] = {}
-        # rids with unsent output, whoever has waited longest first.
+        # rids with unsent output, the longest waiting first.
         self._unsent: OrderedDict[int, None] = OrderedDict()
-        # Ended ones that have gone out whole, oldest first.
+        # rids of ended sequences that have been sent whole, the oldest first.
         self._tails: OrderedDict[int, None] = OrderedDict()
         self._tail_tokens = 0
         self._returned: deque[int] = deque()
@@ -140,17 +144,17 @@ class Outbox:
 
     @property
     def submit_seen(self) -> int:
-        """Serial number of the newest Submit taken in."""
+        """Serial number of the newest Submit that the engine has taken in."""
         return self._submit_seen
 
     @property
     def num_unsent(self) -> int:
-        """Sequences of which something has not gone out."""
+        """Number of sequences with unsent output."""
         return len(self._unsent) + len(self._returned)
 
     @property
     def rids(self) -> list[int]:
-        """The sequences that have output here, sent or not."""
+        """Sequences with output here, sent or not."""
         return list(self._runs)
 
     def holds(self, rid: int) -> bool:
@@ -158,10 +162,10 @@ class Outbox:
         return rid in self._runs
 
     def add(self, rid: int, output: RequestOutput, adoptable: Adoptable | None = None) -> None:
-        """Takes a sequence's output; outputs of one sequence come in order, the first one with how it may be adopted.
+        """Adds a sequence's output, in order; its first one may say how it can be adopted.
 
         Raises:
-            ValueError: its tokens do not continue those that are here.
+            ValueError: its tokens do not continue the ones here.
         """
         run = self._runs.setdefault(rid, Run(output.first_pos, adoptable))
         if run.end_pos != output.first_pos:
@@ -182,12 +186,16 @@ class Outbox:
         self._unsent.setdefault(rid)
 
     def adoptables(self) -> list[tuple[bytes, int]]:
-        """Adoption keys and rids of the sequences that have output here and may be adopted."""
+        """Adoption keys and rids of the adoptable sequences with output here."""
         return [(run.adoptable.key, rid) for rid, run in self._runs.items() if run.adoptable is not None]
 
     def release(self, rid: int, have: int, digest: bytes) -> Run | None:
-        """Gives a sequence away, to a router whose client has its first `have` tokens, of which the generated ones have
-        this digest. None, and it stays, if it does not go on from there or has been given up."""
+        """Removes a sequence for a router that adopts it. None, and it stays, unless it can continue after `have`
+        tokens.
+
+        `digest` is that of the generated ones among the client's first `have` tokens. A sequence that was given up
+        stays too.
+        """
         run = self._runs[rid]
         if run.adoptable is None or not run.reaches(have) or not run.adoptable.is_behind(run.token_ids, have, digest):
             return None
@@ -197,7 +205,8 @@ class Outbox:
         return run
 
     def take_in(self, rid: int, run: Run, have: int) -> None:
-        """Takes a sequence that another outbox has released, under another rid: what is behind `have` is to be sent."""
+        """Adds a sequence that another outbox has released, under another rid; its output after `have` tokens is
+        unsent."""
         for told in (run.start, run.end):
             if told is not None:
                 told.rid = rid
@@ -209,7 +218,7 @@ class Outbox:
         self.rewind(rid, have)
 
     def rewind(self, rid: int, have: int) -> bool:
-        """Sends everything behind the router's first `have` tokens (again). False when that is not known here (S4)."""
+        """Sends everything after the router's first `have` tokens again. False if that is not possible (S4)."""
         run = self._runs.get(rid)
         if run is None or not run.reaches(have):
             return False
@@ -225,36 +234,37 @@ class Outbox:
         return True
 
     def forget(self, rid: int) -> None:
-        """Drops a sequence: the router does not want it."""
+        """Drops a sequence that the router does not want."""
         if rid in self._tails:
             self._leave_tails(rid)
         self._unsent.pop(rid, None)
         self._runs.pop(rid, None)
 
     def acknowledge(self, rid: int) -> None:
-        """The router will not ask again for a sequence that has ended and been sent; a no-op for any other."""
+        """Drops an ended sequence that has been sent whole; a no-op for any other."""
         if rid in self._tails:
             self.forget(rid)
 
     def begin_stream(self) -> None:
-        """A new stream: what was given back on the one before is unknown by now, and its Submits count for nothing."""
+        """Resets per-stream state: sequences given back on the last stream are unknown, and its Submits no longer
+        count."""
         self._returned.clear()
         self._submit_seen = 0
         self._has_news = False
 
     def give_back(self, rid: int) -> None:
-        """The sequence has computed nothing and goes back to the router (S9)."""
+        """Returns a sequence that has computed nothing to the router (S9)."""
         self._returned.append(rid)
 
     def on_step(self, step: int, submit_seen: int | None = None) -> None:
-        """An engine step has passed; `submit_seen` if Submits were taken in before it."""
+        """Notes an engine step; `submit_seen` if the engine took in Submits before it."""
         self._step = step
         if submit_seen is not None:
             self._submit_seen = submit_seen
             self._has_news = True
 
     def take(self) -> wpb.StepOutput | None:
-        """The next frame, without its load; None when there is nothing to say."""
+        """The next frame, without its load; None if there is nothing to send."""
         if self.is_empty:
             return None
         self._has_news = False
@@ -268,10 +278,10 @@ class Outbox:
         return frame
 
     def _take_run(self, frame: wpb.StepOutput, room: _Room) -> bool:
-        """Moves the oldest run into the frame, as far as it fits. True when it was moved whole."""
+        """Moves the oldest run into the frame, as far as it fits. True if it was moved whole."""
         rid = next(iter(self._unsent))
         run = self._runs[rid]
-        # The end is paid for before any token, so that the last token never goes without it.
+        # The end's size is reserved before any token, so that the last token is never sent without it.
         fixed = _RUN_BYTES + _ROWS_BYTES + len(run.pooled) + (run.end.ByteSize() if run.end is not None else 0)
         if room.bytes < fixed or not _take_given(frame, rid, run, room, fixed):
             return False
@@ -291,7 +301,8 @@ class Outbox:
         return whole
 
     def _keep_tail(self, rid: int, run: Run) -> None:
-        """Keeps a sequence that has been sent whole: the frame may be lost. A cancelled one nobody asks for again."""
+        """Keeps a sequence that has been sent whole, because the frame may be lost. Cancelled ones are not kept: no
+        router asks for them."""
         if run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED:
             del self._runs[rid]
             return
@@ -306,7 +317,7 @@ class Outbox:
 
 
 def _take_given(frame: wpb.StepOutput, rid: int, run: Run, room: _Room, kept: int) -> bool:
-    """Moves logprobs of given tokens into the frame, as far as they fit beside `kept` bytes. True if none are left."""
+    """Moves logprobs of prompt tokens into the frame as far as they fit beside `kept` bytes. True if all were moved."""
     left = len(run.given) - run.given_sent
     if not left:
         return True

@@ -1,4 +1,4 @@
-"""Outputs as they are written to the wire."""
+"""Conversion of engine outputs to protos."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROTO_REASONS: Final = {
 
 
 def start_proto(rid: int, start: Start) -> wpb.SequenceStart:
-    """A start as routers and direct callers get it."""
+    """A sequence's start as a proto, for routers and direct callers."""
     return wpb.SequenceStart(
         rid=rid,
         cached_tokens=start.cached_tokens,
@@ -36,7 +36,7 @@ def start_proto(rid: int, start: Start) -> wpb.SequenceStart:
 
 
 def end_proto(rid: int, end: End) -> wpb.SequenceEnd:
-    """An end as routers and direct callers get it."""
+    """A sequence's end as a proto, for routers and direct callers."""
     message = end.message.encode("utf-8", "replace")[:MAX_END_MESSAGE_BYTES].decode("utf-8", "ignore")
     made = wpb.SequenceEnd(rid=rid, end_pos=end.end_pos, reason=PROTO_REASONS[end.reason], message=message)
     if end.stop_token_id is not None:

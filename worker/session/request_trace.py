@@ -1,4 +1,4 @@
-"""The span and the log line of one sequence, and the status with which it has ended."""
+"""Span, log line and final status of one sequence."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from worker.engine.sequence import EndReason
 
 log = structlog.get_logger(__name__)
 
-# Ends that are no failure of the sequence.
+# Ends that are not failures.
 FINISHES: Final = frozenset({EndReason.EOS, EndReason.STOP_TOKEN, EndReason.STOP_SEQUENCE, EndReason.LENGTH})
 
 
 class RequestTrace:
-    """Tells of a sequence in the engine.
+    """Reports a sequence's progress to its span and its log line.
 
     Args:
         rid: of the router's attempt; 0 for a direct call.
         prompt_tokens: of the sequence.
-        span: is ended with it.
-        trace_id: of the span; empty without one.
+        span: ends with the sequence.
+        trace_id: of the span; "" without one.
 
     Attributes:
-        rid: as given, until another router adopts the sequence.
+        rid: as given; changes when another router adopts the sequence.
     """
 
     def __init__(self, rid: int, prompt_tokens: int, span: SequenceSpan, trace_id: str) -> None:
@@ -39,7 +39,7 @@ class RequestTrace:
         self._cached_tokens = 0
 
     def note(self, output: RequestOutput) -> None:
-        """Takes an output; the last one ends the span and writes the log line."""
+        """Notes an output; the last one ends the span and writes the log line."""
         if output.start is not None:
             self._cached_tokens = output.start.cached_tokens
         if output.end is not None:

@@ -1,6 +1,7 @@
-"""Validation of the request fields that this worker serves, and conversion of those that carry parameters.
+"""Checks the request fields that this worker serves, and converts parameters.
 
-A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a Submit it ends its own sequence only.
+A field that is set but not listed is refused with UNIMPLEMENTED and its name. In a Submit that ends its own sequence
+only.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> Non
     """Checks that all ids are in [0, vocab_size).
 
     Raises:
-        InvalidFieldError: one is not; names it.
+        InvalidFieldError: names the first id that is not.
     """
     if token_ids and max(token_ids) >= vocab_size:
         at = next(i for i, token in enumerate(token_ids) if token >= vocab_size)
@@ -84,24 +85,24 @@ def check_cache_salt(cache_salt: bytes) -> None:
     """Checks the length of a salt.
 
     Raises:
-        InvalidFieldError: it is too long.
+        InvalidFieldError: the salt is too long.
     """
     if len(cache_salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidFieldError("cache_salt", f"has {len(cache_salt)} bytes", f"at most {MAX_CACHE_SALT_BYTES}")
 
 
 def check_adoption_key(path: str, key: bytes) -> None:
-    """Checks the length of a key.
+    """Checks the length of an adoption key.
 
     Raises:
-        InvalidFieldError: it is too long.
+        InvalidFieldError: the key is too long.
     """
     if len(key) > MAX_ADOPTION_KEY_BYTES:
         raise InvalidFieldError(path, f"has {len(key)} bytes", f"at most {MAX_ADOPTION_KEY_BYTES}")
 
 
 def priority(given: wpb.Priority.ValueType) -> Priority:
-    """The class of a sequence; `refuse_unserved` has let only known values pass."""
+    """The priority class of a sequence. `refuse_unserved` has refused unknown values before."""
     return Priority(given) if given else Priority.NORMAL
 
 
@@ -123,10 +124,10 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int, eos_token_ids: 
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Checks that the model has all ids of the parameters, and the number of stopping sequences.
+    """Checks that the model has all ids of the parameters, and the number of stop sequences.
 
     Raises:
-        InvalidFieldError: it has not, or there are too many.
+        InvalidFieldError: an id is unknown, or there are too many stop sequences.
     """
     _check_stop_token_sequences(params, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -149,7 +150,7 @@ def _check_stop_token_sequences(params: SamplingParams, vocab_size: int) -> None
 
 
 def _check_logprob_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Checks that the model has the ids whose logprobs are wanted, and as many as are wanted of the most likely."""
+    """Checks the ids whose logprobs are wanted, and that the vocabulary has as many tokens as are wanted."""
     check_token_ids("sampling_params.logprob_token_ids", params.logprob_token_ids, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:

@@ -1,11 +1,11 @@
 """State of one router on this worker: its sequences, which outlive the streams of its Session (rules S4, S6).
 
 Invariants (docs/explanation/architecture.md):
-  * Sequences go on running while no stream is attached; what they produce waits in the outbox.
-  * Every rid ends in exactly one of: an end, given back, unknown at a later Hello, or the end of the router's lease.
-  * After `end` nothing of the router is left in the engine, and what the engine still says about it is not kept.
-  * A sequence belongs to one router at a time. One that is adopted leaves the first one without a trace: if that comes
-    back, the rid is unknown (S12).
+  * Sequences run on while no stream is attached; their output waits in the outbox.
+  * Every rid ends in exactly one way: an end, given back, unknown at a later Hello, or the end of the router's lease.
+  * After `end` the engine has nothing of the router, and its later outputs for it are dropped.
+  * A sequence belongs to one router at a time. An adopted sequence leaves its first router without a trace: if that
+      router comes back, the rid is unknown (S12).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = structlog.get_logger(__name__)
 
 
 class Engine(Protocol):
-    """The engine as a Session needs it."""
+    """The engine's interface for a Session."""
 
     @property
     def load(self) -> LoadReport | None: ...
 
     @property
     def num_steps(self) -> int:
-        """Steps since the start."""
+        """Number of steps since the start."""
         ...
 
     @property
@@ -52,11 +52,11 @@ class Engine(Protocol):
         ...
 
     def busy_s(self, now: float) -> float:
-        """For how long the current step has been running, seconds."""
+        """Duration of the current step so far, seconds."""
         ...
 
     def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
-        """Takes a group whole; each of its sequences gets its outputs."""
+        """Submits a group as a whole; each of its sequences gets its outputs."""
         ...
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
@@ -64,23 +64,23 @@ class Engine(Protocol):
         ...
 
     def set_deadline(self, seq_id: int, deadline: float | None) -> None:
-        """Gives a sequence another deadline, monotonic seconds, None for none; an unknown id is ignored."""
+        """Changes a sequence's deadline, monotonic seconds, None for none; an unknown id is ignored."""
         ...
 
 
 class ActiveSequence:
-    """A sequence of a router in the engine: a LiveSequence.
+    """A router's sequence in the engine. Implements LiveSequence.
 
     Args:
         rid: of the router's attempt.
         seq: belongs to the engine while it is live.
-        owner: the router's.
-        trace: says what becomes of it.
-        adoptable: by which another router may adopt it; None where none may.
+        owner: the router's sequences.
+        trace: its span and log line.
+        adoptable: facts for another router's adoption; None if none may adopt it.
 
     Attributes:
-        end_pos: tokens that have come, prompt included.
-        is_wanted: False when the router has dropped it; it is cancelled then, and what still comes is not kept.
+        end_pos: number of tokens so far, including the prompt.
+        is_wanted: False when the router has dropped it; it is cancelled then, and its later output is dropped.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class ActiveSequence:
         self._trace = trace
 
     def move(self, rid: int, owner: RouterSequences) -> None:
-        """Another router has adopted it."""
+        """Moves the sequence to a router that has adopted it."""
         self.rid, self.owner = rid, owner
         self._trace.rid = rid
 
     def on_output(self, output: RequestOutput) -> None:
-        """Takes new tokens."""
+        """Takes the output of one step."""
         self._trace.note(output)
         self.owner.on_output(self, output)
 
@@ -118,13 +118,13 @@ class RouterSequences:
         facts: the worker's description.
         engine: runs the sequences.
         tracing: makes their spans.
-        identity: name in the router's certificate, to which its id is bound (rule S11); empty without mTLS.
-        orphans: what may be adopted on this worker; None where this router is alone.
+        identity: name in the router's certificate, to which its id is bound (rule S11); "" without mTLS.
+        orphans: adoptable sequences of this worker; None if this is its only router.
 
     Attributes:
         identity: as given.
         orphans: as given.
-        outbox: what the router must still get.
+        outbox: output that the router must still get.
         lease_end: monotonic seconds at which the router counts as gone; None while a stream is attached.
     """
 
@@ -155,25 +155,25 @@ class RouterSequences:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing that the router could come back for."""
+        """True if nothing is left that the router could come back for."""
         return not self._active and not self.outbox.rids
 
     @property
     def num_held(self) -> int:
-        """Sequences that run here or have something to send, those that do both twice."""
+        """Number of sequences that run here or have unsent output; a sequence with both counts twice."""
         return len(self._active) + self.outbox.num_unsent
 
     @property
     def rids(self) -> set[int]:
-        """The sequences that run here, or whose output is still kept."""
+        """Sequences that run here or whose output is kept."""
         return {*self._active, *self.outbox.rids}
 
     def attach(self, live: Iterable[wpb.LiveSequence], wake: Callable[[], None]) -> list[int]:
-        """A stream begins with this Hello (S4): drops what it does not name, and goes on with the rest from there.
+        """Begins a stream with this Hello (S4): drops sequences that it does not name, and continues the others.
 
         Args:
-            live: what the router has of which sequence.
-            wake: told when there may be something to write.
+            live: number of tokens that the router has of each sequence.
+            wake: called when there may be something to write.
 
         Returns:
             The rids among `live` that are unknown here.
@@ -188,24 +188,24 @@ class RouterSequences:
         return [rid for rid, tokens in have.items() if not self._take_up(rid, tokens)]
 
     def detach(self, lease_end: float) -> None:
-        """The stream is gone; the sequences stay until `lease_end`, monotonic seconds."""
+        """Notes that the stream is gone; the sequences stay until `lease_end`, monotonic seconds."""
         self.lease_end = lease_end
         self._wake = _nobody
         self.orphans.add(self, lease_end)
 
     def end(self) -> None:
-        """Ends everything: the router is gone."""
+        """Ends everything, because the router is gone."""
         self._ended = True
         self.orphans.remove(self)
         self._wake = _nobody
         self._engine.cancel([active.seq.id for active in self._active.values()])
 
     def knows(self, rid: int) -> bool:
-        """True if a rid runs here, or its end is still kept."""
+        """True if a rid runs here, or its end is kept."""
         return rid in self._active or self.outbox.holds(rid)
 
     def start(self, group: Group) -> None:
-        """Hands a group to the engine."""
+        """Submits a group to the engine."""
         live = [self._make_active(arrival) for arrival in group.arrivals]
         self._active.update((active.rid, active) for active in live)
         ticket = next(self._tickets)
@@ -218,14 +218,14 @@ class RouterSequences:
         return running + self.outbox.adoptables()
 
     def adopt(self, wanted: wpb.Adopt, now: float) -> bool:
-        """Takes over the sequence of a router that is gone (S12).
+        """Takes over a sequence of a router that is gone (S12).
 
         Args:
-            wanted: names it, and says what this router's client has of it.
+            wanted: identifies it, and says which of its tokens this router's client has.
             now: monotonic seconds.
 
         Returns:
-            False where there is none that goes on from there; nothing has changed then.
+            False, with nothing changed, if no sequence continues from there.
         """
         found = self.orphans.find(wanted.key)
         if found is None:
@@ -237,7 +237,7 @@ class RouterSequences:
             if run is None:
                 return False
             self.outbox.take_in(wanted.rid, run, wanted.have)
-        # It has not produced anything yet.
+        # It has no output yet.
         elif active is None or not _begins_behind(active, wanted):
             return False
         self.orphans.adopted(wanted.key)
@@ -259,22 +259,22 @@ class RouterSequences:
         return True
 
     def refuse(self, refusal: Refusal) -> None:
-        """Ends a sequence that does not get to the engine."""
+        """Ends a sequence that does not enter the engine."""
         log.debug("sequence refused", rid=f"{refusal.rid:x}", why=refusal.message)
         end = End(refusal.end_pos, refusal.reason, message=refusal.message)
         self.outbox.add(refusal.rid, RequestOutput(-1, [], True, None, refusal.end_pos, end=end))
 
     def cancel(self, rids: Iterable[int]) -> None:
-        """Ends sequences that the router does not want; unknown ones are ignored."""
+        """Ends sequences that the router does not want; unknown rids are ignored."""
         wanted = list(rids)
         self._engine.cancel([self._active[rid].seq.id for rid in wanted if rid in self._active])
         for rid in wanted:
             self.outbox.acknowledge(rid)
 
-    # The engine's outputs.
+    # Callbacks of the engine.
 
     def on_output(self, active: ActiveSequence, output: RequestOutput) -> None:
-        """Takes one sequence's tokens."""
+        """Takes one sequence's output."""
         if self._ended or not active.is_wanted:
             return
         if output.end is not None:
@@ -285,23 +285,23 @@ class RouterSequences:
             self.outbox.add(active.rid, output, active.adoptable)
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
-        """A step that concerned this router has passed."""
+        """Notes a step with output for this router."""
         serial = None if submit_seen is None else self._seen(submit_seen)
         self.outbox.on_step(step, serial)
         self._wake()
 
     def _seen(self, ticket: int) -> int | None:
-        """The serial number of the newest group up to `ticket`; None when an earlier stream brought it."""
+        """The serial number of the newest group up to `ticket`; None if an earlier stream submitted it."""
         newest = None
         while self._serials and next(iter(self._serials)) <= ticket:
             newest = self._serials.pop(next(iter(self._serials)))
         return newest
 
     def _take_up(self, rid: int, have: int) -> bool:
-        """Goes on with a sequence from the router's `have` tokens; False, and it is gone, when that is not possible."""
+        """Continues a sequence after the router's `have` tokens. False, and it is dropped, if that is not possible."""
         if self.outbox.rewind(rid, have):
             return True
-        # It has not produced anything yet, so there is nothing to go back to.
+        # It has no output yet, so there is nothing to send again.
         if rid in self._active and not self.outbox.holds(rid):
             return True
         self._drop([rid])
@@ -333,11 +333,11 @@ class RouterSequences:
 
 
 def _nobody() -> None:
-    """No stream is attached."""
+    """Stands for the wake-up while no stream is attached."""
 
 
 def _begins_behind(active: ActiveSequence, wanted: wpb.Adopt) -> bool:
-    """True if a sequence without output goes on behind what a router has."""
+    """True if a sequence without output continues exactly after a router's tokens."""
     adoptable = active.adoptable
     return (
         adoptable is not None
@@ -347,7 +347,7 @@ def _begins_behind(active: ActiveSequence, wanted: wpb.Adopt) -> bool:
 
 
 def _is_unbegun(output: RequestOutput) -> bool:
-    """True if this worker has ended, by itself, a sequence that had not had its first step (S9)."""
+    """True if this worker itself ended a sequence before its first step (S9)."""
     end = output.end
     # A cancel that the router asked for has no message.
     by_itself = end is not None and end.reason is EndReason.CANCELLED and bool(end.message)

@@ -1,6 +1,6 @@
-"""The one way from a request to a Sequence, for Submit and direct Generate: everything is checked here, once.
+"""Checks a request and builds its Sequence: the one way in, for Submit and direct Generate.
 
-The hashes of a prompt that a router has sent are computed for the check, and go along with the sequence.
+The check computes the hashes of a router's prompt, and the sequence keeps them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class EngineLimits:
     num_labels: int = 0
 
     def hash_root(self, cache_salt: bytes) -> int | None:
-        """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
+        """Parent hash of the first block of a prompt with this salt, as the router computes it; None without a salt."""
         return salt_root(self.weights_digest.encode(), cache_salt=cache_salt, seed=self.hash_seed)
 
 
 def check_sequence(request: Request, limits: EngineLimits) -> tuple[array[int], SamplingParams]:
-    """Checks what a request says of itself; its first token ids, and its parameters.
+    """Checks a request's own fields. Returns its first token ids and its parameters.
 
     Raises:
         ApiError: a field is out of range; named as in the proto.
@@ -70,10 +70,10 @@ def check_sequence(request: Request, limits: EngineLimits) -> tuple[array[int], 
 
 
 def check_length(num_tokens: int, limits: EngineLimits) -> None:
-    """Checks that a prompt, as far as it has come, is no longer than a sequence may be.
+    """Checks that the part of a prompt that has arrived is no longer than a sequence may be.
 
     Raises:
-        PromptTooLongError: it is.
+        PromptTooLongError: it is longer.
     """
     if num_tokens > limits.max_model_len:
         raise PromptTooLongError("token_ids", num_tokens, limits.max_model_len)
@@ -96,27 +96,27 @@ def build_sequence(
     shares_prompt: bool = False,
     pooling: Pooling | None = None,
 ) -> Sequence:
-    """Makes the sequence of a request that has come whole.
+    """Makes the sequence of a complete request.
 
     Args:
         request: checked (`check_sequence`).
         token_ids: prompt, and output of earlier attempts.
         params: of the request.
         limits: of the engine.
-        prompt_len: border between the two.
+        prompt_len: number of prompt tokens in `token_ids`.
         seed: of its random numbers.
         arrived: monotonic seconds.
         deadline: monotonic seconds; None for never.
         choice: index of the answer.
-        chain_hash: as the router has computed it; None without a router.
-        may_return: True if it may go back to the router before its first step (rule S9).
+        chain_hash: computed by the router; None without a router.
+        may_return: True if it may be given back to the router before its first step (rule S9).
         logits_every, shares_prompt, pooling: as of Sequence.
 
     Raises:
-        InvalidFieldError: `prompt_len` is not in the prompt, router and worker hash differently, or a sequence that is
-            embedded would generate.
+        InvalidFieldError: `prompt_len` is not in the prompt, router and worker hash differently, or an embedding
+            request would generate.
         PromptTooLongError: the prompt leaves no room for an answer.
-        NoOutputHeadError: the sequence would generate, and the model does not.
+        NoOutputHeadError: the sequence would generate, and the model has no output head.
     """
     _check_prompt_len(prompt_len, len(token_ids), limits)
     _check_pooling(pooling, limits, generates=params.max_tokens != 1 or prompt_len < len(token_ids))

@@ -1,4 +1,4 @@
-"""WorkerService: the engine as routers see it."""
+"""WorkerService: the engine's RPCs for routers and direct callers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerService(WorkerServiceServicer):
-    """The service of one worker.
+    """The gRPC service of one worker.
 
     The streaming methods write to their context instead of yielding: a generator that is suspended at a yield is not
     closed when its call is cancelled.
@@ -95,13 +95,13 @@ class WorkerService(WorkerServiceServicer):
         self._lanes = FleetLanes()
         self._hellos = MessageReads(MAX_UNOPENED_SESSIONS)
         self._sessions: dict[str, SessionStream] = {}
-        # State of every router with a stream, and of those that may come back for their sequences.
+        # Routers with a stream, and routers that may come back for their sequences.
         self._routers: dict[str, RouterSequences] = {}
         self._orphans: Orphans[RouterSequences] = Orphans()
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls = 0
-        # Sequences of direct calls.
+        # Number of sequences of direct calls.
         self._num_direct = 0
         self._draining = False
         self._intake = wpb.INTAKE_OPEN
@@ -109,7 +109,7 @@ class WorkerService(WorkerServiceServicer):
 
     @property
     def state(self) -> wpb.WorkerState.ValueType:
-        """State of the worker as routers see it: whether it can be used."""
+        """State of the worker, as reported to routers."""
         if self._engine.state is EngineState.FAILED:
             return wpb.WORKER_STATE_FAILED
         if self._draining:
@@ -118,17 +118,17 @@ class WorkerService(WorkerServiceServicer):
         return wpb.WORKER_STATE_STARTING if starting else wpb.WORKER_STATE_SERVING
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no new work of routers from now on, and tells them; direct calls are still taken."""
+        """Takes no new work of routers from now on, and tells them so; direct calls are still taken."""
         self._draining = True
         for session in self._sessions.values():
             session.state.drain(self._clock() + timeout_s)
 
     def refuse_calls(self) -> None:
-        """Takes no direct calls either, from now on."""
+        """Refuses direct calls too, from now on."""
         self._refuses_calls = True
 
     async def finish(self, timeout_s: float) -> None:
-        """Ends the Sessions when all has been written; waits for them and for direct calls at most `timeout_s`."""
+        """Ends each Session when all its output has been written. Waits at most `timeout_s`, for direct calls too."""
         for session in self._sessions.values():
             session.finish()
         with contextlib.suppress(TimeoutError):
@@ -136,7 +136,7 @@ class WorkerService(WorkerServiceServicer):
                 await self._idle.wait()
 
     def break_sessions(self) -> None:
-        """Ends the Sessions that are left at once; their routers may open new ones."""
+        """Ends the remaining Sessions at once; their routers may open new ones."""
         for session in self._sessions.values():
             session.cut()
 
@@ -146,7 +146,8 @@ class WorkerService(WorkerServiceServicer):
         """Serves one router."""
         async with self._call(context):
             self._require_serving()
-            # By itself: with the first frame it would be on its way as long as that, and no status could follow.
+            # Sent separately: combined with the first frame the headers would wait for that frame, and a status could
+            # not follow.
             await context.send_initial_metadata(())
             session = await self._open_session(context)
             try:
@@ -191,7 +192,7 @@ class WorkerService(WorkerServiceServicer):
         async with self._call(context):
             if not self._files:
                 raise NoTokenizerError(self.facts.model)
-            # Made one by one: the files may be large, and many routers may ask at once.
+            # One at a time: the files may be large, and many routers may ask at once.
             places = [
                 (name, start)
                 for name, data in sorted(self._files.items())
@@ -203,7 +204,7 @@ class WorkerService(WorkerServiceServicer):
                 await context.write(wpb.GetTokenizerResponse(name=name, data=data, sha256=digest))
 
     async def Drain(self, request: wpb.DrainRequest, context: Context) -> wpb.DrainResponse:
-        """Begins to drain; the worker ends when it has drained."""
+        """Begins to drain; the worker ends when drained."""
         async with self._call(context):
             refuse_unserved(request, request_validation.DRAIN)
         if not self.drain_wanted.done():
@@ -211,7 +212,7 @@ class WorkerService(WorkerServiceServicer):
         return wpb.DrainResponse(sequences=self._engine.num_live)
 
     async def SetIntake(self, request: wpb.SetIntakeRequest, context: Context) -> wpb.SetIntakeResponse:
-        """Takes new work or none from now on; the process and what it runs stay."""
+        """Takes or refuses new work from now on; the process and its running sequences continue."""
         async with self._call(context):
             refuse_unserved(request, request_validation.SET_INTAKE)
             if request.intake not in request_validation.INTAKES:
@@ -231,7 +232,7 @@ class WorkerService(WorkerServiceServicer):
             log.info("cache flushed", blocks=blocks)
         return wpb.FlushCacheResponse(blocks=blocks)
 
-    # Shared by the methods above.
+    # Used by the methods above.
 
     @asynccontextmanager
     async def _call(self, context: Context) -> AsyncIterator[None]:
@@ -245,7 +246,7 @@ class WorkerService(WorkerServiceServicer):
         except DecodeError:
             await abort(context, MalformedRequestError(NOT_A_MESSAGE))
         except grpc.aio.InternalError:
-            # Raised by gRPC when the peer has gone while a write, or a read, waited for it.
+            # gRPC raises this when the peer disconnects during a read or write.
             raise asyncio.CancelledError from None
         except Exception as error:
             current_record().fault(error)
@@ -261,13 +262,13 @@ class WorkerService(WorkerServiceServicer):
             raise NoWorkerError(f"worker {self.facts.worker_id} is {state}")
 
     def _require_place(self) -> None:
-        """Refuses a direct call when too many wait: each holds its prompt."""
+        """Refuses a direct call when too many wait, because each holds its prompt."""
         waiting = self._num_direct - self.facts.max_num_seqs
         if waiting >= MAX_WAITING_CALLS:
             raise QueueFullError(waiting, retry_after_s=1.0)
 
     async def _open_session(self, context: Context) -> SessionStream:
-        """Reads Hello. The newest stream of a router fences its older ones (S4)."""
+        """Reads Hello and opens the Session. A router's newest stream fences its older ones (S4)."""
         try:
             async with asyncio.timeout(LEASE_S):
                 frame = await self._hellos.read(context)
@@ -296,7 +297,7 @@ class WorkerService(WorkerServiceServicer):
         return session
 
     def _close_session(self, session: SessionStream) -> None:
-        """Lets the router's sequences go, or keeps them for what is left of the lease (S6)."""
+        """Ends the router's sequences, or keeps them for the rest of its lease (S6)."""
         router_id = session.state.router_id
         log.info("session ended", router=router_id, how=session.ending.name.lower())
         if session.ending is Ending.FENCED:
@@ -310,14 +311,14 @@ class WorkerService(WorkerServiceServicer):
         self._end_lease(router_id)
 
     def _end_lease(self, router_id: str) -> None:
-        """Lets a router's sequences go when its lease is over, and comes back until then."""
+        """Ends a router's sequences if its lease is over; otherwise checks again later."""
         sequences = self._routers.get(router_id)
-        # The router may have come back meanwhile.
+        # The router may be back.
         if sequences is None or sequences.lease_end is None:
             return
         left = sequences.lease_end - self._clock()
         if left > 0:
-            # A timer may be early by its resolution, so it decides nothing by itself.
+            # Timers may fire early by their resolution, so `_end_lease` compares times itself.
             end = partial(run_guarded, "lease", partial(self._end_lease, router_id), router=router_id)
             asyncio.get_running_loop().call_later(left, end)
             return
@@ -344,7 +345,7 @@ class WorkerService(WorkerServiceServicer):
         )
 
     def _note(self, seq: Sequence, request_id: str) -> None:
-        """Says what is known of a direct call before its answer begins."""
+        """Records what is known about a direct call before its answer begins."""
         record = current_record()
         record.generates, record.request_id = True, request_id
         current_trace_id.set(record.trace_id)

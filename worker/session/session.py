@@ -2,9 +2,9 @@
 
 The sequences belong to RouterSequences, which outlives the stream. Invariants:
   * The first frame out is Welcome. Every rid submitted here gets exactly one end, is given back, or is unknown to a
-    later stream of the router.
-  * After `close` the stream reads and writes nothing more: it has ended, or a newer one of its router has fenced it.
-  * A bad sequence costs no other sequence anything; a bad frame closes the Session (ApiError).
+      later stream of the router.
+  * After `close` the stream reads and writes nothing more: it has ended, or a newer stream of its router has fenced it.
+  * A bad sequence does not affect other sequences; a bad frame closes the Session (ApiError).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
     """The Hello that a stream must begin with.
 
     Raises:
-        ApiError: it is not a Hello, or one that cannot be served.
+        ApiError: the frame is not a Hello, or one that cannot be served.
     """
     if frame.WhichOneof("frame") != "hello":
         raise InvalidFieldError("frame", "is not a Hello", "a Hello as the first frame")
@@ -67,12 +67,12 @@ def check_owner(router_id: str, owner: str, identity: str) -> None:
     """Rejects a router_id that is bound to a different mTLS identity (S11).
 
     Args:
-        router_id: what Hello says.
-        owner: name in the certificate of who has sequences or a stream here under this id.
-        identity: name in the certificate of who says it now; empty without mTLS.
+        router_id: as in Hello.
+        owner: certificate name of the router that has sequences or a stream here under this id.
+        identity: certificate name of the caller; "" without mTLS.
 
     Raises:
-        PermissionDeniedError: they differ; the other's stream and sequences stay as they are.
+        PermissionDeniedError: they differ; the owner's stream and sequences stay as they are.
     """
     if identity != owner:
         raise PermissionDeniedError("ROUTER_ID_TAKEN", f"router_id {router_id!r} is in use by another certificate")
@@ -83,18 +83,18 @@ class SessionState:
 
     Args:
         hello: the stream's first frame, checked.
-        sequences: of the router; what `hello` says is reconciled with them.
+        sequences: of the router; reconciled with `hello`.
         facts: the worker's description.
         engine: runs the sequences.
-        lanes: what waits at all routers.
+        lanes: backlogs of all routers.
         now: monotonic seconds.
-        wake: told when there may be something to write.
+        wake: called when there may be something to write.
         intake: whether new work is wanted.
 
     Attributes:
         router_id: id of the router's process.
-        lease_s: without a frame for so long the Session ends.
-        is_closed: whether `close` has been called.
+        lease_s: longest time without a frame; then the Session ends.
+        is_closed: True after `close`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SessionState:
     # Writing.
 
     def next_frame(self, now: float) -> wpb.SessionResponse | None:
-        """The frame to write next; None when there is nothing to say.
+        """The frame to write next; None if there is nothing to send.
 
         Raises:
             ApiError: the Session must be closed with this status.
@@ -192,7 +192,7 @@ class SessionState:
         self._move_on()
         self._lanes.assembly.hold(self._number, self._inbox.num_bytes)
         self._check_room()
-        # Before the step, which would let nothing pass on a busy wire; they say nothing of the load.
+        # Before steps, which would block KV events on a busy wire. KV events do not carry the load.
         if self._welcomed and self._kv is not None and (events := self._kv.take(now)) is not None:
             return wpb.SessionResponse(kv_events=events)
         frame = self._news(now)
@@ -204,24 +204,24 @@ class SessionState:
         return frame
 
     def silent_for(self, now: float) -> float:
-        """Seconds until a frame is due if nothing happens: a heartbeat, or KV events that wait for their turn."""
+        """Seconds until a frame is due without further events: a heartbeat, or KV events that wait for their turn."""
         heartbeat = max(0.0, self._spoke + HEARTBEAT_S - now)
         return heartbeat if self._kv is None else min(heartbeat, self._kv.due_in(now))
 
     def drain(self, until: float) -> None:
-        """Takes no new work; what runs goes on until `until`, monotonic seconds."""
+        """Takes no new work; running sequences continue until `until`, monotonic seconds."""
         self._drain_until = until
         for rid in self._inbox.give_up():
             self._sequences.outbox.give_back(rid)
         self._wake()
 
     def set_intake(self, intake: wpb.Intake.ValueType) -> None:
-        """Tells the router whether new work is wanted; what is on its way is still taken."""
+        """Tells the router whether new work is wanted; groups on their way are still taken."""
         self._intake, self._intake_told = intake, False
         self._wake()
 
     def close(self) -> None:
-        """The stream is over; the sequences stay (`RouterSequences.detach`, `end`)."""
+        """Ends the stream; the sequences stay (`RouterSequences.detach`, `end`)."""
         self.is_closed = True
         self._lanes.remove(self._number)
         self._lanes.assembly.hold(self._number, 0)
@@ -287,7 +287,7 @@ class SessionState:
         self._move_on()
 
     def _adopt(self, wanted: wpb.Adopt, now: float) -> None:
-        """Goes on with a sequence of a router that is gone, or gives the rid back."""
+        """Adopts a sequence of a router that is gone, or gives the rid back."""
         request_validation.check_adoption_key("adopt.key", wanted.key)
         if self._sequences.knows(wanted.rid):
             return
@@ -303,7 +303,7 @@ class SessionState:
         self._move_on()
 
     def _check_room(self) -> None:
-        """Raises ApiError to close this Session if all Sessions hold too much together, and this one much of it."""
+        """Raises ApiError to close this Session if all Sessions together hold too much, and this one much of it."""
         if self._lanes.assembly.must_go(self._number):
             message = (
                 f"unfinished groups of all routers take more than {MAX_ALL_ASSEMBLING_BYTES} bytes, many of them here"
@@ -311,7 +311,7 @@ class SessionState:
             raise ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="SESSION_BOUNDS")
 
     def _move_on(self) -> None:
-        """Hands complete groups to the engine, and ends what the inbox refused."""
+        """Submits complete groups to the engine, and ends the sequences that the inbox refused."""
         for refusal in self._inbox.take_refusals():
             self._sequences.refuse(refusal)
         for group in self._inbox.take_groups():

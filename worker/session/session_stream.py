@@ -1,7 +1,7 @@
-"""The Session's shell: one task reads frames, one writes them, one watches the lease.
+"""I/O of a Session: one task reads frames, one writes them, one watches the lease.
 
-What happens is decided in SessionState. What becomes of the router's sequences when the stream has ended depends on
-how: a router that closes it says goodbye, a stream that breaks is taken up again (`Ending`).
+SessionState decides. The fate of the router's sequences depends on how the stream ended: a router that closes it is
+done with them, a broken stream may be resumed (`Ending`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker.session.worker_info import WorkerFacts
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
-# After a pause of this process itself, what the router has sent is there but not read yet.
+# After a pause of this process, the router's frames may have arrived without being read.
 _LEASE_GRACE_S = 0.05
 _GOODBYE_GRACE_S = 0.05
 
@@ -41,11 +41,11 @@ class Ending(enum.Enum):
 
 
 class SessionStream:
-    """One router's stream.
+    """I/O of one router's stream.
 
     Attributes:
-        state: what decides.
-        ending: how it ended; BREAK until it has.
+        state: decides.
+        ending: how the stream ended; BREAK until then.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SessionStream:
         self.state = SessionState(hello, sequences, facts, engine, lanes, clock(), self._to_write.set, intake)
 
     async def run(self, context: Context) -> None:
-        """Serves until the router ends the stream, `finish` or `fence`.
+        """Serves until the router ends the stream, or until `finish` or `fence`.
 
         Raises:
             ApiError: the status that the stream must end with.
@@ -94,13 +94,13 @@ class SessionStream:
         self._to_write.set()
 
     def fence(self) -> None:
-        """Ends the stream: a newer one of its router is there. From now on it reads and writes nothing (S4)."""
+        """Ends the stream because its router has opened a newer one. It reads and writes nothing from now on (S4)."""
         self.ending = Ending.FENCED
         message = f"router {self.state.router_id} has opened a newer session"
         self._stop(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
 
     def cut(self) -> None:
-        """Ends the stream at once, whatever is left to write: the engine that it was opened to has failed."""
+        """Ends the stream at once, with unwritten output, because its engine has failed."""
         self.ending = Ending.OVER
         self._stop(NoWorkerError("the engine has failed, and another one starts"))
 
@@ -112,7 +112,7 @@ class SessionStream:
     async def _read(self, context: Context) -> None:
         while (frame := await context.read()) is not grpc.aio.EOF:
             self.state.receive(frame, self._clock())
-        # A connection that breaks may look like a router's goodbye at first; then this task is cancelled.
+        # A broken connection may look like a goodbye at first; this task is cancelled then.
         await asyncio.sleep(_GOODBYE_GRACE_S)
 
     async def _write(self, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""A worker's description of itself, and its load as routers get it."""
+"""A worker's description and load, as protos for routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.session.sequence_builder import EngineLimits
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """The worker's description; what is known only when the model is loaded has a default."""
+    """The worker's description. Fields that need a loaded model have a default."""
 
     worker_id: str
     instance_id: str
@@ -53,10 +53,10 @@ class WorkerFacts:
     speculation: SpeculativeConfig | None = None
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
-        """The description with what is known when the model is loaded.
+        """The description of a worker whose model is loaded.
 
         Args:
-            config: as it was sized by the memory there is.
+            config: with the KV cache's size.
             model: `weights_digest`, `numerics`, `kernels`, `dtype`, `grammar_engine`.
         """
         return replace(
@@ -98,11 +98,11 @@ class WorkerFacts:
     def to_proto(
         self, state: wpb.WorkerState.ValueType, drafts: Iterable[tuple[int, int]] = ()
     ) -> wpb.GetWorkerResponse:
-        """The description as routers get it.
+        """The description as a proto.
 
         Args:
             state: of the worker.
-            drafts: verified and accepted ones since the start, by their position behind a token.
+            drafts: verified and accepted drafts since the start, by their position after a token.
         """
         tokens = self.relevance_tokens
         return wpb.GetWorkerResponse(
@@ -149,7 +149,7 @@ def load_proto(
     fleet_tokens: int,
     intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
 ) -> wpb.Load:
-    """The load as routers get it; empty before the engine has started."""
+    """The load as a proto; empty before the engine has started."""
     load = wpb.Load(fleet_oldest_age_ms=_milliseconds(fleet_oldest_age_s), fleet_tokens=fleet_tokens, intake=intake)
     if report is None:
         return load
@@ -167,5 +167,5 @@ def load_proto(
 
 
 def _milliseconds(seconds: float) -> int:
-    """0 means that nothing waits, so the youngest age is 1."""
+    """Rounded up: 0 means that nothing waits, so the youngest age is 1."""
     return 0 if seconds <= 0 else max(1, as_uint32(seconds * 1000))
