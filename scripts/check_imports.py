@@ -75,10 +75,6 @@ RULES = {
             "worker/weights": (TORCH, "weights are tensors"),
             "worker/ranks/rank_process.py": (TORCH, "imports it late, in the process of a rank"),
             "worker/ranks/collectives.py": (TORCH, "is imported by rank processes only"),
-            "worker/config/architectures.py": (
-                names("torch"),
-                "types of the classes that it names, nothing at run time",
-            ),
             "worker/config/transformers_config.py": (
                 names("transformers"),
                 "its config classes, which need no PyTorch (common/text/deferred_torch.py)",
@@ -228,11 +224,6 @@ LATE_IMPORTS = {
     "worker/cli/bench.py": "PyTorch takes seconds: `fissile bench offline --help` does without",
     "worker/cli/warmup.py": "PyTorch takes seconds: `fissile worker warmup --help` does without",
     "worker/ranks/rank_process.py": "PyTorch takes seconds: the rank answers its engine before",
-}
-# Pairs of places where types alone make a ring, and why.
-TYPING_RINGS = {
-    ("worker/config", "worker/model"): "architectures.py names what a class of a model must take",
-    ("worker/config", "worker/weights"): "architectures.py names what a class of a model must take",
 }
 
 
@@ -414,10 +405,6 @@ def _loading_torch(files: Mapping[str, str], graph: Mapping[str, Imports]) -> It
 def _rings(graph: Mapping[str, Imports]) -> Iterator[str]:
     """A ring of modules that load each other, and rings of packages: late imports count, and so do those for types."""
     with_types = between_places({path: each.all for path, each in graph.items()})
-    for place, other in TYPING_RINGS:
-        if other not in with_types.get(place, ()):
-            yield f"{place}: imports no type of {other}, as TYPING_RINGS says"
-        with_types.get(place, set()).discard(other)
     kinds: dict[str, Mapping[str, Iterable[str]]] = {
         "modules": {path: each.at_load for path, each in graph.items()},
         "packages": between_places({path: each.at_load | each.late for path, each in graph.items()}),

@@ -18,8 +18,8 @@ from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.published_configs import PUBLISHED
 from tests.parity.test_models import close, load_models
 from worker.config import transformers_config
-from worker.config.architectures import model_class
 from worker.config.model_config import ModelConfig, ModelError
+from worker.model.architectures import model_class
 from worker.model.layers.rotary import inverse_frequencies
 from worker.model.models.llama import LlamaForCausalLM
 

@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from common.config import Config
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint, make_eagle3_head, make_mtp_checkpoint
-from worker.config.architectures import CausalModel, DraftModel, draft_head_arch_dict
+from worker.config.architectures import draft_head_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
+from worker.model.architectures import CausalModel, DraftModel
 from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Head, aux_layers
 from worker.model.sharding import Shard

@@ -85,7 +85,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
         ModelError: the model cannot be served.
     """
     # It imports PyTorch.
-    from worker.config.architectures import model_class  # noqa: PLC0415
+    from worker.model.architectures import model_class  # noqa: PLC0415
     from worker.weights.tensor_index import stored_as  # noqa: PLC0415
 
     whole = ModelConfig.from_folder(source)

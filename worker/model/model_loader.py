@@ -12,8 +12,8 @@ import torch
 
 from common.config import Config, QuantizationConfig
 from kernels.interface import KernelBackend, PackedFormat
-from worker.config.architectures import CausalModel, draft_head_class, model_class
 from worker.config.model_config import ModelConfig, ModelError
+from worker.model.architectures import CausalModel, draft_head_class, model_class
 from worker.model.layers.build import Build
 from worker.model.models.eagle3 import Eagle3Head
 from worker.model.sharding import Shard

@@ -22,11 +22,12 @@ from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.upload import to_device
-from worker.config.architectures import model_class, support_model_arch_dict
+from worker.config.architectures import support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.grammars import Grammars, model_grammars
+from worker.model.architectures import model_class
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
 from worker.model.dtypes import resolve_dtype, resolve_kv_dtype, resolve_packed_format, warn_of_kv_scales

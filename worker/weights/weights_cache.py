@@ -313,6 +313,7 @@ _PACKING_MODULES: Final = (
     "worker/config/shares",
     "worker/config/stored_names",
     "worker/config/transformers_config",
+    "worker/model/architectures",
     "worker/model/model_loader",
     "worker/model/sharding",
 )

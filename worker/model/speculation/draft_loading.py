@@ -11,8 +11,9 @@ from common.config import Config, QuantizationConfig
 from common.hub import HubError, model_folder
 from common.params.config_parts import DRAFT_MODEL, EAGLE3, MTP, NGRAM
 from common.text.tokenizer import Tokenizer
-from worker.config.architectures import draft_head_arch_dict, model_class
+from worker.config.architectures import draft_head_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
+from worker.model.architectures import model_class
 from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Config, aux_layers
 from worker.model.speculation.draft_proposer import DraftProposer

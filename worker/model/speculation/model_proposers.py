@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from kernels.interface import KVCache
 from kernels.upload import to_device
-from worker.config.architectures import CausalModel, DraftModel, model_class
 from worker.engine.batch import TokenHistory
+from worker.model.architectures import CausalModel, DraftModel, model_class
 from worker.model.forward_context import KVCacheTensor
 from worker.model.sampler import Sampler
 from worker.model.sharding import length

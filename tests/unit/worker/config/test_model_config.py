@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from common.params.sampling_params import SamplingParams
 from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD
-from worker.config.architectures import model_class
 from worker.config.model_config import ModelConfig, ModelError, RopeConfig
 from worker.config.stored_names import stored_names
+from worker.model.architectures import model_class
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from tests.checkpoints import ARCHITECTURES
-from worker.config.architectures import model_class, support_model_arch_dict
+from worker.config.architectures import support_model_arch_dict
+from worker.model.architectures import model_class
 
 DOC = Path(__file__).resolve().parents[4] / "docs" / "reference" / "models.md"
 
