@@ -31,6 +31,7 @@ from tests.shapes import QWEN3_0_6B
 from worker.config.model_config import ModelConfig
 from worker.model.model_runner import ModelRunner
 from worker.model.models.qwen3 import Qwen3ForCausalLM
+from worker.model.runner_setup import warm_up
 from worker.model.sharding import Shard
 
 SHAPE: dict[str, Any] = {
@@ -117,7 +118,7 @@ def start(folder: Path, dtype: str, cache: Path | None, hold: bool) -> None:
     began = time.perf_counter()
     runner = ModelRunner(config, ModelConfig.from_folder(folder))
     loaded = time.perf_counter() - began
-    runner.warmup()
+    warm_up(runner)
     print(f"loaded {loaded:5.2f} s, with a first step {time.perf_counter() - began:5.2f} s", flush=True)
     if hold:
         input()

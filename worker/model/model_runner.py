@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from common.config import Config
-from common.params.pooling import LAST, Pooling
 from common.text.tokenizer import Tokenizer
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
 from kernels.select import CPU_BACKENDS, select_backend
@@ -46,15 +45,11 @@ from worker.model.sharding import Shard, length
 from worker.model.speculation.draft_loading import DraftSource
 from worker.model.speculation.draft_proposer import DraftProposer, LaunchedStep, SampledStep
 from worker.model.speculation.rejection_sampler import RejectionSampler
-from worker.model.speculation.verify_check import verifies_exactly
 from worker.model.step_metadata import step_metadata
 from worker.weights.checkpoint import Progress, no_progress
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
-_WARMUP_TOKENS = 33
-# Drafts in that comparison where only grammars make any: few, as each takes a step.
-_CHECKED_FORCED = 3
 # Angles of positions are float32.
 _MAX_POSITIONS = 1 << 24
 
@@ -106,10 +101,14 @@ class ModelRunner:
         shard: the part of the model that this rank holds; all of it when None.
 
     Attributes:
-        draft_proposer: a draft model; None without one.
-        kv_spec: of one of the model's layers.
-        num_heads: Hq of this rank.
-        forces: True if it says which tokens come where a grammar leaves one text only.
+        draft_proposer: the draft model; None without one.
+        kv_spec: shape of one layer's KV cache on this rank.
+        num_heads: query heads of this rank.
+        sampled_ids: number of token ids that may be sampled, from 0 on.
+        may_force: True if some rank returns forced tokens, where a grammar allows one text only.
+        forces: True if this rank returns them.
+        mapped_bytes: bytes of the weight files that this process maps and reads in every step.
+        mapped_file: path of the packed weights that this process maps; empty without them.
 
     Raises:
         ModelError: the model cannot be served; one line.
@@ -158,12 +157,12 @@ class ModelRunner:
         drafts = DraftSource.of(config, model_config)
         self._loader = make_loader(config, model_config, **({} if drafts is None else drafts.wanted))
         self.model = self._loader.load(progress)
-        # Ids below it may be sampled.
+        self.mapped_bytes, self.mapped_file = self._loader.mapped_bytes, self._loader.mapped_file
         self.sampled_ids = _sampled_ids(config.model, model_config)
         self.grammars = _grammars(config, model_config)
         self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0, grammars=self.grammars)
-        self._may_force = self.grammars is not None and self.kernels.batch_invariant
-        self.forces = self._may_force and self.shard.rank == 0
+        self.may_force = self.grammars is not None and self.kernels.batch_invariant
+        self.forces = self.may_force and self.shard.rank == 0
         self._kv_digester = KvDigester(self.kernels, self.shard)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
@@ -180,16 +179,6 @@ class ModelRunner:
     def weights_digest(self) -> str:
         """Digest of the checkpoint (worker/weights/checkpoint.py)."""
         return self._loader.weights_digest
-
-    @property
-    def mapped_file(self) -> str:
-        """Path of the packed weights that the process maps; empty without them."""
-        return self._loader.mapped_file
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of files of weights that this process maps and reads in every step."""
-        return self._loader.mapped_bytes
 
     @property
     def kv_block_bytes(self) -> int:
@@ -237,33 +226,6 @@ class ModelRunner:
             yield
         finally:
             self._pool, self._graphs = kept
-
-    def warmup(self) -> None:
-        """Runs one prefill and one decode, so that the first request does not pay for first calls; and a comparison of
-        the verification of drafts with decodes, where there may be any.
-
-        Raises:
-            ModelError: drafts would change tokens.
-        """
-        pooling: Pooling | None = None if self.model_config.generates else LAST
-        tokens = [0] * min(_WARMUP_TOKENS, self.max_model_len)
-        seq = Sequence(tokens, self.config.kv_cache_block_size, pooling=pooling)
-        seq.block_table = list(range(seq.num_blocks))
-        with self.scratch_kv_cache(seq.num_blocks):
-            for num_tokens in (seq.num_tokens, 1):
-                seq.num_computed_tokens = seq.num_tokens - num_tokens
-                batch = ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
-                batch.feeds_draft_model = True
-                self.forward(batch)
-        spec = self.config.speculative_config
-        if spec is None and self._may_force:
-            # On every rank: they compute it together.
-            self.forces &= verifies_exactly(self, _CHECKED_FORCED)
-        elif spec is not None and not verifies_exactly(self, spec.num_speculative_tokens):
-            raise ModelError(
-                f"speculative_config: with kernels {self.kernels.name} several rows of a sequence have other bits than "
-                "one at a time, so drafts would change tokens; leave it out, or choose other kernels"
-            )
 
     @property
     def captures_graphs(self) -> bool:

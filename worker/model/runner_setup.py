@@ -6,22 +6,31 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import torch
 
 from common.config import Config
 from common.constraints.library import ENGINE
 from common.errors import InvalidFieldError
+from common.params.pooling import LAST, Pooling
 from common.process.available_memory import available_memory
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.batch import ScheduledBatch
 from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter
+from worker.engine.sequence import Sequence
 from worker.model.device_memory import device_memory
 from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
+from worker.model.speculation.verify_check import verifies_exactly
 from worker.progress import Progress
 from worker.weights.checkpoint import Progress as LoadProgress
 from worker.weights.checkpoint import no_progress
+
+_WARMUP_TOKENS: Final = 33
+# Drafts compared if only grammars make any: few, because each takes a step.
+_CHECKED_FORCED: Final = 3
 
 
 def load_runner(
@@ -50,11 +59,41 @@ def load_runner(
     if takes_memory:
         take_kv_memory(runner, config.num_kvcache_blocks, progress.bytes)
     progress.stage("warming up")
-    runner.warmup()
+    warm_up(runner)
     if runner.captures_graphs:
         progress.stage("capturing graphs")
         runner.capture_graphs(progress.count)
     return config, runner
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Runs one prefill and one decode, so that the first request does not pay for first calls.
+
+    Then compares the verification of drafts with plain decodes, if drafts or forced tokens are possible.
+
+    Raises:
+        ModelError: drafts would change tokens.
+    """
+    config = runner.config
+    pooling: Pooling | None = None if runner.model_config.generates else LAST
+    tokens = [0] * min(_WARMUP_TOKENS, runner.max_model_len)
+    seq = Sequence(tokens, config.kv_cache_block_size, pooling=pooling)
+    seq.block_table = list(range(seq.num_blocks))
+    with runner.scratch_kv_cache(seq.num_blocks):
+        for num_tokens in (seq.num_tokens, 1):
+            seq.num_computed_tokens = seq.num_tokens - num_tokens
+            batch = ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
+            batch.feeds_draft_model = True
+            runner.forward(batch)
+    spec = config.speculative_config
+    if spec is None and runner.may_force:
+        # On every rank, because the ranks compute these steps together.
+        runner.forces &= verifies_exactly(runner, _CHECKED_FORCED)
+    elif spec is not None and not verifies_exactly(runner, spec.num_speculative_tokens):
+        raise ModelError(
+            f"speculative_config: with kernels {runner.kernels.name} several rows of a sequence have other bits than "
+            "one at a time, so drafts would change tokens; leave it out, or choose other kernels"
+        )
 
 
 def describe(runner: ModelRunner) -> dict[str, str]:

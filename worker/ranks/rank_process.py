@@ -215,7 +215,9 @@ class Rank:
 
     def warmup(self) -> bool:
         """Warms up; True if decode steps are captured next."""
-        self.runner.warmup()
+        from worker.model.runner_setup import warm_up  # noqa: PLC0415
+
+        warm_up(self.runner)
         return self.runner.captures_graphs
 
     def capture_graphs(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config import Config, QuantizationConfig
 from common.hub import HubError, model_folder
@@ -17,11 +17,8 @@ from worker.model.architectures import model_class
 from worker.model.model_loader import ModelLoader
 from worker.model.models.eagle3 import Eagle3Config, aux_layers
 from worker.model.speculation.draft_proposer import DraftProposer
-from worker.model.speculation.model_proposers import EagleProposer, MtpProposer, SmallModelProposer
+from worker.model.speculation.model_proposers import DraftTarget, EagleProposer, MtpProposer, SmallModelProposer
 from worker.weights.checkpoint import no_progress
-
-if TYPE_CHECKING:
-    from worker.model.model_runner import ModelRunner
 
 # Takes a config, the folder's own one, and what the target is loaded with besides.
 MakeLoader = Callable[..., ModelLoader]
@@ -101,7 +98,7 @@ class DraftSource:
         """Arguments of ModelLoader with which the target has to be loaded."""
         return {"aux_layers": self.aux_layers, "drafts": self.method == MTP}
 
-    def load(self, runner: ModelRunner, make_loader: MakeLoader) -> DraftProposer:
+    def load(self, runner: DraftTarget, make_loader: MakeLoader) -> DraftProposer:
         """The draft model, beside a target that is loaded.
 
         Raises:

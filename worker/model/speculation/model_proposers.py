@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from kernels.interface import KVCache
+from common.config import Config
+from kernels.interface import KernelBackend, KVCache, KVSpec
 from kernels.upload import to_device
 from worker.engine.batch import TokenHistory
 from worker.model.architectures import CausalModel, DraftModel, model_class
 from worker.model.forward_context import KVCacheTensor
 from worker.model.sampler import Sampler
-from worker.model.sharding import length
+from worker.model.sharding import Shard, length
 from worker.model.speculation.draft_chains import DraftChains
 from worker.model.speculation.draft_proposer import (
     DraftedStep,
@@ -36,8 +37,20 @@ from worker.model.speculation.draft_runner import DraftRows, DraftRunner
 
 if TYPE_CHECKING:
     from worker.config.model_config import ModelConfig
-    from worker.model.model_runner import ModelRunner
     from worker.model.models.eagle3 import Eagle3Head
+
+
+class DraftTarget(Protocol):
+    """The model runner of the target, as its draft model uses it (`ModelRunner` has the attributes' meanings)."""
+
+    config: Config
+    kernels: KernelBackend
+    kv_spec: KVSpec
+    model: CausalModel
+    num_heads: int
+    sampled_ids: int
+    sampler: Sampler
+    shard: Shard
 
 
 @dataclass(frozen=True)
@@ -129,12 +142,12 @@ class ModelProposer:
     Args:
         model: drafts for the target.
         runner: of its KV and its rows.
-        target: the rank's runner; its sampler holds the grammar states.
+        target: the rank's model runner; its sampler holds the grammar states.
     """
 
     takes_states = False
 
-    def __init__(self, model: DraftModel, runner: DraftRunner, target: ModelRunner) -> None:
+    def __init__(self, model: DraftModel, runner: DraftRunner, target: DraftTarget) -> None:
         self._model = model
         self._runner = runner
         # A separate sampler, because a sampler keeps state of the sequences that it has sampled.
@@ -326,7 +339,7 @@ class EagleProposer(ModelProposer):
         model, runner, target: see ModelProposer.
     """
 
-    def __init__(self, model: Eagle3Head, runner: DraftRunner, target: ModelRunner) -> None:
+    def __init__(self, model: Eagle3Head, runner: DraftRunner, target: DraftTarget) -> None:
         super().__init__(model, runner, target)
         fused = model.fuse_drafts(target.sampled_ids)
         self._chains = None if fused is None else DraftChains(model, fused)
@@ -345,13 +358,13 @@ class EagleProposer(ModelProposer):
         return {step.batch.req_ids[i]: own for i, own in made.items()}
 
     @classmethod
-    def of(cls, head: Eagle3Head, config: ModelConfig, target: ModelRunner) -> EagleProposer:
+    def of(cls, head: Eagle3Head, config: ModelConfig, target: DraftTarget) -> EagleProposer:
         """Proposes for a target that is loaded.
 
         Args:
             head: with an embedding.
             config: of the head.
-            target: the rank's runner.
+            target: the rank's model runner.
 
         Raises:
             ModelError: the head cannot be shared out over the ranks.
@@ -368,7 +381,7 @@ class MtpProposer(ModelProposer):
     takes_states = True
 
     @classmethod
-    def of(cls, layer: DraftModel, target: ModelRunner) -> MtpProposer:
+    def of(cls, layer: DraftModel, target: DraftTarget) -> MtpProposer:
         """Proposes for the target that has the layer."""
         rows = DraftRunner(target.config, target.kernels, layer.kv_names, target.kv_spec, target.num_heads)
         return cls(layer, rows, target)
@@ -408,13 +421,13 @@ class SmallModelProposer(ModelProposer):
     """Proposes by a model of the same tokenizer, which sees the newest token before it says what comes behind."""
 
     @classmethod
-    def of(cls, model: CausalModel, config: ModelConfig, target: ModelRunner) -> SmallModelProposer:
+    def of(cls, model: CausalModel, config: ModelConfig, target: DraftTarget) -> SmallModelProposer:
         """Proposes for a target that is loaded.
 
         Args:
             model: that drafts.
             config: of it.
-            target: the rank's runner.
+            target: the rank's model runner.
 
         Raises:
             ModelError: the model cannot be shared out over the ranks.

@@ -24,6 +24,7 @@ from worker.model.dtypes import resolve_dtype
 from worker.model.forward_context import Context, get_forward_context
 from worker.model.model_runner import ModelRunner, support_model_arch_dict
 from worker.model.numerics import numerics_digest
+from worker.model.runner_setup import warm_up
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_context_ends_with_the_step(runner: ModelRunner) -> None:
 
 def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
     before = runner._kv_cache.data.clone()
-    runner.warmup()
+    warm_up(runner)
     numerics_digest(runner)
     assert torch.equal(runner._kv_cache.data, before)
 
@@ -277,10 +278,10 @@ class SeesItsNeighbours(ModelRunner):
 
 def test_kernels_that_see_how_many_rows_there_are_verify_no_drafts(folder: Path) -> None:
     config = Config(model=str(folder), max_model_len=64, speculative_config=SpeculativeConfig(2, NGRAM))
-    ModelRunner(config, ModelConfig.from_folder(folder)).warmup()
+    warm_up(ModelRunner(config, ModelConfig.from_folder(folder)))
     faulty = SeesItsNeighbours(config, ModelConfig.from_folder(folder))
     with pytest.raises(ModelError, match="several rows of a sequence have other bits than one at a time"):
-        faulty.warmup()
+        warm_up(faulty)
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -35,7 +35,7 @@ def test_the_pools_memory_is_taken_where_there_is_twice_as_much(
     # One block more stands for positions behind a sequence's end.
     whole = pool + runner.kv_block_bytes
     assert told == [(whole, whole)] * is_taken
-    runner.warmup()
+    runner_setup.warm_up(runner)
 
 
 def test_a_pool_that_no_memory_holds_is_refused(runner: ModelRunner) -> None:
