@@ -16,7 +16,7 @@ from kernels.select import CPU, select_backend
 NO_COMPILER = "no C++ compiler is installed, and the CPU kernels were not built"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# Flags of /proc/cpuinfo that each instruction set needs (kernels/cpu/native/select.cpp).
+# Flags of /proc/cpuinfo that each instruction set needs (kernels/cpu/native/dispatch.cpp).
 _FLAGS = {
     "plain": (),
     "avx2": _AVX2,

@@ -87,7 +87,7 @@ _X86 = (
 )
 # Both bring int8 to bfloat16 by AVX512-VBMI, which the processors that have them have too, but for Cooper Lake.
 _AVX512_VBMI = (*_AVX512, "-mavx512vbmi")
-# Instructions that not every compiler and assembler knows; native/select.cpp is told which ones are in.
+# Instructions that not every compiler and assembler knows; native/dispatch.cpp is told which ones are in.
 NEWER = (
     InstructionSet(
         "amx",

@@ -139,7 +139,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 class Ability(enum.IntEnum):
-    """Ability of this machine to run an instruction set (kernels/cpu/native/select.hpp).
+    """Ability of this machine to run an instruction set (kernels/cpu/native/dispatch.hpp).
 
     ABSENT: nothing; DENIED: the processor has it, the operating system lets nobody use it; TESTED: it runs, and serves
     only who asks for it; USABLE: it runs.

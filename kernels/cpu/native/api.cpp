@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "api.hpp"
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
-#include "select.hpp"
 
 // The digest of the sources, which the build puts into the library so that a stale one is found.
 FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "api.hpp"
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #include "layers.hpp"
 #include "pool.hpp"
-#include "select.hpp"
 
 using namespace fissile;
 

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "api.hpp"
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
-#include "select.hpp"
 
 using namespace fissile;
 

@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "api.hpp"
+#include "dispatch.hpp"
 #include "kernels.hpp"
 #include "layers.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
-#include "select.hpp"
 
 using namespace fissile;
 

@@ -1,4 +1,4 @@
-#include "select.hpp"
+#include "dispatch.hpp"
 
 #include <cstring>
 
