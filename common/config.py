@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
 
 from common.params.checks import require as _require
 from common.params.checks import require_one_of, require_types
 from common.params.config_parts import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    MIXED,
+    PREFILL_FIRST,
+    QUANTIZE,
+    QUANTIZE_NO,
+    SCHEDULING_POLICIES,
     WEIGHT_FORMATS,
     CompilationConfig,
     LayerQuantConfig,
@@ -38,15 +44,6 @@ __all__ = [
     "QuantizationConfig",
     "SpeculativeConfig",
 ]
-
-PREFILL_FIRST: Final = "prefill_first"
-MIXED: Final = "mixed"
-SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
-# Formats that weights are quantized to when they are loaded.
-QUANTIZE_NO: Final = "no"
-QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
-DTYPES: Final = ("float32", "bfloat16", "float16")
-KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from common.limits import (
     STALL_TIMEOUT_S,
     WORKER_WAIT_S,
 )
-from common.telemetry.logs import LEVELS
-from common.wire.priority import PRIORITIES
+from common.params.names import LEVELS, PRIORITIES
 from router.api.tenants import TENANT_KEY, TenantPolicy
 from router.audit.answer_auditor import AuditOptions
 from router.runtime_config import RELOADABLE, ReloadedConfig, RoutingConfig, RuntimeConfig

@@ -13,8 +13,7 @@ from typing import Final
 
 from common.errors import ConfigVersionError, InvalidFieldError
 from common.limits import MAX_HOLD_S, MAX_QUEUED_REQUESTS, MAX_TENANTS
-from common.telemetry.logs import LEVELS
-from common.wire.priority import PRIORITIES
+from common.params.names import LEVELS, PRIORITIES
 from router.scheduling.placement import PLACEMENTS
 from router.workers.addresses import parse_targets
 

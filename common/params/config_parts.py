@@ -9,6 +9,14 @@ from typing import Final
 from common.limits import MAX_FINISHED_TOKENS, MAX_SPECULATIVE_TOKENS
 from common.params.checks import require, require_one_of, require_types
 
+PREFILL_FIRST: Final = "prefill_first"
+MIXED: Final = "mixed"
+SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
+# Formats that weights are quantized to when they are loaded.
+QUANTIZE_NO: Final = "no"
+QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
+DTYPES: Final = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 # The granularity of the scales of quantized weights.
 QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
 QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")

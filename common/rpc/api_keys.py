@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.limits import MAX_API_KEYS, MAX_TENANT_BYTES
-from common.wire.priority import PRIORITIES
+from common.params.names import PRIORITIES
 
 PREFIX: Final = "fsl_"
 LINE_FORM: Final = "NAME:TENANT:ROLE[,ROLE...]:SHA256[:max-priority=PRIORITY]"

@@ -21,10 +21,10 @@ from typing import Any, Final, TextIO
 import structlog
 from structlog.typing import EventDict, Processor
 
+from common.params.names import LEVELS
 from common.telemetry.failures import count_failure
 from common.telemetry.output import Output, output_of
 
-LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("auto", "json", "console")
 LEVEL_VARIABLE: Final = "FISSILE_LOG_LEVEL"
 FORMAT_VARIABLE: Final = "FISSILE_LOG_FORMAT"

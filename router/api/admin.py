@@ -27,12 +27,12 @@ from common.errors import (
     UnknownWorkerError,
 )
 from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
+from common.params.names import PRIORITIES
 from common.rpc.durations import checked_seconds, to_duration
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import Tracing
 from common.wire.peer_numbers import as_uint64
-from common.wire.priority import PRIORITIES
 from router.api.in_flight import InFlightCalls
 from router.api.request_list import list_requests
 from router.api.rpc_scope import Context, RpcScope

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from common.errors import PermissionDeniedError, PriorityNotAllowedError, TenantLimitError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_TENANT_BYTES, MIN_QUEUE_RETRY_S
+from common.params.names import PRIORITIES
 from common.wire.ids import check_id
-from common.wire.priority import PRIORITIES
 from router.scheduling.queued_request import CLASS_NAMES, NORMAL
 
 TENANT_KEY = "x-fissile-tenant"

@@ -9,8 +9,8 @@ import click
 from common.cli.core.errors import CommandError
 from common.cli.core.options import argument, json_option, option
 from common.cli.group import SuggestingGroup
+from common.params.names import PRIORITIES
 from common.rpc.api_keys import KeyFileError, Role, new_key
-from common.wire.priority import PRIORITIES
 
 
 @click.group(cls=SuggestingGroup)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from common.wire.priority import PRIORITIES
+from common.params.names import PRIORITIES
 
 LOW: Final = 1
 NORMAL: Final = 2

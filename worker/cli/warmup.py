@@ -28,8 +28,9 @@ from common.cli.core.modes import ModalCommand
 from common.config import Config
 from common.errors import ApiError
 from common.hub import HubError, model_folder
+from common.params.names import LEVELS
 from common.params.pooling import LAST
-from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.logs import setup_logging
 from worker.cli.bench import OF_A_SERVICE, engine_options
 from worker.cli.worker_modes import FIXED_KV_MEMORY, ON_CPU
 from worker.cli.worker_options import worker_options

@@ -19,8 +19,8 @@ from common.files import UnreadableFileError, read_file
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S, MAX_SECRET_BYTES, STEP_TIMEOUT_S
 from common.params.config_parts import NGRAM
-from common.rpc.auth import PeerAccess
-from common.step_defaults import (
+from common.params.names import LEVELS
+from common.params.step_defaults import (
     BUDGET_ON_CPU,
     BUDGET_ON_GPU,
     POLICY_ON_CPU,
@@ -29,7 +29,7 @@ from common.step_defaults import (
     default_scheduling_policy,
     default_token_budget,
 )
-from common.telemetry.logs import LEVELS
+from common.rpc.auth import PeerAccess
 from worker.config.engine_config import default_weights_cache
 from worker.ranks.door import SECRET_VARIABLE
 from worker.ranks.topology import Topology

@@ -40,12 +40,12 @@ from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
+from common.params.names import LEVELS
+from common.params.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
 from common.process.available_memory import available_memory
-from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
 from common.telemetry.logs import (
     FORCE_COLOR_VARIABLE,
     FORMAT_VARIABLE,
-    LEVELS,
     NO_COLOR_VARIABLE,
     WIDTH_VARIABLE,
     setup_logging,

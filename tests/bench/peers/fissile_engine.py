@@ -14,7 +14,7 @@ import torch
 from common.cli.bench.records import Record
 from common.cli.bench.workload import Work
 from common.config import Config
-from common.step_defaults import BUDGET_ON_CPU, POLICY_ON_CPU
+from common.params.step_defaults import BUDGET_ON_CPU, POLICY_ON_CPU
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now, serve_jobs
 from worker.llm_engine import LLMEngine, StreamOutput
 

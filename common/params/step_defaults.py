@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from common.config import MIXED, PREFILL_FIRST
+from common.params.config_parts import MIXED, PREFILL_FIRST
 
 # Arithmetic is a CPU's limit from some dozen tokens on: larger steps are no quicker per token, and all prompts of a
 # step wait for the last one.

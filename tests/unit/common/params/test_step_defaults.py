@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common import step_defaults
 from common.config import Config
-from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU
+from common.params import step_defaults
+from common.params.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU
 from worker.cli import worker
 from worker.cli.worker_options import worker_options
 

@@ -1,0 +1,11 @@
+"""Names that options share with key files, logs and metrics: priority classes and log levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+PRIORITIES: Final[Mapping[str, int]] = {"low": 1, "normal": 2, "high": 3}
+"""Priority classes, with the numbers of the protos' Priority."""
+LEVELS: Final = ("debug", "info", "warning", "error")
+"""Log levels, the most verbose first."""
