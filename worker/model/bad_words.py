@@ -1,4 +1,4 @@
-"""Sequences of ids that an output must not contain: what the next token must not be. A function of the output alone."""
+"""Finds the tokens that would complete a forbidden sequence of ids in the output. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Ids = tuple[int, ...]
 
 
 class BadWords:
-    """Forbidden sequences, by the token before their last one.
+    """Forbidden sequences, indexed by the token before their last one.
 
     Args:
         sequences: of one id or more each.
 
     Attributes:
-        reach: newest output tokens that matter.
+        reach: number of newest output tokens that matter.
     """
 
     def __init__(self, sequences: Iterable[Ids]) -> None:
@@ -31,12 +31,13 @@ class BadWords:
                 self._alone.append(last)
 
     def next_ids(self, output: list[int]) -> list[int]:
-        """Ids that would complete a sequence behind `output`, of which `reach` tokens are enough."""
+        """Ids that would complete a forbidden sequence after `output`; its last `reach` tokens are enough."""
         found = self._behind.get(output[-1], ()) if output else ()
         return [*self._alone, *(last for before, last in found if _ends_with(output, before))]
 
     def next_pairs(self, output: list[int]) -> list[tuple[int, int]]:
-        """Likewise behind `output` and one token more: (that token, id), NO_TOKEN for any."""
+        """Ids that would complete a forbidden sequence after `output` and one more token: (that token, id), NO_TOKEN
+        for any."""
         pairs = [(NO_TOKEN, last) for last in self._alone]
         for newest, found in self._behind.items():
             pairs += ((newest, last) for before, last in found if _ends_with(output, before[:-1]))

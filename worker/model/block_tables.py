@@ -1,7 +1,7 @@
-"""Block tables as one array that lives from step to step: a step writes only the blocks that are new.
+"""Block tables as one array that is kept from step to step, so that a step writes only new blocks.
 
 A decode step of 256 sequences of 8,000 tokens has 131,000 entries, of which 16 are new. Rows of the array are wide
-enough for the longest sequence so far; what has never been written takes no memory.
+enough for the longest sequence so far; pages that were never written take no memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _FEWEST_BLOCKS: Final = 64
 
 
 class BlockTables:
-    """The tables of one step after the other, for sequences that mostly come again in the same order."""
+    """Block tables of successive steps, whose sequences mostly stay the same and in the same order."""
 
     def __init__(self) -> None:
         self._array = np.zeros((0, 0), np.int64)
-        # The list that each row was read from, kept so that no other one can be taken for it, and how far.
+        # The list that each row was copied from, kept so that its identity stays unique; and how much of it was
+        # copied.
         self._lists: list[list[int]] = []
         self._counts = np.zeros(0, np.int64)
 
@@ -33,8 +34,8 @@ class BlockTables:
         """The tables of a step.
 
         Args:
-            tables: of its sequences; a list only ever grows at its end.
-            needed: how many blocks of each the step reads or writes.
+            tables: of its sequences; a list only grows at its end.
+            needed: number of blocks of each that the step reads or writes.
 
         Returns:
             [S, longest], a view that the next call changes; entries past a table's end are 0.
@@ -50,7 +51,7 @@ class BlockTables:
         return self._array[: len(tables), : int(needed.max())]
 
     def _fit(self, rows: int, blocks: int) -> None:
-        """Makes the array large enough."""
+        """Grows the array if needed."""
         have_rows, have_blocks = self._array.shape
         if rows > have_rows or blocks > have_blocks:
             size = max(rows, have_rows), max(blocks + blocks // 2, have_blocks, _FEWEST_BLOCKS)
@@ -62,7 +63,7 @@ class BlockTables:
             self._lists += [[] for _ in range(size[0] - have_rows)]
 
     def _place(self, tables: Many[list[int]]) -> None:
-        """Gives each table its row; what other rows have of it is moved."""
+        """Moves each table's copied blocks to the row of its sequence."""
         place = {id(table): row for row, table in enumerate(self._lists)}
         changed = [row for row, table in enumerate(tables) if table is not self._lists[row]]
         sources = [place.get(id(tables[row])) for row in changed]
@@ -81,9 +82,9 @@ class BlockTables:
 
 
 def _untouched(rows: int, blocks: int) -> Ints:
-    """Zeros that take memory only where they are written, page by page: rows are far apart."""
+    """Zeros whose pages take memory only when written."""
     memory = mmap(-1, 8 * rows * blocks)
-    # Not every kernel knows huge pages.
+    # Some kernels lack huge pages.
     with contextlib.suppress(OSError):
         memory.madvise(MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.int64).reshape(rows, blocks)

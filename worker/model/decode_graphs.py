@@ -1,8 +1,7 @@
 """Decode steps captured for fixed numbers of sequences (CUDA and HIP graphs), with and without drafts.
 
-A step of n sequences runs as the smallest captured one that has room for n of so many rows each; the rows past them
-are padding, which writes no slot and is not read. Where a step verifies drafts, some sequences may have fewer than
-others, or none.
+A step runs as the smallest captured one with enough sequences and rows per sequence. The remaining rows are padding,
+which writes no slot and is not read. In a step that verifies drafts, sequences may have different numbers of drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kernels.interface import AttentionMetaData, AttentionPlan, KVCache, StepGra
 
 # Batch sizes captured by default, up to `max_num_seqs`.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
-# Most rows of a captured step that verifies drafts: with more, drafts bring nothing.
+# Most rows of a captured step that verifies drafts. In larger steps drafts gain nothing.
 _MOST_VERIFIED: Final = 512
 
 # Runs a decode: token ids and positions int64 [rows], metadata -> hidden states [rows, H].
@@ -29,11 +28,11 @@ Decode = Callable[[torch.Tensor, torch.Tensor, AttentionMetaData], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepSize:
-    """Room of a captured step.
+    """Size of a captured step.
 
     Attributes:
         num_seqs: sequences.
-        most_rows: rows of each: its newest token, and drafts behind it.
+        most_rows: rows of each: its newest token, and its drafts.
     """
 
     num_seqs: int
@@ -45,8 +44,8 @@ class StepSize:
 
 
 def capture_sizes(config: Config) -> tuple[StepSize, ...]:
-    """Steps to capture: of the configured numbers of sequences, or the default ones, ascending; without drafts, then
-    with as many as a step may verify."""
+    """Steps to capture, for each configured (or default) number of sequences, ascending: without drafts, then with as
+    many as a step may verify."""
     wanted = config.compilation_config.cudagraph_capture_sizes
     counts = sorted({min(size, config.max_num_seqs) for size in wanted or DEFAULT_SIZES})
     plain = tuple(map(StepSize, counts))
@@ -61,10 +60,10 @@ class CapturedStep:
     """One captured decode.
 
     Attributes:
-        token_ids: int64 [rows], what it reads.
-        positions: int64 [rows], likewise.
-        plan: of its attention, likewise.
-        replay: hidden states [rows, H], to be read before the next replay of any step.
+        token_ids: int64 [rows], input of the graph.
+        positions: int64 [rows], input of the graph.
+        plan: of its attention, input of the graph.
+        replay: hidden states [rows, H]; valid until the next replay of any step.
     """
 
     token_ids: torch.Tensor
@@ -78,7 +77,7 @@ class DecodeGraphs:
 
     Args:
         graphs: of the kernel back end.
-        cache: that the steps read and write.
+        cache: read and written by the steps.
         num_heads: Hq of this rank.
         max_seq_len: tokens of the longest sequence.
         sizes: see `capture_sizes`.
@@ -100,10 +99,10 @@ class DecodeGraphs:
     ) -> None:
         self._graphs = graphs
         self._cache = cache
-        # By most rows of a sequence, numbers of sequences.
+        # Captured numbers of sequences, by most rows of a sequence.
         self._counts = _by_most_rows(sizes)
         self._steps: dict[StepSize, CapturedStep] = {}
-        # The largest first, so that the smaller ones find its memory.
+        # The largest first, so that smaller ones reuse its memory.
         for size in sorted(sizes, key=lambda size: -size.num_rows):
             plan = graphs.plan(cache, num_heads, size.num_seqs, size.most_rows, max_seq_len)
             self._steps[size] = self._captured(size, plan, decode, device)
@@ -117,11 +116,11 @@ class DecodeGraphs:
         return CapturedStep(token_ids, positions, plan, replay)
 
     def fits(self, num_seqs: int, most_rows: int) -> bool:
-        """True if a decode of so many sequences with so many rows each has been captured."""
+        """True if a decode of `num_seqs` sequences with `most_rows` rows each has been captured."""
         return self._size(num_seqs, most_rows) is not None
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:
-        """Hidden states [T, H] of a decode that `fits`, to be read before the next `run`."""
+        """Hidden states [T, H] of a decode that `fits`; valid until the next `run`."""
         count, lengths = len(token_ids), np.diff(metadata.cu_seqlens_q)
         size = self._size(len(lengths), int(lengths.max()))
         assert size is not None
@@ -132,7 +131,7 @@ class DecodeGraphs:
         return step.replay()[:count]
 
     def _size(self, num_seqs: int, most_rows: int) -> StepSize | None:
-        """The smallest step that has room; None if there is none."""
+        """The smallest captured step that is large enough; None if there is none."""
         for rows, counts in self._counts.items():
             if most_rows <= rows and num_seqs <= counts[-1]:
                 return StepSize(counts[bisect_left(counts, num_seqs)], rows)
@@ -147,7 +146,7 @@ def _by_most_rows(sizes: Iterable[StepSize]) -> dict[int, list[int]]:
 
 
 def _padding(size: StepSize) -> AttentionMetaData:
-    """A decode of no sequence, with as many padding rows as it has room for."""
+    """Metadata of a decode of padding rows alone."""
     return AttentionMetaData(
         cu_seqlens_q=np.zeros(size.num_seqs + 1, np.int64),
         seq_lens=np.zeros(size.num_seqs, np.int64),

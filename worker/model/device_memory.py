@@ -1,4 +1,4 @@
-"""GPU memory for the KV cache: what a largest step leaves of it."""
+"""GPU memory for the KV cache, measured by running a largest step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
 from worker.model.model_runner import ModelRunner
 
-# Their logits are made and sorted out.
+# Sampling that needs most memory: it sorts the logits.
 _SAMPLED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
 
 
 def device_memory(runner: ModelRunner) -> int:
-    """Bytes for the KV cache within `gpu_memory_utilization` of the runner's GPU, found out by a largest step.
+    """Bytes for the KV cache within `gpu_memory_utilization` of the runner's GPU, measured by a largest step.
 
-    Counted as taken: what the step needed at its peak, and what this process or another holds besides.
+    The peak of that step, and memory that this process or others hold besides, count as used.
     """
     device = runner.kernels.device
     torch.cuda.reset_peak_memory_stats(device)
@@ -30,17 +30,17 @@ def device_memory(runner: ModelRunner) -> int:
 
 
 def kv_budget(total: int, free: int, step_bytes: int, utilization: float) -> int:
-    """Bytes of `total` times `utilization` that are left beside what is not free and what a step needs; 0 or more."""
+    """Bytes of `total * utilization` that remain after used memory and `step_bytes`; 0 or more."""
     return max(0, int(total * utilization) - (total - free) - step_bytes)
 
 
 def _largest_step(runner: ModelRunner) -> int:
-    """Prompts of together `max_num_batched_tokens`, as long as can be, in a KV pool of so many blocks."""
+    """Runs prompts of `max_num_batched_tokens` tokens together, each as long as possible. Returns the peak in bytes."""
     block_size, left = runner.config.kv_cache_block_size, runner.config.max_num_batched_tokens
     seqs: list[Sequence] = []
     num_blocks = 0
     while left and len(seqs) < runner.config.max_num_seqs:
-        # As many sampled rows as there can be beside the long prompts.
+        # As many sampled rows as fit beside the long prompts.
         others = runner.config.max_num_seqs - len(seqs) - 1
         seq = Sequence([0] * min(max(1, left - others), runner.max_model_len), block_size, _SAMPLED)
         seq.block_table = list(range(num_blocks, num_blocks + seq.num_blocks))

@@ -29,7 +29,7 @@ _KV_SETTINGS: Final = ("kv_cache_scheme", "kv_cache_quant_config")
 
 
 def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) -> torch.dtype:
-    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 where `kernels` are slow with that one."""
+    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 if `kernels` are slow with that one."""
     if name != AUTO:
         return _BY_NAME[name]
     own = _BY_NAME[model_config.dtype]
@@ -49,10 +49,10 @@ _NEEDED = {
 
 
 def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend) -> PackedFormat | None:
-    """Packed format of the weights for `Config.quantize`; None: the model's dtype.
+    """Packed format of the weights for `Config.quantize`; None for unpacked weights in the model's dtype.
 
     Raises:
-        ModelError: the kernels cannot do it with this dtype.
+        ModelError: the kernels do not support it with this dtype.
     """
     if name == QUANTIZE_NO:
         return None

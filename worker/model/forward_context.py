@@ -1,7 +1,7 @@
 """Metadata of the forward pass in progress, for layers that need it.
 
-Layers take tensors only; what depends on the step - where keys are written, which rows belong to which sequence - they
-read here. The context belongs to the thread that runs the step, so that two runners in one process do not meet.
+Layers take tensors only. Facts about the step (slots of the keys, rows of each sequence) come from here. The context
+belongs to the thread that runs the step, so that two runners in one process do not share it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Context:
-    """The rows of the step.
+    """Rows of the step.
 
     Attributes:
         positions: int64 [T], absolute positions; 0 for padding rows.
         num_prefill_seqs: sequences that compute a prompt, or a chunk of one.
         batch_size: sequences.
         graph_bs: rows, padding included.
-        is_draft: whether a draft model runs.
+        is_draft: True if a draft model runs.
     """
 
     positions: torch.Tensor
@@ -53,14 +53,14 @@ class Context:
 
     @property
     def is_prefill(self) -> bool:
-        """True if all sequences compute prompts. One boolean cannot describe a mixed step, so no layer and no
-        kernel may ask: every sequence attends by its own lengths."""
+        """True if all sequences compute prompts. Layers and kernels must not use it: mixed steps have both kinds of
+        sequences."""
         return self.num_prefill_seqs == self.batch_size
 
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One layer's part of the KV cache, whose layout the kernel back end owns."""
+    """One layer's part of the KV cache. The kernel back end defines its layout."""
 
     layer_num: int
     cache: KVCache
@@ -68,12 +68,12 @@ class KVCacheTensor:
 
 @dataclass
 class DPMetadata:
-    """The rows of this step in every engine of a data-parallel group.
+    """Rows of this step in every engine of a data-parallel group.
 
     Attributes:
-        max_tokens_across_dp: rows of the engine that has the most.
-        cu_tokens_across_dp: where each engine's rows begin when all stand one after the other; the last is the sum.
-        local_sizes: rows of each engine in the chunk at hand; of the whole step outside of `chunked_sizes`.
+        max_tokens_across_dp: largest number of rows of an engine.
+        cu_tokens_across_dp: cumulative rows: where each engine's rows begin in the concatenation; the last is the sum.
+        local_sizes: rows of each engine in the current chunk; in the whole step outside of `chunked_sizes`.
     """
 
     max_tokens_across_dp: int
@@ -82,21 +82,22 @@ class DPMetadata:
 
     @classmethod
     def make(cls, num_tokens: list[int]) -> DPMetadata:
-        """From what `num_tokens_across_dp` gives."""
+        """The metadata of these numbers of rows (`num_tokens_across_dp`)."""
         return cls(max(num_tokens), [0, *accumulate(num_tokens)], num_tokens)
 
     @staticmethod
     def num_tokens_across_dp(num_tokens: int, data: DataParallel) -> list[int]:
-        """Each engine's number of rows. All engines must ask at the same time."""
+        """Each engine's number of rows. All engines must call it at the same time."""
         counts = torch.zeros(data.size)
         counts[data.rank] = num_tokens
         return [int(count) for count in data.collectives.all_reduce(counts)]
 
     @contextmanager
     def chunked_sizes(self, max_chunk_size: int, chunk: int) -> Iterator[list[int]]:
-        """The step in chunks of at most so many rows of each engine, so that gathering them has a bound: chunk's sizes.
+        """Splits the step into chunks of at most `max_chunk_size` rows per engine, which bounds the gathered rows.
+        Yields each chunk's sizes.
 
-        Engines with fewer rows have none in the last chunks, and take part all the same.
+        Engines with fewer rows have none in the last chunks, but still take part.
         """
         whole = self.local_sizes
         self.local_sizes = [max(0, min(max_chunk_size, size - chunk * max_chunk_size)) for size in whole]
@@ -108,7 +109,7 @@ class DPMetadata:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Everything that a step's layers may ask for. `kv_cache_data` is keyed by the layer's name, `layers.{i}`."""
+    """Everything that a step's layers may use. `kv_cache_data` is keyed by the layer's name, `layers.{i}`."""
 
     attn_metadata: AttentionMetaData
     atom_config: Config
@@ -126,10 +127,10 @@ _current = _Current()
 
 
 def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
-    """Registers the KV cache that this thread's coming forward passes read and write.
+    """Registers the KV cache that this thread's next forward passes read and write.
 
-    `forward_context` does it for each pass, not once for all: a runner may have been made on another thread, and
-    another runner may have had a pass on this one.
+    `forward_context` does it for each pass: a runner may have been made on another thread, and another runner may have
+    run on this one.
     """
     _current.kv_cache_data = kv_cache_data
 
@@ -165,7 +166,7 @@ def forward_context(
     kv_cache_data: Mapping[str, KVCacheTensor],
     dp_metadata: DPMetadata | None = None,
 ) -> Iterator[None]:
-    """Sets this thread's context, and the KV cache, for one forward pass: the block."""
+    """Sets this thread's context and KV cache while the block runs one forward pass."""
     set_kv_cache_data(kv_cache_data)
     set_forward_context(attn_metadata, atom_config, context, dp_metadata)
     try:

@@ -1,15 +1,15 @@
-"""From the grammar of a sequence and its output so far to the bits of the tokens that may come next.
+"""Computes token masks from a sequence's grammar and its output so far.
 
-The state is a function of grammar and output: it is built anew, by giving a fresh matcher all tokens, wherever a
-sequence goes on that this rank does not know, or knows with other tokens. The masks of a sequence with a grammar are
-one (docs/explanation/determinism.md): bits, of which only those stay that all of them leave.
+The state is a function of grammar and output. If this rank does not know a sequence, or knows it with other tokens, it
+builds the state anew by giving a fresh matcher all tokens. All masks of a sequence with a grammar are combined into one
+(docs/explanation/determinism.md): a token stays allowed if every mask allows it.
 
 - An end-of-sequence token is allowed where the grammar may end, but not with `ignore_eos`.
-- Before `min_tokens` what would end the sequence is left out, unless nothing else is left: the grammar wins.
+- Before `min_tokens`, tokens that would end the sequence are masked, unless nothing else is left: the grammar wins.
 - A grammar that allows nothing more ends its sequence, without a token.
-- What `allowed_token_ids` and `bad_words` leave nothing of fails.
+- If `allowed_token_ids` and `bad_words` leave no token, the sequence fails.
 
-Where a grammar leaves one text only, its tokens are likely, and are proposed as drafts (forced_text.py in
+If a grammar allows only one text, that text's usual tokens are proposed as drafts (forced_text.py in
 worker/engine/speculation).
 """
 
@@ -34,14 +34,14 @@ Bits = npt.NDArray[np.uint32]
 # Masks of rows; and rows that have ended, with the reason.
 Confined: TypeAlias = tuple[AllowedBits | None, dict[int, str]]
 NOT_CONFINED: Final[Confined] = (None, {})
-# Tokens that a matcher is given at once, which holds the interpreter's lock.
+# Tokens given to a matcher at once; meanwhile it holds the interpreter's lock.
 _MOST_AT_ONCE: Final = 1024
 _WORD_BITS: Final = 32
-# Sequences that do not run now, whose states are kept: some are as large as a hundred kilobytes.
+# Most states kept of sequences that do not run now: some take a hundred kilobytes.
 _MOST_IDLE: Final = 64
 COMPLETE: Final = ""
-# Searches for forced text, one after the other, that have found none: a sequence is in the middle of a free text then,
-# in which nothing is looked for behind words.
+# Failed searches for forced text in a row after which a sequence counts as inside a free text, where no search
+# follows a word.
 _FREE_TEXT: Final = 4
 # Steps in a row that verified no forced text, after which searches become rarer: at powers of two of these steps, and
 # at multiples of `_MOST_REST`.
@@ -102,11 +102,11 @@ class _State:
 
 
 class GrammarMasks:
-    """Masks of the sequences that have a grammar; their states are kept from step to step.
+    """Masks of the sequences that have a grammar; keeps their matchers from step to step.
 
     Args:
-        grammars: compiled.
-        others: masks of the same sequences.
+        grammars: compiled grammars.
+        others: the other masks of the same sequences.
         eos_token_ids: the model's.
     """
 
@@ -125,38 +125,38 @@ class GrammarMasks:
         return slow
 
     def begin(self, histories: Mapping[int, TokenHistory]) -> None:
-        """Begins to compile grammars that a step is going to need."""
+        """Starts to compile the grammars of a coming step."""
         for history in histories.values():
             if history.params.grammar and history.seq_id not in self._states:
                 self._grammars.begin(history.params.grammar, history.cache_salt)
 
     def are_quick(self, histories: Mapping[int, TokenHistory]) -> bool:
-        """True if the masks of these rows probably take less time than handing them to another thread, which has to be
-        woken up and to get the interpreter's lock."""
+        """True if making these rows' masks is probably quicker than handing them to another thread, which must wake up
+        and take the interpreter's lock."""
         own = [self._states.get(history.seq_id) for history in histories.values() if history.params.grammar]
         return sum(_SLOW_S if state is None else state.mask_s for state in own) <= _QUICK_S
 
     def confined(self, histories: Mapping[int, TokenHistory]) -> Confined:
-        """Masks of the rows that are the keys and have a grammar; and rows that have ended, with the reason.
+        """Masks of the rows that have a grammar; and rows that have ended, with the reason.
 
         Args:
-            histories: by row of logits; those of a sequence with drafts in their order, each with one more of them.
+            histories: by row of logits. A sequence with drafts has its rows in order, each with one more draft.
         """
         given = {row: history for row, history in histories.items() if history.params.grammar}
         if not given:
             return NOT_CONFINED
         self._forget(given)
-        # Of one piece, which the sampler reads as it is.
+        # In one piece, which the sampler reads without a copy.
         bits = np.empty((len(given), -(-self._grammars.num_ids // _WORD_BITS)), np.uint32)
         rows, ended, address = list[int](), dict[int, str](), bits.ctypes.data
-        # By sequence, where the mask of its last row so far is.
+        # By sequence, the index of its newest row's mask.
         newest: dict[int, int] = {}
         spent: dict[int, float] = {}
         began = time.thread_time()
         for row, history in given.items():
             before, place = newest.pop(history.seq_id, None), len(rows)
             if history.drafts and (before is None or not _has(bits[before], history.drafts[-1])):
-                # The row in front does not draw the draft, so that nobody asks what this one draws.
+                # The row before cannot draw this draft, so this row's result is not used.
                 continue
             try:
                 self._fill(history, bits[place], address + place * bits.strides[0])
@@ -215,22 +215,25 @@ class GrammarMasks:
             raise _Ended(COMPLETE)
 
     def completes(self, history: TokenHistory, tokens: Sequence[int]) -> bool:
-        """True if the grammar allows nothing behind tokens that were drawn under the masks of `history`.
+        """True if the grammar allows nothing after `tokens`, which were drawn under the masks of `history`.
 
-        A state that has gone on with them is the one that the next step wants.
+        A state that has taken these tokens is already the next step's state.
         """
         state, new = self._states.get(history.seq_id), list(tokens)
         if state is None or state.tokens is not history.tokens or state.count != history.num_output:
-            # A matcher of its own: a step may be using the states meanwhile.
+            # A separate matcher, because a running step may use the states.
             compiled = self._grammars.begin(history.params.grammar, history.cache_salt)
             matcher = compiled.result().deep_copy()
             return matcher.consume_tokens(history.output_ids + new) and matcher.is_stopped()
-        # If the matcher fails, the next step finds out why.
+        # If the matcher fails, the next step reports it.
         return self._consume(state, new) and state.matcher.is_stopped()
 
     def forced(self, history: TokenHistory, tokens: Sequence[int]) -> list[int]:
-        """The usual tokens of the text that a grammar forces behind a history and tokens that were drawn, but for one
-        that ends the sequence; none where there is a choice, or nothing is looked for."""
+        """The usual tokens of the text that a grammar forces after a history and drawn tokens; [] if there is a choice,
+        or no search is made.
+
+        A token that would end the sequence is left out.
+        """
         state = self._states.get(history.seq_id)
         if state is None or state.tokens is not history.tokens or state.count != history.num_output + len(tokens):
             return []
@@ -283,11 +286,12 @@ class GrammarMasks:
                 self._start_anew(history)
 
     def _fill(self, history: TokenHistory, bits: Bits, address: int) -> None:
-        """Writes the mask of a row, all words of it, which are at that address."""
+        """Writes the mask of a row into `bits`, whose memory is at `address`."""
         try:
             return self._write(history, bits, address)
         except _Failed:
-            # Perhaps of what other sequences of the same grammar have done. By itself it either fails, or does not.
+            # Other sequences of the same grammar may have caused the failure. A new matcher fails only for this
+            # sequence's own reasons.
             self._start_anew(history)
         try:
             self._write(history, bits, address)
@@ -309,7 +313,7 @@ class GrammarMasks:
         """A matcher that has been given the output so far, or has failed at it."""
         state = self._states.get(history.seq_id)
         count = history.num_output - len(history.drafts)
-        # Another list of tokens; or a step that had given it a token was interrupted.
+        # Another list of tokens; or a step that had added a token was interrupted.
         if state is None or state.tokens is not history.tokens or state.count > count:
             compiled = self._grammars.begin(history.params.grammar, history.cache_salt)
             try:
@@ -328,12 +332,12 @@ class GrammarMasks:
         return ahead
 
     def _start_anew(self, history: TokenHistory) -> None:
-        """Forgets a state, and what it is a copy of."""
+        """Drops a state, and the compiled grammar that it was copied from."""
         state = self._states.pop(history.seq_id)
         self._grammars.forget(history.params.grammar, history.cache_salt, state.compiled)
 
     def _forget(self, histories: Mapping[int, TokenHistory]) -> None:
-        """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""
+        """Bounds the states kept of sequences that have ended or wait: as many as run now, plus _MOST_IDLE."""
         if len(self._states) > 2 * len(histories) + _MOST_IDLE:
             now = {history.seq_id for history in histories.values()}
             self._states = {seq_id: state for seq_id, state in self._states.items() if seq_id in now}

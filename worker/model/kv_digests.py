@@ -1,11 +1,11 @@
-"""Digests of the bytes of KV blocks, made on the device where the blocks are.
+"""Digests of the bytes of KV blocks, computed on the blocks' device.
 
-A digest is a sum over the block's 64-bit words, each mixed and multiplied by an odd number of its own: sums of integers
-have no order, so that every device gives the same one, and a change of a single word always changes it. Those of all
-ranks' shards are hashed together, in the order of ranks.
+A digest is a sum over the block's 64-bit words, each mixed and multiplied by its own odd number. Integer sums have no
+order, so every device gives the same digest, and changing a single word always changes it. The digests of all ranks'
+shards are hashed together, in rank order.
 
-Digests only observe. A rank that cannot make them takes part in the exchange all the same, since the others wait for
-it, and says so there; then the step has none, and goes on.
+Digests only observe. A rank that fails to make them still takes part in the exchange, because the others wait for it,
+and reports the failure there. That step has no digests, and continues.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import xxhash
 from kernels.interface import KernelBackend, KVCache
 from worker.model.sharding import Shard
 
-# Waits for names of blocks with their digests. One name may come several times: once for each cache salt.
+# Waits for names of blocks with their digests. A name may occur several times: once per cache salt.
 KvDigests: TypeAlias = Callable[[], tuple[tuple[bytes, int], ...]]
-# Of SplitMix64, as a signed number.
+# A constant of SplitMix64, as a signed number.
 _MULTIPLIER: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SHIFT: Final = 29
 _WORD: Final = 8
-# Of a rank's part in the exchange, behind its digests.
+# Marks after a rank's digests in the exchange.
 _MADE, _FAILED = 1, 0
 
 _log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ class KvDigester:
     """Digests blocks of one rank's KV cache.
 
     Args:
-        kernels: know where a block is.
+        kernels: locate a block.
         shard: of this rank; rank 0 answers.
     """
 
@@ -52,11 +52,11 @@ class KvDigester:
 
         Args:
             cache: the KV cache.
-            wanted: names of blocks, by their ids.
+            wanted: names of blocks, by block id.
 
         Returns:
-            None where there is nothing to answer: on the other ranks, for no blocks, and where workers of one numerics
-            class need not have the same bytes. None come where some rank has failed.
+            None if there is nothing to answer: on other ranks, for no blocks, and if workers of one numerics class may
+                have different bytes. The callable returns nothing if a rank has failed.
         """
         if not (wanted and self._kernels.batch_invariant):
             return None
@@ -66,7 +66,7 @@ class KvDigester:
         return partial(self._named, list(wanted.values()), gathered)
 
     def _own_part(self, cache: KVCache, wanted: Iterable[int]) -> torch.Tensor:
-        """int64 [blocks + 1]: this rank's digests, and _MADE; or zeros alone."""
+        """int64 [blocks + 1]: this rank's digests and _MADE; all zeros after a failure."""
         try:
             digests = [self._of_block(self._kernels.kv_cache.contents(cache, block)) for block in wanted]
             return torch.stack([*digests, torch.full_like(digests[0], _MADE)])
@@ -82,13 +82,13 @@ class KvDigester:
         return tuple((name, xxhash.xxh3_64_intdigest(shards[:, i].tobytes())) for i, name in enumerate(names))
 
     def _warn(self, error: Exception) -> None:
-        """Says once what has failed: the next steps may meet the same."""
+        """Logs a failure once, because the next steps may fail likewise."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("KV blocks are not digested", rank=self._shard.rank, why=f"{type(error).__name__}: {error}")
 
     def _of_block(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """int64 []."""
+        """Digest of one block, int64 [], from its parts."""
         raw = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
         padded = torch.nn.functional.pad(raw, (0, -raw.numel() % _WORD))
         mixed = padded.view(torch.int64) * _MULTIPLIER

@@ -1,7 +1,7 @@
-"""From the tokens of a sequence to what its penalties change in a row of logits.
+"""Finds the token ids that a sequence's penalties change in a row of logits.
 
-The order of the changes is the kernels' (docs/explanation/determinism.md); here is which ids they concern. Repetition:
-every id of prompt and output; presence and frequency: ids of the output only.
+The kernels define the order of the changes (docs/explanation/determinism.md). Repetition penalties concern every id of
+prompt and output; presence and frequency penalties concern ids of the output only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from kernels.penalties import Penalties, SeenIds
 from worker.engine.batch import TokenHistory
 
-# Sequences that do not run now, of which anything is kept.
+# Most sequences that do not run now whose counts are kept.
 MOST_IDLE: Final = 512
 
 
@@ -31,13 +31,13 @@ class _Known:
 
     @classmethod
     def of(cls, history: TokenHistory) -> _Known:
-        """All of a history, counted at once."""
+        """Counts all tokens of a history at once."""
         params = history.params
         factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         return cls(history.tokens, history.num_output, SeenIds(history.prompt_ids, history.output_ids), factors)
 
     def behind(self, drafts: tuple[int, ...]) -> _Known:
-        """A copy that has counted drafts too: they may be wrong."""
+        """A copy that also counts `drafts`, which may be wrong."""
         seen = self.seen.copy()
         for token in drafts:
             seen.add(token)
@@ -51,11 +51,11 @@ class SeenTokens:
         self._known: dict[int, _Known] = {}
 
     def penalties(self, histories: Mapping[int, TokenHistory], late: torch.Tensor | None = None) -> Penalties | None:
-        """The penalties of the rows that are the keys; None when there are none.
+        """The penalties of these rows; None if there are none.
 
         Args:
             histories: by row of logits, of penalized sequences.
-            late: as Penalties has it, of each row that is a key.
+            late: of these rows, as Penalties has it.
         """
         if not histories:
             return None
@@ -80,7 +80,7 @@ class SeenTokens:
         return known
 
     def _forget(self, histories: Mapping[int, TokenHistory]) -> None:
-        """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""
+        """Bounds the counts kept of sequences that have ended or wait: as many as run now, plus MOST_IDLE."""
         if len(self._known) > 2 * len(histories) + MOST_IDLE:
             now = {history.seq_id for history in histories.values()}
             self._known = {seq_id: known for seq_id, known in self._known.items() if seq_id in now}

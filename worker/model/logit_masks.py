@@ -1,12 +1,12 @@
-"""From the parameters of a sequence to the biases and masks of its row of logits.
+"""Finds the biases and masks of a sequence's row of logits, from its parameters.
 
-The order of the changes is the kernels' (docs/explanation/determinism.md); here is which ids they concern:
+The kernels define the order of the changes (docs/explanation/determinism.md). The ids concerned:
 - `logit_bias`: its ids.
-- `allowed_token_ids`: all ids but those and the model's end-of-sequence ids are masked.
-- `bad_words_token_ids`: what would complete one of the sequences within the output is masked.
-- before `min_tokens` output tokens, the ids that would end the sequence are masked: the request's `stop_token_ids`, and
-  the model's end-of-sequence ids unless `ignore_eos`. Stop token sequences and stop strings are not masked: they are no
-  single ids, and worker/engine/stop_rules.py does not look at them yet.
+- `allowed_token_ids`: all ids except those and the model's end-of-sequence ids are masked.
+- `bad_words_token_ids`: ids that would complete one of the sequences within the output are masked.
+- Before `min_tokens` output tokens, ids that would end the sequence are masked: the request's `stop_token_ids`, and the
+  model's end-of-sequence ids unless `ignore_eos`. Stop token sequences and stop strings are not masked, because they
+  are not single ids; worker/engine/stop_rules.py ignores them until then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Parameters of a sequence in the form that steps need, with ids that the model has."""
+    """Parameters of a sequence as steps need them, limited to ids that the model has."""
 
     params: SamplingParams
     bias_ids: Ints
@@ -56,7 +56,7 @@ class _Rules:
 
 
 class LogitMasks:
-    """Biases and masks of steered sequences; what derives from their parameters is kept from step to step.
+    """Biases and masks of steered sequences. Keeps what it derives from their parameters from step to step.
 
     Args:
         eos_token_ids: the model's.
@@ -67,7 +67,7 @@ class LogitMasks:
         self._rules: dict[int, _Rules] = {}
 
     def biased(self, histories: Mapping[int, TokenHistory], size: int) -> BiasedIds | None:
-        """Biases of the rows that are the keys; None when there are none.
+        """Biases of these rows; None if there are none.
 
         Args:
             histories: by row of logits.
@@ -81,7 +81,7 @@ class LogitMasks:
         return BiasedIds(_rows(given, ids), np.concatenate(ids), biases)
 
     def allowed(self, histories: Mapping[int, TokenHistory], size: int) -> AllowedIds | None:
-        """Ids that alone some of the rows may sample; arguments as of `biased`."""
+        """The only ids that some rows may sample; arguments as for `biased`."""
         given = {row: h for row, h in histories.items() if h.params.allowed_token_ids and not h.params.grammar}
         ids = {row: self._of(h, size).allowed for row, h in given.items()}
         if not ids:
@@ -99,7 +99,7 @@ class LogitMasks:
 
         Args:
             histories: by row of logits.
-            late: places of the newest tokens of rows that have one more than their histories.
+            late: places of the newest tokens of rows that have one more token than their histories.
             newest: the tokens at such places, on the device.
             size: logits of a row.
         """
@@ -117,11 +117,11 @@ class LogitMasks:
         return MaskedIds(rows, ids, after, newest([late.get(row, -1) for row in rows.tolist()]))
 
     def narrow(self, history: TokenHistory, bits: npt.NDArray[np.uint32], size: int) -> bool:
-        """Clears bits of ids that a row must not sample now; False, and nothing is said of them, if none is left.
+        """Clears bits of ids that a row must not sample now; False, with `bits` unchanged, if none is left.
 
         Args:
-            history: of a sequence with a grammar, which allows something.
-            bits: a mask as AllowedBits has it; changed.
+            history: of a sequence whose grammar allows some token.
+            bits: a mask as in AllowedBits; changed.
             size: logits of a row.
         """
         params = history.params
@@ -144,7 +144,7 @@ class LogitMasks:
         return True
 
     def _masked(self, history: TokenHistory, *, is_late: bool, size: int) -> list[tuple[int, int]]:
-        """Pairs of the token behind which alone an id is masked, and the id."""
+        """Pairs of a token and an id that is masked directly after it."""
         rules, count = self._of(history, size), history.num_output
         ending = rules.ending if count + is_late < rules.params.min_tokens else []
         output = history.output_from(max(0, count - rules.bad_words.reach))
@@ -160,7 +160,7 @@ class LogitMasks:
         return rules
 
     def forget(self, histories: Mapping[int, TokenHistory]) -> None:
-        """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""
+        """Bounds the rules kept of sequences that have ended or wait: as many as run now, and some."""
         if len(self._rules) > 2 * len(histories) + MOST_IDLE:
             now = {history.seq_id for history in histories.values()}
             self._rules = {seq_id: rules for seq_id, rules in self._rules.items() if seq_id in now}

@@ -1,8 +1,8 @@
-"""From rows of logits to rows of logprobs (common/wire/logprob_rows.py).
+"""Makes rows of logprobs (common/wire/logprob_rows.py) from rows of logits.
 
-What a device computes is begun with the step, and fetched with its tokens. Raw logprobs are of the logits as they are
-before anything is written into them; those of the processed distribution are computed on the host, by the reference, of
-what penalties and masks have left there.
+The device's part starts with the step and is fetched with its tokens. Raw logprobs are of the logits before sampling
+changes them. Logprobs of the processed distribution are computed on the host, by the reference kernels, from the logits
+that penalties and masks have left.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kernels.interface import LogitStats, SamplingOps
 from kernels.upload import to_device
 
 Ints = npt.NDArray[np.int64]
-# Waits for rows: by sampled row, or those of given tokens by sequence.
+# Waits for rows: by sampled row, or by sequence for given tokens.
 Rows = Callable[[], dict[int, bytes]]
-# Rows of logits of given tokens that are in memory at once: a prompt's are many, and each is as wide as the vocabulary.
+# Rows of prompt logits in memory at once: a prompt has many, each as wide as the vocabulary.
 LOGIT_ROWS: Final = 32
 
 
@@ -57,10 +57,10 @@ class TokenLogprobsMaker:
         self._device = device
 
     def ask(self, rows: Mapping[int, SamplingParams], logits: torch.Tensor) -> AskedRows:
-        """Notes what is wanted of sampled rows, before sampling writes into their logits.
+        """Copies the logits of rows that want logprobs, before sampling changes them.
 
         Args:
-            rows: by row of `logits`, the parameters of its sequence, of those that want logprobs.
+            rows: parameters by row of `logits`, of the rows that want logprobs.
             logits: float32 [F, V].
         """
         places = np.array(list(rows), np.int64)
@@ -68,10 +68,10 @@ class TokenLogprobsMaker:
         return AskedRows(list(rows.values()), places, raw)
 
     def sampled(self, asked: AskedRows, logits: torch.Tensor, tokens: torch.Tensor) -> Rows:
-        """Rows of the tokens that were sampled, by their places.
+        """Logprob rows of the sampled tokens, by their index in the step's logits.
 
         Args:
-            asked: which.
+            asked: the rows that want logprobs.
             logits: float32 [F, V], after sampling.
             tokens: int64 [F].
         """
@@ -94,17 +94,17 @@ class TokenLogprobsMaker:
     def _fetched(
         self, places: Ints, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[Iterable[npt.NDArray[np.float32]], Callable[[], list[int]]]:
-        """Some rows of logits on the host, for which a step waits on a GPU, and the tokens, for which it does not."""
+        """Copies rows of logits to the host, for which a step on a GPU waits, and the tokens, for which it does not."""
         rows = logits.index_select(0, to_device(places, self._device)).cpu().numpy()
         return rows, self._sampling.fetch(tokens)
 
     def given(self, seq_id: int, params: SamplingParams, parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
-        """Rows of given tokens.
+        """Logprob rows of given tokens.
 
         Args:
             seq_id: of the sequence.
             params: of the sequence.
-            parts: float32 logits [R, V], some at a time, and the tokens behind them.
+            parts: float32 logits [R, V], a few rows at a time, and the token after each.
         """
         layout, ids = params.prompt_logprob_layout, np.array(params.logprob_token_ids, np.int64)
         begun = [
@@ -120,7 +120,7 @@ class TokenLogprobsMaker:
 
 
 def _ids(every: list[SamplingParams]) -> Ints:
-    """int64 [R, G]: each row's ids, padded to the most."""
+    """int64 [R, G]: each row's ids, padded to the longest."""
     given = np.zeros((len(every), max(len(params.logprob_token_ids) for params in every)), np.int64)
     for row, params in zip(given, every, strict=True):
         row[: len(params.logprob_token_ids)] = params.logprob_token_ids
@@ -128,7 +128,7 @@ def _ids(every: list[SamplingParams]) -> Ints:
 
 
 def _split(stats: LogitStats, every: list[SamplingParams], places: list[int]) -> dict[int, bytes]:
-    """The rows of raw logprobs by their places, all that are equally long at once."""
+    """The rows of raw logprobs by place; rows of equal length are made together."""
     made: dict[int, bytes] = {}
     layouts = [params.logprob_layout for params in every]
     for layout in dict.fromkeys(layouts):
@@ -159,7 +159,7 @@ def _raw(stats: LogitStats, row: int) -> npt.NDArray[np.float32]:
 def _processed(
     logits: npt.NDArray[np.float32], params: SamplingParams, token: int, raw: npt.NDArray[np.float32]
 ) -> Words:
-    """A row of the distribution that a token was drawn from: logits float32 [V]."""
+    """A logprob row of the distribution that a token was drawn from; `logits` float32 [V]."""
     token = max(token, 0)
     left, kept_mass = logprobs.processed(logits, params.temperature, params.top_k, params.top_p, params.min_p)
     # Masses of other kernels may differ in their last bit, and with it the last id that top_p keeps.
