@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of a checkpoint: see `load_weights`."""
+    """Source of a checkpoint's tensors: see `load_weights`."""
 
     expected: Mapping[str, Shape]
     optional: Mapping[str, Shape]
@@ -36,20 +36,20 @@ class ModelLoader:
     """Makes one rank's part of a model.
 
     Args:
-        config: names the folder; its `weights_cache` counts on CPUs.
+        config: names the folder; on CPUs its `weights_cache` is used.
         model_config: from the same folder.
-        kernels: keep the weights.
+        kernels: pack the weights.
         dtype: of weights and activations.
         kv_dtype: of the KV cache.
-        packed_format: of the weights in memory; in `dtype` when None.
-        max_position: positions that rotary tables are made for.
-        shard: the part of the model that this rank holds.
+        packed_format: of the weights in memory; None for `dtype`.
+        max_position: number of positions in the rotary tables.
+        shard: this rank's part of the model.
         aux_layers: see `Build`.
         drafts: see `Build`.
 
     Attributes:
-        mapped_bytes: of files of weights that the process maps; 0 before `load`.
-        mapped_file: path of that file; empty without one.
+        mapped_bytes: bytes of weight files that the process maps; 0 before `load`.
+        mapped_file: path of that file; "" without one.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelLoader:
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> CausalModel:
-        """The model, by way of the cache of packed weights if there is one.
+        """The model, from the cache of packed weights if there is one.
 
         Raises:
             ModelError: the checkpoint cannot be served; one line.
@@ -100,10 +100,10 @@ class ModelLoader:
 
     @torch.inference_mode()
     def load_head(self, progress: Progress) -> Eagle3Head:
-        """Likewise, of a folder that has a draft head.
+        """The draft head of a folder that has one, from the cache of packed weights if there is one.
 
         Raises:
-            ModelError: it cannot be used; one line.
+            ModelError: the head cannot be used; one line.
         """
         architecture, config = draft_head_class(self._model_config.architecture), self._model_config
         optional, kept = architecture.optional_shapes(config), architecture.kept_tensors(config)

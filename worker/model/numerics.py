@@ -22,16 +22,15 @@ _INCREMENT = 1442695040888963407
 
 
 def numerics_digest(runner: ModelRunner) -> str:
-    """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
+    """64-bit hex digest of the logit bits of a fixed probe, and of the facts that define a numerics class.
 
-    The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
-    Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks,
-    `captured_facts`, for which the real pool must be there. Ranks compute it together, and each gets the same digest.
-
-    Of a checkpoint that generates nothing the hidden states are digested.
+    The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own. The
+    facts: architecture; dtypes of model, KV cache and packed weights; what the kernels' bits depend on; ranks; and
+    `captured_facts`, which need the real pool. Ranks compute the digest together, and each gets the same one. For a
+    checkpoint without an output head the hidden states are digested.
 
     Raises:
-        ModelError: logits of the probe are NaN or infinite, so that the model cannot be served.
+        ModelError: logits of the probe are NaN or infinite, so the model cannot be served.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (
@@ -61,11 +60,10 @@ def numerics_digest(runner: ModelRunner) -> str:
 def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
     """Graph-capture parameters that affect numerics: the longest sequence and the captured batch sizes.
 
-    To be asked for while the runner has the KV pool that it captures over, which bounds the longest sequence.
-
-    Nothing with batch-invariant kernels: their tiles and splits follow from the model alone, so that a captured step's
-    rows have the bits of the same step kernel by kernel (tests/kernels/triton_backend/test_captured_tiles.py). Tuned
-    ones choose them by the room that a step has.
+    Call it while the runner has the KV pool that it captures over, which bounds the longest sequence. Empty with
+    batch-invariant kernels: their tiles and splits follow from the model alone, so a captured step has the same bits as
+    the same step kernel by kernel (tests/kernels/triton_backend/test_captured_tiles.py). Tuned kernels choose tiles by
+    the size of the captured step.
     """
     if runner.kernels.batch_invariant or not runner.captures_graphs:
         return ()
@@ -101,7 +99,7 @@ def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence
 
 
 def _no_numbers(runner: ModelRunner) -> str:
-    """The error for NaN or infinity. Packed weights may be the cause, since their numbers have no checksum."""
+    """The error for NaN or infinite logits. Packed weights may be the cause, because they have no checksum."""
     problem = f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity"
     if not runner.mapped_file:
         return problem
@@ -109,6 +107,6 @@ def _no_numbers(runner: ModelRunner) -> str:
 
 
 def _any_tokens(batch: ScheduledBatch) -> dict[int, tuple[int, ...]]:
-    """Tokens for the final sequences of a model that generates none."""
+    """Arbitrary tokens for the final sequences of a model that generates none."""
     ends = zip(batch.req_ids, batch.context_lens, batch.is_final, strict=True)
     return {seq_id: (length % _FEW_IDS,) for seq_id, length, is_final in ends if is_final}

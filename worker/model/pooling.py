@@ -1,4 +1,4 @@
-"""From rows of hidden states to what a step gives of the sequences that are embedded (worker/engine/pooling.py)."""
+"""Pools a step's hidden states for the sequences that are embedded (worker/engine/pooling.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from worker.model.layers.classifier import Classifier
 Ints = npt.NDArray[np.int64]
 # Waits for pooled states, by sequence.
 Pooled: TypeAlias = Callable[[], dict[int, bytes]]
-# Rows of float64 that are in memory at once.
+# Rows of float64 in memory at once.
 _ROWS = 256
 
 
 def mean_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
-    """int64 [R], ascending: the rows that means are of; the sequences' rows end at `ends`."""
+    """int64 [R], ascending: the rows that enter a mean; the sequences' rows end at `ends`."""
     runs = [
         np.arange(ends[i] - batch.num_scheduled_tokens[i], ends[i])
         for i, pooling in batch.pooled.items()
@@ -33,16 +33,16 @@ def mean_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
 
 
 def begin_pooling(batch: ScheduledBatch, hidden: torch.Tensor, classifier: Classifier | None) -> Pooled:
-    """Begins to pool a step's hidden states [T, H]; what is returned waits for the results.
+    """Begins to pool a step's hidden states [T, H]. The result waits for the pooled states.
 
     Args:
         batch: of the step.
         hidden: all states.
-        classifier: of the model; None for one that has none, whose sequences ask for no labels.
+        classifier: of the model; None if it has none.
     """
     ends = np.cumsum(np.array(batch.num_scheduled_tokens, np.int64))
     last = [i for i, pooling in batch.pooled.items() if pooling != MEAN]
-    # A copy: the next step may write where these are.
+    # A copy, because the next step may overwrite these rows.
     rows = hidden.index_select(0, to_device(ends[last] - 1, hidden.device)).float()
     sums = {
         batch.req_ids[i]: _sums(hidden[ends[i] - batch.num_scheduled_tokens[i] : ends[i]])
@@ -65,7 +65,7 @@ def begin_pooling(batch: ScheduledBatch, hidden: torch.Tensor, classifier: Class
 
 
 def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [H]: the sums of rows [R, H] in units of 1 / MEAN_SCALE; and whether all are numbers that these hold."""
+    """int64 [H]: sums of rows [R, H] in units of 1 / MEAN_SCALE; and whether all of them are finite and in range."""
     total = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
     fits = torch.ones((), dtype=torch.bool, device=rows.device)
     for start in range(0, len(rows), _ROWS):

@@ -1,4 +1,4 @@
-"""Sets up a model runner: loads the model, sizes and makes its KV pool, warms it up. Imports PyTorch."""
+"""Sets up a model runner: loads the model, sizes and allocates its KV pool, warms it up. Imports PyTorch."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _CHECKED_FORCED: Final = 3
 def load_runner(
     config: Config, model_config: ModelConfig, threads: int | None, progress: Progress, *, takes_memory: bool
 ) -> tuple[Config, ModelRunner]:
-    """The model, loaded and warm, and `config` with the size of its KV pool.
+    """Loads and warms up a model. Returns its runner, and `config` with the size of its KV pool.
 
     Args:
         config: of the engine.
         model_config: from the same folder.
-        threads: of arithmetic; None leaves them to PyTorch.
-        progress: is told the stages.
-        takes_memory: True if the KV pool's memory is taken now (`take_kv_memory`).
+        threads: of arithmetic; None for PyTorch's choice.
+        progress: called at each stage.
+        takes_memory: True to take the KV pool's memory now (`take_kv_memory`).
 
     Raises:
         ModelError: the checkpoint cannot be served.
@@ -97,7 +97,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def describe(runner: ModelRunner) -> dict[str, str]:
-    """Facts of a loaded model, which are the same on every rank. Runs a few steps for them."""
+    """Facts of a loaded model that are the same on every rank. Runs a few steps to compute them."""
     return {
         "weights_digest": runner.weights_digest,
         "numerics": numerics_digest(runner),
@@ -108,7 +108,7 @@ def describe(runner: ModelRunner) -> dict[str, str]:
 
 
 def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
-    """`config` with the KV pool's size and the models' length (`with_pool`), by the memory of the runner's device.
+    """`config` with the KV pool's size and the model's length (`with_pool`), by the memory of the runner's device.
 
     Raises:
         InvalidFieldError: the lengths do not fit the KV memory.
@@ -121,7 +121,7 @@ def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
     if not free_bytes and not config.kv_cache_memory:
         share = config.gpu_memory_utilization
         raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
-    # The whole of it: a GPU's memory is nobody else's.
+    # All of it: a GPU's memory is not shared.
     config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
     return with_pool(config, model_len, runner.num_blocks_for, free_bytes, longest=longest)
 
@@ -129,7 +129,7 @@ def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
 def make_executor(
     config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Config, Executor | None]:
-    """An engine's config and executor; on a GPU each step is launched before the one before it has ended."""
+    """An engine's config and executor. On a GPU each step is launched before the previous one has ended."""
     if runner.kernels.device.type == "cpu":
         return config, None
     return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, partial(_enter, runner))
@@ -149,7 +149,7 @@ def _enter(runner: ModelRunner) -> None:
 
 
 def allocate(runner: ModelRunner, num_blocks: int) -> None:
-    """Makes the KV pool.
+    """Allocates the KV pool.
 
     Raises:
         ModelError: it does not fit into memory.
@@ -161,6 +161,6 @@ def allocate(runner: ModelRunner, num_blocks: int) -> None:
 
 
 def take_kv_memory(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_progress) -> None:
-    """Takes the KV pool's memory where there is twice as much of it; elsewhere that is taken block by block."""
+    """Takes the KV pool's memory now if twice as much is free; otherwise blocks take memory as they are used."""
     if 2 * num_blocks * runner.kv_block_bytes <= available_memory(runner.mapped_bytes):
         runner.touch_kv_cache(progress)

@@ -1,4 +1,4 @@
-"""Parameters of a step's sequences as arrays, kept while the sequences are the same."""
+"""Sampling parameters of a step's sequences as arrays, kept while the sequences stay the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker.engine.batch import SequenceColumns
 
 
 class SampleArrays:
-    """Parameters by which sequences are sampled, each an array.
+    """Sampling parameters of a step's sequences, one array for each parameter.
 
     Args:
         columns: of the sequences.
@@ -24,5 +24,5 @@ class SampleArrays:
         self.choices = np.array(columns.choices, np.int64)
 
     def of(self, columns: SequenceColumns) -> SampleArrays:
-        """Parameters of a step's sequences: the same object where the sequences are the same."""
+        """Parameters of a step's sequences; the same object as in the last step if the sequences are the same."""
         return self if columns is self._columns else SampleArrays(columns)

@@ -1,7 +1,7 @@
-"""Rows of logits that a step samples: of each sequence whose last token it reaches that row, and one behind each draft.
+"""Rows of logits that a step samples: one per sequence whose last token it reaches, plus one after each draft.
 
-Row j of a sequence has seen its first j drafts, so it is drawn at its own position, with the penalties and masks of a
-history that has them: if they are right, it is the row of a plain decode.
+Row j of a sequence has seen its first j drafts. It is drawn at its own position, with the penalties and masks of a
+history that contains them. So if the drafts are right, it equals the row of a plain decode.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The R rows of F sequences, those of each one after the other.
+    """The R rows of F sequences; the rows of each sequence are adjacent.
 
     Attributes:
         seq_ids: of the F sequences.
-        sequences: int64 [R], the place of each row's sequence in the batch.
-        positions: int64 [R], absolute positions of the tokens that are drawn, if all drafts in flight are right.
+        sequences: int64 [R], index of each row's sequence in the batch.
+        positions: int64 [R], absolute positions of the drawn tokens, if all drafts in flight are right.
         step_rows: int64 [R], ascending, rows of the step.
-        metadata: which of them verify drafts.
-        num_rejected: int64 [R] on the back end's device: how many of these are wrong, so that the positions are so many
-            lower; None where none are in flight.
+        metadata: says which rows verify drafts.
+        num_rejected: int64 [R] on the back end's device: how many drafts in flight were wrong, which lowers the
+            positions; None without drafts in flight.
     """
 
     seq_ids: list[int]
@@ -50,7 +50,7 @@ class SampledRows:
         metadata = SpecDecodeMetadata.of([batch.scheduled_spec_decode_tokens.get(seq_id, []) for seq_id in seq_ids])
         counts = metadata.num_draft_tokens + 1
         sequences = np.repeat(final, counts)
-        # Of how many rows of its sequence a row is in front.
+        # Number of its sequence's rows after each row.
         behind = np.repeat(metadata.bonus_logits_indices, counts) - np.arange(len(sequences))
         ends = np.cumsum(np.array(batch.num_scheduled_tokens, np.int64))
         positions = np.array(batch.context_lens, np.int64)[sequences] - behind
@@ -60,7 +60,7 @@ class SampledRows:
         return len(self.sequences)
 
     def moved(self, num_rejected: torch.Tensor, sequences: Ints, positions: torch.Tensor) -> SampledRows:
-        """The same with `num_rejected`, which is taken off the positions of all rows of the step too.
+        """A copy with `num_rejected`, which is also subtracted from the positions of all rows of the step.
 
         Args:
             num_rejected: int64 [S], of the sequences.
@@ -79,7 +79,7 @@ class SampledRows:
 
     @cached_property
     def rows_of(self) -> dict[int, range]:
-        """Rows of each sequence, by its place in the batch."""
+        """Rows of each sequence, by its index in the batch."""
         metadata = self.metadata
         bounds = zip(metadata.bonus_logits_indices.tolist(), metadata.num_draft_tokens.tolist(), strict=True)
         runs = [range(last - count, last + 1) for last, count in bounds]
@@ -89,8 +89,8 @@ class SampledRows:
         """The history of each row whose sequence has one, by row.
 
         Args:
-            batch: that the rows are of.
-            known: by place in the batch, without drafts.
+            batch: of the rows.
+            known: histories without drafts, by index in the batch.
         """
         found = {}
         for i, history in known.items():

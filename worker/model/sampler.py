@@ -1,7 +1,7 @@
 """Samples a step's tokens, and keeps them for the next step.
 
-A step may be launched before the tokens of the one before it have come to the host: it takes them on the device. There
-it also learns how many drafts of that step were right, and so where its own rows stand.
+A step may be launched before the previous step's tokens have reached the host. It then takes them on the device, where
+it also learns how many drafts of that step were right, and so the positions of its own rows.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDec
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by row.
 Digests: TypeAlias = Callable[[], dict[int, int]]
-# Begins to bring int64 numbers to the host; the result waits for them.
+# Begins to copy int64 numbers to the host; the result waits for them.
 Fetch: TypeAlias = Callable[[torch.Tensor], Callable[[], list[int]]]
 _NONE_LATE: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class SampledTokens:
-    """The tokens of a step: on the device at once, on the host when they have come.
+    """The tokens of a step: on the device at once, on the host when they have arrived.
 
     Args:
-        rows: that were sampled.
+        rows: the sampled rows.
         ids: int64 [R], of the rows, on the device.
         token_ids: int64 [T], on the device, of all rows of the step.
-        fetch: begins to bring int64 numbers to the host, and gives what waits for them.
-        digests: waits for those of logits; None where nobody asks for any.
-        logprobs: waits for the rows of their logprobs; None where nobody wants any.
-        given: waits for those of given tokens, each of some sequences.
-        kv_digests: waits for those of KV blocks; None where there are none.
-        pooled: waits for hidden states of those that are embedded; None where none is.
-        constraint_ends: by row, as of ScheduledBatchOutput.
-        slow_constraints: as of ScheduledBatchOutput.
+        fetch: begins to copy int64 numbers to the host.
+        digests: waits for digests of logits; None if no request wants them.
+        logprobs: waits for logprob rows; None if no request wants them.
+        given: waits for logprob rows of prompt tokens, each for some sequences.
+        kv_digests: waits for digests of KV blocks; None without any.
+        pooled: waits for pooled hidden states; None without embedded sequences.
+        constraint_ends: by row, as in ScheduledBatchOutput.
+        slow_constraints: as in ScheduledBatchOutput.
 
     Attributes:
-        place: by sequence of the F that were sampled, its place among them.
+        place: index of each sequence among the F sampled ones.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SampledTokens:
         self.place = dict(zip(rows.seq_ids, range(len(rows.seq_ids)), strict=True))
         self._rows = rows
         self._drafts: torch.Tensor | None = None
-        # Waits for drafts that were made on the device, of the sequences that have these tokens.
+        # Waits for drafts made on the device, given each sequence's accepted tokens.
         self._launched: Callable[[dict[int, tuple[int, ...]]], dict[int, list[int]]] | None = None
         # The host cannot compare drafts that it does not know.
         self._fetched = fetch(ids if rows.metadata.are_known else torch.cat((ids, self.num_rejected)))
@@ -100,7 +100,7 @@ class SampledTokens:
 
     @cached_property
     def output(self) -> ScheduledBatchOutput:
-        """Waits; may be asked for by two threads at once."""
+        """Waits for the output; two threads may call it at once."""
         rows = self._rows
         tokens = self._accepted_tokens(rows.metadata, self._fetched())
         output = ScheduledBatchOutput(
@@ -122,7 +122,7 @@ class SampledTokens:
         if self._pooled is not None:
             output.pooled = self._pooled()
         if self._constraint_ends:
-            # Behind drafts that are wrong nothing counts.
+            # Drafts after a wrong one do not count.
             last = {seq_id: own[-1] for seq_id, own in self._accepted(output)}
             output.constraint_ends = {
                 seq_id: self._constraint_ends[row] for seq_id, row in last.items() if row in self._constraint_ends
@@ -143,19 +143,19 @@ class SampledTokens:
 
     @property
     def newest(self) -> torch.Tensor:
-        """int64 [F], on the device: the newest token of each sequence, behind its right drafts."""
+        """int64 [F], on the device: each sequence's newest token, after its right drafts."""
         return self._verified.newest if len(self._rows.metadata.draft_token_ids) else self.ids
 
     @property
     def num_rejected(self) -> torch.Tensor:
-        """int64 [F], on the device: how many of each sequence's drafts were wrong."""
+        """int64 [F], on the device: number of wrong drafts of each sequence."""
         return self._verified.num_rejected
 
     @property
     def drafts(self) -> torch.Tensor:
-        """int64 [F, k], on the device: drafts made behind the newest tokens; any id where there are none.
+        """int64 [F, k], on the device: drafts made after the newest tokens; any id where there is none.
 
-        Whoever makes them there says so by setting it. Those that were made on the host are taken from the output.
+        A proposer on the device sets them. Drafts made on the host are taken from the output.
         """
         if self._drafts is None:
             made = self.output.draft_token_ids or {}
@@ -170,14 +170,14 @@ class SampledTokens:
         self._drafts = drafts
 
     def take_drafts(self, drafts: LaunchedDrafts, fetch: Fetch) -> None:
-        """Takes the drafts that were made behind these tokens on the device."""
+        """Takes the drafts that were made on the device after these tokens."""
         seq_ids = self._rows.seq_ids
         fetched = fetch(drafts.token_ids.flatten()) if drafts.counts else list
         self.drafts = drafts.token_ids
         self._launched = lambda tokens: drafts.behind(seq_ids, tokens, fetched())
 
     def _accepted(self, output: ScheduledBatchOutput) -> Iterator[tuple[int, range]]:
-        """Rows whose tokens count, of each sequence."""
+        """The rows of each sequence whose tokens count."""
         for (seq_id, tokens), run in zip(output.token_ids.items(), self._rows.rows_of.values(), strict=True):
             yield seq_id, run[: len(tokens)]
 
@@ -195,14 +195,15 @@ class Sampler:
 
     Args:
         kernels: sample.
-        eos_token_ids: ids that a sequence may not have before its `min_tokens`, and may have whatever it is allowed.
-        fetches: True if the tokens are wanted on the host as soon as they are there: on the rank that answers. The
-            others need them at most for penalties and grammars, and wait then.
-        grammars: confine sequences; None where none has any.
+        eos_token_ids: ids that a sequence may not have before its `min_tokens`, and may have whatever ids it is
+            allowed.
+        fetches: True if the host wants the tokens as soon as possible: on the rank that answers. Other ranks need them
+            only for penalties and grammars, and wait then.
+        grammars: compiled grammars; None if no sequence can have one.
 
     Attributes:
         last: the tokens of the last step.
-        waits_for_tokens: True if those may still be on their way to the host when the next step is launched.
+        waits_for_tokens: True if these may still be on their way to the host when the next step is launched.
     """
 
     def __init__(
@@ -220,13 +221,13 @@ class Sampler:
         self._arrays = SampleArrays(SequenceColumns([]))
         self._masks = LogitMasks(eos_token_ids)
         self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
-        # Of the last step that was sampled; histories by place in the batch.
+        # Ends of the last sampled step; below, histories by index in the batch.
         self._constraint_ends: dict[int, str] = {}
-        # One: states of grammars are changed by a single step at a time.
+        # One thread, because only one step at a time may change the states of grammars.
         self._threads = ThreadPoolExecutor(1, "masks")
-        # A step that computes, its histories by row, and their masks.
+        # The step that is computing, its histories by row, and their masks.
         self._begun: tuple[ScheduledBatch, dict[int, TokenHistory], Future[Confined]] | None = None
-        # Of that step, by place in the batch.
+        # Histories of that step, by index in the batch.
         self._confined: dict[int, TokenHistory] = {}
         self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
@@ -237,7 +238,7 @@ class Sampler:
         return self._sampling.fetch if self._fetches else _fetch_when_asked
 
     def no_ids(self, count: int = 0) -> torch.Tensor:
-        """int64 [count]: tokens of final rows that are not sampled."""
+        """int64 [count]: placeholder tokens of final rows that are not sampled."""
         return torch.zeros(count, dtype=torch.int64, device=self._kernels.device)
 
     def keep(
@@ -251,7 +252,7 @@ class Sampler:
         kv_digests: KvDigests | None = None,
         pooled: Pooled | None = None,
     ) -> SampledTokens:
-        """Notes what a step of these tokens has sampled, for the next one, and what is to be put out with it."""
+        """Stores a step's tokens for the next step, and what is output with them."""
         ends, self._constraint_ends = self._constraint_ends, {}
         slow = None if self._grammars is None else self._grammars.take_slow()
         self.last = SampledTokens(
@@ -260,13 +261,13 @@ class Sampler:
         return self.last
 
     def keep_drafts(self, drafts: LaunchedDrafts) -> None:
-        """Notes what was drafted behind the tokens of the last step, for the next one, and to be put out with them."""
+        """Stores the drafts made after the last step's tokens, for the next step and for the output."""
         self.last.take_drafts(drafts, self._fetch)
 
     def begin(self, batch: ScheduledBatch, rows: SampledRows) -> None:
-        """Begins, before a step computes anything, what takes time on other threads: grammars, and masks of the rows.
+        """Starts the slow host work of a step before its computation: compiling grammars, and masks of the rows.
 
-        Masks whose tokens are still on their way are made when these have come, which is while the device computes.
+        Masks that need tokens still on their way are made when these arrive, while the device computes.
         """
         self._begun, self._confined = None, {}
         if self._grammars is None or not any(history.params.grammar for history in batch.histories.values()):
@@ -290,9 +291,10 @@ class Sampler:
         return NOT_CONFINED if self._grammars is None else self._grammars.ahead(histories)
 
     def end_complete(self, batch: ScheduledBatch) -> None:
-        """Ends sequences whose grammars allow nothing behind the tokens of the last step, if these are here already.
+        """Ends sequences whose grammars allow nothing after the last step's tokens, if these are on the host already.
 
-        Elsewhere the next step is launched before, and finds out: to know it earlier, steps would wait for the device.
+        Otherwise the next step is launched anyway and finds out; to know earlier, steps would have to wait for the
+        device.
         """
         if self._fetches and self._confined and not self.waits_for_tokens:
             self._end_complete(batch, self.last.output, self._confined)
@@ -300,7 +302,7 @@ class Sampler:
     def later_ends(self, batch: ScheduledBatch) -> Callable[[ScheduledBatchOutput], ScheduledBatchOutput]:
         """A function that ends full sequences with complete grammars, once the last step's output is there.
 
-        No further step would do so: a full sequence has none.
+        No later step would do it, because a full sequence has none.
         """
         confined = self._confined if self._fetches and self.waits_for_tokens else {}
 
@@ -321,8 +323,10 @@ class Sampler:
                 output.constraint_ends = {**(output.constraint_ends or {}), seq_id: COMPLETE}
 
     def forced(self, batch: ScheduledBatch) -> dict[int, tuple[int, list[int]]]:
-        """Tokens of texts that grammars force behind those of the last step, by sequence, with the position of the
-        first. Where the step's own tokens may still be on their way, from those on."""
+        """Tokens of forced grammar text after the last step's tokens, by sequence, with the position of the first.
+
+        If the step's own tokens may still be on their way, the text starts after the tokens known before it.
+        """
         if self._grammars is None or not self._confined:
             return {}
         found, known = {}, None if self.waits_for_tokens else self.last.output.token_ids
@@ -336,9 +340,9 @@ class Sampler:
         return found
 
     def digests(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> Digests | None:
-        """Begins the digests of rows of logits that are asked for, before anything changes them.
+        """Begins the digests of rows of logits that requests want, before sampling changes them.
 
-        On a GPU they are copied there, and hashed on the host when their tokens have come.
+        On a GPU the rows are copied on the device, and hashed on the host when their tokens have arrived.
         """
         if not (batch.digested and self._fetches):
             return None
@@ -354,15 +358,15 @@ class Sampler:
         }
 
     def pooled(self, batch: ScheduledBatch, hidden: torch.Tensor, classifier: Classifier | None) -> Pooled | None:
-        """Begins to pool hidden states [T, H] of sequences that are embedded, on the rank that answers."""
+        """Begins to pool the hidden states [T, H] of embedded sequences, on the rank that answers."""
         return begin_pooling(batch, hidden, classifier) if batch.pooled and self._fetches else None
 
     def given_logprobs(self, batch: ScheduledBatch, logits: Callable[[slice], torch.Tensor]) -> list[Rows]:
         """Begins the logprobs of `batch.targets`, on the rank that answers.
 
         Args:
-            batch: whose.
-            logits: float32 logits of some of the rows before the targets, in order; the other ranks compute them too.
+            batch: of the step.
+            logits: float32 logits of a slice of the rows before the targets; the other ranks compute them too.
         """
         begun: list[Rows] = []
         first = 0
@@ -378,12 +382,11 @@ class Sampler:
         return begun
 
     def with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
-        """`token_ids` with those that the last step has sampled, and drafts that it has made behind them.
-
-        They never leave the device for it.
+        """`token_ids` with the tokens sampled by the last step and the drafts made after them, without leaving the
+        device.
 
         Args:
-            batch: whose tokens they are.
+            batch: of the step.
             token_ids: int64 [T], written to.
             starts: int64 [S], each sequence's first row.
         """
@@ -391,7 +394,7 @@ class Sampler:
         if late:
             places = np.array([self.last.place[batch.req_ids[i]] for i in late], np.int64)
             rows, places_there = to_device(np.stack((starts[late], places)), self._kernels.device)
-            # NO_TOKEN has no embedding: its sequence ends, and what this step computes of it is for nobody.
+            # NO_TOKEN has no embedding. Its sequence ends, so the value does not matter.
             token_ids.index_copy_(0, rows, self.last.newest.index_select(0, places_there).clamp(min=0))
             if batch.scheduled_spec_decode_tokens:
                 wanted = np.array(batch.num_scheduled_tokens, np.int64)[late] - 1
@@ -399,12 +402,12 @@ class Sampler:
         return token_ids
 
     def _write_late_drafts(self, token_ids: torch.Tensor, first_rows: Ints, places: Ints, wanted: Ints) -> None:
-        """Writes the drafts of the last step into `token_ids`, as far as it has made so many.
+        """Writes the drafts of the last step into `token_ids`, as far as they exist.
 
         Args:
             token_ids: int64 [T].
-            first_rows: int64 [L], of sequences' drafts.
-            places: int64 [L], of these sequences in the last step.
+            first_rows: int64 [L], first row of each sequence's drafts.
+            places: int64 [L], index of these sequences in the last step.
             wanted: int64 [L], drafts of each.
         """
         if not wanted.any():
@@ -418,23 +421,23 @@ class Sampler:
         token_ids.index_copy_(0, rows, drafts.flatten().index_select(0, cells_there).clamp(min=0))
 
     def num_rejected(self, batch: ScheduledBatch) -> torch.Tensor:
-        """int64 [S], on the device: how many of each sequence's drafts in flight were wrong."""
+        """int64 [S], on the device: number of each sequence's drafts in flight that were wrong."""
         in_flight = batch.drafts_in_flight
         places = [self.last.place[seq_id] if seq_id in in_flight else -1 for seq_id in batch.req_ids]
         there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, 0, self.last.num_rejected.index_select(0, there.clamp(min=0)))
 
     def _histories(self, batch: ScheduledBatch, rows: SampledRows) -> tuple[dict[int, TokenHistory], dict[int, int]]:
-        """Histories of the rows that have any, and where the last step has the newest token of some of them.
+        """Histories of the rows that have any; and for some, the place of their newest token in the last step.
 
-        On a CPU that token is on the host already, and in the history; elsewhere nothing waits for it.
+        On a CPU that token is on the host already, and in the history; on other devices nothing waits for it.
         """
         late = [i for i in batch.histories if batch.from_last_output[i]]
         known = batch.histories
         if late and not self.waits_for_tokens:
             known, late = batch.token_histories(self.last.output), []
         elif late and any(known[i].params.grammar for i in late):
-            # Masks are made on the host: a row that has one waits for its token, as the step that brings it does.
+            # Masks are made on the host, so a row with a mask waits for its token, like the step that outputs it.
             come = batch.token_histories(self.last.output)
             known = {i: come[i] if history.params.grammar else history for i, history in known.items()}
             late = [i for i in late if not known[i].params.grammar]
@@ -443,18 +446,18 @@ class Sampler:
         return rows.histories(batch, known), places
 
     def _penalties(self, histories: dict[int, TokenHistory], late: Mapping[int, int]) -> Penalties | None:
-        """Penalties of the rows; None when there are none."""
+        """Penalties of the rows; None without any."""
         penalized = {row: history for row, history in histories.items() if history.params.penalized}
         newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
         return self._seen.penalties(penalized, newest)
 
     def _newest(self, places: list[int]) -> torch.Tensor:
-        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
+        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN for a place of None."""
         there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, NO_TOKEN, self.last.newest.index_select(0, there.clamp(min=0)))
 
     def draw(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
-        """`sample`, and the rows of logprobs that are wanted of the tokens, on the rank that answers."""
+        """Samples the rows, and makes the wanted logprob rows of the tokens on the rank that answers."""
         if not (self._fetches and batch.columns.samples_logprobs):
             return self.sample(batch, rows, logits), None
         wanted = {
@@ -470,7 +473,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, batch: ScheduledBatch, rows: SampledRows, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [R]: the tokens of the rows."""
+        """int64 [R]: the sampled tokens of the rows."""
         if not len(rows):
             return self.no_ids()
         if self._begun is None or self._begun[0] is not batch:
@@ -493,17 +496,17 @@ class Sampler:
         confined: Confined | None = None,
         num_rejected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 [R]: the tokens of any rows.
+        """int64 [R]: the sampled tokens of any rows.
 
         Args:
-            batch: that has their sequences.
-            own: int64 [R], the place of each row's sequence in the batch.
+            batch: has their sequences.
+            own: int64 [R], index of each row's sequence in the batch.
             positions: int64 [R], absolute positions of the tokens.
             logits: float32 [R, V], changed.
-            histories: by row, where they change logits.
-            late: of those rows that have one more token, where the last step has it.
-            confined: masks of grammars, where they are made already.
-            num_rejected: int64 [R] on the device, which has to be taken off the positions; None for nothing.
+            histories: by row, if they change logits.
+            late: place of the newest token in the last step, of rows whose history lacks it.
+            confined: masks of grammars, if made already.
+            num_rejected: int64 [R] on the device, subtracted from the positions; None for zeros.
         """
         self._masks.forget(histories)
         size = logits.shape[1]
@@ -533,7 +536,7 @@ class Sampler:
         return self._without_ended(ids, ended)
 
     def _without_ended(self, ids: torch.Tensor, ended: dict[int, str]) -> torch.Tensor:
-        """`ids` with NO_TOKEN in the rows whose grammar has ended; notes why, for `keep`."""
+        """`ids` with NO_TOKEN in the rows whose grammar has ended; stores the reasons for `keep`."""
         self._constraint_ends = ended
         if ended:
             ids.index_fill_(0, to_device(np.array(list(ended), np.int64), self._kernels.device), NO_TOKEN)

@@ -1,4 +1,4 @@
-"""Sharding of a model: the part that this rank holds, and how ranks join their results."""
+"""Sharding of a model: this rank's part, and how ranks combine their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Collectives(Protocol):
     """Operations of a tensor-parallel group. Every rank calls the same ones in the same order."""
 
     def use(self, kernels: KernelBackend) -> bool:
-        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`); True if it has one."""
+        """Leaves sums to a back end that adds across ranks itself (`KernelBackend.join_ranks`). True if it does."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,15 +24,15 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
+        """All ranks' `x` [..., N], concatenated along the last dimension in rank order."""
         ...
 
     def capturing(self) -> AbstractContextManager[None]:
-        """To be held while steps are captured."""
+        """Context manager around the capture of steps."""
         ...
 
     def close(self) -> None:
-        """Ends what `use` began."""
+        """Undoes `use`."""
         ...
 
 
@@ -40,7 +40,7 @@ class Alone:
     """Collectives of a group of one."""
 
     def use(self, kernels: KernelBackend) -> bool:
-        """Adds nothing up, always False."""
+        """Does nothing, always False."""
         return False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,21 +52,21 @@ class Alone:
         return x
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Nobody needs to know."""
+        """Context manager that does nothing."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The engines that are in lockstep with this one, to share the experts of a mixture.
+    """The engines in lockstep with this one, which share the experts of a mixture.
 
     Attributes:
         rank: of this engine, of `size`.
         size: engines.
-        collectives: of the ranks that have this rank's place in their engines.
+        collectives: of the ranks with the same index in their engines.
         experts: of all ranks of all engines, engine by engine.
     """
 

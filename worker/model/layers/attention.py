@@ -9,14 +9,14 @@ from worker.model.layers.build import Build
 
 
 class Attention:
-    """Stores the step's keys and values, then attends to the cache: also rows of this step are read back from it.
+    """Stores the step's keys and values, then attends to the cache, which includes the rows of this step.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         layer: index of the layer.
         scale: of the scores.
-        window: how many keys a row sees, its own included; None for all before it.
-        sinks: [Hq], scores that take part in a head's softmax without a value.
+        window: number of keys that a row sees, including its own; None for all before it.
+        sinks: [Hq], scores that enter a head's softmax without a value.
 
     Attributes:
         window, sinks: as given.

@@ -1,4 +1,4 @@
-"""Builder of a model's layers: backend, weights and sharding that they are made with."""
+"""Common arguments of a model's layers: back end, weights, dtypes and sharding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from worker.weights.weights_cache import Keeper, Making
 
 @dataclass(frozen=True)
 class Build:
-    """Everything that a layer's constructor may need beside its place in the model.
+    """Arguments that the layers of a model share.
 
     Attributes:
-        config: the model's shape, whole, whatever the shard.
+        config: the whole model's shape, whatever the shard.
         kernels: the back end.
-        weights: the checkpoint; read within `kept.keep` only.
+        weights: the checkpoint; only read inside `kept.keep`.
         dtype: of weights and activations.
-        max_position: positions that rotary tables are made for.
-        shard: the part of the model that this rank holds.
-        kv_dtype: of the KV cache; `dtype` when None.
-        packed_format: of the weights of products other than routers, in memory; in `dtype` when None.
-        kept: where every tensor and packed object comes from that a layer keeps of the checkpoint.
-        aux_layers: layers before which the residual stream is handed out too, for a draft model.
-        drafts: whether the checkpoint's own draft layers are wanted, such as its first MTP layer.
+        max_position: number of positions in the rotary tables.
+        shard: this rank's part of the model.
+        kv_dtype: of the KV cache; None for `dtype`.
+        packed_format: of the weights of products other than routers, in memory; None for `dtype`.
+        kept: source of every tensor and packed object that a layer keeps.
+        aux_layers: layers before which the residual stream is returned too, for a draft model.
+        drafts: True if the checkpoint's own draft layers are wanted, such as its first MTP layer.
     """
 
     config: ModelConfig
@@ -45,5 +45,5 @@ class Build:
 
 
 def taken(build: Build, name: str, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-    """A tensor of the checkpoint that a layer keeps as it is, or rows of it, in `dtype`."""
+    """A tensor of the checkpoint, or rows of it, in `dtype`, for a layer that keeps it as it is."""
     return build.kept.keep(name, lambda: build.weights.take(name, rows=rows, dtype=dtype).to(build.kernels.device))

@@ -1,4 +1,4 @@
-"""The head of a checkpoint that classifies: numbers of labels, by the hidden state of the last token."""
+"""The head of a classifying checkpoint: scores of labels from the hidden state of the last token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Floats = npt.NDArray[np.float32]
 class Classifier:
     """Products with `score.weight` [L, H], on the host.
 
-    They are of float32 numbers, whatever the model's dtype, and added up in float64 in an order of their own: so the
-    bits depend on the state alone, on every back end. All ranks have the whole state and the whole weight.
+    They use float32 numbers, whatever the model's dtype, and float64 sums in a fixed order. So the bits depend on the
+    state alone, on every back end. All ranks have the whole state and the whole weight.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
     """
 
     def __init__(self, build: Build) -> None:

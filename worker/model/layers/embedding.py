@@ -10,17 +10,17 @@ from worker.model.layers.build import Build
 
 
 class Embedding:
-    """This rank's rows of `{name}.weight` [V, H], whose split need not be even: the last rank may have fewer.
+    """This rank's rows of `{name}.weight` [V, H]. The split may be uneven: the last rank may have fewer.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         name: of the tensor, without `.weight`.
-        for_head: whether the output head multiplies by the matrix: then the weight as a product wants it is the only
+        for_head: True if the output head multiplies by the matrix. Then the weight packed for products is the only
             copy, unless it is quantized, and rows are read out of it.
 
     Attributes:
         hidden_size: H.
-        packed: the weight as a product wants it; None unless `for_head`.
+        packed: the weight packed for products; None unless `for_head`.
     """
 
     def __init__(self, build: Build, name: str, for_head: bool) -> None:
@@ -32,7 +32,7 @@ class Embedding:
         self._num_rows = share
         self.hidden_size = build.config.hidden_size
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
-        # Quantized, a head's weight no longer has the rows that the checkpoint says.
+        # A quantized head weight no longer has the checkpoint's rows.
         kept = not for_head or build.packed_format is not None
         self._weight = self._kept_rows(build, name, rows, share) if kept else None
 
@@ -46,7 +46,7 @@ class Embedding:
         return self.packed if self._weight is None else self._weight
 
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
-        """int64 [T], places in this rank's rows -> [T, H]"""
+        """int64 [T], indices among this rank's rows -> [T, H]"""
         if self._weight is None:
             return self._linear.rows(self.packed, local)
         return self._weight.index_select(0, local)
@@ -62,7 +62,7 @@ class Embedding:
 
 
 def head_weight(build: Build, name: str) -> PackedLinear:
-    """This rank's rows of `{name}.weight` [V, H] as a product wants them."""
+    """This rank's rows of `{name}.weight` [V, H], packed for products."""
     share, rows = _share(build)
 
     def pack() -> PackedLinear:
@@ -72,7 +72,7 @@ def head_weight(build: Build, name: str) -> PackedLinear:
 
 
 def _share(build: Build) -> tuple[int, slice]:
-    """Rows of the largest rank, and this rank's."""
+    """Number of rows of the largest rank, and this rank's rows."""
     size, vocab = build.shard.size, build.config.vocab_size
     share = -(-vocab // size)
     first = build.shard.rank * share
@@ -80,7 +80,8 @@ def _share(build: Build) -> tuple[int, slice]:
 
 
 def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
-    """Equal shapes on every rank, so that logits can be gathered; the rows past the vocabulary are zero."""
+    """This rank's rows, in equal shapes on every rank so that logits can be gathered; rows past the vocabulary are
+    zero."""
     weight = torch.empty(share, build.config.hidden_size, dtype=build.dtype)
     count = rows.stop - rows.start
     weight[count:] = 0.0
@@ -89,7 +90,7 @@ def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
 
 
 class LMHead:
-    """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own.
+    """Logits of the vocabulary in float32, with `head_weight` of the input embedding or of a separate matrix.
 
     Attributes:
         packed: the weight.
@@ -111,14 +112,14 @@ class LMHead:
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """int64 [T]: the lowest id below `limit` of each row's largest logit, on every rank; see linear_argmax.
 
-        Ranks tell each other their best logit and its id, both of which float32 holds; no logits are gathered.
+        Ranks exchange their best logit and its id, both exact in float32; no logits are gathered.
         """
         if self._whole:
             return self._linear.argmax(hidden, self.packed, limit)
         best = self._own_best(hidden, min(limit, self._vocab_size))
         gathered = self._collectives.all_gather(best)
         every = gathered.view(len(hidden), gathered.shape[1] // 2, 2)
-        # The first of equals: the lowest rank has the lowest ids.
+        # `max` returns the first of equals, and the lowest rank has the lowest ids.
         values, ranks = every[..., 0].max(dim=1)
         ids = every[..., 1].gather(1, ranks.unsqueeze(1)).squeeze(1).long()
         return torch.where(values.isfinite(), ids, NO_TOKEN)
@@ -126,7 +127,7 @@ class LMHead:
     def _own_best(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """float32 [T, 2]: the largest of this rank's logits below `limit` and its id; NaN counts as the lowest."""
         logits = self._linear.apply(hidden, self.packed)[:, : max(0, limit - self._first)].float()
-        # So that a rank without such an id has a number, too.
+        # A rank without such an id gets a number too.
         lowest = logits.new_full((len(logits), 1), -torch.inf)
         logits = torch.cat((logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), lowest), dim=1)
         values, places = logits.max(dim=1)

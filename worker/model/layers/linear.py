@@ -16,13 +16,13 @@ WHOLE = slice(None)
 
 
 class ColumnLinear:
-    """One product for one or several projections of the same input, whose outputs stand side by side.
+    """One product for one or several projections of the same input; their outputs are concatenated.
 
     Args:
-        build: what layers are made with.
-        parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of
-            it that this rank computes; WHOLE for all of them on every rank.
-        bias: whether the projections have biases.
+        build: shared by the layers.
+        parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of it
+            that this rank computes; WHOLE for all of them on every rank.
+        bias: True if the projections have biases.
 
     Attributes:
         packed: the weight, as the back end wants it.
@@ -45,13 +45,13 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A projection whose input is split over the ranks, and whose output is the sum of theirs.
+    """A projection whose input is split over the ranks; its output is the sum over the ranks.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         name: projection with `{name}.weight` [N, K] and, with `bias`, `{name}.bias` [N].
-        part: the columns of it that this rank has the input of.
-        bias: whether it has a bias; the first rank adds it, so that it is added once.
+        part: the columns of it that match this rank's input.
+        bias: True if it has a bias; only the first rank adds it.
 
     Attributes:
         packed: the weight, as the back end wants it.

@@ -25,7 +25,7 @@ from worker.weights.checkpoint import Shape
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
-# The norms inside the attention have an epsilon of their own, whatever rms_norm_eps is.
+# The attention's norms have their own epsilon, whatever rms_norm_eps is.
 _NORM_EPS = 1e-6
 
 
@@ -34,8 +34,8 @@ class MLAConfig:
     """The widths of latent attention, named as in config.json.
 
     Attributes:
-        q_lora_rank: width of the queries' own latent; None where queries are projected from the hidden state.
-        interleaved: whether the pairs that are rotated are neighbours; else they lie half a head apart.
+        q_lora_rank: width of the queries' latent; None if queries are projected from the hidden state.
+        interleaved: True if rotated pairs are neighbours; otherwise they are half a head apart.
         index: the indexer; None for full attention.
 
     Raises:
@@ -89,7 +89,7 @@ class MLAConfig:
 
     @property
     def kv_spec(self) -> KVSpec:
-        """The latent cache, which every rank holds whole."""
+        """The latent cache, which every rank holds as a whole."""
         return KVSpec(1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, self.index)
 
     def shapes(self, config: ModelConfig) -> dict[str, Shape]:
@@ -128,8 +128,8 @@ class MLAConfig:
 class Indexer:
     """Chooses the tokens that a row attends to (DeepSeek-V3.2, arXiv:2512.02556, section 2.1); the same on every rank.
 
-    DeepSeek's own code turns queries and keys by a Hadamard matrix before it rounds them to FP8. Their products do not
-    change by it, so without the rounding it is left out.
+    DeepSeek's own code multiplies queries and keys by a Hadamard matrix before it rounds them to FP8. That does not
+    change their products, so it is left out here, where nothing is rounded.
     """
 
     def __init__(self, build: Build, prefix: str, layer: int, spec: IndexSpec) -> None:
@@ -183,7 +183,7 @@ class MLAttention:
         self._kv_down = ColumnLinear(build, {f"{prefix}.kv_a_proj_with_mqa": WHOLE}, bias)
         self._kv_norm = RMSNorm(build, f"{prefix}.kv_a_layernorm", _NORM_EPS)
         both = f"{prefix}.kv_b_proj"
-        # Read once, kept as two: a back end that adopts packed objects looks into no tuple.
+        # Read once and kept as two objects, because a back end that adopts packed objects does not look into tuples.
         absorbed = functools.cache(lambda: _absorbed(build, both, heads, config))
         self._to_latent = build.kept.keep(f"{both} to latent", lambda: absorbed()[0])
         self._from_latent = build.kept.keep(f"{both} from latent", lambda: absorbed()[1])
@@ -220,7 +220,7 @@ class MLAttention:
 
 
 def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
-    """Factor of the scores: 1 / sqrt(width of a query), sharpened where yarn stretches positions."""
+    """Factor of the scores: 1 / sqrt(width of a query), larger if yarn stretches positions."""
     mscale = yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) if config.rope.mscale_all_dim else 1.0
     return float(mla.qk_head_dim**-0.5 * mscale * mscale)
 
@@ -237,5 +237,5 @@ def _absorbed(build: Build, name: str, heads: slice, config: MLAConfig) -> tuple
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Pairs of neighbours [..., P] moved half a head apart: scores stay the same if queries and keys agree."""
+    """Moves pairs of neighbours [..., P] half a head apart. Scores stay the same if queries and keys are both moved."""
     return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -1,7 +1,7 @@
-"""Mixture of experts: a router, experts of which each row has a few, and perhaps some that all rows share.
+"""Mixture of experts: a router, experts of which each row uses a few, and perhaps experts shared by all rows.
 
-Ranks hold either all experts and a part of each one's inner units (tensor parallel), or some experts whole (expert
-parallel). Either way every rank routes every row, computes what it holds, and one all_reduce adds up.
+Ranks hold either a part of every expert's inner units (tensor parallel), or some experts as a whole (expert parallel).
+Either way every rank routes every row, computes its part, and one all_reduce adds the results.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MAX_GATHERED_ROWS: Final = 1024
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts' shape.
+    """Shape of a mixture of experts.
 
     Attributes:
-        num_experts: to choose from.
+        num_experts: number of routed experts.
         inner: units of each, on all ranks together.
-        routing: how rows choose.
-        clamp: activation other than silu(gate) * up.
+        routing: how rows choose experts.
+        clamp: for an activation other than silu(gate) * up.
 
     Raises:
         ModelError: the numbers do not fit each other.
@@ -78,10 +78,10 @@ class ExpertShare:
 
     @classmethod
     def of(cls, shard: Shard, config: MoEConfig) -> ExpertShare:
-        """Whole experts with expert parallelism, else a part of every expert.
+        """This rank's share: whole experts with expert parallelism, otherwise a part of every expert.
 
         Raises:
-            ModelError: the inner units cannot be shared out evenly.
+            ModelError: the inner units cannot be split evenly.
         """
         if shard.expert_parallel:
             return cls(shard.expert_part(config.num_experts), slice(0, config.inner))
@@ -97,11 +97,11 @@ class Router:
     """Chooses each row's experts, in float32.
 
     Args:
-        build: what layers are made with.
-        name: of `{name}.weight` [E, H] and, as they are asked for, `{name}.bias` and `{name}.e_score_correction_bias`.
-        routing: how.
-        bias: whether the logits have a bias.
-        correction: whether the choice has one (arXiv:2412.19437, section 2.1.2).
+        build: shared by the layers.
+        name: of `{name}.weight` [E, H] and, if used, `{name}.bias` and `{name}.e_score_correction_bias`.
+        routing: how rows choose experts.
+        bias: True if the logits have a bias.
+        correction: True if the choice has one (arXiv:2412.19437, section 2.1.2).
     """
 
     def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
@@ -127,12 +127,12 @@ class MoE:
     """Routed experts and shared ones.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         name: of the routed experts.
         config: the experts' shape.
         router: [T, H] -> ids and weights.
         experts: those of `ExpertShare.of`, in order.
-        shared: [T, H] -> this rank's summand [T, H] of what all rows get.
+        shared: [T, H] -> this rank's summand [T, H] of the shared experts.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class MoE:
         return self._experts.apply(x, ids, weights, self._packed)
 
     def _over_engines(self, x: torch.Tensor, data: DataParallel) -> Iterator[torch.Tensor]:
-        """The rows of all engines go to all experts, chunk by chunk; what is this engine's of the sums."""
+        """Sends the rows of all engines to all experts, chunk by chunk. Yields this engine's rows of the sums."""
         metadata = get_forward_context().dp_metadata
         assert metadata is not None, "data parallelism without DPMetadata"
         for chunk in range(-(-metadata.max_tokens_across_dp // _MAX_GATHERED_ROWS)):
@@ -176,7 +176,8 @@ class MoE:
                 first, most = chunk * _MAX_GATHERED_ROWS, max(sizes)
                 own = x.new_zeros(most, x.shape[1])
                 own[: sizes[data.rank]] = x[first : first + sizes[data.rank]]
-                # [most, engines, H]: rows stand side by side, and the filling of engines with fewer is not used.
+                # [most, engines, H]: rows of all engines are interleaved; padding rows of engines with fewer rows are
+                # dropped.
                 rows = data.collectives.all_gather(own).view(most * data.size, -1)
                 out = data.experts.all_reduce(self._own_experts(rows))
                 yield out.view(most, data.size, -1)[: sizes[data.rank], data.rank]
@@ -213,10 +214,10 @@ class ExpertNames:
 
 
 def grouped_moe_config(config: ModelConfig) -> MoEConfig:
-    """The mixture of DeepSeek-V3, which GLM-4 has too: sigmoid scores, groups, a bias to choose by.
+    """The mixture of DeepSeek-V3, which GLM-4 uses too: sigmoid scores, groups, a correction bias.
 
     Raises:
-        ModelError: config.json asks for another kind, or its numbers do not fit.
+        ModelError: config.json describes another kind, or its numbers do not fit.
     """
     for key, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.source.get(key, supported) != supported:
@@ -233,7 +234,7 @@ def grouped_moe_config(config: ModelConfig) -> MoEConfig:
 
 
 def grouped_moe_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name, from the layer's `mlp` on, and shape of every tensor of such a mixture, without the shared experts."""
+    """Name, from the layer's `mlp` on, and shape of every tensor of a grouped mixture, without the shared experts."""
     moe = grouped_moe_config(config)
     router: dict[str, Shape] = {
         "mlp.gate.weight": (moe.num_experts, config.hidden_size),
@@ -243,7 +244,7 @@ def grouped_moe_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def grouped_moe(build: Build, prefix: str, shared: Callable[[torch.Tensor], torch.Tensor] | None) -> MoE:
-    """Such a mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
+    """A grouped mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
     config = grouped_moe_config(build.config)
     router = Router(build, f"{prefix}.gate", config.routing, correction=True)
     name = f"{prefix}.experts"

@@ -1,4 +1,4 @@
-"""Weights of products: as the checkpoint stores them where the back end multiplies them so, else as floats."""
+"""Weights of products: in the checkpoint's stored format if the back end can multiply by it, otherwise as floats."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from worker.model.layers.build import Build
 from worker.weights.checkpoint import Weights
 from worker.weights.stored_tensors import MatrixPart
 
-# Parts of matrices that are one weight, below each other.
+# Parts of matrices that are stacked into one weight.
 Product = Sequence[MatrixPart]
 
 
 def stay_quantized(build: Build, products: Iterable[Product]) -> bool:
-    """True if the weights of all these products stay as they are stored; then they have one format.
+    """True if the weights of all these products stay in their stored format, which is then one format.
 
-    If not, `Weights.use` is told why. Ranks with equal shares of a matrix decide alike.
+    Otherwise `Weights.use` gets the reason. Ranks with equal shares of a matrix decide alike.
     """
     every = list(products)
     quantized = [part.name for product in every for part in product if build.weights.quantized(part.name) is not None]
@@ -32,7 +32,7 @@ def stay_quantized(build: Build, products: Iterable[Product]) -> bool:
 
 
 def product_weight(build: Build, product: Product, stays: bool) -> torch.Tensor | QuantizedWeight:
-    """[N, K], read once: as it is stored if it `stays`, as `stay_quantized` says; else in the model's dtype."""
+    """[N, K], read once: in its stored format if `stays` (`stay_quantized`), otherwise in the model's dtype."""
     if not stays:
         return product_floats(build, product)
     parts = [build.weights.take_quantized(part) for part in product]
@@ -68,7 +68,7 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
 
 
 def _format(weights: Weights, product: Product) -> QuantizedFormat | str:
-    """Stored format of a product's weight, or why it cannot be had so."""
+    """Stored format of a product's weight, or the reason why it cannot stay in it."""
     found = [weights.quantized(part.name) for part in product]
     tensors = [tensor for tensor in found if tensor is not None]
     if len(tensors) < len(found):

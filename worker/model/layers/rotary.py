@@ -25,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Stretches long wavelengths by `factor`, leaves short ones, and blends in between."""
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends in between."""
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     longest_kept = original / rope.high_freq_factor
@@ -38,7 +38,8 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Keeps what turns often within the original length, stretches what turns seldom, and blends in between.
+    """Keeps dimensions that rotate often within the original length, stretches those that rotate seldom, and blends in
+    between.
 
     `wavelengths` are by theta alone and lack their factor of 2 pi (arXiv:2309.00071, section 3.2).
     """
@@ -52,28 +53,28 @@ def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch
 
 
 def _dim_of(rotations: float, rope: RopeConfig, rotary_dim: int) -> float:
-    """The pair of dimensions that turns so often within the original length."""
+    """The pair of dimensions that rotates `rotations` times within the original length."""
     longest = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return rotary_dim * math.log(longest) / (2 * math.log(rope.theta))
 
 
-# Positions whose angles are made at a time: in float64 the tables of a million positions are gigabytes.
+# Positions whose angles are made at a time: in float64 the tables of a million positions take gigabytes.
 _PIECE: Final = 16_384
 
 
 class RotaryEmbedding:
     """Tables for positions 0 to max_position - 1.
 
-    The angle is rounded to float32 as in transformers, its cosine and sine are taken in float64. On a CPU a piece of
-    the tables is made, and takes memory, when the first of its positions comes: a model may be made for a million
-    positions, which take 5 s and 0.5 GB, while most answers end long before. Elsewhere all are made at once: to look at
-    positions there would wait for the device. For one thread at a time.
+    The angle is rounded to float32 as in transformers; its cosine and sine are taken in float64. On a CPU a piece of
+    the tables is made, and takes memory, when one of its positions is first used. A million positions take 5 s and 0.5
+    GB, and most answers end long before. On other devices all pieces are made at once, because checking positions there
+    would wait for the device. Not thread-safe.
 
     Args:
-        rope: which wavelengths, and whether only the first part of a head is rotated.
-        head_dim: of the heads that are rotated.
+        rope: wavelengths, and whether only the first part of a head is rotated.
+        head_dim: of the rotated heads.
         max_position: positions of the tables.
-        device: where they lie.
+        device: of the tables.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> None:
@@ -81,7 +82,7 @@ class RotaryEmbedding:
         self._attention_factor = rope.attention_factor
         self._max_position = max_position
         self._num_made = 0
-        # Memory that nothing has been written to is not there yet.
+        # Pages that were never written take no memory.
         self._cos, self._sin = (
             torch.empty(max_position, 1, len(self._frequencies), dtype=torch.float32, device=device) for _ in range(2)
         )
@@ -96,16 +97,16 @@ class RotaryEmbedding:
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines float32 [P, 1, rotary_dim / 2] of all positions, which are there as far as `make` went."""
+        """Cosines and sines float32 [P, 1, rotary_dim / 2] of all positions; valid as far as `make` went."""
         return self._cos, self._sin
 
     def make(self, num_positions: int) -> None:
-        """Sees to it that so many positions are in the tables."""
+        """Fills the tables for the first `num_positions` positions."""
         if num_positions > self._num_made:
             self._make(num_positions)
 
     def _make(self, num_positions: int) -> None:
-        """Makes the pieces that are missing up to `num_positions`, which does not change their bits."""
+        """Fills the missing pieces up to `num_positions`, which does not change their bits."""
         with torch.inference_mode():
             while self._num_made < min(num_positions, self._max_position):
                 piece = slice(self._num_made, min(self._num_made + _PIECE, self._max_position))
