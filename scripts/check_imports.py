@@ -99,7 +99,7 @@ RULES = {
         },
     ),
     "worker/config": Rule(
-        WORLD | GRPC, {"worker/config/engine_config.py": (names("os"), "reads how much memory there is")}
+        WORLD | GRPC, {"worker/config/engine_config.py": (names("os"), "finds the user's cache folder")}
     ),
     "worker/simulation": Rule(
         WORLD | GRPC, {"worker/simulation/runner.py": (CLOCK, "sleeps for as long as a step takes")}
@@ -207,11 +207,12 @@ BESIDE = {
     "router/model_registry.py": names("answers", "rerank_template.py"),
     "worker/session": names("config", "engine", "garbage.py"),
     "worker/engine": names(),
-    "worker/ranks": names("config", "engine", "garbage.py", "model", "progress.py"),
-    "worker/model": names("config", "engine", "grammars.py", "progress.py", "weights"),
+    "worker/ranks": names("config", "engine", "garbage.py", "kv_pool.py", "model", "progress.py"),
+    "worker/model": names("config", "engine", "grammars.py", "kv_pool.py", "progress.py", "weights"),
     "worker/weights": names("config"),
     "worker/config": names(),
-    "worker/simulation": names("config", "engine"),
+    "worker/simulation": names("config", "engine", "kv_pool.py"),
+    "worker/kv_pool.py": names("config"),
 }
 
 # Files that import others of ours inside functions, and why.

@@ -34,7 +34,7 @@ from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
 from common.wire.logprob_rows import TokenLogprobs, added, unpack
-from worker.config.engine_config import with_pool, with_special_tokens
+from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.vector_config import checkpoint_pooling
 from worker.engine.batch import Runner
@@ -42,6 +42,7 @@ from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine_factory import EngineOptions, build_engine
+from worker.kv_pool import size_given_pool
 from worker.progress import Progress, Silence
 from worker.ranks.topology import Topology
 from worker.session import request_validation
@@ -391,8 +392,7 @@ class LLMEngine:
         if runner is None:
             self.core = _loaded_engine(config, model_config, clock)
         else:
-            model_len, longest = model_config.max_position_embeddings, model_config.longest_len
-            config = with_pool(config, model_len, lambda _: 0, 0, longest=longest)
+            config = size_given_pool(config, model_config)
             self.core = EngineCore(config, runner, clock, grammars=getattr(runner, "grammars", None))
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None

@@ -16,11 +16,11 @@ from common.config import Config
 from common.params.sampling_params import SamplingParams
 from common.process.available_memory import available_memory
 from tests.checkpoints import make_checkpoint
-from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, SequenceColumns
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
+from worker.kv_pool import with_pool
 from worker.model.model_runner import ModelRunner
 from worker.progress import Progress
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
@@ -90,7 +90,7 @@ def engine(folder: Path, ranks: int) -> EngineCore:
         config, _ = load_ranks(group, config, model_config, progress)
         return EngineCore(config, group, executor=group)
     runner = ModelRunner(config, model_config)
-    config = with_pool(config, 1024, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+    config = with_pool(config, 1024, runner.kv_block_bytes, available_memory(runner.mapped_bytes))
     runner.allocate_kv_cache(config.num_kvcache_blocks)
     return EngineCore(config, runner)
 

@@ -1,21 +1,15 @@
-"""Fills in what a Config cannot know before the model is there: special tokens, pool size, model length."""
+"""Settings of an engine that follow from its model or machine: special tokens, the folder of packed weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from common.config import Config
-from common.errors import InvalidFieldError
-from common.limits import MAX_KV_BLOCKS
 from common.params.checks import require
 from worker.config.model_config import ModelConfig
 from worker.config.special_tokens import tokenizer_eos_id
-
-# Share of the free memory that the KV cache takes when nothing is said.
-_FREE_SHARE = 4
 
 
 def default_weights_cache() -> str:
@@ -28,7 +22,7 @@ def default_weights_cache() -> str:
 
 
 def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
-    """`config` with the model's beginning- and end-of-sequence ids, as far as it has none of its own.
+    """`config` with the model's beginning- and end-of-sequence ids where it has none.
 
     The tokenizer's `eos_token` ends sequences too: some fine-tunes of base models name their end of turn only there.
 
@@ -47,49 +41,3 @@ def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
     if tokenizers is not None and tokenizers < vocab_size and tokenizers not in ends:
         ends = (*ends, tokenizers)
     return replace(config, bos_token_id=bos, eos_token_id=next(iter(ends), None), stop_token_ids=ends[1:])
-
-
-def with_pool(
-    config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int, *, longest: int = 0
-) -> Config:
-    """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits.
-
-    A length that was not asked for is lowered to what the cache holds. A length that was asked for enlarges the cache
-    beyond its default size. A pool that was set (`num_kvcache_blocks`) stays. No more blocks are made than all
-    sequences of a full running set can hold.
-
-    Args:
-        config: `kv_cache_memory` 0 takes a quarter of `free_bytes`; `max_model_len` 0 takes `model_len`.
-        model_len: the model's own length, tokens.
-        num_blocks_for: number of blocks that so many bytes hold.
-        free_bytes: memory that can be used.
-        longest: greatest `max_model_len` that is allowed; 0 allows `model_len`.
-
-    Raises:
-        InvalidFieldError: `max_model_len` is beyond the model's, or does not fit the memory.
-    """
-    longest = longest or model_len
-    if config.max_model_len > longest:
-        own = "the model's own" if longest == model_len else "with the model's rope scaling"
-        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most {own} {longest}")
-    size = config.kv_cache_block_size
-    wanted = _blocks(config.max_model_len or model_len, size)
-    num_blocks = config.num_kvcache_blocks or num_blocks_for(config.kv_cache_memory or free_bytes // _FREE_SHARE)
-    if num_blocks < wanted and config.max_model_len:
-        fixed = config.num_kvcache_blocks or config.kv_cache_memory
-        most = num_blocks if fixed else num_blocks_for(free_bytes)
-        if most < wanted:
-            what = "the KV cache" if fixed else "the free memory"
-            raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most {most * size}: {what}")
-        num_blocks = wanted
-    if num_blocks < 1:
-        raise InvalidFieldError("kv_cache_memory", f"is {config.kv_cache_memory} bytes", "at least one block")
-    max_model_len = min(config.max_model_len or model_len, num_blocks * size)
-    useful = min(MAX_KV_BLOCKS, config.max_num_seqs * _blocks(max_model_len, size))
-    if not config.num_kvcache_blocks:
-        num_blocks = min(num_blocks, max(useful, _blocks(max_model_len, size)))
-    return replace(config, num_kvcache_blocks=num_blocks, max_model_len=max_model_len)
-
-
-def _blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)

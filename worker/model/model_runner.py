@@ -188,10 +188,6 @@ class ModelRunner:
             values += draft.num_layers * draft.kv_spec.values_per_token
         return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
 
-    def num_blocks_for(self, kv_bytes: int) -> int:
-        """Number of KV blocks that fit into `kv_bytes`."""
-        return kv_bytes // self.kv_block_bytes
-
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Makes the KV pool; earlier content is lost, and so are captured steps."""
         self._graphs = None

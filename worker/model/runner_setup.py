@@ -12,14 +12,13 @@ import torch
 
 from common.config import Config
 from common.constraints.library import ENGINE
-from common.errors import InvalidFieldError
 from common.params.pooling import LAST, Pooling
 from common.process.available_memory import available_memory
-from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch
 from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter
 from worker.engine.sequence import Sequence
+from worker.kv_pool import KVMemory, size_kv_pool
 from worker.model.device_memory import device_memory
 from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
@@ -53,7 +52,7 @@ def load_runner(
         torch.set_num_threads(threads)
     progress.stage("loading weights")
     runner = ModelRunner(config, model_config, progress.bytes)
-    config = size_kv_pool(config, runner)
+    config = size_kv_pool(config, model_config, runner.kv_block_bytes, kv_memory(runner))
     progress.stage("taking memory for the KV cache")
     allocate(runner, config.num_kvcache_blocks)
     if takes_memory:
@@ -107,23 +106,11 @@ def describe(runner: ModelRunner) -> dict[str, str]:
     }
 
 
-def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
-    """`config` with the KV pool's size and the model's length (`with_pool`), by the memory of the runner's device.
-
-    Raises:
-        InvalidFieldError: the lengths do not fit the KV memory.
-    """
-    model_len, longest = runner.model_config.max_position_embeddings, runner.model_config.longest_len
+def kv_memory(runner: ModelRunner) -> KVMemory:
+    """Memory for the runner's KV cache: free main memory, or what a largest step leaves of its GPU's."""
     if runner.kernels.device.type == "cpu":
-        free_bytes = available_memory(runner.mapped_bytes)
-        return with_pool(config, model_len, runner.num_blocks_for, free_bytes, longest=longest)
-    free_bytes = device_memory(runner)
-    if not free_bytes and not config.kv_cache_memory:
-        share = config.gpu_memory_utilization
-        raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
-    # All of it: a GPU's memory is not shared.
-    config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
-    return with_pool(config, model_len, runner.num_blocks_for, free_bytes, longest=longest)
+        return KVMemory(available_memory(runner.mapped_bytes), is_device=False)
+    return KVMemory(device_memory(runner), is_device=True)
 
 
 def make_executor(

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,6 @@ from common.config import Config
 from common.errors import ApiError
 from common.files import parse_json
 from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
-from common.process.available_memory import available_memory
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
 from worker.config.model_config import ModelConfig, ModelError
@@ -198,13 +197,11 @@ class Rank:
         """
         return self.runner.shard.collectives.use(self.runner.kernels)
 
-    def free_memory(self) -> tuple[int, bool]:
-        """Bytes that are left, now that all ranks have loaded; whether they are this rank's alone, on its GPU."""
-        from worker.model.device_memory import device_memory  # noqa: PLC0415
+    def kv_memory(self) -> tuple[Any, ...]:
+        """Fields of the KVMemory that is left now that all ranks have loaded."""
+        from worker.model.runner_setup import kv_memory  # noqa: PLC0415
 
-        if self.runner.kernels.device.type == "cpu":
-            return available_memory(self.runner.mapped_bytes), False
-        return device_memory(self.runner), True
+        return astuple(kv_memory(self.runner))
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV pool."""
@@ -284,7 +281,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.any_has_work,
             rank.load,
             rank.share_sums,
-            rank.free_memory,
+            rank.kv_memory,
             rank.allocate,
             rank.warmup,
             rank.capture_graphs,

@@ -7,9 +7,9 @@ import json
 from dataclasses import replace
 
 from common.config import Config
-from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.shares import check_heads
+from worker.kv_pool import KVMemory, size_kv_pool
 from worker.progress import Progress
 from worker.ranks.rank_client import RankGroup
 
@@ -45,9 +45,10 @@ def load_ranks(
         settings = json.dumps(model_config.source)
         block_bytes = max(group.call("load", config, group.threads, settings).values())
         shares_sums = any(group.call("share_sums").values())
-        config, free_bytes = _on_devices(config, group)
-        model_len, longest = model_config.max_position_embeddings, model_config.longest_len
-        config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes, longest=longest)
+        memory = _kv_memory(group)
+        # On GPUs a step is launched before the tokens of the one before have come.
+        config = replace(config, deferred_output=config.deferred_output or memory.is_device)
+        config = size_kv_pool(config, model_config, block_bytes, memory)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
         if all(group.call("warmup").values()):
@@ -59,17 +60,13 @@ def load_ranks(
     return config, known
 
 
-def _on_devices(config: Config, group: RankGroup) -> tuple[Config, int]:
-    """The config for the ranks' devices, and bytes that each rank's KV cache may take.
-
-    On GPUs the cache gets all of those bytes, and steps are launched before the tokens of the one before have come.
-    """
-    answers = group.call("free_memory").values()
-    free_bytes = min(num_bytes for num_bytes, _ in answers)
-    if all(own for _, own in answers):
-        memory = config.kv_cache_memory or free_bytes
-        return replace(config, kv_cache_memory=memory, deferred_output=True), free_bytes
-    return config, free_bytes // group.topology.ranks_per_node
+def _kv_memory(group: RankGroup) -> KVMemory:
+    """Memory that each rank's KV cache may take: that of the rank with the least; ranks share a machine's memory."""
+    memories = [KVMemory(*answer) for answer in group.call("kv_memory").values()]
+    free_bytes = min(memory.num_bytes for memory in memories)
+    if all(memory.is_device for memory in memories):
+        return KVMemory(free_bytes, is_device=True)
+    return KVMemory(free_bytes // group.topology.ranks_per_node, is_device=False)
 
 
 def _agreed(answers: dict[int, dict[str, str]]) -> dict[str, str]:

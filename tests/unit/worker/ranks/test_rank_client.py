@@ -172,7 +172,7 @@ def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
 @pytest.mark.parametrize("captures", [True, False])
 def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> None:
     """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
-    answers = {"load": 1 << 14, "free_memory": (1 << 24, True), "describe": {"numerics": "n"}}
+    answers = {"load": 1 << 14, "kv_memory": (1 << 24, True), "describe": {"numerics": "n"}}
     answers |= {"share_sums": captures, "warmup": captures}
 
     class Capturing(Group):
@@ -197,7 +197,7 @@ def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> 
     assert ("capture_graphs" in [call[0] for call in group.fakes[1].calls]) == captures
     # The second takes all ranks, so it begins when all have loaded; what it began is ended.
     calls = [call[0] for call in group.fakes[1].calls]
-    assert calls[1:4] == ["load", "share_sums", "free_memory"]
+    assert calls[1:4] == ["load", "share_sums", "kv_memory"]
     assert ("leave" in calls) == captures
     assert known == {"numerics": "n"}
     assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
