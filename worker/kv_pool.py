@@ -1,4 +1,4 @@
-"""How large the KV cache is: the number of KV blocks, and with it the length of the model.
+"""Size of the KV cache: the number of KV blocks, and with it the length of the model.
 
 The memory comes from `--kv-cache-memory`. Without it, a CPU's engine takes a quarter of the free main memory, all its
 ranks together; `fissile serve` shares this quarter among its workers (common/cli/serve/launch_plan.py). A GPU's rank
