@@ -1,6 +1,7 @@
 """Builds engines: with the model in this process, on ranks that hold it, or simulated.
 
-Services and the offline engine get theirs here. PyTorch, which takes seconds, is imported only where the model runs.
+Services and the offline engine are built here. PyTorch takes seconds to import, so only code that runs the model
+imports it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class EngineOptions:
     Attributes:
         config: of the engine, with special tokens; `kv_cache_memory` is each rank's.
         model_config: from the same folder.
-        threads: of the model's arithmetic on this machine; None leaves it to PyTorch, and to ranks one core each.
+        threads: of the model's arithmetic on this machine; None for PyTorch's choice, and one core for each rank.
         topology: the ranks that share the model.
-        step_timeout_s: after which a step of several ranks counts as hung.
+        step_timeout_s: time after which a step of several ranks counts as hung.
         simulate: duration of steps without a model; None runs the model.
-        takes_memory: True if the KV cache's memory is taken at once, not with the first requests.
+        takes_memory: True to take the KV cache's memory at once, not with the first requests.
     """
 
     config: Config
@@ -51,9 +52,9 @@ class BuiltEngine:
     """An engine, loaded and warm.
 
     Attributes:
-        core: with the config as it was sized by the memory there is.
-        describe: says what was loaded: `weights_digest`, `numerics`, `kernels`, `dtype` and
-            `grammar_engine`; may run a few steps.
+        core: the engine; its config has the KV cache's size.
+        describe: returns what was loaded: `weights_digest`, `numerics`, `kernels`, `dtype` and `grammar_engine`; may
+            run a few steps.
     """
 
     core: EngineCore
@@ -66,14 +67,14 @@ def build_engine(
     """Loads the model and sizes its KV cache.
 
     Args:
-        options: what to build.
-        progress: is told the stages.
+        options: of the engine.
+        progress: called at each stage.
         clock: monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint cannot be served, or the ranks' machines are not alike.
+        ModelError: the checkpoint cannot be served, or the ranks' machines differ.
         InvalidFieldError: the lengths do not fit the KV memory.
-        RankLostError: a rank has ended while it loaded.
+        RankLostError: a rank ended while it loaded.
     """
     if options.simulate is not None:
         return _simulated(options, options.simulate, clock)
@@ -85,7 +86,7 @@ def build_engine(
 
 def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
     progress.stage("loading PyTorch")
-    # A simulated worker, and one whose ranks hold the model, runs where PyTorch is not installed.
+    # Simulated workers, and workers whose ranks hold the model, run without PyTorch installed.
     from worker.model.runner_setup import describe, load_runner, make_executor  # noqa: PLC0415
 
     config, runner = load_runner(
@@ -107,7 +108,7 @@ def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], fl
     if known["grammar_engine"]:
         grammars = grammars_to_check(Tokenizer.from_folder(config.model), config.eos_token_ids)
     if topology.dp_size > 1:
-        # In lockstep with others, whose ranks every step needs: it learns what steps take as it goes.
+        # An engine in lockstep needs the other engines for every step, so it learns step times while it serves.
         return BuiltEngine(DPEngineCoreProc(config, group, clock, grammars), lambda: known)
     core = EngineCore(config, group, clock, group, grammars)
     core.measure_step_costs()
@@ -116,6 +117,6 @@ def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], fl
 
 def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], float]) -> BuiltEngine:
     config, runner = simulated_runner(options.config, options.model_config, cost)
-    # A cost model has no logits that could be confined.
+    # A cost model has no logits that a grammar could mask.
     known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated") | {"grammar_engine": ""}
     return BuiltEngine(EngineCore(config, runner, clock), lambda: known)

@@ -1,9 +1,9 @@
-"""The interpreter's collector of cyclic garbage in a process that makes steps.
+"""Runs the garbage collector between steps in a worker's processes.
 
-By itself it runs whenever enough has been allocated, in the middle of a step too, and a full collection then holds all
-threads for milliseconds. Here it runs between two steps, a little at a time, and as a whole while the engine is idle.
-Cycles come from the event loop (calls that end with an exception), hardly from the engine. Only a worker's processes do
-this: `LLMEngine` is a library, and the collector is its host's.
+The automatic collector runs whenever enough has been allocated, also in the middle of a step, and a full collection
+then stops all threads for milliseconds. Here it runs between two steps, a little at a time, and fully while the engine
+is idle. Cycles come from the event loop (calls that end with an exception), hardly from the engine. Only a worker's
+processes do this: `LLMEngine` is a library, and the collector belongs to its host.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-# Containers that have come and not gone since the last collection. Looking at so many takes 0.1 to 0.5 ms.
+# Containers allocated and not freed since the last collection. A collection of as many takes 0.1 to 0.5 ms.
 YOUNG_ALLOCATIONS: Final = 1_000
-# Young collections between two that look at their survivors too, and collections of these between two full ones: a full
-# one comes after a growth by 300,000 containers at the latest.
+# Young collections per middle one, and middle ones per full one: a full collection follows growth by 300,000
+# containers at the latest.
 YOUNG_PER_MIDDLE: Final = 5
 MIDDLE_PER_FULL: Final = 50
-# Seconds between two full collections: at least while idle, at most while busy.
+# Seconds between two full collections: at least that while idle, at most that while busy.
 IDLE_FULL_S: Final = 10.0
 BUSY_FULL_S: Final = 300.0
 
@@ -34,7 +34,7 @@ class Generation(enum.IntEnum):
 
 
 class CollectionPolicy:
-    """Decides when to collect what. Pure: takes counts and `now`, monotonic seconds.
+    """Decides when to collect which generation. Pure: takes counts and `now`, monotonic seconds.
 
     Args:
         now: of a full collection.
@@ -46,12 +46,12 @@ class CollectionPolicy:
         self._num_middle = 0
 
     def due(self, allocated: int, now: float, *, idle: bool) -> Generation | None:
-        """The collection to make at this moment, which counts as made; None for none.
+        """The collection to make now, which counts as made; None for none.
 
         Args:
-            allocated: containers that have come and not gone since the last collection.
+            allocated: containers allocated and not freed since the last collection.
             now: monotonic seconds.
-            idle: True if no step waits for its end.
+            idle: True if no step is running.
         """
         since_full = now - self._last_full
         if since_full >= (IDLE_FULL_S if idle else BUSY_FULL_S) or self._num_middle >= MIDDLE_PER_FULL:
@@ -68,7 +68,7 @@ class CollectionPolicy:
 
 
 class Collector:
-    """Takes the place of the automatic collector from `start` to `stop`. For one thread, the one that makes the steps.
+    """Replaces the automatic collector from `start` to `stop`. For the one thread that makes the steps.
 
     Args:
         clock: monotonic seconds.
@@ -79,8 +79,10 @@ class Collector:
         self._policy = CollectionPolicy(clock())
 
     def start(self) -> None:
-        """Collects, sets aside what is there now, so that no collection looks at it again (a pool of a million blocks
-        takes 150 ms), and turns the automatic collector off."""
+        """Collects, freezes the surviving objects, and turns the automatic collector off.
+
+        No later collection visits frozen objects (a pool of a million blocks takes 150 ms).
+        """
         # Objects that an earlier engine froze are garbage by now.
         gc.unfreeze()
         gc.collect()
@@ -93,7 +95,7 @@ class Collector:
         gc.enable()
 
     def between_steps(self) -> None:
-        """Collects a little when enough has been allocated."""
+        """Collects a little if enough has been allocated."""
         self._collect(idle=False)
 
     def while_idle(self) -> None:

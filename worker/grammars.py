@@ -29,7 +29,7 @@ _LEAST_BYTES: Final = 1 << 16
 # While all grammars hold too much together, one above 1 / _LARGE_SHARE of the limit is compiled anew for its sequences.
 _LARGE_SHARE: Final = 8
 _COMPILE_THREADS: Final = 2
-# Bytes of letters, digits and blanks; of other alphabets any that are no ASCII.
+# Letters, digits and blanks, as bytes. Every byte of another alphabet's characters counts as a letter.
 _WORD: Final = re.compile(rb"[A-Za-z0-9 \x80-\xff]+")
 
 Compiled: TypeAlias = "Future[library.Matcher]"
@@ -40,13 +40,13 @@ class GrammarError(Exception):
 
 
 class Grammars:
-    """Compiles grammars, and keeps them. For any thread.
+    """Compiles grammars, and keeps them. Any thread may call it.
 
     Args:
         vocab: of the model.
-        encode: gives the tokens of a text behind other text; None where nobody asks for any.
-        words: by id, 1 for a token that is made of letters, digits and blanks alone.
-        no_text: ids of tokens that are no text: special ones, and those that end a sequence.
+        encode: tokenizes a text inside other text; None if forced text is never wanted.
+        words: by id, 1 for a token of letters, digits and blanks alone.
+        no_text: ids of tokens without text: special tokens, and those that end a sequence.
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class Grammars:
         self._usual = lru_cache(MAX_FORCED_TEXTS)(encode or _no_tokens)
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[bytes, str], Compiled] = OrderedDict()
-        # Bytes charged to each compiled grammar, for as long as anything refers to it.
+        # Bytes charged to each compiled grammar, while anything refers to it.
         self._bytes: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "grammars")
 
     @property
     def num_ids(self) -> int:
-        """Token ids that masks are about."""
+        """Number of token ids in a mask."""
         return self._vocab.vocab_size
 
     @property
     def num_bytes(self) -> float:
-        """Estimated bytes of all compiled grammars, kept ones and those in use."""
+        """Estimated bytes of all compiled grammars, kept or in use."""
         return sum(self._bytes.values())
 
     def begin(self, text: str, salt: bytes = b"") -> Compiled:
-        """Begins to compile a grammar, or finds it; gives a matcher that must not be changed.
+        """Starts to compile a grammar, or finds it. The result is a matcher that must not be changed.
 
-        The future raises GrammarError where it does not compile.
+        The future raises GrammarError if the grammar does not compile.
 
         Args:
             text: of the grammar.
-            salt: cache salt of the sequence. Sequences of another salt do not find the grammar, since a hit would tell
-                them that it is in use.
+            salt: cache salt of the sequence. Sequences of another salt do not find the grammar, because a hit would
+                reveal that it is in use.
         """
         with self._lock:
             key = salt, text
@@ -100,15 +100,15 @@ class Grammars:
         return made
 
     def is_word(self, token: int) -> bool:
-        """True if a token is known to be letters, digits and blanks alone, which hardly ever end a text."""
+        """True if a token is letters, digits and blanks alone, which hardly ever end a text."""
         return token < len(self._words) and self._words[token] == 1
 
     def text_of(self, token: int) -> bytes | None:
-        """The bytes of a token; None for one that is no text."""
+        """The bytes of a token; None for a token without text."""
         return None if token in self._no_text else self._vocab.decode_bytes([token])
 
     def usual_tokens(self, text: bytes) -> list[int]:
-        """Tokens into which a text is cut as a rule, up to bytes that are none."""
+        """The usual tokens of a text, up to the first byte that is not valid text."""
         try:
             return self._usual(text.decode()) if text else []
         except UnicodeDecodeError as error:
@@ -159,7 +159,7 @@ def _timed(text: str, vocab: library.Vocabulary) -> tuple[library.Matcher, float
 
 
 def model_grammars(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> Grammars:
-    """Grammars over a model's tokens, of which no special one comes about as text.
+    """Grammars over a model's tokens. Special tokens never count as text.
 
     Args:
         tokenizer: of the model.
@@ -184,5 +184,5 @@ def _no_tokens(text: str) -> list[int]:
 
 
 def grammars_to_check(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Grammars:
-    """Grammars of an engine whose ranks have their own: it finds faults, and waits until one is known to compile."""
+    """Grammars of an engine whose ranks have their own: it finds faults, and waits until a grammar compiles."""
     return Grammars(library.byte_vocabulary(tokenizer.added_tokens, eos_token_ids))

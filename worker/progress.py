@@ -17,7 +17,7 @@ _MIB: Final = 1 << 20
 
 
 class Progress:
-    """Says how far the start has come. Called on the engine thread only.
+    """Reports the progress of the start. Called on the engine thread only.
 
     Args:
         stream: where the updating line goes if it is a terminal; default stderr.
@@ -33,19 +33,19 @@ class Progress:
         self._has_line = False
 
     def stage(self, name: str) -> None:
-        """A new stage begins."""
+        """Begins a stage."""
         self._clear()
         log.info("starting", stage=name)
         self._shown = self._clock()
 
     def bytes(self, done: int, total: int) -> None:
-        """So many bytes of the stage are done."""
+        """Reports bytes of the stage: `done` of `total`."""
         percent = 100 * done // max(1, total)
         if self._is_due():
             self._show(f"{percent:3} % of {total // _MIB} MiB", "loading", percent=percent, total_mib=total // _MIB)
 
     def count(self, done: int, total: int) -> None:
-        """So many things of the stage are done."""
+        """Reports items of the stage: `done` of `total`."""
         if self._is_due():
             self._show(f"{done} of {total}", "progress", done=done, total=total)
 
@@ -65,7 +65,7 @@ class Progress:
             log.info(event, **facts)
 
     def done(self) -> None:
-        """The last stage has ended, well or not."""
+        """Ends the last stage, successful or not."""
         self._clear()
 
     def _clear(self) -> None:
@@ -76,13 +76,13 @@ class Progress:
 
 
 class Silence(Progress):
-    """Says nothing: of an engine in a program of its own."""
+    """Reports nothing, for an engine in a user's own program."""
 
     def stage(self, name: str) -> None:
-        """Not said."""
+        """Does nothing."""
 
     def bytes(self, done: int, total: int) -> None:
-        """Not said."""
+        """Does nothing."""
 
     def count(self, done: int, total: int) -> None:
-        """Not said."""
+        """Does nothing."""

@@ -65,17 +65,17 @@ class WorkerOptions:
         config: of the engine; `model` is the checkpoint folder.
         model_name: name of the model in requests.
         host: address to listen on.
-        port: TCP port; 0 takes any.
-        worker_id: stable name; empty takes host name and port.
-        threads: of the model's arithmetic on this machine, all ranks together; None leaves it to PyTorch, and gives
-            ranks one core after the other.
-        drain_timeout_s: how long sequences may go on after SIGTERM.
+        port: TCP port; 0 for any free one.
+        worker_id: stable name; "" for host name and port.
+        threads: of the model's arithmetic on this machine, all ranks together; None for PyTorch's choice, and for ranks
+            one core after the other.
+        drain_timeout_s: how long sequences may continue after SIGTERM.
         simulate: duration of steps without a model; None runs the model.
         topology: the ranks that share the model.
-        step_timeout_s: after which a step of several ranks counts as hung.
+        step_timeout_s: time after which a step of several ranks counts as hung.
         tls: of its port; None is plain text.
-        access: decides about every call; None admits all.
-        health_port: of health in plain text; 0 takes any, None is off.
+        access: admits or refuses every call; None admits all.
+        health_port: of health in plain text; 0 for any free one, None for no such port.
     """
 
     config: Config
@@ -94,7 +94,7 @@ class WorkerOptions:
 
 
 class Worker:
-    """One worker in this process. To be made on its event loop.
+    """One worker in this process. Construct it on its event loop.
 
     Attributes:
         server: its gRPC server.
@@ -104,7 +104,7 @@ class Worker:
     Raises:
         ModelError: the checkpoint's configuration cannot be served.
         TokenizerError: it has no tokenizer, or one that cannot be used.
-        ExportError: the environment asks for an export that there is not.
+        ExportError: the environment names an unknown kind of export.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -133,7 +133,7 @@ class Worker:
         """Listens, and begins to load the model on the engine thread.
 
         Raises:
-            PortTakenError: the address cannot be listened on.
+            PortTakenError: the address cannot be bound.
             TlsError: the certificate cannot be used.
         """
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
@@ -146,7 +146,7 @@ class Worker:
         self.engine.start(self._build)
 
     async def wait_ready(self) -> None:
-        """Waits until the model is loaded and warm, then says SERVING.
+        """Waits until the model is loaded and warm, then reports SERVING.
 
         Raises:
             ModelError, ApiError: it cannot be served with these options.
@@ -171,15 +171,15 @@ class Worker:
     async def serve(self, stop: asyncio.Event) -> int:
         """Serves until `stop`, the Drain RPC or a failure, then ends. Returns the exit code.
 
-        An engine on ranks that fails is replaced by a new one, under a new instance id: its cache is empty, and what it
-        ran has ended. Ranks that go on dying end the worker.
+        A failed engine on ranks is replaced by a new one, under a new instance id, because its cache is empty and its
+        sequences have ended. If ranks keep dying, the worker ends.
 
         Raises:
             ModelError, ApiError: as `wait_ready`.
         """
         try:
             while (code := await self._serve_engine(stop)) is None:
-                # The Sessions left have a router that does not read, and know the old cache and instance.
+                # The remaining Sessions belong to routers that do not read, and refer to the old cache and instance.
                 self.service.break_sessions()
                 self._loaded = self.service.facts = replace(self._first_facts, instance_id=_instance_id())
                 self.engine.start(self._build)
@@ -188,7 +188,7 @@ class Worker:
             await self.stop()
 
     async def _serve_engine(self, stop: asyncio.Event) -> int | None:
-        """Serves with one engine. Returns the exit code, None to go on with another engine."""
+        """Serves with one engine. Returns the exit code, None to continue with another engine."""
         try:
             if await _first(stop.wait(), self.wait_ready()) == 0:
                 return 0
@@ -202,10 +202,10 @@ class Worker:
         return await self._after_failure(stop, await self.engine.wait_failed())
 
     async def _after_failure(self, stop: asyncio.Event, why: str) -> int | None:
-        """Waits before another engine is made. Returns the exit code, None to go on."""
+        """Waits before another engine is made. Returns the exit code, None to continue."""
         if not self._options.topology.has_ranks:
             return _FAILED
-        # It ends its ranks, whose devices and ports the next ones need.
+        # The engine ends its ranks, whose devices and ports the next ones need.
         if not await asyncio.to_thread(self.engine.join, self._options.step_timeout_s):
             log.error("the engine has failed and its step hangs", why=why)
             return _FAILED
@@ -217,7 +217,7 @@ class Worker:
         return 0 if await _first(stop.wait(), asyncio.sleep(decision.delay_s)) == 0 else None
 
     async def stop(self) -> None:
-        """Ends everything at once. May be called at any time, twice too."""
+        """Ends everything at once. May be called at any time, also twice."""
         self.engine.stop()
         await self.server.stop(0)
         await asyncio.gather(
@@ -227,9 +227,10 @@ class Worker:
         log.info("worker stopped")
 
     async def _drain(self) -> int:
-        """Takes no new work, and lets routers move their sequences or the sequences finish; then ends the rest.
+        """Takes no new work, and waits until routers have moved their sequences or the sequences have ended; then ends
+        the rest.
 
-        Balancers need a while to learn that health says NOT_SERVING: until then direct calls are still taken.
+        Load balancers need time to see NOT_SERVING; until then direct calls are still taken.
         """
         wanted = self.service.drain_wanted
         timeout_s = (wanted.result() if wanted.done() else None) or self._options.drain_timeout_s
@@ -253,7 +254,7 @@ class Worker:
     async def _wait_idle(self) -> None:
         """Waits until no sequence is live, here and on engines that need this one's steps."""
         await self.engine.wait_idle()
-        # The engine thread knows, and says nothing while it has no outputs.
+        # The engine thread knows, but does not report it while it has no outputs.
         while self._core is not None and self._core.others_have_work:  # noqa: ASYNC110
             await asyncio.sleep(_OTHERS_LOOK_S)
 

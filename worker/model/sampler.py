@@ -452,7 +452,7 @@ class Sampler:
         return self._seen.penalties(penalized, newest)
 
     def _newest(self, places: list[int]) -> torch.Tensor:
-        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN for a place of None."""
+        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN for a negative place."""
         there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, NO_TOKEN, self.last.newest.index_select(0, there.clamp(min=0)))
 

@@ -1,7 +1,7 @@
-"""LlamaForCausalLMEagle3 (arXiv:2503.01840): a draft head of one layer over states of three layers of its target.
+"""LlamaForCausalLMEagle3 (arXiv:2503.01840): a one-layer draft head over states of three layers of its target.
 
-A row has the target's states at a position and the token at the next one, and says what comes behind that. Going on by
-itself, the head takes its own states in place of the target's.
+A row takes the target's states at a position and the next token, and predicts the token after that. For further drafts
+the head uses its own states in place of the target's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from worker.weights.checkpoint import Shape
 NUM_AUX: Final = 3
 _LAYER: Final = "midlayer"
 _EMBEDDING: Final = "embed_tokens"
-# Draft id -> how far the target's id is beyond it.
+# Draft id -> difference between the target's id and it.
 _TO_TARGET: Final = "d2t"
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Entries of config.json that only such a head has.
+    """Entries of config.json that only a draft head has.
 
     Attributes:
         draft_vocab_size: ids that it drafts.
         target_hidden_size: hidden size of its target.
-        norm_before_residual: whether the stream goes on from the normed states.
+        norm_before_residual: True if the residual stream continues from the normed states.
     """
 
     draft_vocab_size: int
@@ -48,7 +48,7 @@ class Eagle3Config:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Eagle3Config:
-        """Entries of a head.
+        """The entries of a head.
 
         Raises:
             ModelError: an entry is malformed.
@@ -61,10 +61,10 @@ class Eagle3Config:
 
 
 def aux_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of the target, of `num_layers`, before which a head takes the residual stream.
+    """Layers of the target, of `num_layers`, whose incoming residual stream the head uses.
 
     Raises:
-        ModelError: config.json names other ones than the target has.
+        ModelError: config.json names layers that the target does not have.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     own = config.source.get("eagle_config")
@@ -80,13 +80,13 @@ def aux_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Head:
-    """The head; a `DraftModel` when it has an embedding (`share`).
+    """The draft head; a `DraftModel` once it has an embedding (`share`).
 
     Args:
-        build: what layers are made with; its weights are those of `tensor_shapes`.
+        build: shared by the layers; its weights are those of `tensor_shapes`.
 
     Attributes:
-        embedding: of token ids; None where the folder has none.
+        embedding: of token ids; None if the folder has none.
     """
 
     kv_names: tuple[str, ...] = ("layers.0",)
@@ -108,7 +108,7 @@ class Eagle3Head:
         narrow = replace(build, config=replace(config, vocab_size=own.draft_vocab_size))
         self._head = LMHead(narrow, head_weight(narrow, "lm_head"))
         self._target_ids = build.kept.keep(_TO_TARGET, lambda: _target_ids(build, own.draft_vocab_size))
-        # True if draft ids are the target's.
+        # True if draft ids equal the target's ids.
         self._drafts_all = torch.equal(self._target_ids.cpu(), torch.arange(config.vocab_size))
         self._kernels, self._kv_dtype = build.kernels, build.kv_dtype or build.dtype
         self._decoder = self._as_decoder(build)
@@ -140,7 +140,8 @@ class Eagle3Head:
         )
 
     def fuse_drafts(self, limit: int) -> FusedDrafts | None:
-        """All of a step as one operation, where there is one: for a head with an embedding, and ids below `limit`."""
+        """All drafts of a step as one operation, for a head with an embedding and ids below `limit`; None if the back
+        end has none."""
         assert self.embedding is not None
         target_ids = None if self._drafts_all else self._target_ids
         head = DraftHead(
@@ -156,14 +157,14 @@ class Eagle3Head:
         return self._kernels.fuse_drafts(head, self._kv_dtype)
 
     def reach(self, num_positions: int) -> None:
-        """Sees to it that what `fuse_drafts` gave finds so many positions."""
+        """Fills the rotary tables of the fused operation for the first `num_positions` positions."""
         self._rotary.make(num_positions)
 
     def share(self, embedding: Embedding) -> None:
-        """Works with the target's embedding where it has none of its own.
+        """Uses the target's embedding if the head has none.
 
         Raises:
-            ModelError: that is of another width.
+            ModelError: the target's embedding has another width.
         """
         if self.embedding is not None:
             return
@@ -188,7 +189,7 @@ class Eagle3Head:
         """Name and shape of every tensor that a head must have.
 
         Raises:
-            ModelError: config.json asks for what is not done here.
+            ModelError: config.json has a setting that is not supported here.
         """
         refuse_partial_rotary(config)
         if config.num_hidden_layers != 1:
@@ -210,23 +211,23 @@ class Eagle3Head:
 
     @classmethod
     def optional_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """Name and shape of tensors that it may have."""
+        """Name and shape of tensors that a head may have."""
         own = Eagle3Config.of(config)
         embedding: dict[str, Shape] = {f"{_EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
         return embedding | {_TO_TARGET: (own.draft_vocab_size,)}
 
     @classmethod
     def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
-        """Says which ids of the target are drafted, as `d2t` does too."""
+        """Tensors that are not loaded: `t2d` says which ids are drafted, as `d2t` does."""
         return ("t2d",)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """States as `forward` takes them, of the target's: [T, (1 + n) H of the target] -> [T, H]."""
+        """The input states of `forward`, from the target's states: [T, (1 + n) H of the target] -> [T, H]."""
         return self._combine(states[:, -self._aux_width :])
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """States [T, 2H], normed ones beside its own: of the tokens behind the positions int64 [T], and the states at
-        them, which are the last H of each row."""
+        """States [T, 2H]: normed states beside the head's own. Inputs: the tokens after the positions int64 [T], and
+        the states at the positions, which are the last H of each row."""
         assert self.embedding is not None
         embedded, cos_sin, states = self.embedding(token_ids), self._rotary(positions), states[:, -self._hidden_size :]
         if self._fused is not None:
@@ -240,7 +241,7 @@ class Eagle3Head:
         return torch.cat(self._norm.add(self._mlp(x), residual), dim=1)
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [S, V] over the target's ids, of states [S, 2H]; -inf for those that are not drafted."""
+        """float32 [S, V] over the target's ids, of states [S, 2H]; -inf for ids that are never drafted."""
         logits = self._head(states[:, : self._hidden_size])
         if self._drafts_all:
             return logits
@@ -258,7 +259,7 @@ def _target_ids(build: Build, count: int) -> torch.Tensor:
     """int64 [count]: the target's id of each draft id.
 
     Raises:
-        ModelError: one is not in the vocabulary, or there twice.
+        ModelError: an id is outside the vocabulary, or occurs twice.
     """
     ids = torch.arange(count)
     if _TO_TARGET in build.weights:

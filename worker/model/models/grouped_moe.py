@@ -1,8 +1,8 @@
 """Common parts of DeepSeek-V3 and GLM-4: dense layers first, then mixtures with shared experts, then MTP layers.
 
-Multi-token prediction (arXiv:2412.19437, section 2.2): a layer behind the others takes the hidden state at a position
-and the token at the next one, and says what comes behind that. Of several such layers the first is used; it goes on by
-itself with its own states, as a draft model, in place of the others.
+Multi-token prediction (arXiv:2412.19437, section 2.2): an MTP layer takes the hidden state at a position and the next
+token, and predicts the token after that. Only the first MTP layer is used, as a draft model; for further drafts it
+takes its own states, in place of the other MTP layers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from worker.model.layers.norm import RMSNorm
 from worker.model.models.llama import LlamaForCausalLM, LlamaMLP, dense_shapes
 from worker.weights.checkpoint import Shape
 
-# Matrices of an MTP layer that may be the target's.
+# Matrices of an MTP layer that may equal the target's.
 _EMBEDDING: Final = "embed_tokens"
 _HEAD: Final = "shared_head.head"
-# Rows that are compared at once.
+# Rows compared at once.
 _COMPARED_ROWS: Final = 4096
 
 
 class GroupedMoEForCausalLM(LlamaForCausalLM):
-    """Llama's decoder with such feed-forward networks.
+    """Llama's decoder with dense networks in the first layers and mixtures with shared experts in the others.
 
     Attributes:
-        draft_layer: the first MTP layer, where `Build.drafts` asks for it.
+        draft_layer: the first MTP layer, if `Build.drafts`.
     """
 
     def __init__(self, build: Build) -> None:
@@ -54,7 +54,7 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
-        """The MTP layers, which are numbered on behind the others."""
+        """Name prefixes of the MTP layers, which are numbered after the others."""
         first = config.num_hidden_layers
         return tuple(f"model.layers.{layer}." for layer in range(first, first + _num_mtp_layers(config)))
 
@@ -74,7 +74,7 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def optional_draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """Tensors of it that a checkpoint may leave out, where they are the target's."""
+        """Tensors of the first MTP layer that a checkpoint may omit because they equal the target's."""
         prefix, shape = f"model.layers.{config.num_hidden_layers}", (config.vocab_size, config.hidden_size)
         return {f"{prefix}.{name}.weight": shape for name in (_EMBEDDING, _HEAD)}
 
@@ -91,8 +91,8 @@ class MtpLayer:
     """The first MTP layer; a `DraftModel` beside its target.
 
     Args:
-        build: what layers are made with.
-        target: the model that it belongs to, with whose embedding and head it works where its own are the same.
+        build: shared by the layers.
+        target: the model that it belongs to. It uses the target's embedding and head if its own are equal or absent.
     """
 
     def __init__(self, build: Build, target: GroupedMoEForCausalLM) -> None:
@@ -113,11 +113,11 @@ class MtpLayer:
         self._norm = RMSNorm(build, f"{prefix}.shared_head.norm")
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """States as `forward` takes them: the target's [T, H]."""
+        """The input states of `forward`: the target's [T, H], unchanged."""
         return states
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        """Its own states [T, H], from the tokens after the positions int64 [T] and the states [T, H] at them."""
         both = torch.cat((self._token_norm(self._embedding(token_ids)), self._state_norm(states)), dim=1)
         x, residual = self._layer(self._join(both), None, self._rotary(positions))
         return x + residual
@@ -139,7 +139,7 @@ def _num_mtp_layers(config: ModelConfig) -> int:
 
 
 def _has_own(build: Build, name: str, shared: str) -> bool:
-    """True if the checkpoint has a matrix [V, H] of that name, with other numbers than the target's `shared` one."""
+    """True if the checkpoint has a matrix [V, H] of that name with other numbers than the target's `shared` matrix."""
 
     def compare() -> torch.Tensor:
         weights, one, other = build.weights, f"{name}.weight", f"{shared}.weight"
@@ -154,5 +154,5 @@ def _has_own(build: Build, name: str, shared: str) -> bool:
 
 
 def _shared_inner(config: ModelConfig) -> int:
-    """Inner units of all shared experts, which are one network."""
+    """Inner units of all shared experts, which are computed as one network."""
     return config.count("moe_intermediate_size") * config.count("n_shared_experts")

@@ -27,18 +27,18 @@ class LlamaAttention:
     """Grouped-query attention with rotary positions; heads are split over the ranks.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         prefix: of the layer's attention tensors.
         layer: its index.
-        window: how many keys a row sees, its own included; None for all before it.
+        window: number of keys that a row sees, including its own; None for all before it.
 
     Attributes:
         qkv, out: the projections.
         norms: of each head's queries and keys, or None.
-        attention: what is between the projections.
+        attention: stores keys and values, and attends.
     """
 
-    # True if the output projection has a bias where the others have one.
+    # True if the output projection has a bias whenever the others have one.
     output_bias = True
 
     def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
@@ -56,11 +56,11 @@ class LlamaAttention:
         self.attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
-        """Scores [Hq] that take part in the softmax of this rank's `heads` without a value: none in Llama."""
+        """Scores [Hq] of this rank's `heads` that enter the softmax without a value; None in Llama."""
         return None
 
     def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
-        """Norms of each head's queries and keys before the rotation: none in Llama."""
+        """Norms of each head's queries and keys before the rotation; None in Llama."""
         return None
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
@@ -96,10 +96,10 @@ class LlamaMLP:
 
 
 class LlamaDecoderLayer:
-    """Attention and feed-forward, each behind a norm and beside a residual connection.
+    """Attention and feed-forward network, each after a norm and beside a residual connection.
 
     Args:
-        build: what layers are made with.
+        build: shared by the layers.
         layer: its index.
         attention: [T, H] and cosines and sines -> [T, H].
         mlp: [T, H] -> [T, H].
@@ -119,7 +119,7 @@ class LlamaDecoderLayer:
         self._mlp = mlp
 
     def fusible(self) -> DecoderLayer | None:
-        """The layer as a back end can fuse it; None where attention is of another kind."""
+        """The layer in the form that a back end can fuse; None for another kind of attention."""
         attention, mlp = self._attention, self._mlp
         if not isinstance(attention, LlamaAttention):
             return None
@@ -152,16 +152,17 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Relatives override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`, `mlp_shapes`.
+    Related architectures override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`,
+    `mlp_shapes`.
 
     Args:
-        build: what layers are made with; its weights are those of `tensor_shapes`.
+        build: shared by the layers; its weights are those of `tensor_shapes`.
 
     Attributes:
         embedding: of token ids.
         rotary: the rotary embedding of all layers.
-        head: gives logits; None where the checkpoint generates nothing.
-        classifier: gives numbers of labels; None where the checkpoint has none.
+        head: gives logits; None for a checkpoint that generates nothing.
+        classifier: gives scores of labels; None for a checkpoint without one.
     """
 
     attention: type[LlamaAttention] = LlamaAttention
@@ -186,7 +187,7 @@ class LlamaForCausalLM:
         return LMHead(build, head_weight(build, self.head_name(config)))
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
-        """All layers as one operation, where there is one."""
+        """All layers as one operation; None if the back end or the model has none."""
         layers = tuple(filter(None, (layer.fusible() for layer in self._layers)))
         if len(layers) < len(self._layers):
             return None
@@ -235,7 +236,7 @@ class LlamaForCausalLM:
         """Refuses settings of config.json that would change the numbers if they were ignored.
 
         Raises:
-            ModelError: there is one that this architecture does not do.
+            ModelError: a setting is not supported by this architecture.
         """
         refuse_partial_rotary(config)
         refuse_windows(config)
@@ -251,12 +252,12 @@ class LlamaForCausalLM:
 
     @classmethod
     def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
-        """None."""
+        """Name prefixes of tensors that are not loaded: none."""
         return ()
 
     @classmethod
     def draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """None.
+        """Tensors of a draft layer: Llama has none.
 
         Raises:
             ModelError: always.
@@ -265,7 +266,7 @@ class LlamaForCausalLM:
 
     @classmethod
     def optional_draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """None."""
+        """Tensors of a draft layer that a checkpoint may omit: none."""
         return {}
 
     @classmethod
@@ -317,7 +318,7 @@ class LlamaForCausalLM:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H] after the last norm, for token ids and positions int64 [T].
 
-        Beside them, [T, (1 + n) H], are the residual streams before the n `aux_layers`.
+        With n `aux_layers` the result is [T, (1 + n) H]: beside the states the residual streams before those layers.
         """
         x = self.embedding(token_ids)
         cos_sin = self.rotary(positions)
@@ -361,20 +362,20 @@ def dense_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> di
 
 
 def refuse_partial_rotary(config: ModelConfig) -> None:
-    """For architectures that rotate whole heads.
+    """Check of architectures that rotate whole heads.
 
     Raises:
-        ModelError: config.json asks for less.
+        ModelError: config.json rotates a part of a head.
     """
     if config.rope.partial_rotary_factor != 1.0:
         raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
 
 
 def refuse_windows(config: ModelConfig) -> None:
-    """For architectures whose attention is full.
+    """Check of architectures with full attention.
 
     Raises:
-        ModelError: config.json asks for a window.
+        ModelError: config.json has a sliding window.
     """
     sliding = set(config.listed("layer_types", str) or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
     if config.source.get("use_sliding_window") or sliding:
