@@ -11,6 +11,7 @@ from hypothesis.internal.constants_ast import Constants
 
 from tests import fresh
 from tests.covering import mark_by_value
+from tests.examples import ExampleTiers
 from tests.order import longest_first
 from tests.skips import Skips, is_strict
 
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # others again with each number that anybody writes anywhere.
         no_constants = Constants()
         providers._get_local_constants = lambda: no_constants
+        config.pluginmanager.register(ExampleTiers(config.option.markexpr), "example-tiers")
     else:
         config.pluginmanager.register(fresh.Limit(config.option.fresh_seconds), "fresh-limit")
     if not hasattr(config, "workerinput"):
