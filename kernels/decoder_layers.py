@@ -1,4 +1,4 @@
-"""All layers of a decoder by a back end's single operations, but for what it does between projection and attention."""
+"""Runs all layers of a decoder with a back end's single operations; only `RopeWrite` is the back end's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KernelBackend, KVCache
 
-# Rotates queries and keys, normed by head where the layer says so, writes keys and values to the cache, and gives the
-# queries [T, Hq, D]: of a projection's [T, (Hq + 2 Hkv) * D], its layer, and that one's index.
+# Rotates queries and keys (normed by head if the layer has such norms), writes keys and values to the cache, and
+# returns the queries [T, Hq, D]. Input: a projection's [T, (Hq + 2 Hkv) * D], its layer, and the layer's index.
 RopeWrite = Callable[[torch.Tensor, DecoderLayer, int], torch.Tensor]
 
 
@@ -18,10 +18,10 @@ class DecoderLayers:
 
     Args:
         decoder: its weights are packed by `backend`.
-        backend: does the single operations.
+        backend: its single operations are used.
 
     Attributes:
-        decoder: as above.
+        decoder: as given.
     """
 
     def __init__(self, decoder: Decoder, backend: KernelBackend) -> None:

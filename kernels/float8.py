@@ -1,10 +1,10 @@
-"""FP8 in PyTorch, which stores it and converts it, one number after the other, and computes nothing else with it."""
+"""Operations on FP8 tensors, which PyTorch can only store and convert, one number after the other."""
 
 from __future__ import annotations
 
 import torch
 
-# The value of each byte. To look it up is four times as fast as PyTorch 2.13's own conversion, and as exact.
+# The value of each byte. Looking it up is four times as fast as PyTorch 2.13's own conversion, and as exact.
 _VALUES = {
     dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float()
     for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -12,7 +12,7 @@ _VALUES = {
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that can be indexed: bytes of FP8; other dtypes as they are. Zero stays zero."""
+    """The same memory in a dtype that can be indexed: bytes for FP8; other dtypes unchanged. Zero stays zero."""
     return tensor.view(torch.uint8) if tensor.dtype in _VALUES else tensor
 
 
@@ -25,9 +25,9 @@ def widen(tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` rounded to `dtype`; what is beyond its largest number becomes that, not infinite or NaN."""
+    """`tensor` rounded to `dtype`; values beyond its range become its largest number, not infinite or NaN."""
     if tensor.dtype == dtype:
         return tensor
     largest = torch.finfo(dtype).max
-    # In float32, since a narrow `tensor` may round the border itself: 65504 is 65536 in bfloat16.
+    # In float32, because a narrow `tensor` may round the limit itself: 65504 is 65536 in bfloat16.
     return tensor.float().clamp(-largest, largest).to(dtype)

@@ -4,7 +4,7 @@ A back end owns the layout of packed weights and of the KV cache; callers pass b
 step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv key/value heads, D head size, I
 intermediate size, V vocabulary size. "Model dtype" is the dtype of weights and activations.
 
-Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place
+Every operation computes each row alone: a row's bits depend neither on the other rows nor on its position among them
 (docs/explanation/determinism.md). A back end that cannot promise it says so in `batch_invariant`.
 """
 
@@ -52,10 +52,10 @@ class KVSpec:
     """KV cache of one token in one layer.
 
     Attributes:
-        num_kv_heads: Hkv of this rank; 1 where there is an indexer.
+        num_kv_heads: Hkv of this rank; 1 with an indexer.
         head_dim: D of keys, and of values that are stored beside them.
-        latent_value_dim: 0, or the width Dv of values that are not stored, being the first Dv numbers of their key.
-        index: the sparse-attention indexer, which keeps a key of its own; None for full attention.
+        latent_value_dim: 0, or the width Dv of values that are not stored: they are the first Dv numbers of their key.
+        index: the sparse-attention indexer, which stores a key of its own; None for full attention.
     """
 
     num_kv_heads: int
@@ -77,18 +77,17 @@ class AttentionMetaData:
     Query row i of sequence s has the absolute position `seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`.
 
     Attributes:
-        cu_seqlens_q: int64 [S+1], where each sequence's rows begin; the last entry is the number of tokens.
-        seq_lens: int64 [S], keys visible to each sequence's last row, this step's included.
+        cu_seqlens_q: int64 [S+1], first row of each sequence; the last entry is the number of tokens.
+        seq_lens: int64 [S], keys visible to each sequence's last row, including this step's.
         block_tables: int64 [S, longest], block ids in order, perhaps part of wider rows; entries past a sequence's end
             are not read.
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
-        wanted_rows: int64 [W], ascending, rows whose hidden states are asked for, of each sequence none or its last
-            ones; None for all rows.
-        num_rejected: int64 [S] on the back end's device: how many of each sequence's drafts that were in flight were
-            wrong, which the host does not know yet; by so many tokens it is really shorter than the arrays say.
-            `seq_lens` and slots are those of the case that none was, and plans correct them. None where the arrays are
-            right.
-        plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
+        wanted_rows: int64 [W], ascending, rows whose hidden states are wanted: of each sequence none or its last ones;
+            None for all rows.
+        num_rejected: int64 [S] on the back end's device: number of each sequence's drafts in flight that were wrong,
+            which the host does not know yet. The sequence is that many tokens shorter than the arrays say: `seq_lens`
+            and slots assume that no draft is wrong, and plans correct them. None if the arrays are right.
+        plan: the back end's own data for this step, made by `AttentionOps.plan`.
     """
 
     cu_seqlens_q: npt.NDArray[np.int64]
@@ -114,7 +113,7 @@ class AttentionMetaData:
         return np.arange(self.num_tokens) + (self.seq_lens - self.cu_seqlens_q[1:])[sequences]
 
     def moved(self, block_size: int) -> AttentionMetaData:
-        """The same step with arrays that are right, for back ends on the host: itself if they are."""
+        """The step with corrected arrays, for back ends on the host; itself if they are right."""
         if self.num_rejected is None:
             return self
         step = replace(self, seq_lens=self.seq_lens - self.num_rejected.numpy(), num_rejected=None)
@@ -125,16 +124,17 @@ class AttentionMetaData:
 
 @dataclass(frozen=True)
 class LogitStats:
-    """Numbers that logprobs of R rows are made of (kernels/logprobs.py), on the host.
+    """Numbers from which the logprobs of R rows are computed (kernels/logprobs.py), on the host.
 
     Attributes:
         highest: float32 [R], each row's largest logit.
-        masses: int64 [R], sums of the masses; 0 where the largest logit is not finite, and then nothing else counts.
+        masses: int64 [R], sums of the masses; 0 if the largest logit is not finite, which makes the other numbers
+            meaningless.
         ranks: int64 [R], of the rows' tokens; 1 is the likeliest.
         own: float32 [R], logits of the rows' tokens.
         top_ids: int64 [R, N], the likeliest ids, best first.
         top: float32 [R, N], their logits.
-        given: float32 [R, G], logits of the ids that were asked for.
+        given: float32 [R, G], logits of the requested ids.
     """
 
     highest: npt.NDArray[np.float32]
@@ -153,9 +153,9 @@ class MaskedIds:
     Attributes:
         rows: int64 [M].
         ids: int64 [M].
-        after: int64 [M], the output token behind which alone the id is masked; NO_TOKEN for any. None when all are.
+        after: int64 [M], the output token directly after which the id is masked; NO_TOKEN for any. None if all are.
         late: int64 [M] on the back end's device, the newest output token of the row, which the host does not know yet;
-            None when `after` is.
+            None if `after` is None.
     """
 
     rows: npt.NDArray[np.int64]
@@ -214,11 +214,11 @@ class SampleParams:
         top_k: int64 [S].
         top_p: float32 [S].
         min_p: float32 [S].
-        masked: None when no row has any.
-        penalties: None when no row has any.
-        biased: None when no row has any.
-        allowed: None when all rows may sample all ids.
-        confined: likewise, of other rows or the same.
+        masked: None if no row has any.
+        penalties: None if no row has any.
+        biased: None if no row has any.
+        allowed: None if all rows may sample all ids.
+        confined: grammar masks; None if no row has one. Independent of `allowed`.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -275,7 +275,7 @@ class QuantizedFormat:
 
     Attributes:
         numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4.
-        quant_type: `per_1x32` for MXFP4, and for nothing else.
+        quant_type: `per_1x32` means MXFP4.
     """
 
     numbers: torch.dtype
@@ -284,17 +284,17 @@ class QuantizedFormat:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [N, K] as a checkpoint stores it, or a part of one: a number is worth itself times its scale.
+    """A weight [N, K] as a checkpoint stores it, or a part of one: each number's value is the number times its scale.
 
-    Parts of K begin at a multiple of what shares a scale, so that the first scale is that of the first number.
+    Parts of K begin at a multiple of the numbers that share a scale, so the first scale is that of the first number.
 
     Attributes:
-        numbers: [N, K] in int8 or either FP8; of MXFP4 uint8 [N, K / 2], the earlier number of a byte in
-            its lower half.
-        scales: float32 [N] for `per_token` (a scale for the whole tensor comes as one for each row), [N, K / 128] for
-            `per_1x128`, [N / 128, K / 128] for `per_128x128`, rounded up; of MXFP4 (`per_1x32`) exponents of 2 with a
+        numbers: [N, K] in int8 or either FP8; for MXFP4 uint8 [N, K / 2], the earlier number of a byte in its lower
+            half.
+        scales: float32 [N] for `per_token` (a scale of the whole tensor is repeated for each row), [N, K / 128] for
+            `per_1x128`, [N / 128, K / 128] for `per_128x128`, rounded up; for MXFP4 (`per_1x32`) exponents of 2 with a
             bias of 127, uint8 [N, K / 32], 255 for NaN.
-        quant_type: as above.
+        quant_type: granularity of the scales.
     """
 
     numbers: torch.Tensor
@@ -337,10 +337,10 @@ class PackedFormat:
     """8-bit numbers of a packed weight, in place of the model's dtype.
 
     Attributes:
-        dtype: int8, or FP8 as the device multiplies it.
-        quantizes_rows: False: a scale for each row of the weight and each 128 numbers of K, and x stays what it is.
-            True: a scale for each row of the weight, and x is brought to `dtype` too, with a scale for each of its
-            rows.
+        dtype: int8, or the device's FP8.
+        quantizes_rows: False: one scale for each row of the weight and each 128 numbers of K, and x keeps its dtype.
+            True: one scale for each row of the weight, and x is converted to `dtype` too, with one scale for each of
+            its rows.
     """
 
     dtype: torch.dtype
@@ -349,20 +349,20 @@ class PackedFormat:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A decoder layer on one rank, packed: attention and a gated network or another, each behind a norm.
+    """A decoder layer on one rank, packed: attention and a feed-forward network, each after a norm.
 
     Attributes:
         input_norm: [H], as all norms in the model dtype.
-        qkv: queries, keys and values side by side, H to (Hq + 2 Hkv) * D.
-        head_norms: [D] of queries and [D] of keys, before the rotation; None where there are none.
-        window: how many keys a row sees, its own included; None for all before it.
+        qkv: queries, keys and values concatenated, H to (Hq + 2 Hkv) * D.
+        head_norms: [D] of queries and [D] of keys, before the rotation; None without such norms.
+        window: number of keys that a row sees, including its own; None for all before it.
         sinks: float32 [Hq], see `AttentionOps.apply`; None for none.
         out: Hq * D to H.
         post_norm: [H].
-        gate_up: H to 2I; None where there is a `network`.
-        down: I to H; likewise.
-        network: what stands in place of the gated one, such as a mixture of experts: [T, H] -> [T, H], the sum over all
-            ranks. None for none.
+        gate_up: H to 2I; None if there is a `network`.
+        down: I to H; None if there is a `network`.
+        network: another feed-forward network than the gated one, such as a mixture of experts: [T, H] -> [T, H], the
+            sum over all ranks. None for none.
     """
 
     input_norm: torch.Tensor
@@ -383,16 +383,16 @@ class Decoder:
 
     Attributes:
         layers: from the first to the last.
-        norm: [H], behind the last.
+        norm: [H], after the last layer.
         eps: of all norms.
-        num_heads: Hq, this rank's.
+        num_heads: Hq of this rank.
         scale: of attention's scores.
-        all_reduce: brings what `out` and `down` give, [T, H], to the sum over all ranks; None for one rank.
-        aux_layers: layers before which the residual stream is given too, for draft models; their number stands for
-            behind the last one.
-        stream_norm: [H], of a model that drafts from states x of another: the first layer's attention takes the normed
-            embeddings, and beside them x, normed by this. None for other models.
-        norms_first: whether the residual stream then begins with the normed x.
+        all_reduce: sums the outputs of `out` and `down`, [T, H], over all ranks; None for one rank.
+        aux_layers: layers before which the residual stream is returned too, for draft models; the number of layers
+            means after the last one.
+        stream_norm: [H], of a model that drafts from another model's states x: the first layer's attention takes the
+            normed embeddings and, beside them, x normed by this. None for other models.
+        norms_first: True if the residual stream of such a model starts with the normed x.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -418,28 +418,28 @@ class FusedDecoder(Protocol):
         metadata: AttentionMetaData,
         embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, (1 + n) H].
+        """All layers and the last norm, with the bits of the single operations: x [T, H] -> [T, (1 + n) H].
 
-        The first H columns are the states behind the last norm, of which rows that are not among `metadata.wanted_rows`
-        may be anything. The others are the residual streams before the n `aux_layers`; likewise of the one behind all.
-        cos and sin are those of `ElementwiseOps.rope`; layer i has the cache's layer i. `embedded` [T, H] are the
-        embeddings of a model with a `stream_norm`.
+        The first H columns are the states after the last norm; rows that are not in `metadata.wanted_rows` are
+        undefined. The other columns are the residual streams before the n `aux_layers`. cos and sin are those of
+        `ElementwiseOps.rope`; layer i uses the cache's layer i. `embedded` [T, H] are the embeddings of a model with a
+        `stream_norm`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A head of one layer that drafts for a target of V ids and goes on by itself, on one rank.
+    """A draft head of one layer for a target of V ids, on one rank. For further drafts it uses its own states.
 
     Attributes:
-        decoder: its layer, with a `stream_norm`; it gives the stream behind the layer too.
-        combine: states of the target, side by side, to H.
-        embedding: [V, H] in the model dtype, or packed in that.
+        decoder: its layer, with a `stream_norm`; returns the residual stream after the layer too.
+        combine: concatenated states of the target, to H.
+        embedding: [V, H] in the model dtype, or packed in it.
         cos: float32 [P, 1, R/2], of `ElementwiseOps.rope` by position.
-        sin: likewise.
+        sin: float32 [P, 1, R/2], likewise.
         head: H to the ids that it drafts.
-        target_ids: int64, the target's id of each of these; None where they are the same.
+        target_ids: int64, the target's id of each draft id; None if they are equal.
         vocab_size: V.
         limit: ids below it may be drafted.
     """
@@ -457,17 +457,17 @@ class DraftHead:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """A step of S sequences of the target, of each a run of rows that are right, and what D of them want drafted.
+    """A step of the target with S sequences, each with a run of accepted rows; D of the sequences want drafts.
 
     Attributes:
-        begins: int64 [S], the first row of each in the step.
-        starts: int64 [S], its position.
-        counts: int64 [S], rows of each that are right, at least one.
-        next_tokens: int64 [S], the token behind the last of these.
+        begins: int64 [S], first row of each sequence in the step.
+        starts: int64 [S], position of that row.
+        counts: int64 [S], accepted rows of each sequence, at least one.
+        next_tokens: int64 [S], the token after the last accepted row.
         token_ids: int64 [T], of all rows.
-        states: [T, W], of which the last columns are the states that the head takes.
-        block_tables: int64 [S, longest], which cover the rows, and the drafts but for the last one of each.
-        asking: int64 [D], ascending, the places of those whose states are asked for.
+        states: [T, W]; the last columns are the head's input states.
+        block_tables: int64 [S, longest]; they cover the rows, and all drafts except each sequence's last.
+        asking: int64 [D], ascending, indices of the sequences whose states are wanted.
         wanted: int64 [D], drafts of each.
         params: of S rows, without changes of logits.
         seeds: uint64 [S].
@@ -492,11 +492,12 @@ class FusedDrafts(Protocol):
     """A head's part of a step as one operation."""
 
     def run(self, step: DraftStep, cache: KVCache) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """Computes the rows into the cache, and drafts as single operations and `SamplingOps.sample` do, to the bit.
+        """Computes the rows into the cache, and drafts, with the bits of the single operations and
+        `SamplingOps.sample`.
 
         Returns:
-            The head's states behind the last row of each sequence that asks, [D, 2H], and its drafts, int64 [D, most]:
-            NO_TOKEN behind the last one.
+            The head's states after the last row of each asking sequence, [D, 2H], and its drafts, int64 [D, most]:
+                NO_TOKEN after the last one.
         """
         ...
 
@@ -504,7 +505,7 @@ class FusedDrafts(Protocol):
 class StepGraphs(Protocol):
     """Captures a step's kernels, so that they run again without the Python between them (CUDA and HIP graphs).
 
-    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew. With a
+    A captured step runs over memory at fixed addresses: tensors and a plan whose numbers are overwritten. With a
     `batch_invariant` back end its rows have the bits of the same step kernel by kernel.
     """
 
@@ -540,7 +541,7 @@ class Ranks:
 
 
 class RankSums(Protocol):
-    """A back end's own way of adding up over ranks, in an order of its own. Every rank calls the same operations."""
+    """A back end's own sums over ranks, in its own order. Every rank calls the same operations."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, with the same bits on every rank; safe in captured steps."""
@@ -551,7 +552,7 @@ class RankSums(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when this rank's device has computed all sums that it was told to."""
+        """Waits until this rank's device has computed all sums that were started."""
         ...
 
     def close(self) -> None:
@@ -590,7 +591,7 @@ class LinearOps(Protocol):
     def argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
         """Column of the largest number among the first `limit` in each row of `apply`, the first of equals: [T].
 
-        NaN counts as the lowest; NO_TOKEN where the largest number is not finite.
+        NaN counts as the lowest; NO_TOKEN if the largest number is not finite.
         """
         ...
 
@@ -667,7 +668,8 @@ class ExpertOps(Protocol):
     ) -> torch.Tensor:
         """Weighted sum over the k slots of x [T, H] through the chosen experts: [T, H] in the model dtype.
 
-        Ids outside the packed ones are another rank's and add nothing. Summed in float32, in the order of slots.
+        Ids of experts that are not packed here belong to another rank and add nothing. Summed in float32, in slot
+        order.
         """
         ...
 
@@ -678,16 +680,16 @@ class KVCacheOps(Protocol):
     def allocate(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
         """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens.
 
-        `dtype` may be narrower than the model's, FP8 (E4M3) too: what is written is rounded, beyond its range to the
-        largest number, and read back exactly.
+        `dtype` may be narrower than the model's, also FP8 (E4M3): written numbers are rounded, those beyond its range
+        to its largest number, and read back exactly.
         """
         ...
 
     def touch(self, cache: KVCache, progress: Callable[[int, int], None]) -> None:
-        """Has the system give the cache's pages now, so that no step waits for them; a GPU's are there.
+        """Takes the memory of the cache's pages now, so that no step waits for it; a GPU's memory is taken already.
 
         Args:
-            cache: in use or not: what is in it stays.
+            cache: keeps its contents.
             progress: called with (bytes done, bytes in all).
         """
         ...
@@ -697,9 +699,9 @@ class KVCacheOps(Protocol):
         ...
 
     def copy_blocks(self, cache: KVCache, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies blocks, one after the other: of each pair of ids the second becomes what the first is, in all layers.
+        """Copies blocks in order: for each pair of ids, the first block's contents into the second, in all layers.
 
-        Bytes are copied, whatever the dtype; the step that is launched next finds them.
+        Bytes are copied, whatever the dtype; the next launched step reads the copies.
         """
         ...
 
@@ -725,11 +727,11 @@ class AttentionOps(Protocol):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
+        """Causal attention of q [T, Hq, D] over the cache, which already has this step's keys: [T, Hq, D].
 
-        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. With a
-        `window`, rows attend to the last so many tokens, their own included. `sinks` [Hq] are scores that take part in
-        a head's softmax without a value.
+        One path for every number of rows: a decode is a prefill of one row. Padding rows are returned as zeros. With a
+        `window`, rows attend to the last `window` tokens, including their own. `sinks` [Hq] are scores that enter a
+        head's softmax without a value.
         """
         ...
 
@@ -780,7 +782,7 @@ class SamplingOps(Protocol):
         ...
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
-        """Begins to copy int64 [S] to the host; the result waits for the numbers, and for nothing that comes later."""
+        """Begins to copy int64 [S] to the host; the result waits for the numbers, not for later work of the device."""
         ...
 
     def sample(
@@ -795,7 +797,7 @@ class SamplingOps(Protocol):
         """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/explanation/determinism.md.
 
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
-        before the sampled one, less `num_rejected[i]` (int64 [S], on the device) where the host does not know it;
+        before the sampled one, less `num_rejected[i]` (int64 [S], on the device) if the host does not know it;
         `choices[i]` is the index of the answer. Penalties (kernels/penalties.py), then biases, then masks are written
         into `logits`.
         """
@@ -804,33 +806,34 @@ class SamplingOps(Protocol):
     def logit_stats(
         self, logits: torch.Tensor, tokens: torch.Tensor, top: int, given: npt.NDArray[np.int64]
     ) -> Callable[[], LogitStats]:
-        """Begins what logprobs of float32 logits [R, V] are made of; the result waits for it, and for nothing later.
+        """Begins to compute the statistics of float32 logits [R, V] for logprobs. The result waits for them, but not
+        for later work.
 
         Args:
             logits: float32 [R, V], on the device.
-            tokens: int64 [R], whose ranks and logits are wanted, on the device; NO_TOKEN stands for id 0.
-            top: how many of the likeliest ids are wanted, at most V.
+            tokens: int64 [R], whose ranks and logits are wanted, on the device; NO_TOKEN is read as id 0.
+            top: number of likeliest ids wanted, at most V.
             given: int64 [R, G], further ids.
         """
         ...
 
 
 class KernelBackend(Protocol):
-    """A record of groups of operations, and what holds for all of them.
+    """Groups of operations, and facts that hold for all of them.
 
     No operation writes to its inputs, except those called `write` to the cache, and `sample` to the logits. Layers take
-    the groups that they need when they are made.
+    the groups that they need when they are constructed.
 
     Attributes:
         name: selects the back end.
-        description: the name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`.
-        batch_invariant: whether a row's bits never depend on the batch.
-        device: where weights, activations and the KV cache lie, and every tensor that goes in and comes out.
-        graphs: captures steps; None where that would gain nothing.
-        row_multiple: rows of a step are best padded to a multiple of this; other counts work but are copied.
-        layout: what the bits of packed objects depend on besides weights, dtype and the sources of `kernels`. Packed
-            objects of one layout may come from another process (`adopt`). They are dataclasses of this package, with
-            fields of numbers, tensors and others of them.
+        description: name for people; with the instruction set if all kernels share one, such as `cpu:avx2`.
+        batch_invariant: True if a row's bits never depend on the batch.
+        device: of weights, activations and the KV cache, and of every tensor passed in or returned.
+        graphs: captures steps; None if capturing gains nothing.
+        row_multiple: steps are best padded to a multiple of this; other numbers of rows work but are copied.
+        layout: facts that the bits of packed objects depend on, besides weights, dtype and the sources of `kernels`.
+            Packed objects of one layout may come from another process (`adopt`). They are dataclasses of this package,
+            with fields of numbers, tensors and other such dataclasses.
         linear, elementwise, experts, kv_cache, attention, latent_attention, sampling: the groups.
     """
 
@@ -851,10 +854,9 @@ class KernelBackend(Protocol):
 
     @property
     def numerics(self) -> tuple[object, ...]:
-        """Everything that a row's bits depend on besides the model: libraries, instruction set, threads where they
-        matter.
+        """Facts that a row's bits depend on, besides the model: libraries, instruction set, threads if they matter.
 
-        Known when a model has been built with the back end. Its text is part of the numerics class.
+        Known once a model has been built with the back end. Its text is part of the numerics class.
         """
         ...
 
@@ -885,9 +887,9 @@ class KernelBackend(Protocol):
         ...
 
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
-        """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
+        """All layers as one operation, over KV caches of that dtype; None if the back end only has single ones."""
         ...
 
     def fuse_drafts(self, head: DraftHead, kv_dtype: torch.dtype) -> FusedDrafts | None:
-        """A head's part of a step as one operation, likewise."""
+        """A draft head's part of a step as one operation, over KV caches of that dtype; None if there is none."""
         return None

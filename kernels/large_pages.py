@@ -1,7 +1,7 @@
-"""Memory that is read all over at each step: KV caches and packed weights.
+"""Memory for data that every step reads as a whole: KV caches and packed weights.
 
-With pages of 4 KiB each block of a cache was a page of its own to look up, and what a processor reads ahead of weights
-ended with each of them.
+With pages of 4 KiB each block of a cache was a page of its own to look up, and the processor's read-ahead of weights
+stopped at each page's end.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PAGES_AT_ONCE = 32
 
 
 def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` zeros, one or more, page by page as they are touched, in large pages where the system has such.
+    """`count` zeros, one or more, whose pages take memory when touched, in large pages if the system has them.
 
-    `torch.zeros` writes them all, 1.4 s per GiB on this machine. The memory is private; mmap's own choice is shared
+    `torch.zeros` writes them all, 1.4 s per GiB on this machine. The memory is private: mmap's default is shared
     memory, for which most systems give no large pages.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: there is not enough memory.
     """
     size = count * dtype.itemsize
     if sys.platform != "linux":
@@ -43,10 +43,10 @@ def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def touch(memory: torch.Tensor, progress: Callable[[int, int], None]) -> None:
-    """Has the system give all pages of `memory` now, which keeps what is in it.
+    """Takes the memory of all pages of `memory` now; contents stay.
 
-    Else a step that is the first to write to a page waits for it: 0.3 ms for a large one, and up to 2 in a virtual
-    machine whose host has to find the memory, too. Where the system cannot do it, pages come as they are touched.
+    Otherwise the first step that writes to a page waits for it: 0.3 ms for a large page, and up to 2 ms in a virtual
+    machine whose host has to find the memory too. If the system cannot do it, pages are taken as they are touched.
 
     Args:
         memory: contiguous, in main memory.

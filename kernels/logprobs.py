@@ -1,14 +1,14 @@
 """Logprobs of rows of logits, reference implementation in numpy.
 
-The sum under the logarithm is one of integers, the masses of top-p (docs/explanation/determinism.md), so that neither
-the order of the additions, nor threads, nor ranks matter:
+The logarithm is taken of a sum of integers, the masses of top-p (docs/explanation/determinism.md), so that neither the
+order of the additions, nor threads, nor ranks matter:
 
     mass(i) = rint(exp(float64(logit(i) - largest)) * 2^44)
     log Z   = largest + log(sum of the masses * 2^-44)              in float64
     logprob = float32(logit - log Z)
 
-An id that is more than 31 below the largest adds nothing to the sum, and has a logprob all the same. Ids are in
-order of (logit descending, id ascending): so are the top ones, and ranks count in it.
+An id more than 31 below the largest adds nothing to the sum, but still has a logprob. Ids are in order of (logit
+descending, id ascending); top ids and ranks use that order.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def mass_of(values: Floats, highest: np.float32) -> int:
 
 
 def log_normalizers(stats: LogitStats) -> npt.NDArray[np.float64]:
-    """float64 [R]: log Z of each row; NaN where there is none."""
+    """float64 [R]: log Z of each row; NaN for a row without a finite largest logit."""
     rows = zip(stats.highest.tolist(), stats.masses.tolist(), strict=True)
     return np.array([high + math.log(mass / MASS_ONE) if mass else math.nan for high, mass in rows], np.float64)
 
 
 def processed(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Floats, float]:
-    """The distribution that a token is drawn from: one row of logits [V] behind penalties and masks, as logits.
+    """The distribution that a token is drawn from: one row of logits [V] after penalties and masks, as logits.
 
     Returns:
-        Logits over the temperature, with minus infinity for what the filters leave out, and the part of the mass that
-        they keep. At temperature 0 the logits themselves, all of them.
+        Logits over the temperature, with minus infinity for ids that the filters drop, and the share of the mass that
+            they keep. At temperature 0 the logits themselves, all of them.
     """
     if temperature == 0.0:
         return logits, 1.0

@@ -1,4 +1,4 @@
-"""The mark that stands for a token where there is none. No PyTorch here."""
+"""The placeholder id for "no token". No PyTorch here."""
 
 from typing import Final
 

@@ -17,10 +17,11 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class SeenIds:
-    """Ids that a row has seen, and how often each is in its output. A token more takes a microsecond, however many.
+    """Ids that a row has seen, and how often each is in its output. Adding a token takes a microsecond, whatever the
+    number of ids.
 
     Attributes:
-        ids: int32, each once; those that came later stand behind.
+        ids: int32, each once; later ones are at the end.
         output_counts: float32, of each; 0 for an id that is in the prompt only.
     """
 
@@ -37,7 +38,7 @@ class SeenIds:
         self._places = {token_id: place for place, token_id in enumerate(self.ids)}
 
     def copy(self) -> SeenIds:
-        """One that goes on by itself."""
+        """An independent copy."""
         other = object.__new__(SeenIds)
         other.ids, other.output_counts, other._places = self.ids[:], self.output_counts[:], dict(self._places)
         return other
@@ -55,10 +56,10 @@ class SeenIds:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of those of S rows that ask for any; R of them.
+    """Penalties of R of the S rows: those that have any.
 
-    Rows keep lists of their own, so that rows of different lengths need no padding: a padding id would be punished with
-    the others.
+    Rows keep lists of their own, so that rows of different lengths need no padding: a padding id would be penalized
+    like the others.
 
     Attributes:
         rows: int64 [R].
@@ -67,7 +68,7 @@ class Penalties:
         presence: float32 [R]; 0 is off.
         frequency: float32 [R]; 0 is off.
         late: int64 [R] on the back end's device, one more output token of each row, which the host does not know yet;
-            NO_TOKEN for none. None when no row has one.
+            NO_TOKEN for none. None if no row has one.
     """
 
     rows: npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint stores them: what they are worth, and several below each other."""
+"""Operations on weights in a checkpoint's storage format: their values, and concatenation of several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.interface import QuantizedWeight, QuantType
 _BLOCK = 128
 # Columns that share a scale.
 _GRAIN = {"per_1x32": 32, "per_1x128": _BLOCK}
-# Granularities whose scales are not those of single rows -> the nearest whose are.
+# Granularities whose scales are shared by rows -> the nearest one with scales per row.
 _BY_ROWS: Final[dict[QuantType, QuantType]] = {"per_128x128": "per_1x128"}
 # E2M1, its sign in the highest of four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -29,13 +29,13 @@ def as_floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
 
 
 def fp4_numbers(stored: torch.Tensor) -> torch.Tensor:
-    """MXFP4 of uint8 [N, K / 2], unscaled: float32 [N, K], in memory of its own."""
+    """Numbers of MXFP4 uint8 [N, K / 2], unscaled: float32 [N, K], newly allocated."""
     rows, width = stored.shape
     return _FP4_PAIRS.index_select(0, stored.int().flatten()).view(rows, 2 * width)
 
 
 def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight, the first dimension of whose scales is N: those of blocks are repeated."""
+    """The same weight with scales whose first dimension is N: scales of blocks are repeated."""
     if weight.quant_type not in _BY_ROWS:
         return weight
     scales = weight.scales.repeat_interleave(_BLOCK, 0)[: weight.shape[0]]
@@ -68,7 +68,7 @@ def joined_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def selected_rows(weight: QuantizedWeight, *parts: slice) -> QuantizedWeight:
-    """Some rows of it below each other: those of the first part, of the next, ..."""
+    """Rows of the weight, concatenated: those of the first part, of the next, ..."""
     by_rows = with_row_scales(weight)
     numbers, scales = _below([by_rows.numbers[part] for part in parts]), [by_rows.scales[part] for part in parts]
     return replace(by_rows, numbers=numbers, scales=torch.cat(scales))
@@ -89,7 +89,7 @@ def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _numbers(weight: QuantizedWeight) -> torch.Tensor:
-    """Unscaled, float32 [N, K], in memory of their own."""
+    """Unscaled numbers, float32 [N, K], newly allocated."""
     stored = weight.numbers.cpu()
     if weight.quant_type == "per_1x32":
         return fp4_numbers(stored)

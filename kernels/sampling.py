@@ -70,7 +70,7 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
 
 
 def write_biases(logits: Floats, biased: BiasedIds | None) -> None:
-    """Writes biases into logits [S, V]; infinity stays what it is, and nothing overflows."""
+    """Writes biases into logits [S, V]; infinite logits stay infinite, and no sum overflows."""
     if biased is not None:
         logits[biased.rows, biased.ids] += biased.biases
 
@@ -87,7 +87,7 @@ def write_masks(logits: Floats, allowed: AllowedIds | None, masked: MaskedIds | 
 
 
 def confine(logits: Floats, confined: AllowedBits | None) -> None:
-    """Writes minus infinity into logits [S, V] where the bit of an id is not set."""
+    """Writes minus infinity into logits [S, V] for ids whose bit is not set."""
     if confined is not None:
         octets = confined.bits.astype("<u4").view(np.uint8)
         kept = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
@@ -95,7 +95,7 @@ def confine(logits: Floats, confined: AllowedBits | None) -> None:
 
 
 def _counting(masked: MaskedIds) -> npt.NDArray[np.bool_]:
-    """Entries that are behind the token that they have to be behind."""
+    """Entries whose row's newest token is the one that they require."""
     if masked.after is None or masked.late is None:
         return np.ones(len(masked.rows), np.bool_)
     counting: npt.NDArray[np.bool_] = (masked.after == NO_TOKEN) | (masked.after == masked.late.numpy())
@@ -105,7 +105,7 @@ def _counting(masked: MaskedIds) -> npt.NDArray[np.bool_]:
 def greedy(logits: Floats) -> Ids:
     """The lowest id of the largest logit of each row of float32 [S, V], int64 [S]; NaN counts as the lowest.
 
-    NO_TOKEN where the largest is not finite.
+    NO_TOKEN if the largest is not finite.
     """
     numbers = np.where(np.isnan(logits), -np.inf, logits)
     # argmax takes the first of equal values: the lowest id.
@@ -140,7 +140,7 @@ def _sample_filtered(scaled: Floats, params: SampleParams, rows: Ids, counters: 
 
 
 def _sample_unfiltered(scaled: Floats, params: SampleParams, rows: Ids, counters: Counters) -> Ids:
-    """Rows without filters, likewise."""
+    """Token ids of rows without filters, int64."""
     words = all_token_words(scaled.shape[1], *(counter[rows] for counter in counters))
     if scaled.shape[1] < _APPROXIMATE_FROM:
         return np.asarray((scaled + gumbel(words)).argmax(axis=1))

@@ -27,18 +27,17 @@ _log = structlog.get_logger(__name__)
 def select_backend(
     name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool = True, expert_parallel: bool = True
 ) -> KernelBackend:
-    """The back end called `name`; `auto` takes a GPU's where there is one, the native kernels where they are fast, else
-    PyTorch's.
+    """The back end called `name`; `auto` is a GPU's if there is one, otherwise the native kernels if they are fast
+    here, otherwise PyTorch's.
 
     Args:
         name: `auto`, or one of BACKENDS.
-        cpu_isa: the native kernels' instruction set, or `auto`; a name makes `auto` take the native kernels.
+        cpu_isa: the native kernels' instruction set, or `auto`; with a name, `auto` chooses the native kernels.
         batch_invariant: see Config; on a CPU a row's bits never depend on the batch.
-        expert_parallel: whether rows choose experts that other ranks hold, of which AITER has to be told.
+        expert_parallel: True if rows choose experts that other ranks hold, which AITER must know.
 
     Raises:
-        ValueError: there is no such back end or instruction set, or it cannot serve here; names the choices, or the
-            reason.
+        ValueError: the back end or instruction set is unknown, or cannot serve here; names the choices, or the reason.
     """
     if name not in (AUTO, *BACKENDS):
         raise ValueError(f"kernels {name!r} is not known; choose one of: {', '.join([AUTO, *BACKENDS])}")
@@ -69,7 +68,7 @@ def _sees_gpu() -> bool:
 
 
 def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> KernelBackend:
-    """Triton's kernels, or AITER's above them: as asked for, or, for `auto`, where they are installed.
+    """Triton's kernels, or AITER's on top of them: by `name`, or, for `auto`, by what is installed.
 
     Raises:
         ValueError: they cannot serve here; gives the reason.

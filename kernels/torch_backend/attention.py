@@ -48,8 +48,8 @@ class PagedKVCache:
     """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in any float dtype, FP8 too.
 
     The block is the outermost dimension inside a layer, so that blocks can be copied without knowing heads. The last
-    block is never written: it stands for the positions past a sequence's end. A latent cache is
-    [layers, 1, blocks + 1, Hkv, block_size, D]: its values are the first `value_dim` numbers of its keys.
+    block is never written: positions past a sequence's end refer to it. A latent cache is [layers, 1, blocks + 1, Hkv,
+    block_size, D]: its values are the first `value_dim` numbers of its keys.
 
     Args:
         data: zeros of that shape.
@@ -138,13 +138,13 @@ class Group:
     """Up to `group_size` items that are computed by one pair of batched products.
 
     Attributes:
-        first: place of the first item among the panel's partial results, a multiple of the group size.
+        first: index of the first item among the panel's partial results, a multiple of the group size.
         count: items of the group.
         query_tiles: int64 [count], query tile of each item.
         granule_rows: int64 [count * Hkv * granules of a tile], rows of the cache.
-        visible: int64 [count * rows], which keys of the tile each row sees, see `visibility_biases`; None when every
-            row sees all.
-        unwritten: int64, gathered rows [count * Hkv * KV_TILE] past the sequence's end; None when there are none.
+        visible: int64 [count * rows], which keys of the tile each row sees, see `visibility_biases`; None if every row
+            sees all.
+        unwritten: int64, gathered rows [count * Hkv * KV_TILE] past the sequence's end; None without any.
     """
 
     first: int
@@ -199,7 +199,7 @@ def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int, windo
     """Splits one step into query tiles, items, groups and panels."""
     head_group = num_heads // cache.num_kv_heads
     tokens_per_tile = max(1, ROWS // head_group)
-    # A window of everything is none: rows see from their position minus the window on.
+    # A window as large as the longest sequence is none: each row's window starts at its position minus `reach`.
     reach = int(metadata.seq_lens.max()) if window is None else window
     tiles = _query_tiles(metadata, tokens_per_tile, reach)
     rows = -(-tokens_per_tile * head_group // ROWS) * ROWS
@@ -377,7 +377,7 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous, aligned float32 buffer; its content is what the last user left."""
+        """A contiguous, aligned float32 buffer; its contents are undefined."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
@@ -483,7 +483,7 @@ def tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: Attenti
 
 
 class _GroupKernel:
-    """Computes groups of items into m, p and o, in buffers of its own; the products always see all of them."""
+    """Computes groups of items into m, p and o, with its own buffers; the products always run over whole groups."""
 
     def __init__(self, size: int, cache: PagedKVCache, rows: int) -> None:
         heads, dim = cache.num_kv_heads, cache.head_dim
@@ -513,7 +513,7 @@ class _GroupKernel:
         peaks: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Fills the group's slices; what stands behind `group.count` items is left over and not used."""
+        """Fills the group's slices; slices after `group.count` items are undefined and not used."""
         n = group.count
         torch.index_select(queries, 0, group.query_tiles, out=self._q[:n])
         self._k.gather(keys_values[0], group)
@@ -541,7 +541,7 @@ def visibility_biases() -> torch.Tensor:
 
 
 class Gathered:
-    """Keys or values of a group: gathered from the cache, zeroed where nothing is written, widened to float32."""
+    """Keys or values of a group: gathered from the cache, zeroed where not written, widened to float32."""
 
     def __init__(self, size: int, cache: PagedKVCache) -> None:
         shape = (size, cache.num_kv_heads, KV_TILE, cache.head_dim)

@@ -1,4 +1,4 @@
-"""The attention of PyTorch's back end: plans of steps, and what runs over them."""
+"""The attention operations of PyTorch's back end: plans of steps, and their execution."""
 
 from __future__ import annotations
 

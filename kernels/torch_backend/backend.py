@@ -60,7 +60,7 @@ class TorchBackend(KernelBackend):
 
     @override
     def adopt(self, packed: Any) -> None:
-        """Has nothing to remember."""
+        """Does nothing: this back end keeps no data of packed objects."""
 
     @override
     def is_fast(self, dtype: torch.dtype) -> bool:

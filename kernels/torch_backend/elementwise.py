@@ -19,7 +19,7 @@ CHUNK = 16384
 
 
 class TorchElementwiseOps(ElementwiseOps):
-    """Row by row; products and sums apart, so nothing can be fused differently."""
+    """Row by row; products and sums are separate operations, so that nothing is fused."""
 
     @override
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Numbers that logprobs are made of, in PyTorch, on whatever device the logits are (kernels/logprobs.py).
+"""Statistics of logits for logprobs, in PyTorch, on the logits' device (kernels/logprobs.py).
 
-Sums are of integers and comparisons are exact, so that a row's numbers depend on nothing but the device's exp.
+Sums are of integers and comparisons are exact, so a row's numbers depend on nothing but the device's exp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS: Final = 16
 _LEAST_KEY: Final = -(2**31)
 _MOST_ID: Final = 0x7FFFFFFF
 
-# highest, masses, ranks, own, top ids, top, given: as of LogitStats.
+# highest, masses, ranks, own, top ids, top, given: see LogitStats.
 Columns = tuple[torch.Tensor, ...]
 
 

@@ -1,8 +1,8 @@
-"""Mixture of experts in PyTorch, batch-invariant: who else chose an expert does not show in a row's bits.
+"""Mixture of experts in PyTorch, batch-invariant: other rows' choices do not change a row's bits.
 
-The rows that chose an expert fill row tiles of their own (kernels/torch_backend/linear.py), so a row meets the same
-product whoever shares its tile. A row's results are weighted and added in float32 in the order of its slots, the best
-expert first, never in the order of experts, of which other rows decide how many there are.
+The rows that chose an expert fill row tiles of that expert (kernels/torch_backend/linear.py), so a row has the same
+product whichever rows share its tile. A row's results are weighted and added in float32 in the order of its slots, the
+best expert first, never in the order of experts, which would depend on the other rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PackedExperts:
 
 
 class TorchExpertOps(ExpertOps):
-    """The rows of an expert fill tiles of their own."""
+    """Expert operations in which each expert's rows fill tiles of their own."""
 
     @override
     def route(
@@ -111,8 +111,8 @@ class _Tiled:
     """Pairs of row and slot in row tiles, each tile of one expert.
 
     Attributes:
-        experts: int64 [tiles], which of this rank's experts.
-        rows: int64 [tiles * ROW_TILE], the row at each place; T where the tile is padded.
+        experts: int64 [tiles], index of this rank's expert.
+        rows: int64 [tiles * ROW_TILE], the row at each place; T for padding.
         places: int64 [T, k], the place of each pair; the number of places for an expert of another rank.
     """
 
@@ -139,7 +139,7 @@ def _tiled(ids: Ints, num_experts: int) -> _Tiled:
 
 
 def _combined(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 [T, H]; products and sums apart, so nothing can be fused differently."""
+    """float32 [T, H]; products and sums are separate operations, so that nothing is fused."""
     total = outputs.new_zeros(len(places), outputs.shape[1], dtype=torch.float32)
     for slot_places, slot_weights in zip(places.unbind(1), weights.unbind(1), strict=True):
         part = outputs.index_select(0, slot_places).float()

@@ -1,4 +1,4 @@
-"""Plan of one step: where it writes keys and values, and which items its attention computes."""
+"""Plan of one step: the slots of its keys and values, and the items of its attention."""
 
 from __future__ import annotations
 

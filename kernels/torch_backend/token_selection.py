@@ -1,11 +1,11 @@
 """Token selection: the indexer of DeepSeek sparse attention, batch-invariant, in PyTorch.
 
 Scores come from the items of kernels/torch_backend/attention.py (query tile x KV tile, products of one fixed shape),
-over the cache of index keys with the index heads as one head group. What follows is exact or element by element: relu,
-weights, a sum over heads in a fixed pairwise order, a comparison with the k-th score. So a row's selection does not
-depend on the rest of the step. Attention to the selected tokens is then dense attention in which every row is a
-sequence of its own, whose keys are the selected tokens in the order of positions; where a row selects all, these are
-the same products as those of the dense plan.
+over the cache of index keys with the index heads as one head group. The further operations are exact or elementwise:
+relu, weights, a sum over heads in a fixed pairwise order, a comparison with the k-th score. So a row's selection does
+not depend on the rest of the step. Attention to the selected tokens is then dense attention in which every row is a
+sequence of its own, whose keys are the selected tokens in the order of positions. If a row selects all tokens, these
+are the same products as those of the dense plan.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SelectionPlan:
 
 
 def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> SelectionPlan | None:
-    """None when no sequence is longer than what its rows attend to, so that nothing need be selected."""
+    """The selection plan of a step; None if no sequence is longer than `topk`, so that nothing need be selected."""
     spec = cache.index_spec
     if spec is None or cache.index is None or metadata.seq_lens.max() <= spec.topk:
         return None

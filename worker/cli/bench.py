@@ -33,7 +33,7 @@ from worker.config.model_config import ModelError
 from worker.engine.core import EngineDeadError
 from worker.ranks.rank_peers import RankLostError
 
-# Options of `fissile worker` that say nothing of what the engine computes alone, and what stands in for them.
+# Options of `fissile worker` that do not affect what an engine alone computes, with their values here.
 OF_A_SERVICE: Final[dict[str, Any]] = {
     "model_name": None,
     "hash_seed": 0,
@@ -72,7 +72,7 @@ class EngineTarget:
 
     def __init__(self, config: Config, threads: int | None, terms: Terms) -> None:
         if threads is not None:
-            # PyTorch reads it when it is imported; so do the ranks.
+            # PyTorch reads it when imported; so do the ranks.
             os.environ["OMP_NUM_THREADS"] = str(threads)
         # Listing the options needs no PyTorch.
         from worker.llm_engine import LLMEngine  # noqa: PLC0415
@@ -109,7 +109,7 @@ class EngineTarget:
                 told = time.monotonic()
                 on_progress(run.records, run.in_flight)
 
-        # The engine takes no id twice.
+        # The engine refuses an id that it has seen.
         name = f"bench-{next(self._runs)}"
         run = self._current = OfflineRun(load, work_of, self._engine, self._terms, name, on_step=on_step)
         if self._stopped:
@@ -122,7 +122,7 @@ class EngineTarget:
             self._current = None
 
     def stop(self) -> None:
-        """Ends the load that runs after the step that is being computed, and each that comes; for a signal handler."""
+        """Ends the running load after the current step, and every later one at once; for a signal handler."""
         self._stopped = True
         if self._current is not None:
             self._current.stop()
@@ -137,7 +137,7 @@ class EngineTarget:
 
 
 def engine_options(command: click.Command) -> list[click.Parameter]:
-    """The options of `fissile worker` that say how the engine computes: whatever it has, it can be measured with."""
+    """The options of `fissile worker` that say how the engine computes. The benchmark accepts all of them."""
     taken = {parameter.name for parameter in command.params}
     return [parameter for parameter in WORKER_PARAMETERS if parameter.name not in _LEFT_AWAY | taken]
 
@@ -163,7 +163,7 @@ def offline(**given: Any) -> int:
 
 
 def _refuse_messages(plan: Plan) -> None:
-    """Chat templates are the router's, and this is said before the model is loaded."""
+    """Refuses `--messages` before the model is loaded, because only routers have chat templates."""
     entries = () if plan.entries is None else plan.entries.entries
     for number, work in enumerate(entries, 1):
         if work.messages:

@@ -1,4 +1,4 @@
-"""Requests of a benchmark to an engine in this process."""
+"""Runs a benchmark's requests on an engine in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.cli.bench.service import Terms
 from common.cli.bench.workload import Work
 from common.errors import ApiError
 
-# A signal does not end a sleep: `stop` is heeded after this at the latest.
+# A signal does not end a sleep, so `stop` is noticed after this time at the latest.
 LONGEST_SLEEP_S: Final = 0.2
 
 
@@ -24,7 +24,7 @@ class Part(Protocol):
 
 
 class Engine(Protocol):
-    """The part of `worker.llm_engine.LLMEngine` that is used here."""
+    """The part of `worker.llm_engine.LLMEngine` that the benchmark uses."""
 
     def add_request(
         self,
@@ -34,7 +34,7 @@ class Engine(Protocol):
         request_id: str,
         stream_callback: Callable[[Any], None],
     ) -> str:
-        """Takes a request, which the coming steps compute; raises ApiError when it is not valid."""
+        """Adds a request, which the next steps compute; raises ApiError if it is invalid."""
         ...
 
     def step(self) -> list[dict[str, Any]]:
@@ -42,26 +42,26 @@ class Engine(Protocol):
         ...
 
     def has_unfinished(self) -> bool:
-        """True if there is anything to compute."""
+        """True if anything is left to compute."""
         ...
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; False when it is not live."""
+        """Ends a request; False if it is not live."""
         ...
 
 
 class OfflineRun:
-    """One run of a load through an engine, step by step: what is due is added between two steps.
+    """One run of a load on an engine, step by step: requests that are due are added between two steps.
 
     Attributes:
         records: of all requests that have been added.
 
     Args:
-        load: says when.
-        work_of: says what, by the request's number.
+        load: decides when requests arrive.
+        work_of: the work of a request, by its number.
         engine: computes.
-        terms: of all requests; `model`, `timeout_s` and `metadata` mean nothing here.
-        name: begins the ids of the requests; another for every run.
+        terms: of all requests; `model`, `timeout_s` and `metadata` are not used.
+        name: prefix of the requests' ids; different for every run.
         on_step: called between two steps.
         clock: monotonic seconds.
         sleep: waits for the given seconds.
@@ -93,11 +93,11 @@ class OfflineRun:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._live)
 
     def stop(self) -> None:
-        """Ends the run after the step that is being computed, or before it begins; for a signal handler."""
+        """Ends the run after the current step, or before it begins; for a signal handler."""
         self._stopped = True
 
     def run(self) -> list[Record]:
@@ -146,7 +146,7 @@ class OfflineRun:
             self._end(answer["request_id"])
 
     def _pause(self) -> None:
-        """Until the next request is due, or for LONGEST_SLEEP_S."""
+        """Sleeps until the next request is due, at most LONGEST_SLEEP_S."""
         due = self._load.next_time()
         if due is not None:
             self._sleep(min(LONGEST_SLEEP_S, max(0.0, due - self._now())))

@@ -1,10 +1,9 @@
-"""`fissile worker warmup`: compiles what a worker's first requests would wait for.
+"""`fissile worker warmup`: compiles the kernels that a worker's first requests would wait for.
 
-AITER and Triton compile kernels when they are first called; a cold cache costs minutes, and AITER's attention alone
-may take twenty. So the kernels are called here first, by the engine itself: with the shapes of
-a model whose config.json is all that is read, as few layers of it as there are kinds, and weights of zero, quantized as
-config.json says, in a file without content. Workers then find the compiled kernels in the same folders
-($AITER_JIT_DIR, $TRITON_CACHE_DIR).
+AITER and Triton compile kernels when they are first called. A cold cache costs minutes; AITER's attention alone may
+take twenty. So this command calls the kernels first, in a real engine: with the shapes of the model in config.json
+(nothing else is read), as few layers as it has kinds, and zero weights, quantized as config.json says, in a sparse
+file. Workers then find the compiled kernels in the same folders ($AITER_JIT_DIR, $TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 AITER: Final = "aiter"
 JIT_FOLDER: Final = "AITER_JIT_DIR"
-# Options of the engine that choose no kernels.
+# Options of the engine that do not affect the choice of kernels.
 _OF_SCHEDULING: Final[dict[str, Any]] = {
     "weights_cache": "off",
     "prefix_caching": False,
@@ -62,7 +61,7 @@ class Work:
 
     Attributes:
         name: for people.
-        prompts: how many.
+        prompts: number of prompts.
         length: of each, tokens.
         params: of all.
     """
@@ -74,12 +73,12 @@ class Work:
 
 
 def blank_checkpoint(folder: Path, source: Path) -> int:
-    """Writes a checkpoint of the model in `source` into `folder`, and returns how many layers it has.
+    """Writes a checkpoint of the model in `source` into `folder`. Returns its number of layers.
 
-    Its weights are zeros that take no place on a disk.
+    Its weights are zeros that take no disk space.
 
     Args:
-        folder: which is there.
+        folder: an existing folder.
         source: has a config.json.
 
     Raises:
@@ -103,8 +102,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
 
 
 def num_layers(shapes: Mapping[str, tuple[int, ...]], layer_types: object) -> int:
-    """Length of the shortest prefix of layers that has every kind of layer, at least 2 if there are as many: some
-    models alternate.
+    """Length of the shortest prefix of layers that has every kind of layer; at least 2, because some models alternate.
 
     Args:
         shapes: of all tensors, by name.
@@ -132,7 +130,7 @@ def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """A safetensors file of (dtype, shape) that ends behind its header, and is then made longer."""
+    """Writes a safetensors file of these dtypes and shapes: a header, then a hole in place of the numbers."""
     # It imports PyTorch.
     from worker.weights.safetensors_file import DTYPES  # noqa: PLC0415
 
@@ -148,7 +146,7 @@ def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]])
 
 
 def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, size: int) -> list[Work]:
-    """Work that a worker will do: the longest prompt of a step, one answer, and as many answers at once as it takes.
+    """The steps that a worker will compute: the longest prompt of a step, one answer, and the most answers at once.
 
     Args:
         max_num_batched_tokens, max_num_seqs, max_model_len: as in Config.
@@ -168,7 +166,7 @@ def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, nu
 
 
 def require_jit_folder(kernels: str, environment: Mapping[str, str]) -> None:
-    """Refuses to compile AITER's kernels to where no worker would find them.
+    """Refuses to compile AITER's kernels into a folder where workers would not find them.
 
     Raises:
         CommandError: AITER may be used, and $AITER_JIT_DIR is missing or cannot be written.
@@ -203,7 +201,7 @@ def _has_aiter() -> bool:
 @contextmanager
 def _engine(options: WorkerOptions) -> Iterator[LLMEngine]:
     if options.threads is not None:
-        # PyTorch reads it when it is imported; so do the ranks.
+        # PyTorch reads it when imported; so do the ranks.
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from worker.llm_engine import LLMEngine  # noqa: PLC0415
 
@@ -220,7 +218,7 @@ def _engine(options: WorkerOptions) -> Iterator[LLMEngine]:
 
 
 def _compute(engine: LLMEngine, work: Work) -> float:
-    """Seconds that it took."""
+    """Computes the work. Returns its duration in seconds."""
     vocabulary = engine.io.model_config.vocab_size
     prompt = [token % vocabulary for token in range(work.length)]
     began = time.monotonic()
@@ -232,10 +230,10 @@ def _compute(engine: LLMEngine, work: Work) -> float:
 
 
 def run(options: WorkerOptions) -> None:
-    """Computes everything twice and says how long it took.
+    """Computes all work twice and reports its duration.
 
     Raises:
-        CommandError: the model cannot be served with these options (exit code 2), or a rank has ended (1).
+        CommandError: the model cannot be served with these options (exit code 2), or a rank ended (1).
     """
     began = time.monotonic()
     with _engine(options) as engine:

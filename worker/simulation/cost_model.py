@@ -1,7 +1,7 @@
 """Cost models of the simulated runner: how long a step would take. Pure arithmetic, no clock.
 
-`Roofline` says how long a chip needs that is bound by its arithmetic or by its memory, whichever is slower, and how
-many tokens of KV cache it holds. `FixedCost` is for tests. `worker.simulation.presets` has both by name.
+`Roofline` computes how long a chip takes, bound by its arithmetic or its memory, whichever is slower, and how many
+tokens of KV cache it holds. `FixedCost` is for tests. `worker.simulation.presets` has both by name.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Final, Protocol
 
 from worker.engine.batch import ScheduledBatch
 
-# Assumed: what large matrix products, long copies and transfers reach of a chip's peak rates in good kernels.
+# Assumed: share of a chip's peak rates that large matrix products, long copies and transfers reach in good kernels.
 FLOPS_SHARE: Final = 0.45
 BANDWIDTH_SHARE: Final = 0.75
 LINK_SHARE: Final = 0.70
-# Assumed: kernels of one layer (norms, projections, rotation, cache write, attention, activation), and the gap that
-# each leaves on the device in a captured graph, seconds.
+# Assumed: kernels of one layer (norms, projections, rotation, cache write, attention, activation), and the gap after
+# each on the device in a captured graph, seconds.
 KERNELS_PER_LAYER: Final = 10
 KERNEL_S: Final = 3e-6
-# Assumed: what one all-reduce takes before the first byte, seconds; two per layer.
+# Assumed: time of one all-reduce before the first byte, seconds; two per layer.
 ALL_REDUCE_S: Final = 10e-6
-# Host work per step that the device waits for: copying in the batch, copying out the tokens; seconds.
+# Host work per step for which the device waits: copying in the batch, copying out the tokens; seconds.
 HOST_S: Final = 200e-6
 ACTIVATION_BYTES: Final = 2
 KV_BYTES: Final = 2
@@ -36,7 +36,7 @@ class StepWork:
 
     Attributes:
         tokens: rows of the matrix products; a decode is one.
-        sampled: rows whose logits are computed: the last one of a sequence, and those of its draft tokens.
+        sampled: rows whose logits are computed: a sequence's last row, and the rows of its drafts.
         context_tokens: KV cache entries read, summed over the sequences.
         pairs: (query, key) pairs of the causal attention, summed over the sequences.
     """
@@ -69,7 +69,7 @@ class CostModel(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache that a token takes; 0 leaves it to the checkpoint."""
+        """Bytes of KV cache per token; 0 uses the checkpoint's."""
         ...
 
     def step_s(self, work: StepWork) -> float:
@@ -77,7 +77,7 @@ class CostModel(Protocol):
         ...
 
     def kv_tokens(self, utilization: float) -> int:
-        """Tokens that the KV cache holds when so much of the memory is used, a fraction."""
+        """Tokens that the KV cache holds with `utilization` of the memory, a fraction."""
         ...
 
 
@@ -90,7 +90,7 @@ class FixedCost:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """0: the checkpoint's own."""
+        """Always 0: the checkpoint's own."""
         return 0
 
     def step_s(self, work: StepWork) -> float:
@@ -98,7 +98,7 @@ class FixedCost:
         return self.per_step_s + self.per_token_s * work.tokens
 
     def kv_tokens(self, utilization: float) -> int:
-        """The same for every `utilization`: nothing is modelled."""
+        """The same for every `utilization`."""
         return FIXED_KV_TOKENS
 
 
@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """Weights of the matrix product that makes logits."""
+        """Weights of the output head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -153,7 +153,7 @@ class ModelShape:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that a token has in the KV cache."""
+        """Numbers per token in the KV cache."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
 
@@ -186,7 +186,7 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """On all chips together."""
+        """Bytes of KV cache per token, on all chips together."""
         return KV_BYTES * self.shape.kv_numbers
 
     def step_s(self, work: StepWork) -> float:
@@ -199,7 +199,7 @@ class Roofline:
         return max(0, int(left / self.kv_bytes_per_token))
 
     def linear_s(self, work: StepWork) -> float:
-        """Matrix products."""
+        """Time of the matrix products."""
         shape = self.shape
         flops = 2 * (shape.layer_params * work.tokens + shape.head_params * work.sampled)
         weights = shape.layer_params + (shape.head_params if work.sampled else 0)
@@ -207,14 +207,14 @@ class Roofline:
         return max(self._read_s(weights * self.weight_bytes), self._compute_s(flops, rate))
 
     def attention_s(self, work: StepWork) -> float:
-        """Attention over the KV cache."""
+        """Time of attention over the KV cache."""
         shape = self.shape
         flops = 4 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * work.pairs
         kv_bytes = work.context_tokens * self.kv_bytes_per_token
         return max(self._read_s(kv_bytes), self._compute_s(flops, self.chip.bf16_flops))
 
     def all_reduce_s(self, work: StepWork) -> float:
-        """Sums over the chips."""
+        """Time of the sums over the chips."""
         n = self.num_chips
         if n == 1:
             return 0.0
@@ -223,7 +223,7 @@ class Roofline:
 
     @property
     def overhead_s(self) -> float:
-        """Time of a step whatever it computes."""
+        """Time of a step that does not depend on its work."""
         return HOST_S + self.shape.num_hidden_layers * KERNELS_PER_LAYER * KERNEL_S
 
     def _read_s(self, num_bytes: float) -> float:

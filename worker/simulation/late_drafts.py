@@ -1,4 +1,4 @@
-"""Batches that were scheduled before it was known which drafts of the step before are right, once that is known."""
+"""Corrects batches that were scheduled before it was known which drafts of the previous step were right."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 
 
 def settled(batch: ScheduledBatch, last_output: ScheduledBatchOutput) -> ScheduledBatch:
-    """The batch as it is when the runner's last step has ended: rows behind drafts in flight, and those with late
-    drafts, are at their places and have their tokens. The same batch if there are none."""
+    """The batch after the runner's last step has ended: rows after drafts in flight are moved to their places, and late
+    drafts have their tokens. The same batch if it has neither."""
     ids, drafts = batch.req_ids, dict(batch.scheduled_spec_decode_tokens)
     late = [i for i in batch.late_rows if ids[i] in drafts or ids[i] in batch.drafts_in_flight]
     if not late:
@@ -29,6 +29,6 @@ def settled(batch: ScheduledBatch, last_output: ScheduledBatchOutput) -> Schedul
 
 
 def _num_rejected(batch: ScheduledBatch, seq_id: int, last_output: ScheduledBatchOutput) -> int:
-    """Number of the drafts in flight of a sequence that were wrong."""
+    """Number of a sequence's drafts in flight that were wrong."""
     count = batch.drafts_in_flight.get(seq_id, 0)
     return count + 1 - len(last_output.token_ids[seq_id]) if count else 0

@@ -1,8 +1,8 @@
-"""A runner without a model: tokens are a pure function of what was computed, and wrong batches are errors.
+"""A runner without a model: tokens are a pure function of the computed tokens, and wrong batches are errors.
 
-It keeps a KV cache of numbers: each slot holds the state after its token, made from the state before it. A sequence
-that is given a block computed under another prefix, a block that someone else overwrote, or a position out of turn does
-not merely get wrong tokens here: it raises. How long a step takes is up to a cost model.
+It keeps a KV cache of numbers: each slot holds the state after its token, made from the state before it. If a sequence
+is given a block computed under another prefix, a block that another sequence overwrote, or a position out of order, it
+does not just produce wrong tokens: it raises. A cost model decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker.simulation.late_drafts import settled
 
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3
-# Makes of a state the digest of what a token is sampled from.
+# Makes from a state the digest that a token is sampled from.
 _DIGEST = 0x452821E638D01377
 
 
@@ -41,35 +41,35 @@ def mix(state: int, value: int) -> int:
 
 
 def _logprob(state: int, token: int) -> float:
-    """The logprob of a token behind a state: from -8 to 0, a float32."""
+    """The logprob of a token after a state: from -8 to 0, a float32."""
     return -(mix(state, token) % (1 << 20)) / (1 << 17)
 
 
 class SimulatedRunner:
     """Implements Runner with arithmetic instead of a model (no torch).
 
-    Its own work counts as part of the step on a real clock, so a step takes what the cost model says while that is
-    longer. A KV slot takes 16 bytes once it is written. Logprobs and hidden states are arithmetic too, the same
-    wherever they are computed.
+    On a real clock its own work is part of the step, so a step takes what the cost model says as long as that is more.
+    A written KV slot takes 16 bytes. Logprobs and hidden states are arithmetic too, the same wherever they are
+    computed.
 
     Args:
         vocab_size: tokens are in [0, vocab_size).
         eos_token_id: the end-of-sequence id; None for none.
         cost: duration of the steps.
-        eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
+        eos_every: about one of `eos_every` tokens is `eos_token_id`; 0 never samples it.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool.
-        num_drafts: draft tokens per step, as a draft model would give them.
-        draft_errors: about one draft in so many is wrong; 0 is never wrong.
-        check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
-            their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
+        num_drafts: drafts per step, as of a draft model.
+        draft_errors: about one of `draft_errors` drafts is wrong; 0 is never wrong.
+        check_contexts: True if every step compares all blocks of all its sequences, which takes time in proportion to
+            their contexts. Otherwise a sequence continues from its last slot, like a model.
         hidden_size: numbers of a hidden state.
-        num_labels: of the classifier; the first numbers of the state are theirs.
+        num_labels: of the classifier; its scores are the first numbers of the state.
         clock: seconds; a virtual clock in simulations, with its `sleep`.
         sleep: waits for the given seconds.
 
     Raises:
-        ValueError: the vocabulary has no id but `eos_token_id`.
+        ValueError: the vocabulary has no id except `eos_token_id`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SimulatedRunner:
         self._last_output = ScheduledBatchOutput({})
         self._clock = clock
         self._sleep = sleep
-        # Per slot the state before its token and after it; 0 is not written. Pages appear when they are written to.
+        # Per slot the state before its token and after it; 0 is not written. Pages take memory when written.
         self._before = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
         self._after = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
 
@@ -158,14 +158,14 @@ class SimulatedRunner:
         return out
 
     def logit_digest(self, token_ids: Sequence[int]) -> int:
-        """The digest of what the token behind `token_ids` is sampled from, likewise."""
+        """The digest of the state from which the token after `token_ids` is sampled."""
         state = _START
         for token in token_ids:
             state = mix(state, token)
         return mix(state, _DIGEST)
 
     def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> bytes:
-        """The vector of `token_ids`, float32, likewise."""
+        """The vector of `token_ids`, float32."""
         states, state = [], _START
         for token in token_ids:
             state = mix(state, token)
@@ -175,7 +175,7 @@ class SimulatedRunner:
         return pooled.finish()
 
     def _pooled(self, states: Sequence[int], pooling: Pooling) -> bytes:
-        """The hidden state of the last token, its labels, or the sums of those of all: numbers from -1 to 1."""
+        """The hidden state of the last token, its labels, or the sum of all states: numbers from -1 to 1."""
         seen = np.array(states if pooling == MEAN else states[-1:], np.uint64)[:, None]
         odd = np.arange(1, 2 * self.hidden_size, 2, dtype=np.uint64)
         hidden = (((seen * odd) >> np.uint64(40)).astype(np.float64) / (1 << 23) - 1).astype(np.float32)
@@ -185,7 +185,7 @@ class SimulatedRunner:
         return bytes(hidden[0, : self.num_labels if pooling == LABELS else None].tobytes())
 
     def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
-        """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""
+        """The tokens that follow: the last one comes after the right drafts. And the state after all of them."""
         drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])
         first = batch.context_lens[i] - len(drafts)
         tokens: list[int] = []
@@ -197,7 +197,7 @@ class SimulatedRunner:
 
     @staticmethod
     def _digests(batch: ScheduledBatch, i: int, states: list[int], count: int) -> dict[int, int]:
-        """Digests of what `count` tokens of a sequence were sampled from, a state each, by their positions."""
+        """Digests of the states that `count` tokens of a sequence were sampled from, by the tokens' positions."""
         num_drafts = len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], []))
         first = batch.context_lens[i] - num_drafts
         before = states[len(states) - 1 - num_drafts :]
@@ -212,7 +212,7 @@ class SimulatedRunner:
         logprobs: dict[int, bytes],
         given: dict[int, bytes],
     ) -> None:
-        """Adds the rows that are wanted of a sequence: of its tokens, and of given ones."""
+        """Adds the wanted logprob rows of a sequence: of its tokens, and of given ones."""
         seq_id, params = batch.req_ids[i], batch.logprob_params[i]
         if tokens and params.logprobs is not None:
             num_drafts = len(batch.scheduled_spec_decode_tokens.get(seq_id, []))
@@ -225,7 +225,7 @@ class SimulatedRunner:
     def _logprobs(
         self, states: Sequence[int], tokens: Sequence[int], layout: LogprobLayout, ids: Sequence[int]
     ) -> bytes:
-        """Rows of tokens behind states. A token is always the most likely one, before those that follow it."""
+        """Logprob rows of tokens after states. The token is always the most likely one."""
         numbers = [_logprob(state, token) for state, token in zip(states, tokens, strict=False)]
         top_ids = [[(token + k) % self.vocab_size for k in range(layout.top)] for token in tokens]
         own = np.array(numbers, np.float32)
@@ -241,7 +241,7 @@ class SimulatedRunner:
         ).tobytes()
 
     def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int, count: int) -> list[int]:
-        """Drafts of a model behind the newest token: the model's own tokens, some of them wrong."""
+        """Drafts after the newest token: the runner's own next tokens, some of them wrong."""
         position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
         drafts: list[int] = []
         while len(drafts) < count:
@@ -278,7 +278,7 @@ class SimulatedRunner:
         return states
 
     def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
-        """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial one."""
+        """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial block."""
         state, size = _START, self.block_size
         partial = length - length % size
         for block in table[: length // size]:
