@@ -163,7 +163,7 @@ def offline(**given: Any) -> int:
 
 
 def _refuse_messages(plan: Plan) -> None:
-    """Refuses `--messages` before the model is loaded, because only routers have chat templates."""
+    """Refuses chat messages before the model is loaded, because only routers have chat templates."""
     entries = () if plan.entries is None else plan.entries.entries
     for number, work in enumerate(entries, 1):
         if work.messages:
