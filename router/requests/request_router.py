@@ -26,7 +26,7 @@ from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.requests.write_pacer import WritePacer
 from router.scheduling.dispatcher import ClassLoad, Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
-from router.scheduling.lane_table import LaneCounts
+from router.scheduling.lanes import LaneCounts
 from router.scheduling.placement import Placement
 from router.scheduling.queued_request import QueuedRequest
 from router.workers.orphans import OrphanTable
@@ -223,7 +223,7 @@ class RequestRouter:
         for release in self._dispatcher.decide(now):
             self.running.submit(release, [self._streams[queued.key] for queued in release.requests], now)
         self._review_parked()
-        self.running.announce(self._dispatcher.binding.take_changed_records())
+        self.running.announce(self._dispatcher.assignment.take_changed_records())
         self._set_timer(now)
 
     def _review_parked(self) -> None:
@@ -231,13 +231,13 @@ class RequestRouter:
 
         Only those that have not begun: a begun one waits for a worker with its weights.
         """
-        for key in self._dispatcher.binding.parked.take_to_review(_REVIEWED_PER_DECISION):
+        for key in self._dispatcher.assignment.parked.take_to_review(_REVIEWED_PER_DECISION):
             stream = self._streams[key]
             request = stream.request
             if not stream.assembly.delivered and self._registry.is_replaced(request.model, request.identity):
                 self._dispatcher.cancel(key)
                 stream.fail(ReplacedError(request.model))
-        if self._dispatcher.binding.parked.has_to_review:
+        if self._dispatcher.assignment.parked.has_to_review:
             self.dispatch_soon()
 
     def _end_unserved(self, stream: RequestStream) -> None:

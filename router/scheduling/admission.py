@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from common.errors import QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
-from router.scheduling.fair_queue import TenantShares
-from router.scheduling.lazy_heap import LazyMinHeap
+from router.scheduling.fair_queue import LazyMinHeap, TenantShares
 from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
 
 # Retry delay for a refused client while no speed is known.

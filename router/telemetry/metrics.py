@@ -20,7 +20,7 @@ from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Labels, Metrics, Observed
 from router.scheduling.dispatcher import ClassLoad
-from router.scheduling.lane_table import LaneCounts
+from router.scheduling.lanes import LaneCounts
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 

@@ -11,24 +11,24 @@ from collections.abc import Iterable
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.wire.protocol import KV_EPOCH_MINOR
-from router.scheduling.binding import Binding
+from router.scheduling.assignment import LaneAssignment
 from router.scheduling.placement import CacheChange
 from router.workers.kv_cursor import Continuity, KvEventCursor
 from router.workers.session import Fault, Session, SessionLostError
 
 
 class WorkerCaches:
-    """The cursors of all workers, by address; what they say goes to the placement of `binding`."""
+    """The cursors of all workers, by address; what they say goes to the placement of `assignment`."""
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    def __init__(self, assignment: LaneAssignment) -> None:
+        self._assignment = assignment
         self._cursors: dict[str, KvEventCursor] = {}
 
     def opening(self, session: Session) -> None:
         """Has the Hello of a new stream say how far the cache is known."""
         cursor = self._cursors.get(session.address)
         if cursor is None or not cursor.goes_on_with(session.instance_id):
-            self._binding.placement.cache_gone(session.address)
+            self._assignment.placement.cache_gone(session.address)
             cursor = self._cursors[session.address] = KvEventCursor(session.instance_id)
         cursor.open()
         session.state.know_cache(cursor.seq)
@@ -49,12 +49,12 @@ class WorkerCaches:
             raise SessionLostError(Fault.BROKEN, "KV events are missing")
         if continuity is Continuity.NEXT:
             change = CacheChange(events.stored, events.evicted, events.snapshot)
-            self._binding.placement.cache_changed(session.address, change)
+            self._assignment.placement.cache_changed(session.address, change)
 
     def forget(self, address: str) -> None:
         """Forgets a cache that is gone; a no-op when nothing is known of it."""
         self._cursors.pop(address, None)
-        self._binding.placement.cache_gone(address)
+        self._assignment.placement.cache_gone(address)
 
     def learn_anew(self, sessions: Iterable[Session]) -> None:
         """Counts as nothing what is known, for a placement that knows no cache, and asks those that are up for all.

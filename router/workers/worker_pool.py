@@ -120,7 +120,7 @@ class WorkerPool:
         self._failover = failover
         self._worker_lost = worker_lost
         self.dialer = Dialer() if dialer is None else dialer
-        self.caches = WorkerCaches(dispatcher.binding)
+        self.caches = WorkerCaches(dispatcher.assignment)
         self.expected = ExpectedWorkers(registry, failover.worker_wait_s, clock=clock)
         self.orphans = OrphanTable(clock) if orphans is None else orphans
         self.on_kv_digests: Callable[[Session, Iterable[wpb.KvDigest]], None] = _nobody

@@ -224,7 +224,9 @@ CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
     (Mutant("wrongseq", KvCursor, "_take_changes", "frame.seq = self._seq", "frame.seq = self._seq + 1"), quiet),
     (Mutant("oldinstance", KvEventCursor, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
     (
-        Mutant("notforgotten", WorkerCaches, "opening", "self._binding.placement.cache_gone(session.address)", "pass"),
+        Mutant(
+            "notforgotten", WorkerCaches, "opening", "self._assignment.placement.cache_gone(session.address)", "pass"
+        ),
         restarted,
     ),
     (Mutant("noevicted", PrefixAware, "cache_changed", "if change.evicted:", "if False:"), quiet),

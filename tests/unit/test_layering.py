@@ -139,8 +139,8 @@ def test_what_loads_pytorch_with_the_router_is_found() -> None:
 
 def test_an_import_inside_a_function_is_found_without_a_reason() -> None:
     late = "def f():\n    from router.scheduling import audit"
-    assert found("router/scheduling/parked.py", late) == [
-        "router/scheduling/parked.py: imports ours inside a function, without a reason in LATE_IMPORTS"
+    assert found("router/scheduling/lanes.py", late) == [
+        "router/scheduling/lanes.py: imports ours inside a function, without a reason in LATE_IMPORTS"
     ]
     assert [path for path in LATE_IMPORTS if path not in sources()] == []
 
@@ -153,7 +153,7 @@ def test_a_reason_for_no_import_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_ring_of_modules_is_found() -> None:
-    [line] = found("router/scheduling/lazy_heap.py", "import router.scheduling.dispatcher")
+    [line] = found("router/scheduling/fair_queue.py", "import router.scheduling.dispatcher")
     assert line.startswith("router/scheduling/")
     assert ": a ring of modules: " in line
 

@@ -54,7 +54,7 @@ def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
         dispatcher.lane_up(f"w{i}", "m", report, 0.0)
     prefixes = [[rnd.getrandbits(64) for _ in range(80)] for _ in range(50)]
     for i, prefix in enumerate(prefixes):
-        dispatcher.binding.placement.cache_changed(f"w{i % workers}", CacheChange(stored=prefix))
+        dispatcher.assignment.placement.cache_changed(f"w{i % workers}", CacheChange(stored=prefix))
     for key in range(waiting):
         prompt = [*prefixes[key % 50], rnd.getrandbits(64)]
         dispatcher.arrive(QueuedRequest(key, "m", 128 * len(prompt), 0.0, granules=prompt, granule_tokens=128), 0.0)

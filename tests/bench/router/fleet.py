@@ -244,7 +244,7 @@ class FleetRun:
         cursor = worker.cursors[router]
         if (events := cursor.take(now)) is not None:
             change = CacheChange(events.stored, events.evicted, events.snapshot)
-            self._routers[router].binding.placement.cache_changed(worker.name, change)
+            self._routers[router].assignment.placement.cache_changed(worker.name, change)
         elif (wait := cursor.due_in(now)) < math.inf and not worker.is_due[router]:
             worker.is_due[router] = True
             self._at(now + wait, (worker, router))

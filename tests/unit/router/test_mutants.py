@@ -33,14 +33,12 @@ from router.audit.kv_check import KvCheck
 from router.prompts.text_queue import TextQueue
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
-from router.scheduling.binding import Binding
+from router.scheduling.assignment import LaneAssignment, ReassignmentQueue
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
-from router.scheduling.fair_queue import FairQueue, TenantShares
-from router.scheduling.lazy_heap import LazyMinHeap
+from router.scheduling.fair_queue import FairQueue, LazyMinHeap, TenantShares
 from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
-from router.scheduling.rebinding import Rebinding
 from router.scheduling.worker_load import WorkerLoad
 from router.workers import session_state
 from router.workers.conduct import Conduct
@@ -93,6 +91,7 @@ _SET = "account.start = max(account.start, accounts.virtual_time)"
 _TIME = "max(accounts.virtual_time, account.start)"
 _SAID, _PAYS = "tokens, request.output =", "if tokens and accounts.waiting"
 _PROMOTED = "request.charged_tokens * (1 / PROMOTED_SHARE - 1)"
+_IS_PARKED = "if request.key in self._assignment.parked"
 _MORE = "waiting.share(tenant, more=1)"
 
 _UNSEARCHED = "self._min_tokens - 1 - self.delivered"
@@ -173,11 +172,14 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("weights_forgotten", TenantShares, "charge", "/ self.weight(request.tenant)", "/ 1"), (_TWO, _ORDER)),
     (Mutant("promoted_for_ever", FairQueue, "_next_class", "or self._promotion_debt > 0", ""), (_PROMOTION,)),
     (Mutant("gone_is_earliest", LazyMinHeap, "top", "not in self._alive", "is None"), (_EARLIEST,)),
-    (Mutant("comes_back_last", Binding, "bind", "first=first", "first=False"), (_RETURNED,)),
-    (Mutant("sleeps_on", Rebinding, "refill", "if request.key in self._binding.parked", "if False"), (_DISPATCHER,)),
+    (Mutant("comes_back_last", LaneAssignment, "bind", "first=first", "first=False"), (_RETURNED,)),
+    (
+        Mutant("sleeps_on", ReassignmentQueue, "refill", "if request.key in self._assignment.parked", "if False"),
+        (_DISPATCHER,),
+    ),
     (Mutant("shut_for_ever", Dispatcher, "share", "self.lanes.update(lane)", "pass"), (_DISPATCHER,)),
-    (Mutant("cancelled_returns", Rebinding, "work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
-    (Mutant("vacated_too_soon", Rebinding, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
+    (Mutant("cancelled_returns", ReassignmentQueue, "work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
+    (Mutant("vacated_too_soon", ReassignmentQueue, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
     (Mutant("sent_once", _Expected, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),

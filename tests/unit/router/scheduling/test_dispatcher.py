@@ -522,7 +522,7 @@ def test_no_call_looks_at_all_that_wait(policy: str) -> None:
             lanes = [lane for lane in d.lanes if lane.ready]
             assert sum(len(lane) for lane in lanes) == (3000 if lanes else 0)
     assert max(bound) <= 48
-    assert d.binding.placement.moves_waiting or min(map(len, d.lanes)) > 500
+    assert d.assignment.placement.moves_waiting or min(map(len, d.lanes)) > 500
 
 
 def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
@@ -532,7 +532,7 @@ def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
     for key in range(300):
         d.arrive(request(key, arrival=0.0), 0.0)
     assert d.decide(0.0) == []
-    assert len(d.binding.take_changed_records()) == 300
+    assert len(d.assignment.take_changed_records()) == 300
     looked: list[str] = []
     plain = Lane.opens_in
 
@@ -548,7 +548,7 @@ def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
         assert looked == ["w7"]
         d.cancel(9)
         d.decide(0.02)
-        assert d.binding.take_changed_records() == {"w9"}
+        assert d.assignment.take_changed_records() == {"w9"}
     timer = d.next_timer(0.02)
     assert timer is not None
     sizes: list[int] = []

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
+from router.scheduling import assignment
 from router.scheduling import dispatcher as dispatcher_module
-from router.scheduling import rebalancing, rebinding
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.lane import LaneRecord, lane_of
 from router.scheduling.placement import PLACEMENTS, RoundRobin
@@ -35,8 +35,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         super().__init__()
         self.patched = pytest.MonkeyPatch()
         if self.pieces is not None:
-            self.patched.setattr(rebinding, "_AT_ONCE", self.pieces)
-            self.patched.setattr(rebalancing, "_PER_DECISION", self.pieces)
+            self.patched.setattr(assignment, "_PER_CALL", self.pieces)
             self.patched.setattr(dispatcher_module, "_ENDED_AT_ONCE", self.pieces)
             self.patched.setattr(dispatcher_module, "_RELEASED_PER_DECISION", self.pieces)
 
@@ -46,10 +45,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     @property
     def is_worked_off(self) -> bool:
         return not (
-            self.d._rebinding._returning
-            or self.d._rebinding._vacating
-            or self.d._rebinding._waking
-            or self.d._rebinding._placing
+            self.d._reassignments._returning
+            or self.d._reassignments._vacating
+            or self.d._reassignments._waking
+            or self.d._reassignments._placing
         )
 
     @initialize(factor=st.sampled_from([0.0, 0.5, 4.0]))
@@ -124,7 +123,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def prepare_anew(self, data: st.DataObject) -> None:
         """A request that nobody can serve is made for other weights; its key keeps its place."""
-        parked = [each.key for each in self.d.binding.parked if not each.is_retry]
+        parked = [each.key for each in self.d.assignment.parked if not each.is_retry]
         if parked:
             old = self.waiting[data.draw(st.sampled_from(parked))]
             assert self.d.cancel(old.key)
@@ -269,7 +268,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert gone.parked is not None
             assert self.now - gone.parked >= WAIT_S
         releases = self.d.decide(self.now)
-        for worker in self.d.binding.take_changed_records() & self.up.keys():
+        for worker in self.d.assignment.take_changed_records() & self.up.keys():
             self.said[worker] = self.d.lanes[worker].record()
         for release in releases:
             assert all(can_serve(release.worker, r) for r in release.requests)
@@ -296,16 +295,16 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def bound_exactly_once(self) -> None:
-        lanes = {*self.d.lanes, *self.d._rebinding._vacating}
-        parked = [request.key for request in self.d.binding.parked]
-        returning = {r.key for r in self.d._rebinding._returning if r.lane is None}
+        lanes = {*self.d.lanes, *self.d._reassignments._vacating}
+        parked = [request.key for request in self.d.assignment.parked]
+        returning = {r.key for r in self.d._reassignments._returning if r.lane is None}
         placing = returning & self.waiting.keys() - set(parked)
         assert sorted([*(r.key for lane in lanes for r in lane), *parked, *placing]) == sorted(self.waiting)
         for key, request in self.waiting.items():
             may_go = any(can_serve(w, request) for w in self.up.keys() - self.closed)
             assert (key in parked) == (not may_go) or not self.is_worked_off
             assert (lane := lane_of(request)) is None or lane.ready or not self.is_worked_off
-        assert [r.parked for r in self.d.binding.parked] == sorted(r.parked or 0.0 for r in self.d.binding.parked)
+        assert [r.parked for r in self.d.assignment.parked] == sorted(r.parked or 0.0 for r in self.d.assignment.parked)
         assert {r.key for r in self.d._queue} == set(self.waiting)
         here = {lane.worker: lane for lane in self.d.lanes}
         assert self.d.lanes._taken == {worker for worker, lane in here.items() if lane.is_taken}

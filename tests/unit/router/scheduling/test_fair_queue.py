@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.scheduling.admission import QUEUE_RETRY_S, AdmissionQueue, DrainRateEstimator
-from router.scheduling.fair_queue import FairQueue, TenantShares
+from router.scheduling.fair_queue import FairQueue, LazyMinHeap, TenantShares
 from router.scheduling.lane import Lane
-from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.queued_request import CLASSES, HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
 

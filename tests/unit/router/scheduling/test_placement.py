@@ -185,12 +185,12 @@ def test_what_waits_follows_its_prefix() -> None:
     hot = chain(*range(40))
     d.arrive(request(1, hot), 0.0)
     assert bound(d) == {1: "a"}
-    d.binding.placement.cache_changed("b", CacheChange(stored=hot))
-    d.binding.placement.cache_changed("c", CacheChange(stored=hot))
+    d.assignment.placement.cache_changed("b", CacheChange(stored=hot))
+    d.assignment.placement.cache_changed("c", CacheChange(stored=hot))
     assert d.decide(0.1) == []
     assert bound(d) == {1: "b"}
     assert next(iter(d.lanes["b"])).work == 10
-    d.binding.placement.cache_changed("b", CacheChange(evicted=hot))
+    d.assignment.placement.cache_changed("b", CacheChange(evicted=hot))
     assert d.decide(2.0) == []
     assert bound(d) == {1: "a"}
     assert next(iter(d.lanes["a"])).work == 40 * GRANULE + 10
@@ -240,7 +240,7 @@ def test_after_a_look_nobody_could_gain(
     holds: dict[tuple[str, int], int] = {}
     for worker, key in caches[:2]:
         if worker < len(names) and key in prompts:
-            d.binding.placement.cache_changed(names[worker], CacheChange(stored=prompts[key]))
+            d.assignment.placement.cache_changed(names[worker], CacheChange(stored=prompts[key]))
             holds[names[worker], key] = len(prompts[key])
     now = {name: 100 * tokens for name, tokens in zip(names, then, strict=False)}
     for name, tokens in now.items():
@@ -269,7 +269,7 @@ def test_a_restarted_worker_has_nothing() -> None:
     d.lane_down(owner, 1.0)
     assert send(d, request(1, hot)) == other
     done(d, other)
-    d.binding.placement.cache_gone(owner)
+    d.assignment.placement.cache_gone(owner)
     d.lane_up(owner, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 1.0)
     assert send(d, request(2, hot)) == other
 
@@ -278,19 +278,19 @@ def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> Non
     d = fleet(PrefixAware(), "a", "b", "c")
     hot = chain(*range(20))
     for owner in "abc":
-        d.binding.placement.cache_changed(owner, CacheChange(stored=hot[:10]))
+        d.assignment.placement.cache_changed(owner, CacheChange(stored=hot[:10]))
         assert send(d, request(ord(owner), [*hot, ord(owner)])) == owner
         done(d, owner)
-        d.binding.placement.cache_changed(owner, CacheChange(evicted=hot[:10]))
-        d.binding.placement.cache_changed(owner, CacheChange(anew=True))
-    d.binding.placement.cache_changed("b", CacheChange(stored=hot))
+        d.assignment.placement.cache_changed(owner, CacheChange(evicted=hot[:10]))
+        d.assignment.placement.cache_changed(owner, CacheChange(anew=True))
+    d.assignment.placement.cache_changed("b", CacheChange(stored=hot))
     d.lane_down("b", 0.0)
-    d.binding.placement.cache_changed("b", CacheChange(stored=chain(7)))
+    d.assignment.placement.cache_changed("b", CacheChange(stored=chain(7)))
     d.lane_up("b", "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 0.0)
     assert send(d, request(4, hot)) == "b"
     done(d, "b")
     assert send(d, request(5, chain(7), tokens=GRANULE + 10)) == "b"
-    d.binding.placement.cache_changed("nobody", CacheChange(stored=hot))
+    d.assignment.placement.cache_changed("nobody", CacheChange(stored=hot))
 
 
 def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
@@ -317,7 +317,7 @@ def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
     assert send(d, QueuedRequest(0, "other", 3000, 0.0, granules=hot, granule_tokens=GRANULE)) == "x"
     assert send(d, request(1, hot)) in "ab"
     d.lane_down("x", 0.0)
-    d.binding.placement.cache_gone("x")
+    d.assignment.placement.cache_gone("x")
     assert set(policy._indexes) == {"m"}
 
 

@@ -74,7 +74,7 @@ def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
         assert depths[release.worker] == max(depths.values())
         assert release.requests[0].work == tokens - max(depths.values()) * GRANULE_TOKENS
         hits += max(depths.values()) > 0
-        dispatcher.binding.placement.cache_changed(release.worker, caches[release.worker].serve(prompt))
+        dispatcher.assignment.placement.cache_changed(release.worker, caches[release.worker].serve(prompt))
     assert 100 < hits < 500
 
 

@@ -1,24 +1,84 @@
-"""The lanes of all workers, and which of them can serve a request.
+"""The lanes of all workers: which ones can serve a request, and which ones the next decision looks at.
 
-Pure. Invariants:
-  * `_ready` has the lanes that take work, by model, and `_kinds` one of them for each numerics class and length.
-  * `busy` has the lanes for which something waits, `_taken` those that one request has for itself, `_limited` those
-    with a limit.
+Pure. Invariants of `LaneTable`:
+  * `_ready` lists the lanes that accept new work, by model; `_kinds` has one of them for each `Lane.kind`.
+  * `busy` has the lanes with waiting requests, `_taken` the workers reserved for one request, `_limited` those with a
+    limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
 from router.scheduling.lane import Lane
 from router.scheduling.queued_request import QueuedRequest
 
+# Stale heap entries that are kept beyond half of all entries.
+_SPARE = 64
+
+
+class LaneAgenda:
+    """The lanes that the next decision looks at: changed ones, and those whose time has passed.
+
+    Times are in a heap with lazy deletion.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[Lane, None] = {}
+        self._at: dict[Lane, float] = {}
+        self._heap: list[tuple[float, int, Lane]] = []
+        self._serials = itertools.count()
+
+    def add(self, lanes: Iterable[Lane]) -> None:
+        """Adds lanes that the next decision must look at."""
+        self._changed.update(dict.fromkeys(lanes))
+
+    def touch(self, lane: Lane) -> None:
+        """Adds one lane that the next decision must look at."""
+        self._changed[lane] = None
+
+    def forget(self, lane: Lane) -> None:
+        """Removes a lane from the agenda."""
+        self._changed.pop(lane, None)
+        self._at.pop(lane, None)
+
+    def set_time(self, lane: Lane, at: float | None) -> None:
+        """Sets when a decision looks at a lane that has not changed; None for never."""
+        if at is None:
+            self._at.pop(lane, None)
+        elif self._at.get(lane) != at:
+            self._at[lane] = at
+            heapq.heappush(self._heap, (at, next(self._serials), lane))
+            if len(self._heap) > 2 * len(self._at) + _SPARE:
+                self._heap = [(due, next(self._serials), each) for each, due in self._at.items()]
+                heapq.heapify(self._heap)
+
+    def next_time(self) -> float | None:
+        """The earliest time set; None without one."""
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now: float) -> deque[Lane]:
+        """Removes and returns the lanes to look at now: first those whose time has passed, then the changed ones."""
+        due: dict[Lane, None] = {}
+        while (at := self.next_time()) is not None and at <= now:
+            lane = heapq.heappop(self._heap)[2]
+            del self._at[lane]
+            due[lane] = None
+        lanes = deque({**due, **self._changed})
+        self._changed.clear()
+        return lanes
+
 
 @dataclass(frozen=True, slots=True)
 class LaneCounts:
-    """Lanes for which nothing waits, those that release as far as there is room, and those that the gate holds."""
+    """Number of lanes with an empty queue (`idle`), with an open gate (`open`) and with a closed gate (`held`)."""
 
     idle: int = 0
     open: int = 0
@@ -26,10 +86,10 @@ class LaneCounts:
 
 
 class LaneTable:
-    """The lanes by worker; a worker that is up has one, whether it takes work or not.
+    """The lanes by worker. Every worker that is up has one, whether it accepts work or not.
 
     Attributes:
-        busy: the lanes for which something waits.
+        busy: the lanes with waiting requests.
     """
 
     def __init__(self) -> None:
@@ -47,15 +107,15 @@ class LaneTable:
         return iter(self._lanes.values())
 
     def get(self, worker: str) -> Lane | None:
-        """A worker's lane; None when it is not up."""
+        """A worker's lane; None while the worker is not up."""
         return self._lanes.get(worker)
 
     def add(self, lane: Lane) -> None:
-        """Adds the lane of a worker that has come up."""
+        """Adds the lane of a new worker."""
         self._lanes[lane.worker] = lane
 
     def pop(self, worker: str) -> Lane:
-        """Takes the lane of a worker that is gone, which takes no work any more."""
+        """Removes and returns the lane of a worker that is gone. The lane must not be ready."""
         lane = self._lanes.pop(worker)
         self.busy.pop(worker, None)
         self._taken.discard(worker)
@@ -63,7 +123,7 @@ class LaneTable:
         return lane
 
     def set_ready(self, lane: Lane, ready: bool) -> None:
-        """Lets a lane take work, or no more."""
+        """Sets whether a lane accepts work."""
         lane.ready = ready
         model = lane.model
         lanes = [each for each in self._lanes.values() if each.model == model and each.ready]
@@ -74,7 +134,7 @@ class LaneTable:
             self._kinds[model] = list({each.kind: each for each in lanes}.values())
 
     def limit(self, worker: str, most_seqs: int | None) -> Lane:
-        """Gives a worker no more sequences at a time than these; None: as many as it reports room for."""
+        """Limits a worker to `most_seqs` sequences at a time; None lifts the limit."""
         lane = self._lanes[worker]
         lane.limit = most_seqs
         if most_seqs is None:
@@ -84,10 +144,10 @@ class LaneTable:
         return lane
 
     def update(self, lane: Lane) -> bool:
-        """Notes whether something waits for a lane, and whether one request has it for itself.
+        """Updates `busy` and `_taken` after a lane's requests have changed.
 
         Returns:
-            True for the lane that its worker has now, False for one of an earlier life.
+            True for the lane that its worker has now, False for a lane that the table no longer has.
         """
         if self._lanes.get(lane.worker) is not lane:
             return False
@@ -104,29 +164,30 @@ class LaneTable:
     def can_serve(
         self, model: str, numerics: str | None, most_tokens: int = 0, *, grammar_engine: str = "", but: str = ""
     ) -> bool:
-        """True if a worker, another one than `but`, takes work for a model and can serve it.
+        """True if a ready worker other than `but` can serve such a request.
 
         Args:
             model: identity of the model.
-            numerics: class that the worker must be of, None for any.
-            most_tokens: tokens that the sequence has at its end at most.
+            numerics: required numerics class, None for any.
+            most_tokens: longest prompt and answer together, tokens.
             grammar_engine: library of its grammar, "" for none.
-            but: a worker that does not count, "" for none.
+            but: excluded worker, "" for none.
         """
         lanes = self._ready.get(model, ())
         return any(lane.worker != but and lane.can_serve(numerics, most_tokens, grammar_engine) for lane in lanes)
 
     def is_servable(self, request: QueuedRequest) -> bool:
-        """True if a worker that takes work can serve a request."""
+        """True if a ready worker can serve a request."""
         if request.only_worker:
             return bool(self._own_lane(request))
         kinds = self._kinds.get(request.model, ())
         return any(lane.suits(request) for lane in kinds)
 
     def candidates(self, request: QueuedRequest) -> list[Lane]:
-        """The lanes that a request may go to; all of its model's are one and the same list.
+        """The ready lanes that a request may be bound to.
 
-        Those that it had better not go to, or not now, are none of them if there are others.
+        The excluded worker, reserved and full workers, and busy ones for a request that needs a worker to itself are
+        left out, unless no other lane is left. Where nothing is left out, the model's own list is returned, not a copy.
         """
         if request.only_worker:
             return self._own_lane(request)
@@ -144,7 +205,7 @@ class LaneTable:
         return lanes
 
     def _own_lane(self, request: QueuedRequest) -> list[Lane]:
-        """The lane of the one worker that a request may go to; empty while that cannot serve it."""
+        """The lane of `request.only_worker`; empty while that worker cannot serve the request."""
         return [
             lane
             for lane in self._ready.get(request.model, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.scheduling.parked import ParkedRequests
+from router.scheduling.assignment import ParkedRequests
 from router.scheduling.queued_request import QueuedRequest
 
 

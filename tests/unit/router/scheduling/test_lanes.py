@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from router.scheduling.lane import Lane
-from router.scheduling.lane_agenda import LaneAgenda
+from router.scheduling.lanes import LaneAgenda
 from router.scheduling.worker_load import LoadReport
 
 
