@@ -55,7 +55,7 @@ run_of() {
 options() {
   case "$1" in
   services) [ "${CHAOS_SCALE:-}" = full ] && return ;;&
-  services) echo "-n $((cores + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart 0" ;;
+  services) echo "-n $((cores + 2)) --dist loadfile --no-loadscope-reorder --max-worker-restart 0" ;;
   parity) echo "-n $cores --dist loadfile --no-loadscope-reorder --max-worker-restart 0" ;;
   *) echo "-n $cores --dist worksteal --max-worker-restart 0" ;;
   esac

@@ -93,6 +93,7 @@ def test_b1_slow_reader_gets_merged_messages_and_costs_its_neighbours_nothing(se
     assert idle.decoding_seqs == 0
 
 
+@pytest.mark.slow
 def test_b2_clients_that_never_read_are_dropped(tmp_path: Path, report: Report) -> None:
     """B2: clients that open streams and read nothing: bounded memory, no work left on the worker, RESOURCE_EXHAUSTED;
     neighbours complete."""

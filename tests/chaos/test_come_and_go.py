@@ -421,6 +421,7 @@ def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a
         assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 
 
+@pytest.mark.slow
 def test_f7_killed_router_leaves_nothing_on_the_workers(model: Path, tmp_path: Path) -> None:
     """F7: SIGKILL of the router: after the lease the workers have nothing of it; a new one starts clean."""
     options = ["--lease", "1s"]

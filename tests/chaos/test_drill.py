@@ -129,6 +129,7 @@ def ask_for(seconds: float, clients: int, drill: Drill, ask: Callable[[Known], N
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_drill(tmp_path: Path, report: Report) -> None:
     """DRILL: kill -9 of routers and of workers, at random, behind Envoy."""

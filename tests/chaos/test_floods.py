@@ -129,6 +129,7 @@ def attacks() -> list[tuple[str, str, str]]:
     return [(port, next(kinds), next(paths)) for port in _PORTS]
 
 
+@pytest.mark.slow
 def test_floods_of_calls_stay_within_the_manifests_memory(
     service: Service, ports: dict[str, int], report: Report
 ) -> None:

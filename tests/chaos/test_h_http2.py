@@ -97,6 +97,7 @@ def test_h1_one_stream_a_connection(tmp_path: Path) -> None:
             assert_whole(answer)
 
 
+@pytest.mark.slow
 def test_h1_padding(tmp_path: Path) -> None:
     """H1: padded DATA frames, which gRPC refuses: a status after a bounded time, and recovery when it stops."""
     worker = Http2Worker()
@@ -167,6 +168,7 @@ def num_connections(router: Process) -> int:
     return sum(entry["event"] == "worker up" for entry in log_entries(router))
 
 
+@pytest.mark.slow
 def test_h3_connections_that_end_by_age(tmp_path: Path, report: Report) -> None:
     """H3: a worker that ends every connection after seconds: streams of any length go on over the next one.
 

@@ -395,6 +395,7 @@ def test_m3_invalid_utf8_and_types(service: Service) -> None:
     assert_serves(service)
 
 
+@pytest.mark.slow
 def test_m3_a_request_id_in_flight(service: Service) -> None:
     """M3: an id that is in flight: ALREADY_EXISTS; the first stream goes on, and the id is free when it has ended."""
     first = service.stub.Generate(request(3, 400), timeout=60)

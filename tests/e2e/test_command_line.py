@@ -245,6 +245,7 @@ def test_a_generic_tool_needs_no_protos(serve: Callable[..., Serve], simulated: 
     assert "FINISH_REASON_LENGTH" in answer
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:10ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
@@ -297,6 +298,7 @@ def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_no_child_survives_a_killed_serve(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
@@ -306,6 +308,7 @@ def test_no_child_survives_a_killed_serve(serve: Callable[..., Serve], simulated
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_taken_port_ends_it_with_one_line(serve: Callable[..., Serve], simulated: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

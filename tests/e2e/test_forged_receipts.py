@@ -123,6 +123,7 @@ def mangled(draw: random.Random, good: pb.Receipt) -> pb.Receipt:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forged", [False, True])
 async def test_a_receipt_that_was_mangled_anywhere_is_never_equal(forged: bool) -> None:
     """Whether it is sealed anew or not: a verdict with a sentence, or a status that names field or reason."""

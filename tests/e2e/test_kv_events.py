@@ -151,6 +151,7 @@ def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -
         assert connections() == connected
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_started_anew_has_nothing(fleet: Fleet) -> None:
     hot = [prefix(200 + i) for i in range(3)]
     for each in hot:

@@ -82,6 +82,7 @@ def test_rank_machine_readiness_follows_its_ranks(node: tuple[subprocess.Popen[b
     assert status(port, "liveness") == ""
 
 
+@pytest.mark.slow
 def test_rank_machine_with_taken_health_port_is_refused(
     node: tuple[subprocess.Popen[bytes], int, Path], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def wait_for(text: str, process: Process) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_listen_on_loopback_alone(model: Path, tmp_path: Path) -> None:
     """R1: the store of the ranks listened on all interfaces."""
     worker = made("worker", model, tmp_path, "--tp-size", "2")

@@ -80,6 +80,7 @@ async def test_sigterm_lets_sequences_finish(process: Process) -> None:
     assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [("--drain-timeout", "0.3")], indirect=True)
 async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
     async with await process.channel() as channel:

@@ -168,7 +168,7 @@ async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
     return dict(zip(calls, codes, strict=True))
 
 
-@pytest.mark.parametrize("model", ["", "m"])
+@pytest.mark.parametrize("model", ["", pytest.param("m", marks=pytest.mark.slow)])
 async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
     """O14: GetModel and Tokenize failed at once, but Generate waited."""
     worker = FakeWorker(FILES)
