@@ -1,9 +1,9 @@
-"""Takes what steps have brought: moves sequences on, publishes full blocks, applies the stop rules.
+"""Applies the output of steps to sequences: appends tokens, publishes full blocks, applies the stop rules.
 
 Invariants:
-- batches are taken in the order in which they were scheduled, each once, or discarded;
-- tokens behind the one that stops a sequence count nowhere;
-- a block is published only after the step that wrote its KV, and none of a step whose output was not a number.
+- each batch is applied once, or discarded, in the order in which batches were scheduled;
+- tokens behind the one that stops a sequence are dropped;
+- a block is published only after the step that wrote its KV, and never by a step whose output was not a number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.outputs import GivenLogprobs, RequestOutput
-from worker.engine.sequence import EndReason, Sequence, SequenceStatus
+from worker.engine.sequence import DraftHistory, EndReason, Sequence, SequenceStatus
 from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.engine.speculation.spec_stats import SpecStats
 from worker.engine.step import Step
@@ -27,22 +27,22 @@ _NOT_A_NUMBER: Final = Stop("not_a_number", EndReason.NOT_A_NUMBER)
 _COMPLETE: Final = Stop("constraint", EndReason.CONSTRAINT)
 _CONSTRAINT_FAILED: Final = Stop("constraint_failed", EndReason.CONSTRAINT_FAILED)
 _NOT_A_NUMBER_MESSAGE: Final = "the model's output is not a number"
-# The token with which a sequence that is embedded ends.
+# Last token of an embedded sequence; it has no meaning.
 _POOLED_TOKEN: Final = 0
 
 
 class Postprocessor:
-    """Moves sequences on when a step's output is there.
+    """Applies the output of one step after the other.
 
     Args:
-        lifecycle: the sequences.
-        stop_rules: end them.
-        in_flight: the steps that are being computed, oldest first; the first one leaves with its output.
+        lifecycle: the live sequences.
+        stop_rules: rules by which sequences end.
+        in_flight: the steps that are being computed, oldest first; `take` and `discard` remove the first.
         lengths: learns which drafts were right.
 
     Attributes:
-        spec_stats: drafts verified and accepted.
-        forced_stats: likewise of those that are text which grammars force, and are not counted there.
+        spec_stats: drafts verified and accepted, without those of `forced_stats`.
+        forced_stats: drafts verified and accepted that are text which grammars force.
         num_nan_rows: rows of logits that were no numbers, since the start.
     """
 
@@ -56,18 +56,27 @@ class Postprocessor:
         self._lengths = lengths
         self.spec_stats = SpecStats()
         self.forced_stats = SpecStats(logs=False)
-        # Sequences whose drafts are text that grammars force, in the step that is taken.
+        # Sequences whose drafts are text that grammars force, in the step that is applied.
         self._forced: set[int] = set()
         self.num_nan_rows = 0
 
     def take(
         self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
     ) -> list[Sequence]:
-        """Takes the output of the oldest step in flight. Returns the sequences that have ended."""
+        """Applies the output of the oldest step in flight. Returns the sequences that have ended."""
         outputs = self._lifecycle.outputs
         first = len(outputs)
         vectors = self._pool(batch, fwd_output) if fwd_output.pooled else {}
-        finished = self._take(seqs, batch, fwd_output, now)
+        self._forced = self._in_flight.popleft().forced
+        finished: list[Sequence] = []
+        if batch.is_decode:
+            self._take_decodes(seqs, batch, fwd_output, finished, now)
+        else:
+            given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
+            for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+                if seq.id in given:
+                    self._take_given(seq, *given[seq.id])
+                self._take_row(seq, num_scheduled, final, batch, fwd_output, finished, now)
         self._take_drafts(batch, fwd_output.draft_token_ids or {})
         if fwd_output.kv_digests:
             self._blocks.digests.add(fwd_output.kv_digests)
@@ -79,9 +88,21 @@ class Postprocessor:
                 output.pooled = vectors.get(output.request_id, b"") if output.output_tokens else b""
         return finished
 
+    def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
+        """Gives up a batch that was interrupted, in place of `take`: its tokens are still to be computed."""
+        self._in_flight.popleft()
+        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+            seq.num_inflight_tokens -= num_scheduled
+            seq.num_inflight_drafts -= len(batch.scheduled_spec_decode_tokens.get(seq.id, ()))
+            seq.num_placeholder -= final
+            _forget_copy(seq)
+            if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
+                self._lifecycle.resume_prefill(seq)
+        self._take_drafts(batch, {})
+
     @staticmethod
     def _pool(batch: ScheduledBatch, fwd_output: ScheduledBatchOutput) -> dict[int, bytes]:
-        """The vectors that are whole now, by sequence; what was sampled of these is replaced."""
+        """The vectors that are complete with this step, by sequence. Replaces the sampled tokens of their sequences."""
         states, vectors = fwd_output.pooled or {}, dict[int, bytes]()
         for i in batch.pooled:
             seq = batch.columns.rows[i]
@@ -92,24 +113,8 @@ class Postprocessor:
                 fwd_output.token_ids[seq.id] = (_POOLED_TOKEN if vectors[seq.id] else NO_TOKEN,)
         return vectors
 
-    def _take(
-        self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
-    ) -> list[Sequence]:
-        finished: list[Sequence] = []
-        self._forced = self._in_flight.popleft().forced
-        if batch.is_decode:
-            land = self._land_decodes if batch.is_plain_decode else self._land_verified
-            land(seqs, batch, fwd_output, finished, now)
-            return finished
-        given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
-        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
-            if seq.id in given:
-                self._land_given(seq, *given[seq.id])
-            self._land(seq, num_scheduled, final, batch, fwd_output, finished, now)
-        return finished
-
     def _take_drafts(self, batch: ScheduledBatch, drafts: dict[int, list[int]]) -> None:
-        """Notes what the runner has drafted; the sequences need not wait for it any more."""
+        """Keeps the drafts that the runner made for the next step. Their sequences no longer wait for this output."""
         seqs = batch.columns.by_id
         for seq_id in batch.scheduled_spec_decode_tokens:
             seqs[seq_id].awaits_output = False
@@ -121,22 +126,10 @@ class Postprocessor:
             if not seq.num_placeholder:
                 seq.spec_token_ids = drafts.get(seq_id, [])
             elif not seq.num_inflight_drafts and (own := drafts.get(seq_id)):
-                # The step that was launched meanwhile has left them; else it has taken them on the device.
+                # The step launched meanwhile verifies none of them; otherwise it took them on the device.
                 self._lengths.decided({seq_id: own}, seqs, ())
 
-    def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
-        """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""
-        self._in_flight.popleft()
-        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
-            seq.num_inflight_tokens -= num_scheduled
-            seq.num_inflight_drafts -= len(batch.scheduled_spec_decode_tokens.get(seq.id, ()))
-            seq.num_placeholder -= final
-            _forget_copy(seq)
-            if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
-                self._lifecycle.resume_prefill(seq)
-        self._take_drafts(batch, {})
-
-    def _land_decodes(
+    def _take_decodes(
         self,
         seqs: Iterable[Sequence],
         batch: ScheduledBatch,
@@ -144,96 +137,64 @@ class Postprocessor:
         finished: list[Sequence],
         now: float,
     ) -> None:
-        """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
+        """Applies a step of decodes: the common case of `_take_row` is written out, since nearly all rows are so.
+
+        A row is common if it has tokens, none of which may end its sequence, and nothing besides tokens.
+        """
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
-        others, num_others = _with_more(fwd_output), 0
+        others = {*self._forced, *(fwd_output.logprobs or ()), *(fwd_output.constraint_ends or ())}
+        drafts = batch.scheduled_spec_decode_tokens
+        outcomes: list[tuple[int, int]] = []
+        num_others = 0
         for seq in seqs:
-            seq_id = seq.id
+            seq_id, own = seq.id, seq.token_ids
             sampled = token_ids.get(seq_id, ())
-            # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
-            if (
-                seq.status is not running
-                or len(sampled) != 1
-                or (token_id := sampled[0]) < 0
-                or seq.first_token_time is None
-                or (others and seq_id in others)
-            ):
-                num_others += 1
-                self._land(seq, 1, True, batch, fwd_output, finished, now)
-                continue
-            seq.num_inflight_tokens -= 1
-            seq.num_placeholder -= 1
-            seq.token_ids.append(token_id)
-            seq.num_computed_tokens = position = seq.num_computed_tokens + 1
-            if position >= seq.publish_at:
-                self._blocks.publish(seq)
-                self._blocks.prove(seq)
-            if seq.draft_history is not None and seq.draft_history.shadow:
-                self._lengths.came(seq.draft_history, token_id)
-            if seq.may_end(token_id):
-                stop = self._stop_rules.check(seq)
-                if stop is not None:
-                    num_others += 1
-                    self._lifecycle.end(seq, stop, now)
-                    finished.append(seq)
-                    self._lifecycle.emit_end(seq, [token_id], stop)
-                    continue
-            # It stands at the first position whose KV is not computed.
-            output = RequestOutput(seq_id, [token_id], False, None, position)
-            outputs.append(output)
-            if seq.stream_callback is not None:
-                seq.stream_callback(output)
-        self._lifecycle.totals.generated_tokens += len(batch.req_ids) - num_others
-
-    def _land_verified(
-        self,
-        seqs: Iterable[Sequence],
-        batch: ScheduledBatch,
-        fwd_output: ScheduledBatchOutput,
-        finished: list[Sequence],
-        now: float,
-    ) -> None:
-        """`_land` for a step of decodes of which some have drafts, likewise."""
-        outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
-        others, verified = self._forced | _with_more(fwd_output), self._lengths.verified
-        num_tokens, outcomes = 0, list[tuple[int, int]]()
-        for seq, num_scheduled in zip(seqs, batch.num_scheduled_tokens, strict=True):
-            seq_id = seq.id
-            sampled = token_ids.get(seq_id, ())
+            # A prompt's last token that was discarded alone is scheduled as a decode, and its output is the first one.
             if (
                 seq.status is not running
                 or not sampled
-                or sampled[-1] < 0
+                or (token_id := sampled[-1]) < 0
                 or seq.first_token_time is None
                 or (others and seq_id in others)
-                or seq.may_end_within(sampled)
-                or (seq.draft_history is not None and seq.draft_history.shadow)
+                or token_id in seq.stopping_ids
+                or len(own) + len(sampled) >= seq.length_limit
+                or (drafts and not seq.stopping_ids.isdisjoint(sampled))
             ):
-                self._land(seq, num_scheduled, True, batch, fwd_output, finished, now)
+                num_others += 1
+                self._take_row(seq, 1 + len(drafts.get(seq_id, ())), True, batch, fwd_output, finished, now)
                 continue
-            seq.num_inflight_tokens -= num_scheduled
-            seq.num_inflight_drafts -= num_scheduled - 1
+            if seq.draft_history is not None and seq.draft_history.shadow:
+                self._compare(seq.draft_history, sampled)
+            seq.num_inflight_tokens -= 1
             seq.num_placeholder -= 1
-            taken = [*sampled]
-            seq.token_ids += taken
-            position, num_new = seq.num_computed_tokens + 1, len(taken)
-            seq.num_computed_tokens += num_new
-            if seq.num_computed_tokens >= seq.publish_at:
+            # The first new token stands at the first position whose KV is not computed.
+            position = computed = seq.num_computed_tokens + 1
+            new = [token_id]
+            if drafts and seq_id in drafts:
+                num_drafts, num_accepted = len(drafts[seq_id]), len(sampled) - 1
+                seq.num_inflight_tokens -= num_drafts
+                seq.num_inflight_drafts -= num_drafts
+                outcomes.append((num_drafts, num_accepted))
+                self._lengths.verified(seq, num_drafts, num_accepted)
+                own += sampled[:-1]
+                computed += num_accepted
+                new = [*sampled]
+            own.append(token_id)
+            seq.num_computed_tokens = computed
+            if computed >= seq.publish_at:
                 self._blocks.publish(seq)
                 self._blocks.prove(seq)
-            if num_scheduled > 1:
-                outcomes.append((num_scheduled - 1, num_new - 1))
-                verified(seq, num_scheduled - 1, num_new - 1)
-            num_tokens += num_new
-            # The first one stands at the first position whose KV is not computed.
-            output = RequestOutput(seq_id, taken, False, None, position)
+            output = RequestOutput(seq_id, new, False, None, position)
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
-        self.spec_stats.take(Counter(outcomes))
-        self._lifecycle.totals.generated_tokens += num_tokens
+        totals = self._lifecycle.totals
+        totals.generated_tokens += len(batch.req_ids) - num_others
+        if outcomes:
+            totals.generated_tokens += sum(accepted for _, accepted in outcomes)
+            self.spec_stats.take(Counter(outcomes))
 
-    def _land(
+    def _take_row(
         self,
         seq: Sequence,
         num_scheduled: int,
@@ -243,7 +204,7 @@ class Postprocessor:
         finished: list[Sequence],
         now: float,
     ) -> None:
-        """Takes what a step has computed of one sequence, with the drafts that it has verified."""
+        """Applies a step's output to one sequence, of any kind."""
         if seq.is_finished:
             return
         token_ids = fwd_output.token_ids.get(seq.id, ())
@@ -254,8 +215,8 @@ class Postprocessor:
         seq.num_placeholder -= final
         had_none = seq.first_token_time is None
         taken, stop = self._append(seq, token_ids, now, constraint_end)
-        # A preempted sequence gets its late token, but what was computed with it is gone. Nor is what a step has
-        # computed for anybody else if its output is not a number.
+        # A preempted sequence keeps its late token, but its KV is gone. KV of a step whose output is not a number is
+        # not published: other sequences must not read it.
         if seq.status is SequenceStatus.RUNNING and stop is not _NOT_A_NUMBER:
             computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(seq, verified, token_ids)
             seq.num_computed_tokens = min(computed, seq.num_tokens)
@@ -265,7 +226,7 @@ class Postprocessor:
                 if had_none:
                     self._blocks.publish_tail(seq)
         if stop is _NOT_A_NUMBER:
-            # Chunks before this step have been published, and none of them has given a number.
+            # Chunks of earlier steps are published already, and no token has shown that their KV is finite.
             self._blocks.forget_unproved(seq)
         is_first = had_none and bool(taken)
         logprobs = (fwd_output.logprobs or {}).get(seq.id, b"")
@@ -281,16 +242,16 @@ class Postprocessor:
 
     @staticmethod
     def _given_logprobs(batch: ScheduledBatch, rows: dict[int, bytes]) -> dict[int, tuple[int, int, bytes]]:
-        """By sequence, the first and the last position whose given token's logprob has come, and the rows."""
+        """Logprob rows of given tokens that the step computed, behind their first and last position, by sequence."""
         given = {}
         for i, targets in batch.targets.items():
-            # The target of the row that samples is not given yet.
+            # The row that samples has no given token behind it.
             last = batch.context_lens[i] - batch.is_final[i]
             given[batch.req_ids[i]] = (last + 1 - len(targets), last, rows[batch.req_ids[i]])
         return given
 
-    def _land_given(self, seq: Sequence, first: int, last: int, rows: bytes) -> None:
-        """Puts out logprobs of given tokens; after a preemption the next ones are those behind these."""
+    def _take_given(self, seq: Sequence, first: int, last: int, rows: bytes) -> None:
+        """Emits logprobs of given tokens. After a preemption the sequence continues behind position `last`."""
         if seq.is_finished:
             return
         seq.logprobs_from = last + 1 if last + 1 < seq.num_given_tokens else math.inf
@@ -299,14 +260,14 @@ class Postprocessor:
     def _append(
         self, seq: Sequence, token_ids: tuple[int, ...], now: float, constraint_end: str | None
     ) -> tuple[list[int], Stop | None]:
-        """Appends tokens one by one up to a stop; those behind it count nowhere. Those appended, and the stop."""
+        """Appends tokens one by one up to a stop. Returns the tokens appended, and the stop."""
         if token_ids and token_ids[0] != NO_TOKEN and seq.first_token_time is None:
             seq.first_token_time = now
         taken: list[int] = []
         stop, history = None, seq.draft_history
         for token_id in token_ids:
             if seq.num_tokens >= seq.length_limit:
-                # The sequence arrived full: this step only finds out whether its tokens complete its constraint.
+                # The sequence arrived full: this step only shows whether its tokens complete its constraint.
                 stop = _COMPLETE if token_id == NO_TOKEN and constraint_end == "" else self._stop_rules.check(seq)
                 break
             if token_id == NO_TOKEN:
@@ -315,7 +276,7 @@ class Postprocessor:
             seq.append_token(token_id)
             taken.append(token_id)
             if history is not None and history.shadow:
-                self._lengths.came(history, token_id)
+                self._compare(history, (token_id,))
             if seq.may_end(token_id):
                 stop = self._stop_rules.check(seq)
                 if stop is not None:
@@ -327,15 +288,21 @@ class Postprocessor:
             self._lifecycle.waiting.grew(len(taken))
         return taken, stop
 
+    def _compare(self, history: DraftHistory, token_ids: tuple[int, ...]) -> None:
+        """Compares new tokens with drafts that were not verified, to learn how often those are right."""
+        for token_id in token_ids:
+            if history.shadow:
+                self._lengths.came(history, token_id)
+
     def _without_token(self, constraint_end: str | None) -> Stop:
-        """Why a sequence stops that has got no token."""
+        """Why a sequence stops whose row has no token."""
         if constraint_end is not None:
             return _CONSTRAINT_FAILED if constraint_end else _COMPLETE
         self.num_nan_rows += 1
         return _NOT_A_NUMBER
 
     def _count_rejected(self, seq: Sequence, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
-        """Number of the drafts verified by a sequence's step that were not accepted."""
+        """Number of a sequence's verified drafts that were rejected; adds them to the statistics."""
         if not drafts:
             return 0
         accepted = len(token_ids) - 1
@@ -347,13 +314,8 @@ class Postprocessor:
         return len(drafts) - accepted
 
 
-def _with_more(fwd_output: ScheduledBatchOutput) -> set[int]:
-    """Sequences of which more than tokens has come."""
-    return {*(fwd_output.logprobs or ()), *(fwd_output.constraint_ends or ())}
-
-
 def _of_tokens(output: RequestOutput, digests: dict[int, int] | None) -> dict[int, int] | None:
-    """Digests of what the tokens of an output were drawn from: a step may have accepted drafts behind the last one."""
+    """Logit digests of an output's own tokens: the step may have accepted drafts behind the last one."""
     if digests is None:
         return None
     end = output.first_pos + len(output.output_tokens)
@@ -361,6 +323,6 @@ def _of_tokens(output: RequestOutput, digests: dict[int, int] | None) -> dict[in
 
 
 def _forget_copy(seq: Sequence) -> None:
-    """Lets a sequence of which no step has come back compute what the discarded one should have copied."""
+    """Makes a sequence recompute the partial block that the discarded step was to copy."""
     if seq.num_computed_tokens == seq.num_cached_tokens:
         seq.num_computed_tokens = seq.num_cached_tokens = seq.num_cached_blocks * seq.block_size

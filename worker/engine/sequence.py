@@ -440,10 +440,6 @@ class Sequence:
         """True if its newest token, which is this one, may end it; the stop rules then say whether it does."""
         return token_id in self.stopping_ids or len(self.token_ids) >= self.length_limit
 
-    def may_end_within(self, token_ids: tuple[int, ...]) -> bool:
-        """True if one of the tokens that come next may end it."""
-        return len(self.token_ids) + len(token_ids) >= self.length_limit or not self.stopping_ids.isdisjoint(token_ids)
-
     def append_token(self, token_id: int) -> None:
         """Appends one sampled token."""
         self.token_ids.append(token_id)
