@@ -1,1 +1,1 @@
-"""The back end on AMD's AITER, for what it has and does right."""
+"""The back end on AMD's AITER, for the operations that AITER has and computes right."""

@@ -43,7 +43,7 @@ class StoredScale:
 
 
 class AiterAttentionOps(AttentionOps):
-    """AITER's attention; `other`'s where it does not serve, and for writing: models write in their fused decoder."""
+    """AITER's attention; `other`'s if AITER cannot be used, and for writing: models write in their fused decoder."""
 
     def __init__(self, library: AiterLibrary, choices: Choices, fp8: torch.dtype, other: KernelBackend) -> None:
         self._aiter = library
@@ -194,7 +194,7 @@ class AiterLatentAttentionOps(LatentAttentionOps):
 
 
 def _max_seqlen_q(shape: Shape) -> int:
-    """1 makes AITER write a row for each sequence, those of padding too: there have to be as many rows."""
+    """1 makes AITER write a row for each sequence, padding included, so there must be as many rows."""
     return max(2, shape.max_seqlen_q) if shape.seqs > shape.rows else shape.max_seqlen_q
 
 

@@ -1,14 +1,14 @@
-"""AMD's own kernels: AITER for what it has and does right, another back end, the Triton one, for everything else.
+"""AMD's own kernels: AITER for the operations that it has and computes right, the Triton back end for all others.
 
-Only modules of this package call AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads
-the calls from their sources and binds each against every supported version. Only leading arguments, which no version
-has moved, go by position; all others by name.
+Only modules of this package call AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads the
+calls from their sources and binds each against every supported version. Only leading arguments, which no version has
+moved, are passed by position; all others by name.
 
-Who does an operation is decided once for each kind of numbers that a model has (dtype, sizes, architecture, AITER's
-version), never by what a step holds, and logged with the reason. With `Settings.batch_invariant` AITER does only what
-has no sums: its products, attention and norms choose kernels and splits by the number of rows.
+The back end of an operation is decided once for each kind of numbers of a model (dtype, sizes, architecture, AITER's
+version), never by a step, and logged with the reason. With `Settings.batch_invariant` AITER only computes operations
+without sums: its products, attention and norms choose kernels and splits by the number of rows.
 
-What AITER computes was never run by us on a GPU (docs/reference/rocm.md lists what was verified, and how).
+We have never run AITER's computations on a GPU (docs/reference/rocm.md lists what was verified, and how).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class AiterBackend(KernelBackend):
         # AITER's calls take the other back end's plan.
         self.graphs = fallback.graphs
         self._own = (AITER, library.version, target.name, settings.batch_invariant)
-        # The settings decide what is shuffled.
+        # The settings decide which weights are shuffled.
         self.layout = (*self._own, expert_parallel, *fallback.layout)
         self._aiter = library
         self._choices = Choices(library, settings.batch_invariant, fallback.name)

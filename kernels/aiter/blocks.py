@@ -1,11 +1,11 @@
-"""AITER's products of weights that are stored in FP8 with a scale for each block of 128 x 128 (DeepSeek, Qwen).
+"""AITER's products with weights stored in FP8 with a scale for each block of 128 x 128 (DeepSeek, Qwen).
 
-Such checkpoints are made for inputs that are rounded to FP8 too, each 128 numbers of a row by a scale of their own; so
-AITER multiplies them. Our Triton kernels multiply inputs as they are: their answers are nearer to the model that was
-quantized, and not those that its makers measured.
+Such checkpoints are made for inputs that are rounded to FP8 too, with one scale for each 128 numbers of a row, and so
+AITER multiplies them. Our Triton kernels do not round the inputs: their answers are nearer to the model that was
+quantized, but differ from those that its makers measured.
 
-No other stored format is AITER's. Of MXFP4 experts it rounds inputs to FP8 or FP4, or leaves them, by the number of
-rows, differently in each version (aiter/fused_moe.py, `q_dtype_a`), where gpt-oss has weights alone quantized.
+AITER computes no other stored format. For MXFP4 experts it rounds inputs to FP8 or FP4, or not at all, depending on the
+number of rows and on its version (aiter/fused_moe.py, `q_dtype_a`), while gpt-oss quantizes weights alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.triton_backend.packed_weight import other_fp8
 
 # Numbers of K, and rows, of a block; numbers of an input that share a scale.
 _BLOCK = 128
-# Results that AITER's kernels store together are 8 (csrc/ck_gemm_a8w8_blockscale); its tests have twice as many.
+# AITER's kernels store 8 results together (csrc/ck_gemm_a8w8_blockscale); its tests have twice as many.
 _ROWS = 16
 
 
@@ -42,13 +42,13 @@ class AiterBlockLinear:
 
 
 class AiterBlocks:
-    """Packs and multiplies such weights.
+    """Packs and multiplies weights with one scale per block.
 
     Args:
         library: AITER.
-        choices: decides what is AITER's.
+        choices: decides which operations are AITER's.
         fp8: the FP8 of the architecture.
-        device: where weights are to lie.
+        device: of the weights.
     """
 
     def __init__(self, library: AiterLibrary, choices: Choices, fp8: torch.dtype, device: torch.device) -> None:

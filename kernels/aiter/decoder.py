@@ -1,10 +1,10 @@
-"""All layers of a model over AITER's operations, what is between projection and attention fused.
+"""All layers of a model with AITER's operations; the operations between projection and attention are fused.
 
-Rotation and the write to the cache are one kernel of AITER's where that can serve, else our Triton one, which norms
+Rotation and the write to the cache are one kernel of AITER's if it can be used, otherwise our Triton one, which norms
 heads too (kernels/triton_backend/fused_qkv.py).
 
-Of AITER's fused kernels that norm heads none serves: they take cosines in the model's dtype, where ours are float32,
-and read scales on the host (csrc/kernels/fused_qk_norm_rope_cache_quant.cu); most write another layout of the cache.
+None of AITER's fused kernels that norm heads can be used: they take cosines in the model's dtype, while ours are
+float32, and read scales on the host (csrc/kernels/fused_qk_norm_rope_cache_quant.cu); most write another cache layout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kernels.triton_backend.plan import StepPlan
 
 
 class AiterDecoder:
-    """FusedDecoder. Its numbers are the single operations', but for AITER's and our Triton rotation, which may differ.
+    """A FusedDecoder with the numbers of the single operations, except that AITER's and our Triton rotation may differ.
 
     Args:
         decoder: its weights are packed by `backend`.
-        backend: AITER's, which does the single operations.
+        backend: AITER's; its single operations are used.
         library: AITER.
         choices: decides whether rotation and write are AITER's.
     """
@@ -36,7 +36,7 @@ class AiterDecoder:
         self._aiter = library
         self._choices = choices
         self._norms_heads = any(layer.head_norms is not None for layer in decoder.layers)
-        # AITER takes scales even where there is nothing to scale.
+        # AITER wants scales even if nothing is scaled.
         self._one = torch.ones(1, dtype=torch.float32, device=backend.device)
 
     def run(
@@ -57,7 +57,7 @@ class AiterDecoder:
 
     def _rope_write(self, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, plan: StepPlan) -> RopeWrite:
         """AITER's, over a step with cosines and sines float32 [T, D/2]."""
-        # Each row has cosines of its own. Made anew in each step, so that a captured one has its own.
+        # Each row has its own cosines. Made anew in each step, so that a captured step has its own.
         rows, kv_heads = torch.arange(len(cos), device=cos.device), cache.num_kv_heads
 
         def rope_write(qkv: torch.Tensor, layer: DecoderLayer, index: int) -> torch.Tensor:

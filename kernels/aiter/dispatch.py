@@ -1,4 +1,4 @@
-"""Choice of the operations that are AITER's: what it has, in which version, and for which numbers."""
+"""Decides which operations AITER computes, by its version and the model's numbers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SINCE: Final = {
 
 @dataclass(frozen=True)
 class Operation:
-    """AITER's counterpart of an operation of ours.
+    """AITER's counterpart of one of our operations.
 
     Attributes:
-        functions: that it calls.
-        row_by_row: whether a row's bits can depend on nothing else: no sum, and one kernel for all numbers of rows.
+        functions: of AITER that it calls.
+        row_by_row: True if a row's bits can depend on nothing else: no sum, and one kernel for all numbers of rows.
     """
 
     functions: tuple[str, ...]
@@ -75,12 +75,12 @@ OPERATIONS: Final = {
 
 
 class Choices:
-    """Choice of the operations that AITER does.
+    """The operations that AITER computes.
 
     Args:
-        library: what there is of it.
-        batch_invariant: leaves only what is row by row.
-        other: name of the back end that does the rest.
+        library: the AITER installation.
+        batch_invariant: True to leave AITER only operations that are row by row.
+        other: name of the back end for the other operations.
     """
 
     def __init__(self, library: AiterLibrary, batch_invariant: bool, other: str) -> None:

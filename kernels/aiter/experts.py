@@ -39,9 +39,9 @@ class AiterExperts:
         first: id of the first.
         gate_up: [E, 2I, H], shuffled.
         down: [E, H, I], shuffled.
-        gate_up_scale: of FP8, float32 [E, 2I, 1] of rows or [E, 2I / 128, H / 128] of blocks; else None.
-        down_scale: of FP8, float32 [E, H, 1] or [E, H / 128, I / 128]; else None.
-        mask: int32 [E + 1], 1 for each and 0 for the experts of other ranks; None where there are no others.
+        gate_up_scale: for FP8, float32 [E, 2I, 1] of rows or [E, 2I / 128, H / 128] of blocks; else None.
+        down_scale: for FP8, float32 [E, H, 1] or [E, H / 128, I / 128]; else None.
+        mask: int32 [E + 1], 1 for each of them and 0 for the experts of other ranks; None if there are no others.
     """
 
     first: int
@@ -64,15 +64,15 @@ class AiterExperts:
 
 
 class AiterExpertOps(ExpertOps):
-    """AITER's; `other`'s for what AITER does not do.
+    """AITER's experts; `other`'s for cases that AITER does not support.
 
     Args:
         library: AITER.
-        choices: decides what is AITER's.
+        choices: decides which operations are AITER's.
         blocks: experts that are stored in blocks.
         fp8: the FP8 of the architecture.
-        expert_parallel: whether rows choose experts that other ranks hold.
-        other: the back end that does the rest.
+        expert_parallel: True if rows choose experts that other ranks hold.
+        other: the back end for the other operations.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class AiterExpertOps(ExpertOps):
 
 
 def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen experts by their number among the packed ones, int32, and their weights.
+    """Chosen experts by their index among the packed ones, int32, and their weights.
 
-    Experts of other ranks have the number behind the last, which is masked. Where there may be any, AITER expects one
-    more slot that is: since 0.1.16 it looks its settings up by one less (aiter/fused_moe.py, `is_ep`). 0.1.13 looks
-    them up by all slots, so that it does not find those tuned for the model and takes its own defaults.
+    Experts of other ranks get the index after the last, which is masked. If there can be any, AITER expects one more
+    such slot: since 0.1.16 it looks its settings up by one less (aiter/fused_moe.py, `is_ep`). 0.1.13 looks them up by
+    all slots, so it does not find settings tuned for the model and uses its defaults.
     """
     local = ids - packed.first
     if packed.mask is not None:
@@ -218,7 +218,7 @@ def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tu
 
 
 def _stacked(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """Parts of all experts as one tensor; None where they are None."""
+    """Parts of all experts as one tensor; None if they are None."""
     tensors = [part for part in parts if part is not None]
     return torch.stack(tensors) if tensors else None
 

@@ -46,7 +46,7 @@ class AiterGroup:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See RankSums: the ranks tell each other afterwards where the tensors are that captured steps add up."""
+        """See RankSums. After the capture the ranks exchange the addresses of the tensors that the steps add up."""
         with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
             yield
         # The inputs of steps were written on AITER's stream, and are written on another one from now on.

@@ -1,8 +1,8 @@
-"""Finds AITER, checks that it is a version that we know how to call, and calls it.
+"""Finds AITER, checks that its version is one that we can call, and calls it.
 
-It is never a dependency: ROCm images bring it (docs/reference/rocm.md). It is looked for without being imported, since
-where it cannot run its import fails for reasons that help nobody, and its functions are compared with signatures.json
-from their sources. Only what passed is imported.
+AITER is never a dependency: ROCm images contain it (docs/reference/rocm.md). It is found without importing it, because
+its import fails with unhelpful errors on machines where it cannot run. Its functions are compared with signatures.json
+in their sources, and only a version that passes is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find() -> Installation:
     """Finds AITER's installation; imports nothing.
 
     Raises:
-        AiterUnavailableError: there is none.
+        AiterUnavailableError: it is not installed.
     """
     spec = find_spec("aiter")
     if spec is None or not spec.submodule_search_locations:
@@ -93,7 +93,7 @@ def checked(installation: Installation, signatures: Signatures, since: Mapping[s
 
 
 def _unlike(found: str, variants: Variants) -> str:
-    """Difference of the parameters from those of the last version that is known."""
+    """Difference of the parameters from those of the last known version."""
     last = list(variants)[-1]
     found_names, known = _texts(found), _texts(last)
     more = [name for name in found_names if name not in known]
@@ -117,7 +117,7 @@ class AiterLibrary:
 
     Args:
         installation: see `find`.
-        functions: `module:function` of those that may be called, which it has.
+        functions: `module:function` of those that may be called and that it has.
         signatures: of the supported versions.
 
     Attributes:
@@ -125,7 +125,7 @@ class AiterLibrary:
         functions: as given.
 
     Raises:
-        AiterUnavailableError: it cannot be imported here, or PyTorch knows an operation of it by other parameters.
+        AiterUnavailableError: it cannot be imported here, or PyTorch has an operation of it with other parameters.
     """
 
     def __init__(self, installation: Installation, functions: frozenset[str], signatures: Signatures) -> None:
@@ -169,7 +169,7 @@ class AiterLibrary:
         """A member of an enumeration that AITER's compiled module declares.
 
         Raises:
-            AiterUnavailableError: there is none.
+            AiterUnavailableError: it does not exist.
         """
         try:
             return importlib.import_module("aiter").__dict__[name].__members__[member]
@@ -189,7 +189,7 @@ def _imported(function: str, version: str) -> Callable[..., Any]:
 
 
 def _check_schema(function: str, version: str, signatures: Signatures) -> None:
-    """Compares the parameters that PyTorch knows, where the function is registered, which compiled ones are."""
+    """Compares the parameters with PyTorch's registration, which compiled functions have."""
     module, name = function.split(":")
     if not hasattr(torch.ops.aiter, name):
         return

@@ -41,14 +41,14 @@ class AiterScaledLinear:
 
 
 class AiterLinearOps(LinearOps):
-    """AITER's products, but for those of heads; with `other`'s for what AITER does not do.
+    """AITER's products, except those of heads; `other`'s for cases that AITER does not support.
 
     Args:
         library: AITER.
-        choices: decides what is AITER's.
+        choices: decides which operations are AITER's.
         blocks: products of weights that are stored in blocks.
         fp8: the FP8 of the architecture.
-        other: the back end that does the rest.
+        other: the back end for the other operations.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Signatures, in AITER's supported versions, of the functions that we call.
+"""Signatures of the AITER functions that we call, in AITER's supported versions.
 
-signatures.json beside this file holds it. AITER declares its compiled functions as stubs behind a decorator that
-hides their parameters at run time, so parameters are read from the syntax trees of its sources, here and where a
-running version is checked (library.py); nothing of AITER is imported for it.
+signatures.json beside this file holds them. AITER declares its compiled functions as stubs behind a decorator that
+hides their parameters at run time. So parameters are read from the syntax trees of its sources, here and in the check
+of an installed version (library.py); nothing of AITER is imported for it.
 
-    python -m kernels.aiter.signatures FULL.json           what we call, out of a file of all functions
+    python -m kernels.aiter.signatures FULL.json           keeps our calls, out of a file of all functions
     python -m kernels.aiter.signatures [FOLDER] 0.1.21     adds a version; FOLDER, or else $AITER_SRC, holds `aiter/`
 
-Both rewrite the file for the calls that our modules make now, which are read from their syntax trees.
+Both rewrite the file for the current calls of our modules, which are read from their syntax trees.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Call:
 
     Attributes:
         function: `module:function`.
-        positional: how many arguments have no name.
-        keywords: names of the others.
-        line: where it stands.
+        positional: number of positional arguments.
+        keywords: names of the other arguments.
+        line: in our source.
     """
 
     function: str
@@ -197,7 +197,7 @@ def from_full(content: Mapping[str, list[dict[str, Any]]], functions: Iterable[s
 
 
 def with_version(known: Signatures, tag: str, found: Mapping[str, str], functions: Iterable[str]) -> Signatures:
-    """`known` for those functions, with what a version was found to declare."""
+    """`known` for those functions, with the signatures that one version was found to declare."""
     chosen: dict[str, Variants] = {}
     for name in sorted(set(functions)):
         others = {text: tuple(t for t in tags if t != tag) for text, tags in known.functions.get(name, {}).items()}
@@ -208,7 +208,7 @@ def with_version(known: Signatures, tag: str, found: Mapping[str, str], function
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version's release: `0.1.20.post1+rocm7` is (0, 1, 20); () of what is no version."""
+    """The numbers of a version's release: `0.1.20.post1+rocm7` is (0, 1, 20); () for a malformed version."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         if not part.isdigit():

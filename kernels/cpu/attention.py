@@ -58,7 +58,7 @@ class SelectedTokens:
 
 
 class CpuPlan:
-    """One step: what the native kernels take, and PyTorch's plan, made when one of its kernels asks.
+    """One step's arrays for the native kernels, and PyTorch's plan, made when one of its kernels needs it.
 
     Attributes:
         arrays: for the native kernels.
@@ -189,7 +189,7 @@ def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
 def write_kv(
     library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, step: StepArrays
 ) -> None:
-    """Stores the first rows of k and v [T, Hkv, D], those that are tokens, in their slots."""
+    """Stores the rows of k and v [T, Hkv, D] that are tokens (the first ones) in their slots."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     sides = cache.data[layer]
     values = v.data_ptr(), v.stride(0), v.stride(1), sides[1].data_ptr()
@@ -197,7 +197,7 @@ def write_kv(
 
 
 def write_latent(library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, step: StepArrays) -> None:
-    """Stores the first rows of k [T, D], those that are tokens, in their slots of a cache of keys of one head."""
+    """Stores the rows of k [T, D] that are tokens (the first ones) in their slots of a cache with one key head."""
     k = k if k.stride(1) == 1 else k.contiguous()
     _write(library, cache, cache.data[layer, 0], k, 0, (None, 0, 0, None), step)
 
@@ -211,7 +211,7 @@ def _write(
     values: tuple[int | None, int, int, int | None],
     step: StepArrays,
 ) -> None:
-    """Rows of k into `keys`; `values`: address of v, strides of its rows and heads, address of where it goes."""
+    """Writes rows of k into `keys`. `values`: address of v, strides of its rows and heads, destination address."""
     library.fissile_write_kv(
         DTYPES[k.dtype],
         KV_DTYPES[cache.data.dtype],

@@ -1,7 +1,7 @@
-"""Compiles kernels/cpu/native into one shared object: `python -m kernels.cpu.build`. Needs nothing but a C++ compiler.
+"""Compiles kernels/cpu/native into one shared object: `python -m kernels.cpu.build`. Needs only a C++ compiler.
 
-Sources that hold arithmetic are compiled once for each instruction set, each into a namespace of its own; the library
-chooses among them when it is loaded. The package's build calls this (hatch_build.py), and `make setup` after a change.
+Sources with arithmetic are compiled once for each instruction set, each into its own namespace; the library chooses one
+when it is loaded. The package's build (hatch_build.py) and `make setup` call this after a change.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LIBRARY = FOLDER / "libfissile_cpu.so"
 ARITHMETIC = ("linear", "attention", "elementwise", "routing", "sampling", "table")
 VARIANTS = ("linear_amx", "linear_bf16")
 COMPILERS = ("c++", "g++", "clang++")
-# As whoever runs this Python has to call it.
+# The command for a person to type, with this Python.
 COMMAND = shlex.join([sys.executable, "-m", "kernels.cpu.build"])
 # Scores are written as float and read as pairs of bfloat16, which strict aliasing would let a compiler reorder.
 _CODE = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-Wall")
 _FLAGS = (*_CODE, "-fno-math-errno", "-ffp-contract=off")
 _QUIET = ("-Wno-psabi", "-Wno-attributes")
-# The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it; what
-# nothing calls is left out, and with it the newest glibc that it would need.
+# The compiler's own libraries are linked statically and hidden, so that machines without them or with other versions
+# can load the result. Unused functions are left out, and with them the newest glibc that they would need.
 _LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL,--gc-sections")
 _MARK = "fissile-sources:"
 
@@ -56,7 +56,7 @@ class InstructionSet:
         name: of its namespace.
         width: floats of a vector.
         flags: for the compiler.
-        base: the instruction set whose kernels serve where it has none of its own; empty where all are its own.
+        base: the instruction set whose kernels it uses beside its own; "" if all are its own.
         own: the sources of its own kernels.
         newest: an instruction that not every compiler and assembler knows.
     """
@@ -76,7 +76,8 @@ _EMULATED = "-DFISSILE_EMULATED"
 _PAIRS, _TILES = "-DFISSILE_PAIRS", "-DFISSILE_TILES"
 _OF_BF16, _OF_AMX = ("linear_bf16", "attention"), ("linear_amx", "attention")
 _PLAIN = (InstructionSet("plain", 8),)
-# avx2x16 is the 16-wide code on machines without AVX-512, the emulated ones that of newer instructions: for tests.
+# avx2x16 is the 16-wide code on machines without AVX-512; the emulated sets stand for newer instructions. Both are
+# for tests.
 _X86 = (
     *_PLAIN,
     InstructionSet("avx2", 8, _AVX2),
@@ -85,9 +86,9 @@ _X86 = (
     InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED, _TILES), "avx2x16", _OF_AMX),
     InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED, _PAIRS), "avx2x16", _OF_BF16),
 )
-# Both bring int8 to bfloat16 by AVX512-VBMI, which the processors that have them have too, but for Cooper Lake.
+# Both convert int8 to bfloat16 with AVX512-VBMI, which their processors have, except Cooper Lake.
 _AVX512_VBMI = (*_AVX512, "-mavx512vbmi")
-# Instructions that not every compiler and assembler knows; native/dispatch.cpp is told which ones are in.
+# Instructions that not every compiler and assembler knows. native/dispatch.cpp is told which ones are compiled in.
 NEWER = (
     InstructionSet(
         "amx",
@@ -133,7 +134,7 @@ def find_compiler() -> list[str]:
     """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++.
 
     Raises:
-        NoCompilerError: there is none.
+        NoCompilerError: none is installed.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
@@ -188,7 +189,7 @@ def build(library: Path = LIBRARY) -> None:
 
 
 def _usable_cores() -> int:
-    """Cores of this process, and no more than a machine of few gigabytes has memory for as many compilers."""
+    """Cores of this process, but no more than the machine has memory for compilers."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
@@ -219,7 +220,8 @@ def _run(command: list[str], source: str = "") -> None:
 
 
 def main() -> int:
-    """Builds what is out of date: 0, also without a compiler (PyTorch's kernels serve); 1 where the compiler fails."""
+    """Builds what is out of date. Returns 0, also without a compiler (PyTorch's kernels are used then); 1 if the
+    compiler fails."""
     if is_current():
         return 0
     try:

@@ -59,7 +59,7 @@ def norm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm, or layer norm with a bias, of x [..., W], plus the `residual` if there is one; and what was normed."""
+    """RMS norm, or layer norm with a bias, of x [..., W] plus `residual`, if any. Returns the norm and its input."""
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.contiguous()
     rows, inner, outer_stride, inner_stride = _rows(x)

@@ -43,7 +43,7 @@ class PanelExperts:
 
 
 class CpuExpertOps(ExpertOps):
-    """Native experts, where the model's dtype is; the choice of experts is in any."""
+    """Experts in native kernels if they support the model's dtype. The routing is native for any dtype."""
 
     def __init__(self, library: CDLL, fallback: Fallback) -> None:
         self._library = library

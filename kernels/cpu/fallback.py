@@ -1,4 +1,4 @@
-"""PyTorch's kernels behind the native ones: which serve follows from dtypes alone, so never from a step."""
+"""PyTorch's kernels as fallback of the native ones. Dtypes alone decide which are used, never a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kernels.torch_backend.moe import PackedExperts
 
 
 class Fallback:
-    """PyTorch's back end behind the native one.
+    """PyTorch's back end, for operations that the native one lacks.
 
     Attributes:
-        backend: does what is left to it.
-        used: whether it takes part in the numbers of a model, whose class then depends on it.
+        backend: PyTorch's.
+        used: True if it computes a part of a model, whose numerics class then depends on it.
     """
 
     def __init__(self) -> None:

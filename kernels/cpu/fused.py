@@ -138,12 +138,12 @@ class _Step(ctypes.Structure):
 
 
 class _Joiner:
-    """Lets the ranks add up their summands from within the native call, through which no exception passes.
+    """Adds up the ranks' summands from within the native call, which exceptions cannot cross.
 
     Attributes:
         function: for the native call.
-        like: of the dtype and shape of a summand in the step at hand.
-        error: what was raised in it.
+        like: has the dtype and shape of the current step's summand.
+        error: the exception that was raised in it.
     """
 
     def __init__(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Chooses the instruction set that serves: the best one that this machine can run and that passed its check.
+"""Chooses the instruction set of the native kernels: the best one that this machine runs and that passed its
+self-check.
 
-The library runs one set at a time, for the whole process. An engine's bits are those of its set, so none can be taken
-while a back end with another one lives: a second engine in the same process would change the first one's answers. Nor
-is one checked meanwhile, which takes turns with the plain set. Threads choose one after the other.
+The library runs one set at a time, for the whole process. An engine's bits depend on its set, so no other set can be
+chosen while a back end lives: a second engine in the process would change the first one's answers. No set is checked
+meanwhile either, because a check switches to the plain set. Threads choose one after the other.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Holder(Protocol):
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-# From the look at what is in use until the back end that computes by the chosen set is known.
+# Held from the check of the sets in use until the new back end is registered.
 _choosing = threading.RLock()
 
 
 def in_use() -> str | None:
-    """The instruction set of the back ends that live in this process; None if there are none."""
+    """The instruction set of the back ends in this process; None without any."""
     return next((holder.instruction_set for holder in list(_holders)), None)
 
 

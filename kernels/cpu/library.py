@@ -87,13 +87,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Formats of packed weights.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
-# Dtypes of a KV cache; those of models are in `DTYPES`.
+# Dtypes of a KV cache; `DTYPES` has those of models.
 KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.
 PANEL = 16
 # Bytes that packed weights are aligned to.
 CACHE_LINE = 64
-# The instruction set of any processor: slow, for tests and for those who ask for it.
+# The instruction set of any processor: slow, for tests and on request.
 PLAIN = "plain"
 AVX2 = "avx2"
 
@@ -141,8 +141,8 @@ def _load(path: Path) -> ctypes.CDLL:
 class Ability(enum.IntEnum):
     """Ability of this machine to run an instruction set (kernels/cpu/native/dispatch.hpp).
 
-    ABSENT: nothing; DENIED: the processor has it, the operating system lets nobody use it; TESTED: it runs, and serves
-    only who asks for it; USABLE: it runs.
+    ABSENT: it cannot; DENIED: the processor could, but the operating system does not allow it; TESTED: it runs, and is
+    used on request only; USABLE: it runs.
     """
 
     ABSENT = 0

@@ -122,8 +122,8 @@ def pack(
 ) -> PanelLinear:
     """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both.
 
-    `packed_dtype` is that of the packed weight: `dtype` (the default), or int8 for the nearest of 255 multiples of a
-    float32 scale for each column and 128 numbers along K.
+    `packed_dtype` is that of the packed weight: `dtype` (the default), or int8, which rounds to one of 255 multiples of
+    a float32 scale for each column and 128 numbers along K.
 
     Raises:
         ValueError: another packed dtype.
@@ -139,7 +139,7 @@ def pack(
 
 
 def aligned(size: int) -> torch.Tensor:
-    """int8 [size], its first byte at the begin of a cache line; in large pages where it fills one."""
+    """int8 [size] that starts at a cache line; in large pages if it fills one."""
     if size >= large_pages.LARGE_PAGE:
         return large_pages.zeros(size, torch.int8)
     memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
@@ -183,9 +183,9 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
 
 
 def gated_linear(library: CDLL, x: torch.Tensor, packed: PanelLinear, readable_rows: int | None = None) -> torch.Tensor:
-    """silu(gates) * ups of the product of x [T, K] and a weight of gates and, behind them, ups: [T, N / 2].
+    """silu(gates) * ups, for the product of x [T, K] with a weight of gates followed by ups: [T, N / 2].
 
-    `readable_rows` of x's memory can be read, T or more; the others may hold anything.
+    `readable_rows` rows of x's memory can be read, T or more; rows after T may hold anything.
     """
     x = _checked(x, packed)
     rows, inner = x.shape
@@ -253,7 +253,7 @@ def pack_heads(library: CDLL, weight: torch.Tensor, dtype: torch.dtype) -> Panel
 
 
 def stacked(packed: list[PanelLinear]) -> torch.Tensor:
-    """int8 [E, bytes of each]: packed weights one behind the other; each is let go as soon as it is copied."""
+    """int8 [E, bytes of each]: packed weights, concatenated; each is freed as soon as it is copied."""
     size = packed[0].panels.shape[0] if packed else 0
     whole = aligned(len(packed) * size).view(len(packed), size)
     for i, one in enumerate(packed):

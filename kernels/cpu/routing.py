@@ -20,7 +20,7 @@ def route(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     bias = None if correction_bias is None else correction_bias.contiguous()
     if routing.scoring == "topk_softmax":
-        # The logits themselves are chosen by, and what is chosen adds up to 1.
+        # The choice uses the logits themselves, and the chosen weights add up to 1.
         bias, routing = None, Routing(routing.top_k, "topk_softmax")
     rows, experts = logits.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Sampling by the native kernels (kernels/cpu/native/sampling.cpp): the tokens are those of kernels/sampling.py."""
+"""Sampling with native kernels (kernels/cpu/native/sampling.cpp); the tokens are those of kernels/sampling.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BIT_COLUMNS = 2
 
 
 class CpuSamplingOps(TorchSamplingOps):
-    """The reference's but for the drawing, which is native."""
+    """The reference's operations, with native drawing."""
 
     def __init__(self, library: CDLL) -> None:
         self._library = library
@@ -84,10 +84,9 @@ def logit_stats(library: CDLL, logits: Floats, tokens: Ids, top: int, given: Ids
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
-    A row's penalties, and its mask of bits, are written by the thread that samples it, but for penalties of a row with
-    biases, which come behind them. Other masks are written before, which changes nothing: minus infinity stays what it
-    is. Rows that the library has no
-    memory for are left to kernels/sampling.py.
+    The thread that samples a row writes its penalties and its bit mask, except for penalties of a row with biases,
+    which come after the biases. Other masks are written before, which makes no difference: minus infinity stays what it
+    is. Rows for which the library has no memory are left to kernels/sampling.py.
     """
     penalties = params.penalties
     if penalties is not None and (logits.strides[1] != logits.itemsize or penalties.late is not None):

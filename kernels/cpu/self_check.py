@@ -1,7 +1,7 @@
-"""Self-check of an instruction set: compares its kernels with the plain ones before they serve.
+"""Self-check of an instruction set: compares its kernels with the plain ones before it is used.
 
-Newer instruction sets are written for machines that few have. A processor, an emulator or a compiler that gets one of
-them wrong must show at the start, not in somebody's answers.
+Newer instruction sets run on machines that few developers have. A wrong processor, emulator or compiler must be found
+at the start, not in an answer.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Check:
 
 
 def fault(library: CDLL, instruction_set: str) -> str | None:
-    """Fault of an instruction set that this machine can run, in a few words; None where there is none.
+    """Fault of an instruction set that this machine can run, in a few words; None if its kernels are right.
 
-    Compares each kernel with the plain one, to `TOLERANCES`; and each row, computed with fewer others and at another
-    place, with itself, to the bit. Leaves the instruction set selected.
+    Compares each kernel with the plain one, within `TOLERANCES`; and each row, computed with fewer other rows and at
+    another position, with itself, bit by bit. Leaves the instruction set selected.
     """
     threads = library.fissile_threads()
     # One thread would leave out what several do: to split the keys of a row.
@@ -199,7 +199,7 @@ def _silu_and_mul(dtype: torch.dtype) -> Check:
 
 def _experts(dtype: torch.dtype) -> Check:
     hidden, inner, count = 48, 40, 3
-    # Scaled so that rounding of what is between does not add up.
+    # Scaled so that rounding errors of intermediate results do not add up.
     weights = [
         ExpertWeights(_drawn(2 * inner, hidden + e)[:, :hidden] / 7, _drawn(hidden, inner + e)[:, :inner] / 7)
         for e in range(count)
@@ -226,7 +226,7 @@ def _prefill() -> StepArrays:
 
 
 def _decodes(rows: Rows) -> AttentionMetaData:
-    """A step of single tokens, each the last one of a sequence of its own."""
+    """A step of single tokens, each the last one of a different sequence."""
     lengths = rows.numpy() + _KEYS - ROWS + 1
     tables = np.tile(_TABLE, (len(rows), 1))
     return AttentionMetaData(np.arange(len(rows) + 1), lengths, tables, _SLOTS[lengths - 1])

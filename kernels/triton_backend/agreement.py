@@ -1,11 +1,10 @@
 """Checks at start whether tiles of different shapes give a row the same bits on this GPU.
 
-A tile's shape decides which rows and columns a program has. It does not decide the order in which numbers of K are
-added, since every tile walks K forward. But whether matrix instructions of different shapes add alike depends on the
+A tile's shape decides which rows and columns a program computes. It does not decide the order in which numbers of K are
+added, because every tile walks K forward. But whether matrix instructions of different shapes add alike depends on the
 hardware and the compiler. Results are compared in float32: a difference in the last bit shows in one of some 10,000
-numbers of bfloat16. On an H200 with Triton 3.6 tiles agree (docs/explanation/kernels.md). Where they do,
-batch-invariant kernels take the tiles that suit the number of rows; where they do not, they take one tile for all, and
-are slower.
+numbers of bfloat16. On an H200 with Triton 3.6 tiles agree (docs/explanation/kernels.md). If they agree,
+batch-invariant kernels use tiles that suit the number of rows; if not, one tile for all, which is slower.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class TileAgreement:
         return self._all_equal("attention", results)
 
     def _step(self, blocks: int, *spans: tuple[int, int]) -> plan.StepPlan:
-        """Plans a step: each span [start, end) of one sequence is a sequence of its own that shares the blocks."""
+        """Plans a step in which each span [start, end) of one sequence is a separate sequence over the same blocks."""
         starts, ends = np.array(spans, np.int64).T
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), (ends - starts).cumsum())),

@@ -1,16 +1,16 @@
 """Paged attention of mixed steps: prefill, chunks and decodes in one launch.
 
-A program has a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a matrix
-product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N). Each key tile has a softmax
-of its own; its largest score, sum and weighted values, all float32, are merged in the order of key tiles
-(docs/explanation/determinism.md). Either one program merges all key tiles of its query tile, or the key tiles are dealt
-out to several programs and a second kernel merges them: the same machine code computes a key tile both times, and the
-merge is the same float operations. A key tile of which a row sees nothing leaves its numbers as they are, and one that
-it sees whole needs no mask. So with key tiles of fixed size, a row's bits depend on its own keys alone: not on chunks,
-other sequences or padding, nor on how key tiles are dealt out.
+A program computes a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a
+matrix product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N). Each key tile has a
+softmax of its own; its largest score, sum and weighted values, all float32, are merged in the order of key tiles
+(docs/explanation/determinism.md). Either one program merges all key tiles of its query tile, or the key tiles are
+divided among several programs and a second kernel merges them: the machine code of a key tile and the float operations
+of the merge are the same. A key tile that a row does not see leaves the row's numbers unchanged, and one that it sees
+as a whole needs no mask. So with key tiles of fixed size, a row's bits depend on its own keys alone: not on chunks,
+other sequences or padding, nor on the division of key tiles.
 
-Arguments that change from step to step are not specialised: neither must a step wait for the compiler, nor may a
-number of rows divisible by 16 run other machine code than its neighbour.
+Arguments that change from step to step are not specialised. Otherwise a step could wait for the compiler, and a number
+of rows divisible by 16 could run other machine code than its neighbour.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first query tile is at most `item`; `seqs` stands for the padding rows.
+    """The last sequence whose first query tile is at most `item`; `seqs` for padding rows.
 
-    Sequence s begins at tile starts[s] // BLOCK_Q + s, since each has at most one tile that is not full. With a
+    Sequence s begins at tile starts[s] // BLOCK_Q + s, because each has at most one tile that is not full. With a
     BLOCK_Q of 0, items are rows.
     """
     low = 0
@@ -66,9 +66,10 @@ def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _merge(m, total, values, other_m, other_total, other_values):
-    """Joins two softmaxes: largest scores (powers of 2) and sums [M], weighted values [M, D]; (-inf, 0, 0) is neutral.
+    """Merges two softmaxes: largest scores (powers of 2) and sums [M], weighted values [M, D]; (-inf, 0, 0) is neutral.
 
-    `tl.fma` is written out and no other fusion is allowed, so that the compiler cannot choose what is rounded.
+    `tl.fma` is written out and no other fusion is allowed, so that the compiler cannot choose which results are
+    rounded.
     """
     highest = tl.maximum(m, other_m)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -81,7 +82,7 @@ def _merge(m, total, values, other_m, other_total, other_values):
 
 @triton.jit
 def _finished(m, total, values, sinks, head, used, SINKS: tl.constexpr):
-    """Weighted values [M, D] divided by the sums, in which a sink takes part last; zeros where there are no keys."""
+    """Weighted values [M, D] divided by the sums, after adding a sink, if any; zeros for rows without keys."""
     if SINKS:
         sink = tl.load(sinks + head, mask=used, other=0.0) * 1.4426950408889634
         m, total, values = _merge(
@@ -342,7 +343,7 @@ def _merge_kernel(
     used = head < NUM_HEADS
     seq = _owner(row, starts, seqs, 0)
     end_row = tl.load(starts + seq + 1, mask=seq < seqs, other=0)
-    # Padding rows are behind the end, and see nothing.
+    # Padding rows are after the end, and see nothing.
     position = tl.load(lengths + seq, mask=seq < seqs, other=0) - (end_row - row)
     position = tl.where(seq < seqs, position, -1)
     low = 0
@@ -395,7 +396,7 @@ class Tiles:
         block_m: rows of a program, heads x tokens, 16 or more, so that matrix instructions are used.
         heads: query heads of a program.
         block_n: keys of a tile.
-        dealt: programs that the key tiles of a query tile are dealt out to.
+        dealt: number of programs that share the key tiles of a query tile.
         num_warps: of a program.
         stages: of its software pipeline.
         mfma: rows of AMD's matrix instructions, so that each warp has rows of its own; None for other makers.
@@ -415,7 +416,7 @@ class Tiles:
         return self.block_m // self.heads
 
     def programs(self, rows: int, shape: Shape, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """Query tiles of a step, those of padding rows included, and parts of the heads."""
+        """Query tiles of a step, including those of padding rows, and number of parts of the heads."""
         query_tiles = rows // self.block_q + shape.seqs + 1
         if shape.max_seqlen_q <= 1:
             query_tiles = shape.seqs + math.ceil(rows / self.block_q)
@@ -469,11 +470,11 @@ def attention(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D] over the cache, which holds the step's keys already: [T, Hq, D] in q's dtype.
+    """Causal attention of q [T, Hq, D] over the cache, which already has the step's keys: [T, Hq, D] in q's dtype.
 
-    See AttentionOps, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
-    keys and values are brought to q's for the products. Rows behind the plan's last token, and sequences without keys,
-    give zeros. Takes up to PARTIAL_BYTES of memory for as long as it runs.
+    See AttentionOps, and `Scores` for the last three arguments. Rows and heads of q may have gaps. Keys and values of
+    any dtype are converted to q's for the products. Rows after the plan's last token, and sequences without keys, give
+    zeros. Takes up to PARTIAL_BYTES of memory while it runs.
     """
     scores = Scores(scale, window, sinks, softcap)
     return attend(q, cache, layer, plan, scores, tiles_of(q, cache, plan.shape, scores.reach, settings))

@@ -77,7 +77,7 @@ class TritonBackend(KernelBackend):
 
     @override
     def adopt(self, packed: Any) -> None:
-        """Has nothing to remember."""
+        """Does nothing: this back end keeps no data of packed objects."""
 
     @override
     def is_fast(self, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""All layers of a model: the single operations in their order, what is between projection and attention fused."""
+"""All layers of a model: the single operations in order, fused between projection and attention."""
 
 from __future__ import annotations
 

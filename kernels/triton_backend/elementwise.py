@@ -76,7 +76,7 @@ def _row_starts(row, inner, outer_stride, inner_stride):
     return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
-# Root mean square norm of rows [ROWS, BLOCK], zeros beyond `width`; rounded to DTYPE before the weight and behind it.
+# Root mean square norm of rows [ROWS, BLOCK], zeros after `width`; rounded to DTYPE before and after the weight.
 @triton.jit
 def _rms_normed(wide, weight, width, eps, DTYPE: tl.constexpr):
     mean_square = tl.sum(wide * wide, axis=1) / width
@@ -176,7 +176,7 @@ class RowTile:
         return cls(rows, block, num_warps)
 
     def grid(self, rows: int) -> tuple[int]:
-        """Programs for so many rows."""
+        """Number of programs for `rows` rows."""
         return (triton.cdiv(rows, self.rows),)
 
     @property
@@ -242,7 +242,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return out
 
 
-# Rotates HEADS heads of one token, from head `first` on; the dimensions behind the 2 * half rotated ones are copied.
+# Rotates HEADS heads of one token, from head `first` on; the dimensions after the 2 * half rotated ones are copied.
 @triton.jit
 def _rotate_heads(
     x,
@@ -275,7 +275,7 @@ def _rotate_heads(
         tl.store(out + head * head_dim + column, rest, mask=rest_mask)
 
 
-# A program rotates HEADS heads of one token: of its queries, or, behind these, of its keys.
+# A program rotates HEADS heads of one token: query heads, then key heads.
 @triton.jit
 def _rope_kernel(
     q,

@@ -1,9 +1,9 @@
 """Mixture of experts: pairs of row and slot sorted by expert into row tiles, two grouped products, a sum by slots.
 
-Five kernels a layer, none of which needs anything on the host: grids are bounds that hold for every choice of experts,
-and programs without work end at once. A pair's product is the same whoever shares its tile, and a row's results are
-added in float32 in the order of its slots (docs/explanation/determinism.md), so a row's bits do not depend on the
-others where tiles are not chosen by how many there are.
+Five kernels a layer, none of which needs a number from the host: grids are bounds that hold for every choice of
+experts, and programs without work end at once. A pair's product does not depend on the other pairs of its tile, and a
+row's results are added in float32 in the order of its slots (docs/explanation/determinism.md). So a row's bits do not
+depend on the other rows unless tiles are chosen by their number.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up, or [E, 1, N] where rows are
+        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up, or [E, 1, N] if rows are
             quantized: number times scale is the weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
-        row_grain: rows that share a scale; where gates and ups take turns, so do the scales of their blocks.
-        quantizes_rows: whether what is multiplied is brought to the numbers' dtype too, row by row.
+        row_grain: rows that share a scale; if gates and ups alternate, so do the scales of their blocks.
+        quantizes_rows: True if inputs are converted to the numbers' dtype too, row by row.
     """
 
     numbers: torch.Tensor
@@ -57,10 +57,10 @@ class StackedWeights:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """This rank's E experts, the first of which has the id `first`; both weights are None where it has none.
+    """This rank's E experts, whose first id is `first`; both weights are None if it has none.
 
     Attributes:
-        gate_up: [2I, H] of each, a gate and its up in turn: a program that has both computes what is inside.
+        gate_up: [2I, H] of each expert, gates and ups alternating, so that one program has both.
         down: [H, I] of each.
         clamp: the activation, if it is not silu(gate) * up.
     """
@@ -120,7 +120,7 @@ def pack(
     device: torch.device,
     fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> PackedExperts:
-    """Packs experts as they come, in `dtype`, on the device.
+    """Packs experts one by one, in `dtype`, on the device.
 
     Args:
         experts: ids `first`, `first` + 1, ..., on any device; a QuantizedWeight is one that `packed_weight.keeps`.
@@ -128,9 +128,9 @@ def pack(
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
         packed_format: None for the model's dtype; int8, or the target's FP8, for the nearest multiples of a float32
-            scale; float4_e2m1fn_x2, whose rows stay what they are, for MXFP4.
-        device: where to.
-        fp8: the target's own, to which a checkpoint's FP8 numbers are brought.
+            scale; float4_e2m1fn_x2 for MXFP4, whose inputs are not quantized.
+        device: destination.
+        fp8: the target's FP8, to which a checkpoint's FP8 numbers are converted.
 
     Raises:
         ValueError: another packed format.
@@ -222,10 +222,11 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of a product: rows are pairs of one expert, as many whatever the weights; 64 in batch-invariant mode.
+    """The tiles of a product. Rows are pairs of one expert; their number per tile does not depend on the weights, and
+    is 64 in batch-invariant mode.
 
-    Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
-    flight, and many rows are worth larger tiles.
+    Otherwise tiles follow the mean number of pairs per expert: few rows need many bytes of weights in flight, and many
+    rows gain from larger tiles.
 
     Args:
         settings: target and mode.
@@ -252,14 +253,14 @@ def moe(
     packed: PackedExperts,
     settings: Settings,
 ) -> torch.Tensor:
-    """Weighted sum of what this rank's experts make of x; other ranks' experts add nothing.
+    """Weighted sum of this rank's experts' outputs for x; other ranks' experts add nothing.
 
     Args:
-        x: [T, H] in the model dtype; rows may lie apart.
+        x: [T, H] in the model dtype; rows may have gaps.
         topk_ids: int64 [T, k].
         topk_weights: float32 [T, k].
         packed: this rank's experts.
-        settings: what tiles are chosen by.
+        settings: decide the tiles.
 
     Returns:
         [T, H] in the model dtype.
@@ -275,7 +276,7 @@ def moe(
         for weights in (packed.gate_up, packed.down)
     )
     work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
-    # Where all rows are quantized, so are those of other ranks' pairs, which nothing is written to.
+    # Quantizing covers all rows, also those of other ranks' pairs, which nothing writes to.
     activated = (x.new_zeros if packed.down.quantizes_rows else x.new_empty)(ids.numel(), inner)
     _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
@@ -284,7 +285,7 @@ def moe(
 
 
 def _x_size(x: torch.Tensor, weights: StackedWeights) -> int:
-    """Bytes of a number of what is multiplied."""
+    """Bytes of a number of the product's input."""
     return weights.numbers.element_size() if weights.quantizes_rows else x.element_size()
 
 
@@ -293,8 +294,8 @@ class _Work:
     """Pairs in row tiles. A pair is row * k + slot.
 
     Attributes:
-        experts: int32 [tiles], which of this rank's experts; -1 for a tile without pairs, behind all others.
-        pairs: int32 [tiles * rows of a tile], the pair at each place of tiles with pairs; -1 where they are padded.
+        experts: int32 [tiles], index of this rank's expert; -1 for tiles without pairs, which come last.
+        pairs: int32 [tiles * rows of a tile], the pair at each place of tiles with pairs; -1 for padding.
     """
 
     experts: torch.Tensor
@@ -354,7 +355,7 @@ def _place_pairs_kernel(
 
 
 def _sorted(ids: torch.Tensor, first: int, num_experts: int, rows: int) -> _Work:
-    """Pairs of contiguous ids int64 [T, k], T above 0, in tiles of so many rows."""
+    """Sorts pairs of contiguous ids int64 [T, k], T above 0, into tiles of `rows` rows."""
     num_pairs = ids.numel()
     num_tiles = most_tiles(num_pairs, num_experts, rows)
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
@@ -406,7 +407,8 @@ def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
 
 @triton.jit
 def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.constexpr, INNER: tl.constexpr):
-    """total + INNER numbers of x from `start` on times as many weights, the lower and then the upper half of them."""
+    """total plus the product of INNER numbers of x from `start` on with as many weights: their lower halves, then their
+    upper halves."""
     codes = tl.load(weight_at + start // 2).to(tl.int16)
     lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
     upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
@@ -415,9 +417,9 @@ def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.cons
     return _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
 
 
-# A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs lie anywhere in x and out.
-# GATED: out gets what the activation makes of each gate and the up behind it, else the products themselves.
-# No function that is a kernel's part itself is called where it can be helped: the interpreter takes 3 ms for each call.
+# A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs can be anywhere in x and out.
+# With GATED, out gets the activation of each gate and the up after it, otherwise the products themselves. Functions
+# are inlined where possible: the interpreter takes 3 ms per call.
 @triton.jit
 def _grouped_product_kernel(
     x,
@@ -462,7 +464,7 @@ def _grouped_product_kernel(
     if expert < 0:
         return
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    # Padding computes what the tile's first pair does, columns beyond the last what that does; neither is stored.
+    # Padding rows repeat the tile's first pair, padding columns the last column; neither is stored.
     row = (tl.where(pair >= 0, pair, tl.load(pairs + tile * ROWS)) // pairs_per_row).to(tl.int64)
     weight_column = tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
     weight_row = expert * columns + weight_column
@@ -489,7 +491,7 @@ def _grouped_product_kernel(
         elif INT8:
             total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
         elif not FP4:
-            # FP8 by FP8 too, which on Hopper sums many products in less than float32 unless it is told not to.
+            # Also FP8 by FP8, for which Hopper otherwise adds many products in less than float32.
             total = tl.dot(numbers, weights, total, input_precision="ieee", max_num_imprecise_acc=INNER)
     if x_scales is not None:
         total = total.to(tl.float32) * (tl.load(x_scales + row)[:, None] * tl.load(scale_at)[None, :])
@@ -573,7 +575,7 @@ def _combine_kernel(outputs, ids, weights, out, first, num_experts, slots, colum
 def _combined(
     outputs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int
 ) -> torch.Tensor:
-    """[T, H]: outputs [T * k, H] by weights [T, k], those of other ranks' experts left out."""
+    """[T, H]: outputs [T * k, H] weighted by [T, k], without those of other ranks' experts."""
     rows, slots = ids.shape
     columns = outputs.shape[1]
     out = outputs.new_empty(rows, columns)

@@ -1,7 +1,7 @@
-"""From a projection to the cache in one launch: norm and rotation of heads, keys and values written, queries given.
+"""From a projection to the cache in one launch: norms and rotates heads, writes keys and values, returns queries.
 
-The numbers are those of `rms_norm`, `rope` and `write_kv` one after the other, with the same roundings and, for sums
-over a head, tiles of the same shape.
+The numbers are those of `rms_norm`, `rope` and `write_kv` in sequence, with the same roundings and, for sums over a
+head, tiles of the same shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import StepPlan
 
 
-# Stores heads' numbers, clamped to +-largest where their dtype is not that of `out`; NaN stays NaN.
+# Stores heads' numbers, clamped to +-largest if their dtype differs from that of `out`; NaN stays NaN.
 @triton.jit
 def _store(out, values, mask, largest, CLAMP: tl.constexpr):
     if CLAMP:
@@ -79,7 +79,7 @@ def _norm_rotate_store(
         _store(out + head * head_dim + column, rest, mask, largest, CLAMP)
 
 
-# A program has HEADS heads of one token: of its queries or, behind these, of its keys or, behind these, of its values.
+# A program has HEADS heads of one token: query heads, then key heads, then value heads.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _norm_rope_write_kernel(
     qkv,
@@ -174,14 +174,14 @@ def norm_rope_write(
     layer: int,
     plan: StepPlan,
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys, writes keys and values to the cache, gives the queries [T, Hq, D].
+    """Norms and rotates queries and keys, writes keys and values to the cache, returns the queries [T, Hq, D].
 
     Args:
-        qkv: [T, (Hq + 2 Hkv) * D], queries, keys and values side by side, in the model dtype; rows of any stride.
+        qkv: [T, (Hq + 2 Hkv) * D], concatenated queries, keys and values, in the model dtype; rows of any stride.
         head_norms: as `DecoderLayer.head_norms`, [D] of queries and [D] of keys; None for none.
         eps: of both norms.
         cos: float32 [T, 1, R/2], R <= D.
-        sin: likewise.
+        sin: float32 [T, 1, R/2].
         cache: of Hkv heads of D, keys and values.
         layer: of the cache.
         plan: of the step; rows whose slot is -1 are not written.

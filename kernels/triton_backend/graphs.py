@@ -11,12 +11,12 @@ from kernels.interface import AttentionMetaData
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan, on_device
 
-# Runs before the capture: Triton compiles, and libraries allocate what they keep.
+# Runs before the capture, in which Triton compiles and libraries allocate their buffers.
 _WARM_RUNS = 2
 
 
 class TritonGraphs:
-    """StepGraphs on a GPU. Where kernels are interpreted, what is captured is run again: over the same memory.
+    """StepGraphs on a GPU. With interpreted kernels, a captured step is computed again over the same memory.
 
     Args:
         device: of the tensors.
@@ -24,11 +24,11 @@ class TritonGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Graphs never run at the same time, so that they share what they allocate.
+        # Graphs never run at the same time, so they share the memory that they allocate.
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def plan(self, cache: DeviceKVCache, num_heads: int, num_seqs: int, most_rows: int, max_seq_len: int) -> StepPlan:
-        """See StepGraphs: nothing but padding as yet."""
+        """See StepGraphs: a plan of padding alone."""
         shape = Shape(
             rows=num_seqs * most_rows,
             seqs=num_seqs,
@@ -42,7 +42,7 @@ class TritonGraphs:
         return plan
 
     def write(self, plan: StepPlan, metadata: AttentionMetaData, cache: DeviceKVCache) -> None:
-        """See StepGraphs. Of the block tables only what the step has: entries past a sequence's end are not read.
+        """See StepGraphs. Copies only the step's part of the block tables: entries past a sequence's end are not read.
 
         Raises:
             ValueError: the step does not fit.

@@ -60,7 +60,7 @@ class DeviceKVCache:
         return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """See `KVCacheOps.copy_blocks`; without memory of its own, of which a step that was measured may have none."""
+        """See `KVCacheOps.copy_blocks`. Allocates nothing, because a measured step may leave no memory."""
         pairs = list(pairs)
         data = self.data.view(torch.uint8)
         for source, target in pairs:
@@ -73,7 +73,7 @@ class DeviceKVCache:
         return self.data[layer, 0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, Hkv, value_dim]; those of a latent cache are a part of its keys."""
+        """[blocks, block_size, Hkv, value_dim]; for a latent cache, a part of its keys."""
         return self.data[layer, -1, ..., : self.value_dim]
 
     def contents(self, block_id: int) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ class TritonKVCacheOps(KVCacheOps):
 
     @override
     def touch(self, cache: DeviceKVCache, progress: Callable[[int, int], None]) -> None:
-        """Does nothing: the device has given the pages."""
+        """Does nothing: the device's memory is taken at allocation."""
 
     @override
     def contents(self, cache: DeviceKVCache, block_id: int) -> list[torch.Tensor]:

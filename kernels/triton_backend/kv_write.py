@@ -1,6 +1,6 @@
-"""Writing keys and values to the paged cache: one program a row (and part of it), rounded to the cache's dtype.
+"""Writes keys and values to the paged cache: one program a row (and part of it), rounded to the cache's dtype.
 
-The slots begin at any place of the plan's memory, and their alignment must not make kernels of their own.
+The slots can begin anywhere in the plan's memory, and their alignment must not select other kernels.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _write_kv_kernel(
 def write_kv(cache: DeviceKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> None:
     """Stores k and v [T, Hkv, D] of any float dtype in the plan's slots; see KernelBackend.
 
-    Numbers beyond the range of the cache's dtype become the largest, if it is not that of k and v. Rows and heads may
-    lie apart (parts of a fused projection), a head's numbers not. Rows whose slot is -1 are not stored.
+    If the cache's dtype differs from that of k and v, numbers beyond its range become its largest. Rows and heads may
+    have gaps (parts of a fused projection), a head's numbers not. Rows whose slot is -1 are not stored.
     """
     width = cache.num_kv_heads * cache.head_dim
     launch(

@@ -1,10 +1,10 @@
 """Attention over a latent cache, DeepSeek's in its absorbed form: one key a token, whose first numbers are its value.
 
 A program takes the heads of one token, or of a few neighbouring ones, as the rows of its matrix products. Keys come in
-splits whose length follows from the row's own position. A split's softmax starts anew, and splits are merged in their
-order by one expression. Whether programs take a split each and another kernel merges them, or one program takes all of
-them, is thus free to follow from the size of the step: a row's bits are the same (docs/explanation/determinism.md). A
-row that sees nothing of a split, or of a tile of it, leaves every number of it as it was.
+splits whose length follows from the row's own position. Each split starts a new softmax, and splits are merged in order
+by one expression. So programs may take one split each, merged by another kernel, or all splits, depending on the size
+of the step: a row's bits are the same (docs/explanation/determinism.md). A split or tile that a row does not see leaves
+the row's numbers unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kernels.triton_backend.target import Settings
 # A split's keys: the first of SPLIT_KEYS, 2 SPLIT_KEYS, 4 SPLIT_KEYS, ... at which a row has MAX_SPLITS or fewer.
 SPLIT_KEYS = 256
 MAX_SPLITS = 32
-# From so many programs on, each takes all splits of its rows: there are enough for all processors of a GPU. So do they
-# where the splits of all rows would take more memory than this.
+# From this number of programs on, each takes all splits of its rows, because there are enough for all processors of a
+# GPU; also if the splits of all rows would take more memory than this.
 FULL_GRID = 256
 PARTS_BYTES = 256 << 20
 # Heads of a program that merges splits.
@@ -71,9 +71,9 @@ def _split_length(position, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 @triton.jit
 def _merged(highest, total, values, other_highest, other_total, other_values, scale):
-    """Two parts of a softmax as one: the highest score [M], the sum of weights [M], weighted values [M, Dv].
+    """Merges two parts of a softmax: the highest score [M], the sum of weights [M], weighted values [M, Dv].
 
-    Products and sums are fused where it is said and nowhere else, so that each kernel merges to the same bits.
+    Products and sums are fused only where it is written, so that each kernel merges to the same bits.
     """
     both = tl.maximum(highest, other_highest)
     finite = tl.where(both == float("-inf"), 0.0, both)
@@ -123,7 +123,7 @@ def _split(
             positions = tl.load(chosen + places, mask=exists, other=0)
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
-        # Values behind a sequence's end may be NaN, and 0 times NaN is NaN: they are not read.
+        # Values after a sequence's end may be NaN, and 0 times NaN is NaN, so they are not read.
         mask = exists[:, None] & (columns < VALUE_DIM)[None, :]
         key = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(q_values.dtype)
         scores = tl.dot(q_values, tl.trans(key), input_precision="ieee")
@@ -143,7 +143,7 @@ def _split(
     return highest, total, values
 
 
-# A plan's tensors lie behind each other: where they begin depends on the step's size, for which nothing is compiled.
+# A plan's tensors are adjacent in memory: their addresses depend on the step's size, for which nothing is compiled.
 @triton.jit(
     do_not_specialize=["num_seqs", "num_blocks", "num_splits"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "tables", "chosen"],
@@ -240,7 +240,7 @@ def _latent_attention_kernel(
             highest, total, values = _merged(
                 highest, total, values, other_highest, other_total, other_values, scale
             )  # fmt: skip
-        # Rows that are none have seen nothing.
+        # Padding rows have seen nothing.
         values = values / tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + results[:, None] * VALUE_DIM + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 
@@ -335,16 +335,16 @@ def latent_attention(
     selection: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """See LatentAttentionOps.apply; padding rows come back as zeros.
+    """See LatentAttentionOps.apply; padding rows are returned as zeros.
 
     Args:
-        q: [T, Hq, D] in the model dtype, in any strides but for the last one, 1.
+        q: [T, Hq, D] in the model dtype; the last stride is 1.
         cache: latent, of one head of D numbers, in any float dtype.
         layer: of the cache.
-        plan: of the step; its block tables hold all keys of a row, this step's too.
+        plan: of the step; its block tables cover all keys of a row, including this step's.
         scale: of scores, above 0.
-        selection: what `selection.select_tokens` has chosen, int32 [T, k]; None for all tokens up to a row's own.
-        settings: tiles follow from them.
+        selection: result of `selection.select_tokens`, int32 [T, k]; None for all tokens up to a row's own.
+        settings: decide the tiles.
 
     Returns:
         [T, Hq, Dv] in the model dtype.
@@ -409,10 +409,10 @@ def _is_wide(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
 
 
 def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settings) -> Tiles:
-    """Rows of one product are tokens times heads.
+    """Tiles whose rows are tokens times heads.
 
-    With an indexer, a program takes one token, whose keys are its own; without a selection too, since a row that
-    selects all has the bits of one for which nothing was selected.
+    With an indexer, a program takes one token, which has keys of its own; also without a selection, so that a row that
+    selects all has the bits of a row without a selection.
     """
     wide = q.dtype == torch.float32 or _is_wide(q.dtype, cache.data.dtype)
     # Two accumulators of 32 rows and 512 columns are half of a program's registers; 32 queries and 16 keys in float32

@@ -1,8 +1,8 @@
-"""Runs a Triton kernel: on a GPU as it is; in the interpreter on float32 copies of what it cannot compute with.
+"""Runs a Triton kernel: on a GPU directly; in the interpreter on float32 copies of tensors that it cannot compute with.
 
-The interpreter computes bfloat16 on bit patterns, truncates where it stores narrow numbers and knows not every FP8
-. There, tensors of these dtypes are widened before the kernel and rounded,
-by PyTorch, behind it. So what a kernel rounds in between is not rounded there: such tests need a tolerance.
+The interpreter computes bfloat16 on bit patterns, truncates when it stores narrow numbers and lacks some FP8 dtypes.
+Tensors of these dtypes are widened before the kernel, and rounded by PyTorch after it. Roundings inside the kernel are
+therefore missing there: such tests need a tolerance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 @contextmanager
 def _widened(args: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """The arguments with narrow tensors as float32 of the same strides; what was written comes back at the end.
+    """Yields the arguments with narrow tensors as float32 of the same strides; written tensors are copied back at the
+    end.
 
     Views of one memory stay views of one memory.
     """

@@ -23,7 +23,7 @@ from kernels.triton_backend.tiles import Cut, Operands, compiler_options, cut
 
 # Tiles of rows whose programs follow each other, so that they find a tile of the weight in the cache.
 _TOGETHER = 8
-# Columns of the sums that a program brings together, and best columns of tiles that it compares at once.
+# Columns of the sums that a program adds up, and best columns of tiles that it compares at once.
 _SUM_BLOCK = 512
 _BEST_BLOCK = 1024
 
@@ -57,7 +57,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _float_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    # Also FP8 by FP8, which on Hopper sums many products in less than float32 unless it is told not to.
+    # Also FP8 by FP8, for which Hopper otherwise adds many products in less than float32.
     for at in range(start, end, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         a = tl.load(x + k[None, :], mask=in_rows if EVEN else in_rows & (k < inner)[None, :], other=0.0)
@@ -173,8 +173,8 @@ def _product(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    # float32 [BLOCK_M, BLOCK_N] of one part of K, or of PARTS from `part` on, added in order. Rows behind the last are
-    # zero; columns behind the last are the last once more.
+    # float32 [BLOCK_M, BLOCK_N] of one part of K, or of PARTS from `part` on, added in order. Rows after the last are
+    # zero; columns after the last repeat the last.
     row = tl.arange(0, BLOCK_M)[:, None]
     in_rows = row < rows - row_tile * BLOCK_M
     x_rows = x + row_tile.to(tl.int64) * BLOCK_M * x_stride + row * x_stride
@@ -415,7 +415,8 @@ class TritonLinearOps(LinearOps):
 def linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.Tensor:
     """x [T, K] times the packed weight [N, K], plus its bias: [T, N], both in the model dtype.
 
-    Any row stride. Numbers of 8 or 4 bits become those of x's dtype first, or x is quantized, where `quantizes_rows`.
+    Any row stride. Numbers of 8 or 4 bits are converted to x's dtype first; with `quantizes_rows`, x is quantized
+    instead.
 
     Raises:
         ValueError: x has another width or dtype than the weight was packed for.
@@ -459,8 +460,8 @@ def rows(packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
 def argmax(x: torch.Tensor, packed: PackedWeight, limit: int, settings: Settings) -> torch.Tensor:
     """Column of the largest number among the first `limit` in each row of `linear(x, packed)`, int64 [T].
 
-    Of equals, as rounded to the model dtype, the first; NaN counts as the lowest; NO_TOKEN where the largest is not
-    finite. Memory holds one value and column for each row and tile of columns.
+    The first of equals, as rounded to the model dtype; NaN counts as the lowest; NO_TOKEN if the largest is not finite.
+    Takes memory for one value and column per row and tile of columns.
     """
     _check(x, packed)
     plan = _cut(x.unsqueeze(1), packed, settings)

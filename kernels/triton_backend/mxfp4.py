@@ -9,10 +9,10 @@ from kernels.triton_backend.packed_weight import GROUP
 # Numbers that share a scale.
 SCALE_GROUP = 32
 _BIAS = 127
-# 2^-100: what is smaller still is rounded to zero.
+# 2^-100: smaller numbers are rounded to zero.
 _LEAST_EXPONENT = -100
-# E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6. What is above so many of these borders is nearest to the number of that index;
-# those in the middle go to the even index.
+# E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A number's index is how many of these borders are below it; a number on a
+# border goes to the even index.
 _BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _UPWARD = (0.75, 1.75, 3.5)
 

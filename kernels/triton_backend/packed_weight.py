@@ -11,14 +11,14 @@ from kernels.interface import PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend.target import Target
 
-# Dtypes of the models that the kernels are for.
+# Dtypes of the models that these kernels support.
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Numbers of K that share a scale, where a whole row does not.
+# Numbers of K that share a scale, unless a whole row does.
 GROUP = 128
 # As MXFP4 has it (OCP MX specification 1.0): numbers that share a power of two.
 _FP4_GROUP = 32
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# Weights are quantized in pieces of so many numbers, to need little memory beside them.
+# Weights are quantized in pieces of this many numbers, to need little extra memory.
 _PIECE = 1 << 26
 
 
@@ -98,9 +98,9 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
 
 
 def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: Target) -> bool:
-    """True if a model in `dtype` can multiply numbers of a checkpoint as they are, with nothing lost.
+    """True if a model in `dtype` can multiply a checkpoint's numbers without conversion loss.
 
-    E4M3FNUZ has numbers that E4M3FN has not (`other_fp8`).
+    E4M3FNUZ has numbers that E4M3FN lacks (`other_fp8`).
     """
     if dtype not in MODEL_DTYPES:
         return False
@@ -112,7 +112,7 @@ def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: Target) -> bool:
 def kept(
     weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: Target
 ) -> torch.Tensor | QuantizedWeight:
-    """A weight as it is packed for models in `dtype`: stored numbers only where they stay, floats elsewhere."""
+    """A weight packed for models in `dtype`: stored numbers only if they stay, floats otherwise."""
     if isinstance(weight, QuantizedWeight) and packed_format is None and keeps(weight.format, dtype, target):
         return weight
     return as_floats(weight)
@@ -135,15 +135,15 @@ def from_numbers(
     fp8: torch.dtype,
     device: torch.device,
 ) -> PackedWeight:
-    """Packs a checkpoint's numbers as they are.
+    """Packs a checkpoint's numbers unchanged.
 
     Args:
         numbers: [N, K], int8 or either FP8.
-        scales: of any float dtype: [] or [1] for the tensor, [N] or [N, 1] for rows, [N, K / 128] for groups or
-            [N / 128, K / 128] for blocks, rounded up.
+        scales: of any float dtype: [] or [1] for the tensor, [N] or [N, 1] for rows, [N, K / 128] for groups or [N /
+            128, K / 128] for blocks, rounded up.
         bias: [N] or None.
         dtype: the model's.
-        fp8: the target's own, to which FP8 numbers are brought.
+        fp8: the target's FP8, to which FP8 numbers are converted.
 
     Raises:
         ValueError: scales of another shape.
@@ -216,9 +216,10 @@ def _packed_bias(bias: torch.Tensor | None, dtype: torch.dtype, device: torch.de
 
 
 def other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same worth in the other FP8. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
+    """The same values in the other FP8. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
 
-    The other way some numbers below 2^-6 lose half a step, as E4M3FN has none between; all others are kept.
+    In the other direction some numbers below 2^-6 lose half a step, because E4M3FN has fewer there; all others are
+    exact.
     """
     if fp8 == torch.float8_e4m3fn:
         return numbers.float().to(fp8), scales

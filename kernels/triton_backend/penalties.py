@@ -29,8 +29,8 @@ def _penalized(value, counts, repetition, presence, frequency):
     return value - frequency * counts
 
 
-# A program changes some logits, each by its own entry; an id comes once in a row. Rows are told where an entry is their
-# late token's, which then counts once more.
+# A program changes some logits, each by its own entry; a row has each id once. Rows with a late token know its entry,
+# which then counts once more.
 @triton.jit(do_not_specialize=["count"])
 def _penalize_kernel(
     logits, row_stride, entries_of, ids, output_counts, rows, late, repetition, presence, frequency, found, count,
@@ -74,7 +74,7 @@ def _penalize_late_kernel(
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Writes penalties (kernels/penalties.py) into float32 logits [S, V] on the device. Waits for nothing."""
+    """Writes penalties (kernels/penalties.py) into float32 logits [S, V] on the device, without waiting for it."""
     sizes = [len(seen.ids) for seen in penalties.seen]
     columns: list[npt.NDArray[np.generic]] = [
         np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),

@@ -1,8 +1,8 @@
 """Attention plan of a step, as tensors on the device: one copy a step.
 
-Kernels take their grids and constants from the plan's `Shape` alone, so that a graph captured with a padded plan serves
-every step that fits into it: its tensors are written anew, and nothing else changes. Padding sequences have no rows and
-no keys; padding rows have the slot -1.
+Kernels take their grids and constants from the plan's `Shape` alone. So a graph captured with a padded plan serves
+every step that fits: its tensors are overwritten, and nothing else changes. Padding sequences have no rows and no keys;
+padding rows have the slot -1.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, b
 
 
 def _move(plan: StepPlan, rows: torch.Tensor, num_rejected: torch.Tensor, block_size: int) -> None:
-    """Moves each sequence's rows to positions that are so many lower: its keys end there, in other slots.
+    """Moves each sequence's rows to positions that are `num_rejected` lower: its keys end there, in other slots.
 
     Args:
         plan: changed.

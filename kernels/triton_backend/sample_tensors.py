@@ -12,7 +12,7 @@ import torch
 from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.upload import to_device
 
-# Columns in the packed parameters begin at multiples of it: what is loaded as vectors must be aligned.
+# Columns in the packed parameters begin at multiples of it: vector loads must be aligned.
 _ALIGNMENT = 16
 
 
@@ -53,14 +53,14 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class SampleTensors:
-    """Inputs of `sample` besides the logits of S rows: tensors on the device, and what the host knows of them.
+    """Inputs of `sample` besides the logits of S rows: tensors on the device, and facts known on the host.
 
     Attributes:
         rows: parameters.
-        any_drawn: whether a row is not greedy.
-        any_top_k: whether a row has one.
-        any_top_p: whether a row has one.
-        masked: None when no row has any.
+        any_drawn: True if a row is not greedy.
+        any_top_k: True if a row has one.
+        any_top_p: True if a row has one.
+        masked: None if no row has any.
     """
 
     rows: DeviceRows
@@ -70,7 +70,7 @@ class SampleTensors:
     masked: DeviceMaskedIds | None
 
     def moved(self, num_rejected: torch.Tensor) -> SampleTensors:
-        """The same with positions that are so many lower, int64 [S]."""
+        """A copy with positions that are `num_rejected` lower, int64 [S]."""
         positions = self.rows.positions - num_rejected.to(torch.int32)
         return replace(self, rows=replace(self.rows, positions=positions))
 
@@ -130,7 +130,7 @@ def _on_device(masked: MaskedIds, moved: list[torch.Tensor]) -> DeviceMaskedIds:
 
 
 def write_biases(logits: torch.Tensor, biased: BiasedIds | None) -> None:
-    """Writes biases into logits [S, V] on the device; each is at a place of its own."""
+    """Writes biases into logits [S, V] on the device; no logit has two biases."""
     if biased is not None:
         columns: list[npt.NDArray[np.generic]] = [biased.rows, biased.ids, biased.biases]
         rows, ids, biases = columns_to_device(columns, logits.device)

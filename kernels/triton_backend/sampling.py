@@ -1,17 +1,17 @@
 """Sampling on the device without sorting; its tokens equal those of kernels/sampling.py.
 
-The order is (value descending, id ascending). A float's bits, turned so that they count upwards, are its key in that
-order. The border of top-k, and then that of top-p, is a key: three histograms of its bits, from the highest, of counts
-or of integer masses, find it. Both are exact sums, so neither the order of the additions nor the chunks matter. What is
-kept is everything above the border and the first few ids that are equal to it. Noise is drawn for what is kept.
+The order is (value descending, id ascending). A float's bits, transformed so that they count upwards, are its key in
+that order. The borders of top-k and then of top-p are keys: three histograms over the key's bits, from the highest, of
+counts or of integer masses, find them. Both are exact sums, so neither the order of the additions nor the chunks
+matter. Values above the border are kept, and the first few ids equal to it. Noise is drawn for kept ids.
 
-The vocabulary is shared by programs, a chunk of a row each, so that a single row fills the device. Nothing waits for
-the host; which kernels run is known from the parameters, which the host has.
+The vocabulary is divided among programs, a chunk of a row each, so that a single row fills the device. Nothing waits
+for the host; the kernels to run follow from the parameters, which the host has.
 
-Values and noise are what numpy computes, but for exp and log of float64: here they are the device's (CUDA's
-libdevice, ROCm's ocml), which err by about one unit in the last place, as numpy's own do. So noise, rounded to float32,
-differs from numpy's about once in 2^28 draws, then by its last bit, and a mass seldom, by one in 2^44; a token differs
-only where such a bit decides. log1p(-u) is computed as log(1 - u): 1 - u is exact, u being a multiple of 2^-33.
+Values and noise are computed as in numpy, except exp and log of float64: here they are the device's (CUDA's libdevice,
+ROCm's ocml), which err by about one unit in the last place, as numpy's do. So noise, rounded to float32, differs from
+numpy's about once in 2^28 draws, by its last bit, and a mass seldom, by one in 2^44; a token differs only if such a bit
+decides. log1p(-u) is computed as log(1 - u): 1 - u is exact, because u is a multiple of 2^-33.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _ROUNDING = tl.constexpr(2.0**-22)
 # Kind of a row.
 _GREEDY = tl.constexpr(0)
 _DRAWN = tl.constexpr(1)
-# What is known of a row on the way, int64 each: what becomes of it; its border, a key; how many ids with just that key
-# are kept and the last of them; and of the search for a border: the known high bits, counted from the least key, and
-# what is still wanted of the keys that have them, 0 when nothing is sought.
+# State of a row, int64 each: its outcome; its border, a key; how many ids with exactly that key are kept, and the
+# last of them; and for the search of a border: the known high bits, counted from the least key, and how much is still
+# wanted of the keys that have them, 0 without a search.
 _MODE = tl.constexpr(0)
 _BORDER = tl.constexpr(1)
 _TIES = tl.constexpr(2)
@@ -97,14 +97,14 @@ def _candidate(key, id):
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - id).to(tl.int64)
 
 
-# -1 where the number is not finite: a row without one gives no token.
+# -1 if the number is not finite: a row without a finite number gives no token.
 @triton.jit
 def _id_of(candidate):
     is_finite = tl.abs(_value((candidate >> 32).to(tl.int32))) < float("inf")
     return tl.where(is_finite, 0x7FFFFFFF - (candidate & 0x7FFFFFFF), -1)
 
 
-# rint(exp(x - largest) * 2^44), an int64; zero for what is far below.
+# rint(exp(x - largest) * 2^44), an int64; zero for x far below `largest`.
 @triton.jit
 def _mass(x, largest):
     return (tl.exp((x - largest).to(tl.float64)) * _MASS_ONE + _ROUNDER - _ROUNDER).to(tl.int64)
@@ -131,7 +131,7 @@ def _gumbel(word):
     return (-tl.log(-tl.log(1.0 - uniform))).to(tl.float32)
 
 
-# A program sets some logits to minus infinity; with AFTER, of entries that name a token, those behind it alone.
+# A program sets some logits to minus infinity; with AFTER, entries that name a token apply only directly after it.
 @triton.jit(do_not_specialize=["count"])
 def _mask_kernel(logits, row_stride, rows, ids, after, late, count, AFTER: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -177,7 +177,7 @@ def _of_chunks(candidates, row, chunks, CHUNKS: tl.constexpr):
     return tl.load(candidates + row * chunks + chunk, mask=chunk < chunks, other=_LEAST)
 
 
-# The `count`-th largest key of a row's candidates, of which there are as many: by bisection.
+# The `count`-th largest key of a row's candidates, of which there are at least `count`: by bisection.
 @triton.jit
 def _nth_key(candidates, count):
     keys = candidates >> 32
@@ -198,7 +198,8 @@ def _greedy_kernel(best, out, chunks, CHUNKS: tl.constexpr):
     tl.store(out + row, _id_of(tl.max(_of_chunks(best, row, chunks, CHUNKS), axis=0)))
 
 
-# A program decides what becomes of a row, and where its border begins: at that of min_p, or below that of top_k.
+# A program decides a row's outcome, and where the search of its border starts: at the border of min_p, or below that
+# of top_k.
 @triton.jit
 def _begin_kernel(best, nans, temperature, log_min_p, top_k, top_p_shift, largest, state, chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -219,7 +220,7 @@ def _begin_kernel(best, nans, temperature, log_min_p, top_k, top_p_shift, larges
     has_min_p = is_filtered & (logarithm > -infinity)
     border = tl.where(has_min_p, _key(tl.where(has_min_p, highest + logarithm, 0.0)).to(tl.int64) - 1, _LEAST_KEY)
     if is_filtered & (k > 0) & (k <= chunks):
-        # As many chunks have a number that is as large: what is smaller need not be counted.
+        # At least as many chunks have a number this large, so smaller ones need not be counted.
         border = tl.maximum(border, _key(tl.div_rn(_value(_nth_key(candidates, k)), divisor)).to(tl.int64) - 1)
     own = state + row * _FIELDS
     tl.store(largest + row, highest)
@@ -232,8 +233,8 @@ def _begin_kernel(best, nans, temperature, log_min_p, top_k, top_p_shift, larges
     tl.store(own + _WANTED_MASS, (is_filtered & (shift > 0)).to(tl.int64))
 
 
-# A program adds a chunk of a row to the row's histogram: of what is above the border and has the known bits, by the
-# bits behind them.
+# A program adds a chunk of a row to the row's histogram: values above the border that have the known bits, by the
+# next bits.
 @triton.jit(do_not_specialize=["above", "shift"])
 def _histogram_kernel(
     logits,
@@ -271,8 +272,8 @@ def _histogram_kernel(
             tl.atomic_add(bins + row * BINS + digit, weight, mask=counted, sem="relaxed")
 
 
-# A program finds the bin of a row at which the sums from the highest bin downwards reach what is wanted, and empties
-# the bins. With the last bits the border is found.
+# A program finds the bin of a row at which the sums from the highest bin downwards reach the wanted amount, and
+# clears the bins. With the last bits the border is found.
 @triton.jit(do_not_specialize=["above", "shift"])
 def _border_kernel(
     top_p_mantissa,
@@ -351,7 +352,7 @@ def _last_tie_kernel(logits, row_stride, vocab, temperature, state, CHUNK: tl.co
         tl.store(own + _LAST_TIE, last.to(tl.int64))
 
 
-# A program finds the best of value plus noise in a chunk of a row, of what is kept.
+# A program finds the best value plus noise among the kept ids of a chunk of a row.
 @triton.jit
 def _draw_kernel(
     logits,
@@ -405,7 +406,7 @@ def _decide_kernel(best, drawn, state, out, chunks, CHUNKS: tl.constexpr):
 
 
 class TritonSamplingOps(SamplingOps):
-    """Tokens are drawn on the device, and fetched on a stream of its own, so that later steps do not delay them."""
+    """Draws tokens on the device, and fetches them on a stream of its own, so that later steps do not delay them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -435,7 +436,7 @@ class TritonSamplingOps(SamplingOps):
         return lambda: LogitStats(*(column.numpy() for column in fetched()))
 
     def _fetch(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Begins to copy tensors to the host; the result waits for them, and for nothing that comes later."""
+        """Begins to copy tensors to the host; the result waits for them, not for later work of the device."""
         if self._copies is None:
             return lambda: tensors
         hosts = tuple(torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors)
@@ -476,7 +477,7 @@ class TritonSamplingOps(SamplingOps):
 
 
 def confine(logits: torch.Tensor, confined: AllowedBits | None) -> None:
-    """Writes minus infinity into logits [S, V] on the device where the bit of an id is not set."""
+    """Writes minus infinity into logits [S, V] on the device for ids whose bit is not set."""
     if confined is not None:
         count, words = confined.bits.shape
         rows, bits = columns_to_device([confined.rows, confined.bits.view(np.int32).ravel()], logits.device)
@@ -490,8 +491,8 @@ def confine(logits: torch.Tensor, confined: AllowedBits | None) -> None:
 def greedy(logits: torch.Tensor, limit: int) -> torch.Tensor:
     """Ids int64 [S] of the largest among the first `limit` logits of each row [S, V], of any float dtype.
 
-    The first of equals; NaN counts as the lowest, and NO_TOKEN is given where the largest is not finite. A row's
-    numbers must lie side by side.
+    The first of equals; NaN counts as the lowest, and NO_TOKEN is returned if the largest is not finite. A row's
+    numbers must be contiguous.
     """
     best, _ = _largest(logits, limit)
     return _greedy(best)

@@ -1,12 +1,12 @@
 """Token selection: the indexer of DeepSeek sparse attention (DeepSeek-V3.2).
 
-A kernel scores a row's tokens and writes numbers that order them by score; of equal ones the lower position comes
-first. Another finds the number of the k-th token, eight bits at a time by histograms, and lists what is selected in the
-order of positions: a row that selects all its tokens attends to them as if nothing had been selected, to the bit. How
-work is dealt out to programs does not show in either.
+One kernel scores a row's tokens and writes integers that order them by score, equal scores by position. Another finds
+the integer of the k-th token, eight bits at a time by histograms, and lists the selected tokens in the order of
+positions: a row that selects all its tokens attends to them as without a selection, to the bit. The division of the
+work among programs changes neither.
 
-Both look at no more tokens than a row sees, which they read on the device: in a captured step, whose tensors have
-places for the longest sequence that a worker takes, short sequences cost what they cost in any other.
+Both visit no more tokens than a row sees, a number that they read on the device: in a captured step, whose tensors have
+room for the longest sequence of a worker, short sequences cost no more than in any other step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PANEL_BYTES = 256 << 20
 # Tokens that a program scores before it takes others, and of those at a time.
 PROGRAM_KEYS = 512
 TILE_KEYS = 64
-# Programs that score, where there are not more rows.
+# Number of scoring programs, unless there are more rows.
 PROGRAMS = 2048
 # Tokens of a row that are looked at in one go when the selected ones are found.
 SELECT_BLOCK = 2048
@@ -184,18 +184,18 @@ def _select_kernel(
 def select_tokens(
     q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan
 ) -> torch.Tensor | None:
-    """See LatentAttentionOps.select_tokens; what is returned is for `latent.latent_attention`.
+    """See LatentAttentionOps.select_tokens; the result is for `latent.latent_attention`.
 
     Args:
-        q: [T, Hi, Di] in the model dtype, in any strides but for the last one, 1.
+        q: [T, Hi, Di] in the model dtype; the last stride is 1.
         weights: float32 [T, Hi], the last stride 1.
         cache: with an indexer, whose index keys are in any float dtype.
         layer: of the cache.
-        plan: of the step; its block tables hold all keys of a row, this step's too.
+        plan: of the step; its block tables cover all keys of a row, including this step's.
 
     Returns:
-        int32 [T, k]: positions in ascending order, then -1; only -1 for padding rows. None where no sequence of the
-        plan's shape is longer than the k that a row attends to.
+        int32 [T, k]: positions in ascending order, then -1; only -1 for padding rows. None if no sequence of the plan's
+            shape is longer than k.
     """
     spec, index = cache.index_spec, cache.index
     if spec is None or index is None or plan.shape.max_seqlen_k <= spec.topk:
@@ -218,7 +218,8 @@ def select_tokens(
 def _orders(
     q: torch.Tensor, weights: torch.Tensor, index: DeviceKVCache, layer: int, plan: StepPlan, start: int, count: int
 ) -> torch.Tensor:
-    """int32 [count, longest sequence] of the rows from `start` on; past a row's own token nothing is written."""
+    """Orders (scores as sortable int32) of the rows from `start` on, [count, longest sequence]. Entries past a row's
+    own token are left unwritten."""
     keys, width = index.keys(layer), plan.shape.max_seqlen_k
     orders = torch.empty(count, width, dtype=torch.int32, device=q.device)
     parts = min(triton.cdiv(width, PROGRAM_KEYS), max(1, PROGRAMS // count))

@@ -1,4 +1,4 @@
-"""Target of the kernels: what they are compiled for, and how they are tuned."""
+"""Target that the kernels are compiled for, and their tuning settings."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Settings:
     """Settings by which launchers choose tiles.
 
     Attributes:
-        target: what is compiled for.
-        batch_invariant: whether a row's bits must not depend on the others (docs/explanation/determinism.md): splits
-            are chosen without looking at how many rows or sequences there are, and so are tiles that do not agree.
+        target: of the compiler.
+        batch_invariant: True if a row's bits must not depend on the other rows (docs/explanation/determinism.md):
+            splits are chosen without the number of rows or sequences, and so are tiles that do not agree.
         agreement: knows which tiles agree on this GPU; None if tiles of different shapes count as different.
     """
 
@@ -100,7 +100,7 @@ def current() -> Target:
 
 
 def of(gpu: GPUTarget) -> Target:
-    """The target that Triton names so, as `current` says; an unknown one has the name of its own architecture."""
+    """The target of Triton's name for a GPU, as in `current`; an unknown GPU gets the name of its own architecture."""
     if gpu.backend == "hip":
         name = str(gpu.arch)
         least = replace(TARGETS["gfx942"], name=name, has_fp8=False)
