@@ -14,84 +14,40 @@ from typing import Any, Final
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
-from common.constraints.forms import CHOICES, FORMS, JSON_OBJECT, Constraint
 from common.errors import (
     InvalidFieldError,
     PromptTooLongError,
     TextTooLongError,
 )
 from common.limits import (
-    MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
-    MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_CONTINUATIONS,
     MAX_DOCUMENTS,
     MAX_EMBED_INPUTS,
     MAX_EMBED_NUMBERS,
-    MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
     MAX_SESSION_ID_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MAX_STOP_TOKEN_SEQUENCE,
-    MAX_STOP_TOKEN_SEQUENCES,
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
-from common.params.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
 from common.params.sampling_masks import check_bias_ids
-from common.params.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from common.params.sampling_params import PARAMETERS, SamplingParams
 from common.rpc.unsupported_fields import refuse_unserved
 from common.wire.ids import check_id
+from common.wire.sampling_protos import OUTPUT_FIELDS, PUBLIC_FIELDS, given_output, given_sampling
 from router.answers.tools import check_tools
 from router.json_text import json_object
 
-# Scalar fields that are passed on as they are, when they are given.
-_GIVEN: Final = (
-    *DISTRIBUTION_FIELDS,
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "n",
-    "num_drafts",
-)
 _FEW_IDS: Final = 128
 _SHA256_BYTES: Final = 32
 _NO_TEXT: Final = hashlib.sha256().digest()
 # Characters of an unknown role that an error repeats.
 _QUOTED_ROLE: Final = 64
-_MOST_ENTRIES: Final = {
-    "stop_strings": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "stop_token_sequences": MAX_STOP_TOKEN_SEQUENCES,
-    "logit_bias": MAX_LOGIT_BIASES,
-    "bad_words": MAX_BAD_WORDS,
-    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
-}
-_SAMPLING = (
-    *_GIVEN,
-    "best_of",
-    "stop_strings",
-    "include_stop_string",
-    "stop_token_ids",
-    "stop_token_sequences",
-    "stop_token_sequences.ids",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "constraint",
-    *(f"constraint.{form}" for form in FORMS),
-    "constraint.choices.texts",
-)
-_KINDS: Final = {
-    pb.LOGPROBS_KIND_UNSPECIFIED: RAW,
-    pb.LOGPROBS_KIND_RAW: RAW,
-    pb.LOGPROBS_KIND_PROCESSED: PROCESSED,
-}
+_MOST_ENTRIES: Final = {name: row.most_entries for name, row in PARAMETERS.items() if row.most_entries is not None}
 _COMMON = frozenset(
     (
         "model",
@@ -105,7 +61,7 @@ _COMMON = frozenset(
         "output_options.keep_special_tokens",
         "output_options.receipt",
         "output_options.receipt.logits_every",
-        *(f"output_options.{name}" for name in LOGPROB_FIELDS),
+        *(f"output_options.{name}" for name in OUTPUT_FIELDS),
         "sampling_params",
         "resume",
         "resume.answers",
@@ -120,7 +76,7 @@ _COMMON = frozenset(
         "resume.weights_digest",
         "resume.numerics",
     )
-) | {f"sampling_params.{name}" for name in _SAMPLING}
+) | {f"sampling_params.{path}" for path in {*PUBLIC_FIELDS, "best_of"}}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
 _TEXT_OR_TOKENS = ("text", "token_ids", "token_ids.ids")
 SCORE_SERVED = frozenset(
@@ -557,19 +513,7 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
     _check_best_of(message)
     _check_counts(message)
     _check_stop_token_sequences(message.stop_token_sequences, vocab_size)
-    given: dict[str, Any] = {name: getattr(message, name) for name in _GIVEN if message.HasField(name)}
-    params = replace(
-        defaults,
-        **given,
-        stop_strings=tuple(message.stop_strings),
-        include_stop_string=message.include_stop_string,
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop_token_sequences=tuple(tuple(sequence.ids) for sequence in message.stop_token_sequences),
-        logit_bias=message.logit_bias,
-        bad_words=tuple(message.bad_words),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
-    )
+    params = replace(defaults, **given_sampling(message))
     if message.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         problem = f"is {params.min_tokens}"
         raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
@@ -577,21 +521,6 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         check_token_ids(f"sampling_params.{name}", getattr(params, name), vocab_size)
     check_bias_ids(params, vocab_size)
     return params
-
-
-def _constraint(message: pb.Constraint) -> Constraint:
-    """A constraint as Python values.
-
-    Raises:
-        InvalidFieldError: it has no form, or one of a wrong size.
-    """
-    form = message.WhichOneof("form")
-    if form is None:
-        raise InvalidFieldError("sampling_params.constraint", "is empty", f"one of {', '.join(FORMS)}")
-    content = getattr(message, form)
-    if form == JSON_OBJECT:
-        return Constraint.of({form: content})
-    return Constraint(form, tuple(content.texts) if form == CHOICES else (content,))
 
 
 def with_logprobs(params: SamplingParams, options: pb.OutputOptions, vocab_size: int) -> SamplingParams:
@@ -602,18 +531,8 @@ def with_logprobs(params: SamplingParams, options: pb.OutputOptions, vocab_size:
     """
     if not _asks_for_logprobs(options):
         return params
-    given: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in ("logprobs", "prompt_logprobs", "prompt_logprobs_start")
-        if options.HasField(name)
-    }
     try:
-        made = replace(
-            params,
-            **given,
-            logprob_token_ids=tuple(options.logprob_token_ids),
-            logprobs_kind=_KINDS[options.logprobs_kind],
-        )
+        made = replace(params, **given_output(options))
     except InvalidFieldError as error:
         (violation,) = error.violations
         path = violation.path.replace("sampling_params", "output_options", 1)

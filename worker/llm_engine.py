@@ -26,8 +26,9 @@ from common.constraints.forms import Constraint
 from common.errors import DuplicateRequestError, InvalidFieldError, NoOutputHeadError, NoTokenizerError
 from common.hub import HubError, model_folder
 from common.params.pooling import EMBED_PARAMS, LABELS, VECTORS, Pooling, Vectors, finished
+from common.params.sampling_checks import TokenSequences
 from common.params.sampling_masks import check_tokens_left
-from common.params.sampling_params import SamplingParams, TokenSequences
+from common.params.sampling_params import SamplingParams
 from common.params.step_defaults import PREFILL_SLICE_S, default_scheduling_policy, default_token_budget
 from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer

@@ -11,15 +11,6 @@ RAW: Final = "raw"
 PROCESSED: Final = "processed"
 LOGPROBS_KINDS: Final = (RAW, PROCESSED)
 
-# Parameters that are about logprobs; the public contract has them among its output options.
-LOGPROB_FIELDS: Final = (
-    "logprobs",
-    "logprob_token_ids",
-    "logprobs_kind",
-    "prompt_logprobs",
-    "prompt_logprobs_start",
-)
-
 _WORD_BYTES: Final = 4
 # Words of a row before those of further tokens.
 HEAD_WORDS: Final = 4

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_BAD_WORD_TOKENS
-from common.params.sampling_params import TokenSequences
+from common.params.sampling_checks import TokenSequences
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
 
 

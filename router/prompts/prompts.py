@@ -35,7 +35,7 @@ from common.errors import (
     UnservedByWorkersError,
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
-from common.params.sampling_params import TokenSequences
+from common.params.sampling_checks import TokenSequences
 from common.text.bad_words import bad_words_token_ids
 from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked

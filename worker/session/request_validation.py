@@ -18,9 +18,8 @@ from common.limits import (
     MAX_STOP_TOKEN_SEQUENCE,
     MAX_STOP_TOKEN_SEQUENCES,
 )
-from common.params.logprobs import LOGPROB_FIELDS
 from common.params.sampling_masks import check_bias_ids, check_tokens_left
-from common.params.sampling_params import SamplingParams
+from common.params.sampling_params import LOGPROB_FIELDS, SamplingParams
 from common.wire.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
 from worker.engine.sequence import Priority
 

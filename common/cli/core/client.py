@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from common.cli.core.errors import CommandError
 from common.limits import MAX_REQUEST_BYTES
-from common.params.logprobs import LOGPROB_FIELDS
+from common.params.sampling_params import LOGPROB_FIELDS
 from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 from common.telemetry.names import TRACERESPONSE
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.params.sampling_params import float32
+from common.params.sampling_checks import float32
 from kernels import sampling
 from kernels.interface import SampleParams
 from kernels.no_token import NO_TOKEN

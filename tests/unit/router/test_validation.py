@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import ApiError, InvalidFieldError
 from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
-from common.params.sampling_params import SamplingParams, float32, model_defaults
+from common.params.sampling_checks import float32
+from common.params.sampling_params import SamplingParams, model_defaults
 from router import validation
 from router.validation import (
     check_chat,

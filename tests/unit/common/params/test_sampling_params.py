@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidFieldError
-from common.params.sampling_params import SamplingParams, float32, model_defaults
+from common.params.sampling_checks import float32
+from common.params.sampling_params import SamplingParams, model_defaults
 
 
 def test_an_absent_file_changes_nothing() -> None:

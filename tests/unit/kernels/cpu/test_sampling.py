@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.params.sampling_params import float32
+from common.params.sampling_checks import float32
 from kernels import sampling as reference
 from kernels.cpu import sampling
 from kernels.interface import AllowedBits, AllowedIds, BiasedIds, MaskedIds, SampleParams

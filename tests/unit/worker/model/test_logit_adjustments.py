@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config
-from common.params.sampling_params import SamplingParams, float32
+from common.params.sampling_checks import float32
+from common.params.sampling_params import SamplingParams
 from kernels.interface import SampleParams
 from kernels.penalties import penalize
 from kernels.sampling import sample, write_biases, write_masks

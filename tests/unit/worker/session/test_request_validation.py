@@ -10,8 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidFieldError, UnservedFieldError
-from common.params.logprobs import LOGPROB_FIELDS
-from common.params.sampling_params import SamplingParams
+from common.params.sampling_params import LOGPROB_FIELDS, SamplingParams
 from common.rpc.unsupported_fields import field_paths, refuse_unlisted
 from worker.session import request_validation
 

@@ -1,0 +1,40 @@
+"""The whole table of options: of the services, the clients, the benchmarks and of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+from common.params.options.bench import BENCH
+from common.params.options.clients import CLIENTS, CREDENTIALS
+from common.params.options.engine import ENGINE
+from common.params.options.option import Option
+from common.params.options.sampling import SAMPLING
+from common.params.options.services import PLACES, SERVING
+
+OPTIONS: Final = (*PLACES, *ENGINE, *SERVING, *BENCH, *CLIENTS, *SAMPLING, *CREDENTIALS)
+"""Every option of every command, in the order of their help."""
+
+
+@cache
+def options_of(command: str) -> Mapping[str, Option]:
+    """Options of a command, named as after `fissile`, by the names of their values."""
+    return {row.value_name: row for row in OPTIONS if command in row.commands}
+
+
+def default_of(command: str, value_name: str) -> Any:
+    """Default of one option of a command."""
+    return options_of(command)[value_name].default
+
+
+@cache
+def config_fields() -> Mapping[str, Option]:
+    """Options that set a field of `Config`, by the field."""
+    return {row.field: row for row in OPTIONS if row.field}
+
+
+def library_default(field: str) -> Any:
+    """Default of a field of `Config` that has an option."""
+    row = config_fields()[field]
+    return row.default if row.library_default is None else row.library_default
