@@ -419,7 +419,8 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
             seq = Sequence(list(range(5, 45)), BLOCK_SIZE, SamplingParams(temperature=1.0), seed=7)
             seq.block_table = [3, 1, 2]
             batch = ScheduledBatch({seq.id: seq}, [40], 40)
-            batch.drafts_wanted, batch.feeds_draft_model = {seq.id: K}, True
+            batch.want_drafts({seq.id: K})
+            batch.feeds_draft_model = True
             outputs += [
                 [*out.token_ids.values(), *(out.draft_token_ids or {}).values()] for out in ranks.outputs(batch)
             ]

@@ -400,7 +400,7 @@ _SAMPLED_AT = "positions=positions"
 MUTANTS = [
     Mutant("noise by the step", Sampler, "sample_rows", _SAMPLED_AT,
            "positions=own * 0 + batch.total_tokens_num"),
-    Mutant("noise without the choice", Sampler, "sample_rows", "choices=arrays.choices[own]",
+    Mutant("noise without the choice", Sampler, "sample_rows", "choices=sampling.choices[own]",
            "choices=own * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),

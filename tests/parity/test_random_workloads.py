@@ -136,7 +136,7 @@ class Recorder(ModelRunner):
         batch, known = self.batch, logits[:, : self.sampled_ids].numpy()
         final = [i for i, last in enumerate(batch.is_final) if last]
         for row, i in zip(known, final, strict=True):
-            place = batch.seeds[i], batch.choices[i], batch.context_lens[i]
+            place = int(batch.sampling.seeds[i]), int(batch.sampling.choices[i]), batch.context_lens[i]
             digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
             assert self.rows.setdefault(place, digest) == digest, f"{place} computed again gives other logits"
 

@@ -82,19 +82,7 @@ class TokenHistory:
 
 
 _NO_IDS: Final = np.empty(0, np.int64)
-_COLUMNS: Final = (
-    "ids",
-    "num_cached_tokens",
-    "temperatures",
-    "top_ks",
-    "top_ps",
-    "min_ps",
-    "seeds",
-    "choices",
-    "digested",
-    "logprob_params",
-    "poolings",
-)
+_COLUMNS: Final = ("ids", "num_cached_tokens", "digested", "logprob_params", "poolings")
 
 
 class BlockCopy(NamedTuple):
@@ -104,69 +92,91 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class SampleArrays:
+    """Parameters by which sequences are sampled, an array of each, in batch order.
+
+    Attributes:
+        temperature: float32; 0 is greedy.
+        top_k: int64, number of ids that may be sampled; 0 for all.
+        top_p: float32, nucleus mass; 1 is off.
+        min_p: float32, smallest probability relative to the largest; 0 is off.
+        seeds: uint64, seeds of the random numbers.
+        choices: int64, indices of the answers.
+    """
+
+    def __init__(
+        self,
+        temperature: list[float],
+        top_k: list[int],
+        top_p: list[float],
+        min_p: list[float],
+        seeds: list[int],
+        choices: list[int],
+    ) -> None:
+        self.temperature = np.array(temperature, np.float32)
+        self.top_k = np.array(top_k, np.int64)
+        self.top_p = np.array(top_p, np.float32)
+        self.min_p = np.array(min_p, np.float32)
+        self.seeds = np.array(seeds, np.uint64)
+        self.choices = np.array(choices, np.int64)
+
+    @classmethod
+    def of(cls, rows: list[Sequence]) -> SampleArrays:
+        """The parameters of these sequences."""
+        params = [s.sampling_params for s in rows]
+        return cls(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[s.seed for s in rows],
+            choices=[s.choice for s in rows],
+        )
+
+    def values(self) -> dict[str, Any]:
+        """Every array as a list, by name: arguments that make the same arrays in another process."""
+        return {name: array.tolist() for name, array in vars(self).items()}
+
+
 class SequenceColumns:
-    """Per-sequence constants in columnar form, computed lazily and shared by all steps with the same members."""
+    """Constants of a batch's sequences in columns, made on first use and shared by all steps of the same sequences."""
 
     def __init__(self, rows: list[Sequence]) -> None:
         self.rows = rows
         self.ids = [s.id for s in rows]
         self.by_id = dict(zip(self.ids, rows, strict=True))
-        # Fixed from admission to the end of the run, for which columns are kept.
+        # Fixed from a sequence's admission until it ends or is preempted, and no columns are kept beyond that.
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]
 
     def values(self) -> dict[str, Any]:
-        """Every column, by name."""
-        return {name: getattr(self, name) for name in _COLUMNS}
+        """Every column, by name, as `restored` takes them."""
+        return {name: getattr(self, name) for name in _COLUMNS} | {"sampling": self.sampling.values()}
 
     @classmethod
     def restored(cls, values: dict[str, Any]) -> SequenceColumns:
         """The columns with these values, in another process, which has no sequences."""
         columns = cls([])
-        vars(columns).update(values)
+        vars(columns).update(values, sampling=SampleArrays(**values["sampling"]))
         return columns
 
     @cached_property
-    def temperatures(self) -> list[float]:
-        """Sampling temperatures; 0 is greedy."""
-        return [s.sampling_params.temperature for s in self.rows]
+    def sampling(self) -> SampleArrays:
+        """Parameters by which the sequences are sampled."""
+        return SampleArrays.of(self.rows)
 
     @cached_property
     def is_greedy(self) -> bool:
         """True if the temperatures are all 0."""
-        return not any(self.temperatures)
-
-    @cached_property
-    def top_ks(self) -> list[int]:
-        """Number of ids that may be sampled, per sequence; 0 for all."""
-        return [s.sampling_params.top_k for s in self.rows]
-
-    @cached_property
-    def top_ps(self) -> list[float]:
-        return [s.sampling_params.top_p for s in self.rows]
-
-    @cached_property
-    def min_ps(self) -> list[float]:
-        """Smallest probabilities, relative to the largest."""
-        return [s.sampling_params.min_p for s in self.rows]
-
-    @cached_property
-    def seeds(self) -> list[int]:
-        """Seeds of the random numbers."""
-        return [s.seed for s in self.rows]
-
-    @cached_property
-    def choices(self) -> list[int]:
-        """Indices of the answers."""
-        return [s.choice for s in self.rows]
+        return not self.sampling.temperature.any()
 
     @cached_property
     def digested(self) -> dict[int, tuple[int, int]]:
-        """By place of the rows with `logits_every`: that, and the length of the prompt."""
+        """`logits_every` and the length of the prompt, by place of the sequences whose logits are digested."""
         return {i: (s.logits_every, s.num_prompt_tokens) for i, s in enumerate(self.rows) if s.logits_every}
 
     @cached_property
     def logprob_params(self) -> dict[int, SamplingParams]:
-        """Parameters of the sequences that want logprobs, of generated or of given tokens, by their places."""
+        """Parameters of the sequences that want logprobs of generated or of given tokens, by place."""
         every = enumerate([s.sampling_params for s in self.rows])
         return {i: p for i, p in every if p.logprobs is not None or p.prompt_logprobs is not None}
 
@@ -177,12 +187,12 @@ class SequenceColumns:
 
     @cached_property
     def poolings(self) -> dict[int, Pooling]:
-        """By place of the sequences that are embedded: how."""
+        """Pooling of the sequences that are embedded, by place."""
         return {i: s.pooling for i, s in enumerate(self.rows) if s.pooling is not None}
 
     @cached_property
     def steered(self) -> list[tuple[int, Sequence]]:
-        """Places of the rows whose logits penalties or masks may change."""
+        """The sequences whose logits penalties, a bias or masks may change, with their places."""
         return [(i, s) for i, s in enumerate(self.rows) if s.steered_until > s.num_prompt_tokens]
 
 
@@ -204,13 +214,13 @@ _FIELDS: Final = (
     "num_spec_step",
     "scheduled_spec_decode_tokens",
     "drafts_in_flight",
-    "_drafts_wanted",
+    "drafts_wanted",
     "_num_slots",
     "feeds_draft_model",
     "next_token_ids",
     "digested_blocks",
     "block_copies",
-    "_block_size",
+    "block_size",
 )
 
 
@@ -267,13 +277,14 @@ class ScheduledBatch:
         columns: SequenceColumns | None = None,
         block_copies: list[BlockCopy] | None = None,
     ) -> None:
-        self._columns = SequenceColumns(list(seqs.values())) if columns is None else columns
-        rows = self._columns.rows
-        self.req_ids = self._columns.ids
+        # Constants of the sequences; the same object while the sequences are the same.
+        self.columns = SequenceColumns(list(seqs.values())) if columns is None else columns
+        rows = self.columns.rows
+        self.req_ids = self.columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.drafts_in_flight: dict[int, int] = {}
-        self._drafts_wanted: dict[int, int] = {}
+        self.drafts_wanted: dict[int, int] = {}
         self._num_slots: dict[int, int] = {}
         self.feeds_draft_model = False
         self.next_token_ids: dict[int, int] = {}
@@ -288,13 +299,14 @@ class ScheduledBatch:
             self._take_decodes(rows)
         else:
             self._take_rows(rows)
-        self._tables = [s.block_table for s in rows]
-        self._block_size = rows[0].block_size if rows else 1
-        self.num_cached_tokens = self._columns.num_cached_tokens
+        # The own tables of the sequences: they may be longer than what the step needs, and may still grow.
+        self.tables = [s.block_table for s in rows]
+        self.block_size = rows[0].block_size if rows else 1
+        self.num_cached_tokens = self.columns.num_cached_tokens
         # By index i, of those sampled sequences whose logits it changes.
         self.histories = {
             i: TokenHistory.of(s)
-            for i, s in self._columns.steered
+            for i, s in self.columns.steered
             if len(s.token_ids) + s.num_placeholder < s.steered_until and self.is_final[i]
         }
         self.total_tokens_num = total_tokens_num
@@ -306,32 +318,13 @@ class ScheduledBatch:
         self.is_dummy_run = is_dummy_run
         self.num_spec_step = num_spec_step
 
-    @property
-    def columns(self) -> SequenceColumns:
-        """Constants of the sequences; the same object while the sequences are the same."""
-        return self._columns
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block."""
-        return self._block_size
-
-    @property
-    def tables(self) -> list[list[int]]:
-        """The sequences' own block tables, which may be longer than what the step needs, and may still grow."""
-        return self._tables
-
-    @property
-    def drafts_wanted(self) -> dict[int, int]:
-        return self._drafts_wanted
-
-    @drafts_wanted.setter
-    def drafts_wanted(self, wanted: dict[int, int]) -> None:
-        self._drafts_wanted = wanted
-        rows = zip(self._columns.rows, self._tables, strict=True)
+    def want_drafts(self, wanted: dict[int, int]) -> None:
+        """Sets `drafts_wanted`, and notes how many tokens those sequences have slots for."""
+        self.drafts_wanted = wanted
+        rows = zip(self.columns.rows, self.tables, strict=True)
         # A table may grow before the step is launched, by blocks that another sequence of the step still has; and it
         # may have slots behind the longest sequence that the model has positions for.
-        size = self._block_size
+        size = self.block_size
         self._num_slots = {s.id: min(len(table) * size, s.length_limit) for s, table in rows if s.id in wanted}
 
     def num_slots(self, i: int) -> int:
@@ -354,7 +347,7 @@ class ScheduledBatch:
         """The batch that these were taken of, in another process."""
         batch = cls.__new__(cls)
         vars(batch).update(fields)
-        batch._columns, batch._tables, batch.histories = columns, tables, histories
+        batch.columns, batch.tables, batch.histories = columns, tables, histories
         batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
         return batch
 
@@ -374,7 +367,7 @@ class ScheduledBatch:
         ]
         self.from_last_output = [start >= len(s.token_ids) for s, start, _ in spans]
         self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, _, end in spans]
-        asked = {i: self._targets(*spans[i]) for i in self._columns.logprob_params}
+        asked = {i: self._targets(*spans[i]) for i in self.columns.logprob_params}
         self.targets = {i: targets for i, targets in asked.items() if targets}
 
     @staticmethod
@@ -399,29 +392,34 @@ class ScheduledBatch:
     @cached_property
     def last_block_num_tokens(self) -> list[int]:
         """Tokens in the last block of each context."""
-        return [(end - 1) % self._block_size + 1 for end in self.context_lens]
+        return [(end - 1) % self.block_size + 1 for end in self.context_lens]
 
     @cached_property
     def block_tables(self) -> list[list[int]]:
         """The blocks of each context, in order."""
-        size = self._block_size
-        return [table[: -(-end // size)] for table, end in zip(self._tables, self.context_lens, strict=True)]
+        size = self.block_size
+        return [table[: -(-end // size)] for table, end in zip(self.tables, self.context_lens, strict=True)]
+
+    @property
+    def sampling(self) -> SampleArrays:
+        """Parameters by which the sequences are sampled; the same object while the sequences are the same."""
+        return self.columns.sampling
 
     @property
     def temperatures(self) -> list[float]:
-        """Temperature of each row; 0 is greedy."""
-        return self._columns.temperatures
+        """Temperature of each sequence; 0 is greedy."""
+        return [float(each) for each in self.sampling.temperature]
 
     @property
     def is_greedy(self) -> bool:
         """True if every row takes its most likely token, and nobody changes, digests or weighs the logits."""
-        is_greedy = self._columns.is_greedy and not self._columns.samples_logprobs
+        is_greedy = self.columns.is_greedy and not self.columns.samples_logprobs
         return is_greedy and not self.histories and not self.digested
 
     @cached_property
     def digested(self) -> list[int]:
         """Indices of the sampled sequences of which the step may digest logits."""
-        rows = self._columns.digested
+        rows = self.columns.digested
         return [i for i in rows if self.is_final[i] and self._may_digest(i)] if rows else []
 
     def _may_digest(self, i: int) -> bool:
@@ -431,49 +429,19 @@ class ScheduledBatch:
 
     def is_digested(self, i: int, position: int) -> bool:
         """True if the logits are digested that the token of row i at an absolute position is drawn from."""
-        every, begin = self._columns.digested.get(i, (0, 0))
+        every, begin = self.columns.digested.get(i, (0, 0))
         return every > 0 and (position - begin) % every == 0
 
     @cached_property
     def pooled(self) -> dict[int, Pooling]:
         """Indices of the sequences whose hidden states the step gives, and how: a mean is of every chunk."""
-        return {i: pooling for i, pooling in self._columns.poolings.items() if pooling == MEAN or self.is_final[i]}
+        return {i: pooling for i, pooling in self.columns.poolings.items() if pooling == MEAN or self.is_final[i]}
 
     @property
     def only_pools(self) -> bool:
         """True if no token is sampled: all sequences whose last token the step reaches are embedded."""
-        poolings = self._columns.poolings
+        poolings = self.columns.poolings
         return bool(poolings) and all(i in poolings for i, final in enumerate(self.is_final) if final)
-
-    @property
-    def logprob_params(self) -> dict[int, SamplingParams]:
-        """Parameters of the rows that want logprobs, of generated or of given tokens."""
-        return self._columns.logprob_params
-
-    @property
-    def top_ks(self) -> list[int]:
-        """top_k of each row; 0 is off."""
-        return self._columns.top_ks
-
-    @property
-    def top_ps(self) -> list[float]:
-        """top_p of each row; 1 is off."""
-        return self._columns.top_ps
-
-    @property
-    def min_ps(self) -> list[float]:
-        """min_p of each row; 0 is off."""
-        return self._columns.min_ps
-
-    @property
-    def seeds(self) -> list[int]:
-        """Seed of each row's random numbers."""
-        return self._columns.seeds
-
-    @property
-    def choices(self) -> list[int]:
-        """Index of each row's answer."""
-        return self._columns.choices
 
     @property
     def known_token_ids(self) -> list[int]:

@@ -25,7 +25,7 @@ from kernels.interface import KernelBackend, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
 from kernels.upload import to_device
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns, TokenHistory
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.grammars import Grammars
 from worker.model.grammar_masks import COMPLETE, NOT_CONFINED, Confined, GrammarMasks
 from worker.model.kv_digests import KvDigests
@@ -34,7 +34,6 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
-from worker.model.sample_arrays import SampleArrays
 from worker.model.sampled_rows import SampledRows
 from worker.model.speculation.draft_proposer import LaunchedDrafts
 from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDecodeMetadata, Verified
@@ -218,7 +217,6 @@ class Sampler:
         self._kernels = kernels
         self._fetches = fetches
         self._seen = SeenTokens()
-        self._arrays = SampleArrays(SequenceColumns([]))
         self._masks = LogitMasks(eos_token_ids)
         self._grammars = None if grammars is None else GrammarMasks(grammars, self._masks, eos_token_ids)
         # Ends of the last sampled step; below, histories by index in the batch.
@@ -376,7 +374,7 @@ class Sampler:
             first += len(targets)
             parts = ((logits(slice(start, start + len(run))), run) for start, run in runs)
             if self._fetches:
-                begun.append(self._logprobs.given(batch.req_ids[i], batch.logprob_params[i], parts))
+                begun.append(self._logprobs.given(batch.req_ids[i], batch.columns.logprob_params[i], parts))
             else:
                 deque(parts, maxlen=0)
         return begun
@@ -461,9 +459,9 @@ class Sampler:
         if not (self._fetches and batch.columns.samples_logprobs):
             return self.sample(batch, rows, logits), None
         wanted = {
-            row: batch.logprob_params[i]
+            row: batch.columns.logprob_params[i]
             for row, i in enumerate(rows.sequences.tolist())
-            if i in batch.logprob_params and batch.logprob_params[i].logprobs is not None
+            if i in batch.columns.logprob_params and batch.columns.logprob_params[i].logprobs is not None
         }
         if not wanted:
             return self.sample(batch, rows, logits), None
@@ -513,12 +511,12 @@ class Sampler:
         if confined is None:
             confined = self._grammars.confined(histories) if self._grammars is not None and histories else NOT_CONFINED
         allowed, ended = confined
-        arrays = self._arrays = self._arrays.of(batch.columns)
+        sampling = batch.sampling
         params = SampleParams(
-            temperature=arrays.temperature[own],
-            top_k=arrays.top_k[own],
-            top_p=arrays.top_p[own],
-            min_p=arrays.min_p[own],
+            temperature=sampling.temperature[own],
+            top_k=sampling.top_k[own],
+            top_p=sampling.top_p[own],
+            min_p=sampling.min_p[own],
             masked=self._masks.masked(histories, late, self._newest, size),
             penalties=self._penalties(histories, late),
             biased=self._masks.biased(histories, size),
@@ -528,9 +526,9 @@ class Sampler:
         ids = self._sampling.sample(
             logits,
             params,
-            seeds=arrays.seeds[own],
+            seeds=sampling.seeds[own],
             positions=positions,
-            choices=arrays.choices[own],
+            choices=sampling.choices[own],
             num_rejected=num_rejected,
         )
         return self._without_ended(ids, ended)

@@ -136,7 +136,7 @@ class SimulatedRunner:
                     digests[seq_id] = self._digests(batch, i, states, len(sampled[seq_id]))
                 if wanted := min(self.num_drafts, batch.drafts_wanted.get(seq_id, 0)):
                     drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]), wanted)
-            if i in batch.logprob_params:
+            if i in batch.columns.logprob_params:
                 self._add_logprobs(batch, i, states, sampled.get(seq_id, ()), logprobs, given)
             if i in batch.pooled:
                 pooled[seq_id] = self._pooled(states, batch.pooled[i])
@@ -190,10 +190,14 @@ class SimulatedRunner:
         first = batch.context_lens[i] - len(drafts)
         tokens: list[int] = []
         for state, draft in zip(states[-1 - len(drafts) :], [*drafts, None], strict=True):
-            tokens.append(self._sample(state, batch.seeds[i], first + len(tokens), batch.choices[i]))
+            tokens.append(self._sample_row(batch, i, state, first + len(tokens)))
             if tokens[-1] != draft:
                 break
         return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
+
+    def _sample_row(self, batch: ScheduledBatch, i: int, state: int, position: int) -> int:
+        sampling = batch.sampling
+        return self._sample(state, int(sampling.seeds[i]), position, int(sampling.choices[i]))
 
     @staticmethod
     def _digests(batch: ScheduledBatch, i: int, states: list[int], count: int) -> dict[int, int]:
@@ -213,7 +217,7 @@ class SimulatedRunner:
         given: dict[int, bytes],
     ) -> None:
         """Adds the wanted logprob rows of a sequence: of its tokens, and of given ones."""
-        seq_id, params = batch.req_ids[i], batch.logprob_params[i]
+        seq_id, params = batch.req_ids[i], batch.columns.logprob_params[i]
         if tokens and params.logprobs is not None:
             num_drafts = len(batch.scheduled_spec_decode_tokens.get(seq_id, []))
             before = states[len(states) - 1 - num_drafts :]
@@ -245,7 +249,9 @@ class SimulatedRunner:
         position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
         drafts: list[int] = []
         while len(drafts) < count:
-            token = self._sample(state, batch.seeds[i], position + len(drafts), batch.choices[i])
+            token = self._sample(
+                state, int(batch.sampling.seeds[i]), position + len(drafts), int(batch.sampling.choices[i])
+            )
             state = mix(state, token)
             wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0
             drafts.append((token + 1) % self.vocab_size if wrong else token)

@@ -119,6 +119,6 @@ def _step(kind: _Kind, config: Config) -> ScheduledBatch:
         num_spec_step=kind.verified,
         scheduled_spec_decode_tokens={seq_id: [0] * kind.verified for seq_id in seqs} if kind.verified else None,
     )
-    batch.drafts_wanted = dict.fromkeys(seqs, kind.made) if kind.made else {}
+    batch.want_drafts(dict.fromkeys(seqs, kind.made) if kind.made else {})
     batch.feeds_draft_model = kind.made > 0
     return batch

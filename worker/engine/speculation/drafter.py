@@ -178,7 +178,7 @@ class Drafter:
             if most := wanted.get(seq.id, 0):
                 needed = batch.num_scheduled_tokens[i] + most - 1
                 self._reserve(seq, min(needed, seq.length_limit - 1 - seq.next_position))
-        batch.drafts_wanted = wanted
+        batch.want_drafts(wanted)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Notes a step that is launched, before its output is counted as in flight, and which of its sequences cannot

@@ -7,10 +7,8 @@ import torch
 
 from kernels.interface import DraftStep, FusedDrafts, SampleParams
 from kernels.no_token import NO_TOKEN
-from worker.engine.batch import SequenceColumns
 from worker.model.block_tables import BlockTables
 from worker.model.models.eagle3 import Eagle3Head
-from worker.model.sample_arrays import SampleArrays
 from worker.model.speculation.draft_proposer import SampledStep
 
 
@@ -26,7 +24,6 @@ class DraftChains:
         self._head = head
         self._fused = fused
         self._tables = BlockTables()
-        self._arrays = SampleArrays(SequenceColumns([]))
 
     def run(self, step: SampledStep, wanted: dict[int, int]) -> tuple[torch.Tensor, list[list[int]]]:
         """Computes the step's rows into the head's KV, and drafts.
@@ -45,7 +42,7 @@ class DraftChains:
         # The last draft of each is not computed.
         reached[asking] += np.maximum(counts - 1, 0)
         self._head.reach(int(reached.max()))
-        arrays = self._arrays = self._arrays.of(batch.columns)
+        sampling = batch.sampling
         made = DraftStep(
             step.begins,
             step.starts,
@@ -56,9 +53,9 @@ class DraftChains:
             self._tables.of_step(batch.tables, -(-reached // batch.block_size)),
             asking,
             counts,
-            SampleParams(arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p),
-            arrays.seeds,
-            arrays.choices,
+            SampleParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
+            sampling.seeds,
+            sampling.choices,
         )
         states, ids = self._fused.run(made, step.kv_cache_data[self._head.kv_names[0]].cache)
         return states, [[token for token in own if token != NO_TOKEN] for own in ids.tolist()]

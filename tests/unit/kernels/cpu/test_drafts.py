@@ -114,7 +114,7 @@ def sampled(runner: ModelRunner, rnd: random.Random, *, greedy: bool, steered: f
         lengths.append(count)
     batch = ScheduledBatch(seqs, lengths, sum(lengths), num_spec_step=4, scheduled_spec_decode_tokens=drafts)
     batch.feeds_draft_model = True
-    batch.drafts_wanted = {seq_id: rnd.randint(0, MOST) for seq_id in seqs}
+    batch.want_drafts({seq_id: rnd.randint(0, MOST) for seq_id in seqs})
     batch.next_token_ids = {seq_id: rnd.randrange(NUM_IDS) for seq_id in seqs}
     hidden = runner.model_config.hidden_size
     generator = torch.Generator().manual_seed(rnd.randrange(2**32))
@@ -204,7 +204,7 @@ def test_nothing_is_drafted_behind_the_last_position(native: CDLL, folder: Path)
         seq = Sequence([7] * length, 1)
         seq.block_table, seq.num_computed_tokens = list(range(length + MOST)), length - 1
         batch = ScheduledBatch({seq.id: seq}, [1], 1)
-        batch.drafts_wanted = {seq.id: MOST}
+        batch.want_drafts({seq.id: MOST})
         states = torch.randn(1, 4 * runner.model_config.hidden_size)
         cache = allocated(runner)
         step = SampledStep(batch, {seq.id: (9,)}, np.array([7]), states, proposer.kv_cache_data(cache))

@@ -295,7 +295,7 @@ class Oracle:
         self._check_row(row)
         self.execution.check_tokens(flight, i, row)
         assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
-        assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
+        assert (batch.sampling.seeds[i], batch.sampling.choices[i]) == (seq.seed, seq.choice)
         if life.prefilling:
             flight.computing.update(blocks_in(life, start, end, self.size))
             flight.computing.update(tail_in(self.cache, life, end, self.size))

@@ -42,6 +42,8 @@ def view(batch: ScheduledBatch, last: ScheduledBatchOutput) -> dict[str, Any]:
     """Everything that a runner asks a batch for."""
     return {
         "fields": [as_lists(getattr(batch, name)) for name in NAMES],
+        "sampling": {name: array.tolist() for name, array in vars(batch.sampling).items()},
+        "logprob_params": as_lists(batch.columns.logprob_params),
         "tokens": as_lists(batch.input_tokens(last)),
         "flat": as_lists([batch.known_token_ids, batch.late_rows]),
         "histories": [
@@ -52,7 +54,7 @@ def view(batch: ScheduledBatch, last: ScheduledBatchOutput) -> dict[str, Any]:
 
 NAMES = (
     *("req_ids", "num_scheduled_tokens", "num_computed_tokens", "context_lens", "is_final", "block_tables"),
-    *("last_block_num_tokens", "num_cached_tokens", "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "choices"),
+    *("last_block_num_tokens", "num_cached_tokens", "temperatures"),
     *("total_tokens_num", "total_seqs_num_decode", "is_dummy_run", "is_plain_decode", "num_spec_step"),
     *(
         "from_last_output",
@@ -61,7 +63,6 @@ NAMES = (
         "feeds_draft_model",
         "next_token_ids",
         "targets",
-        "logprob_params",
         "is_greedy",
         "block_copies",
     ),

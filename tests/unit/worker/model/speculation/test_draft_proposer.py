@@ -162,7 +162,7 @@ def test_drafts_have_the_slots_that_there_were_when_they_were_asked_for() -> Non
     seq = Sequence(list(range(5, 12)), 4, SamplingParams())
     seq.block_table = [3, 1]
     batch = ScheduledBatch({seq.id: seq}, [7], 7)
-    batch.drafts_wanted = {seq.id: 4}
+    batch.want_drafts({seq.id: 4})
     step = SampledStep(batch, {seq.id: (9,)}, np.array(seq.token_ids), torch.zeros(7, 1), {})
     # The eighth token, the newest one, has the last slot; that of the second draft has none.
     assert step.num_drafts(0) == 2
