@@ -1,6 +1,6 @@
 """Errors that reach a client: a gRPC status with `google.rpc` details.
 
-One class per row of the README's table of statuses. Pure code raises them; `common.rpc` turns them into a status.
+One class per cause in docs/reference/statuses.md. Pure code raises them; `common.rpc` turns them into a status.
 """
 
 from __future__ import annotations

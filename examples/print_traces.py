@@ -8,6 +8,7 @@ Needs the packages of the service (`pip install ./protos '.[router]'`). For dail
 
 from __future__ import annotations
 
+import argparse
 import sys
 from concurrent import futures
 from threading import Lock
@@ -60,9 +61,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 def main() -> None:
     """Listens until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", nargs="?", default="127.0.0.1:4317", help="where to listen")
+    address = parser.parse_args().address
     server = grpc.server(futures.ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:4317")
+    server.add_insecure_port(address)
     server.start()
     server.wait_for_termination()
 

@@ -28,7 +28,7 @@ from tests.mangled import Mangler
 METHODS = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 PER_METHOD = 40
 AT_ONCE = 16
-# A request that makes no sense has no other end (README, "Calling it").
+# A request that makes no sense has no other end (docs/reference/statuses.md).
 DOCUMENTED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,

@@ -32,7 +32,7 @@ def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert code == 0
     first = (EXAMPLES / name).read_text().split('"""')[1].splitlines()[0]
     assert first in said
-    assert "127.0.0.1:50051" in said
+    assert ("127.0.0.1:4317" if name == "print_traces.py" else "127.0.0.1:50051") in said
 
 
 @pytest.mark.parametrize("name", ["async_client.py", "library_client.py", "tools_client.py"])
