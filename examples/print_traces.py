@@ -62,7 +62,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def main() -> None:
     """Listens until Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address", nargs="?", default="127.0.0.1:4317", help="where to listen")
+    parser.add_argument("address", nargs="?", default="127.0.0.1:4317", help="Where to listen.")
     address = parser.parse_args().address
     server = grpc.server(futures.ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)  # type: ignore[no-untyped-call]
