@@ -3,7 +3,7 @@
 - Who may import whom: fissile <- common <- router, and kernels, common <- worker; and the folders of router and worker
   among each other.
 - Folders that decide do no I/O and read no clock; folders that load with the router know no PyTorch.
-- No ring of imports, neither of modules that load each other nor of packages.
+- No ring of imports, neither of modules nor of packages. Within a package, imports follow an order of its folders.
 - Imports inside functions have a reason.
 
 Imports are read from the syntax trees, so those inside functions and under TYPE_CHECKING count too. A rule is about a
@@ -215,6 +215,93 @@ BESIDE = {
     "worker/kv_pool.py": names("config"),
 }
 
+# Folders and files of each package, the highest first: one imports only what is below it, for types too.
+ORDER = {
+    "common": (
+        "cli/main.py",
+        "cli/serve",
+        "cli/bench",
+        "cli/client",
+        "cli/config.py",
+        "cli/version.py",
+        "cli/group.py",
+        "cli/core",
+        "rpc",
+        "telemetry",
+        "process",
+        "text",
+        "wire",
+        "config.py",
+        "params",
+        "constraints",
+        "hub.py",
+        "delay_gate.py",
+        "files.py",
+        "errors.py",
+        "json_text.py",
+        "version.py",
+        "limits.py",
+    ),
+    "router": (
+        "__main__.py",
+        "cli",
+        "app.py",
+        "memory.py",
+        "options.py",
+        "security.py",
+        "audit",
+        "api",
+        "runtime_config.py",
+        "telemetry",
+        "requests",
+        "workers",
+        "prompts",
+        "validation.py",
+        "model_registry.py",
+        "rerank_template.py",
+        "answers",
+        "json_text.py",
+        "scheduling",
+    ),
+    "worker": (
+        "__main__.py",
+        "cli",
+        "server.py",
+        "llm_engine.py",
+        "session",
+        "engine_factory.py",
+        "ranks",
+        "model",
+        "weights",
+        "simulation",
+        "kv_pool.py",
+        "config",
+        "engine",
+        "grammars.py",
+        "progress.py",
+        "garbage.py",
+    ),
+    "kernels": (
+        "select.py",
+        "aiter",
+        "triton_backend",
+        "cpu",
+        "torch_backend",
+        "logprobs.py",
+        "sampling.py",
+        "decoder_layers.py",
+        "quantized_weight.py",
+        "interface.py",
+        "penalties.py",
+        "philox.py",
+        "no_token.py",
+        "slots.py",
+        "upload.py",
+        "float8.py",
+        "large_pages.py",
+    ),
+}
+
 # Files that import others of ours inside functions, and why.
 LATE_IMPORTS = {
     "common/cli/main.py": "an old Python gets one line before anything is imported that it cannot parse",
@@ -331,36 +418,20 @@ def between_places(edges: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
     return found
 
 
-def ring(edges: Mapping[str, Iterable[str]]) -> list[str]:
-    """A ring of edges, or nothing."""
-    done: set[str] = set()
-    way: list[str] = []
-
-    def walk(node: str) -> Iterator[list[str]]:
-        if node in way:
-            yield [*way[way.index(node) :], node]
-        elif node not in done:
-            way.append(node)
-            for each in sorted(edges.get(node, ())):
-                yield from walk(each)
-            way.pop()
-            done.add(node)
-
-    return next((found for node in sorted(edges) for found in walk(node)), [])
-
-
 def problems(files: Mapping[str, str]) -> Iterator[str]:
     """Lines `path: problem` for what sources, by path, import."""
     for path, source in files.items():
         for module in violations(path, source):
             yield f"{path}: must not import {module}"
-    for place in [*RULES, *BESIDE]:
+    ordered = [f"{package}/{place}" for package, places in ORDER.items() for place in places]
+    for place in [*RULES, *BESIDE, *ordered]:
         if not any(is_in(path, place) for path in files):
             yield f"{place}: has a rule, and is not there"
     for place in _unneeded_exceptions(files):
         yield f"{place}: is excepted from a rule, and no longer needs to be"
     graph = graph_of(files)
     yield from beside(graph)
+    yield from upward(graph)
     for path in _loading_torch(files, graph):
         yield f"{path}: loads PyTorch, and is loaded with the router or the deciding side of a worker"
     late = {path for path, each in graph.items() if each.late}
@@ -390,6 +461,18 @@ def beside(graph: Mapping[str, Imports]) -> Iterator[str]:
                 yield f"{path}: must not import {other}"
 
 
+def upward(graph: Mapping[str, Imports]) -> Iterator[str]:
+    """Problems of files that import a place above their own in ORDER, and of places that are not in ORDER."""
+    rank = {f"{package}/{place}": i for package, places in ORDER.items() for i, place in enumerate(places)}
+    missing = {place_of(path) for path in graph if not path.endswith("__init__.py")} - set(rank)
+    yield from (f"{place}: is not in ORDER" for place in sorted(missing))
+    for path, imports in graph.items():
+        place = place_of(path)
+        for other in sorted({place_of(each) for each in imports.all}):
+            if place.partition("/")[0] == other.partition("/")[0] and rank.get(other, 0) < rank.get(place, 0):
+                yield f"{path}: imports {other}, which is above it in ORDER"
+
+
 def _loading_torch(files: Mapping[str, str], graph: Mapping[str, Imports]) -> Iterator[str]:
     """Files that load PyTorch and are loaded, maybe by others, with the router or the deciding side of a worker."""
     begin = [path for path in graph if path.startswith(("router/", "common/", "worker/engine/", "worker/session/"))]
@@ -403,17 +486,31 @@ def _loading_torch(files: Mapping[str, str], graph: Mapping[str, Imports]) -> It
             yield path
 
 
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other, sorted."""
+    reach = {node: _reached(edges, node) for node in edges}
+    groups = {tuple(sorted(other for other in found if node in reach.get(other, ()))) for node, found in reach.items()}
+    return sorted(list(group) for group in groups if group)
+
+
+def _reached(edges: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    """Nodes that one or more edges lead to from `start`."""
+    reached, ahead = set[str](), list(edges[start])
+    while ahead:
+        node = ahead.pop()
+        if node not in reached:
+            reached.add(node)
+            ahead.extend(edges.get(node, ()))
+    return reached
+
+
 def _rings(graph: Mapping[str, Imports]) -> Iterator[str]:
-    """A ring of modules that load each other, and rings of packages: late imports count, and so do those for types."""
-    with_types = between_places({path: each.all for path, each in graph.items()})
-    kinds: dict[str, Mapping[str, Iterable[str]]] = {
-        "modules": {path: each.at_load for path, each in graph.items()},
-        "packages": between_places({path: each.at_load | each.late for path, each in graph.items()}),
-        "packages by types": with_types,
-    }
+    """Rings of modules and of packages; late imports count, and so do those for types."""
+    imports = {path: each.all for path, each in graph.items()}
+    kinds: dict[str, Mapping[str, Iterable[str]]] = {"modules": imports, "packages": between_places(imports)}
     for what, edges in kinds.items():
-        if found := ring(edges):
-            yield f"{found[0]}: a ring of {what}: {' -> '.join(found)}"
+        for group in circles(edges):
+            yield f"{group[0]}: a ring of {what}: {', '.join(group)}"
 
 
 def main() -> int:
