@@ -42,11 +42,11 @@ class Table:
     """The tiles of an architecture for one kind of operands.
 
     Attributes:
-        invariant: those for any number of rows.
-        by_rows: (largest number of rows, tiles), in rising order; the last serves any number. Of several tiles, the
-            first is taken that gives most processors a program, else the last.
+        invariant: tiles for any number of rows.
+        by_rows: (largest number of rows, tiles), ascending; the last entry serves any number. The first of several
+            tiles that gives most processors a program is used, otherwise the last.
         part_columns: columns per program from which the number of parts of K follows in batch-invariant settings; 0
-            takes those of `invariant`.
+            uses the parts of `invariant`.
     """
 
     invariant: Tiles
@@ -67,7 +67,7 @@ class Cut:
         tiles: of its programs.
         parts: of K.
         part_length: numbers of K in each, a multiple of `tiles.inner` and of 128; the last may have fewer.
-        split: whether each part is a program of its own.
+        split: True if each part has a program of its own.
     """
 
     tiles: Tiles
@@ -154,7 +154,7 @@ _TABLES = {"gfx942": _AMD, "gfx950": _AMD, "sm_90": _NVIDIA, INTERPRETER: _INTER
 # Programs that run at once, one on each compute unit or multiprocessor.
 _PROCESSORS = {"gfx942": 304, "gfx950": 256, "sm_90": 132, INTERPRETER: 4}
 _UNKNOWN_PROCESSORS = 100
-# A part has at least so many tiles of K, to be worth its sum; and a sum has at most so many parts.
+# Fewest tiles of K in a part, so that its sum is worth it; and most parts in a sum.
 _LEAST_TILES = 4
 _MOST_PARTS = 8
 

@@ -1,7 +1,7 @@
-"""Digests of receipts, byte by byte as docs/reference/contract.md defines them, for service and clients. Pure.
+"""Digests of receipts, byte by byte as docs/reference/contract.md defines them, for routers and clients. Pure.
 
-One encoding serves the sampling parameters of a request and the fields of a receipt: what is at its neutral value is
-left out, so that a field that a later version adds changes no digest of a message that does not use it.
+The sampling parameters of a request and the fields of a receipt have one encoding. It leaves out fields with their
+neutral value, so that a field of a later version changes no digest of a message that does not use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSION: Final = 1
 _REQUEST_DOMAIN: Final = b"fissile request 1\n"
 _RECEIPT_DOMAIN: Final = b"fissile receipt 1\n"
 _SHA256_BYTES: Final = 32
-# Of the request's parameters: those that are digested apart, and those that the answer does not depend on.
+# Request parameters that are digested separately, or that do not affect the answer.
 _APART: Final = frozenset({"seed", "n", "best_of", "num_drafts"})
 # Values that turn a parameter off, where that is not zero or empty.
 NEUTRAL: Final[Mapping[str, float]] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -60,8 +60,7 @@ def canonical_params(given: pb.SamplingParams, params: object) -> pb.SamplingPar
 
 
 def confining(request: pb.GenerateRequest | pb.ChatRequest) -> pb.ChatRequest | None:
-    """The fields by which tools and reasoning confine an answer, by themselves or beside a constraint; None where they
-    do not."""
+    """The fields by which tools and reasoning confine an answer, alone or beside a constraint; None if they do not."""
     if isinstance(request, pb.GenerateRequest):
         return None
     made, choice = pb.ChatRequest(), request.tool_choice
@@ -83,10 +82,10 @@ class RequestDigest:
         token_ids: the prompt.
         params: of `canonical_params`.
         seed: in force.
-        continues: True if the answer's text continues the prompt's (Generate), False if it is one of its own (Chat).
+        continues: True if the answer's text continues the prompt's (Generate), False if it starts anew (Chat).
         keeps_special_tokens: True if special tokens are part of the text.
         keeps_delimiters: True if stop strings are searched in text with the delimiters of its channels.
-        ends_with_first_call: True if the answer ends with its first call of a tool.
+        ends_with_first_call: True if the answer ends with its first tool call.
         confined_by: of `confining`.
     """
 
@@ -128,7 +127,7 @@ def output_sha256(token_ids: Sequence[int]) -> bytes:
 
 
 def receipt_sha256(receipt: pb.Receipt) -> bytes:
-    """SHA-256 over the fields of a receipt, but for `receipt_sha256` itself."""
+    """SHA-256 over the fields of a receipt, except `receipt_sha256` itself."""
     bare = pb.Receipt()
     bare.CopyFrom(receipt)
     bare.ClearField("receipt_sha256")
@@ -142,7 +141,7 @@ def sealed(receipt: pb.Receipt) -> pb.Receipt:
 
 
 def contradiction(receipt: pb.Receipt) -> str:
-    """Reason why a receipt cannot be one that a router has made, as a sentence; "" when nothing speaks against it."""
+    """Reason why no router can have made this receipt, as a sentence; "" if there is none."""
     for name in ("request_sha256", "output_sha256", "receipt_sha256"):
         if len(getattr(receipt, name)) != _SHA256_BYTES:
             return f"{name} has {len(getattr(receipt, name))} bytes, not {_SHA256_BYTES}"

@@ -23,8 +23,8 @@ from worker.server import run_worker
 log = structlog.get_logger(__name__)
 
 WARMUP: Final = "warmup"
-# For so long the event loop keeps the interpreter from the engine thread, which wants it between two steps; by default
-# 5 ms, each time.
+# How long the event loop may keep the interpreter from the engine thread, which wants it between two steps. Python's
+# default is 5 ms.
 SWITCH_INTERVAL_S: Final = 0.0005
 
 

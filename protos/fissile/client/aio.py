@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 class _Calls:
-    """Calls of one stream, one after the other.
+    """The calls of one stream, one at a time.
 
-    Knows nothing of its `AsyncStream`: of one that nobody holds any more the loop ends the generator `events`, which
-    cancels the call.
+    It does not refer to its `AsyncStream`: when that is dropped, the loop ends the generator `events`, which cancels
+    the call.
     """
 
     def __init__(self, client: AsyncClient, attempts: StreamAttempts) -> None:
@@ -84,7 +84,8 @@ class _Calls:
             except asyncio.CancelledError:
                 if _is_task_cancelled():
                     raise
-                # gRPC's word for a call that `cancel` or `AsyncClient.close` has ended; the task that reads goes on.
+                # gRPC raises this for a call that `cancel` or `AsyncClient.close` has ended; the reading task
+                # continues.
                 raise cancelled() from None
             finally:
                 if self._call is not None:
@@ -112,13 +113,13 @@ class _Calls:
 
 
 class AsyncStream(BaseStream):
-    """Events of the answers to one request; goes on at another router by itself where the stream breaks.
+    """Events of the answers to one request. If the stream breaks, it continues at another router.
 
-    Iterate over it once. Leaving its `async with` block, cancelling the task that reads it, `cancel`, or dropping it
-    (as `break` does where nothing else holds it) frees what it holds.
+    Iterate over it once. Leaving its `async with` block, cancelling the task that reads it, `cancel`, or dropping the
+    last reference (as `break` may) frees its resources.
 
     Attributes:
-        progress: what has come.
+        progress: the answers so far.
     """
 
     def __init__(self, calls: _Calls) -> None:
@@ -128,13 +129,13 @@ class AsyncStream(BaseStream):
         self._failure: FissileError | None = None
 
     async def __aenter__(self) -> AsyncStream:
-        """Begins nothing: the call begins with the first event that is asked for."""
+        """Does not start the call: it starts with the first event that is read."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancels what is left."""
+        """Cancels the call if it has not ended."""
         self.cancel()
 
     def __aiter__(self) -> AsyncIterator[Event]:
@@ -174,10 +175,10 @@ def _is_task_cancelled() -> bool:
 
 
 async def _wait(end: asyncio.Event, wait_s: float) -> None:
-    """Waits.
+    """Waits `wait_s` seconds.
 
     Raises:
-        FissileError: `end` has come.
+        FissileError: `end` was set.
     """
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(end.wait(), wait_s)
@@ -224,19 +225,19 @@ class AsyncClient(BaseClient[AsyncStream]):
 
     @spelled_out(ChatArguments)
     async def chat(self, messages: Messages, **arguments: Unpack[ChatArguments]) -> Result:
-        """Answers a conversation, whole; arguments as of `chat_stream`.
+        """The whole answer to a conversation; arguments as for `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and cannot go on.
+            FissileError: the call has failed and cannot continue.
         """
         return await self.chat_stream(messages, **arguments).result()
 
     @spelled_out(GenerateArguments)
     async def generate(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> Result:
-        """Continues a prompt, whole; arguments as of `chat_stream`.
+        """The whole continuation of a prompt; arguments as for `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and cannot go on.
+            FissileError: the call has failed and cannot continue.
         """
         return await self.generate_stream(prompt, **arguments).result()
 
@@ -249,10 +250,10 @@ class AsyncClient(BaseClient[AsyncStream]):
         return await self.ask(list_models(), timeout_s)
 
     async def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
-        """A model; "" is the only one that is served.
+        """Describes a model; "" means the only one that is served.
 
         Raises:
-            FissileError: there is none of this name, or no router answers.
+            FissileError: the name is unknown, or no router answers.
         """
         return await self.ask(get_model(name), timeout_s)
 
@@ -298,7 +299,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         """Orders documents by their relevance to a query: `documents`, the best one first.
 
         Args:
-            query: what is looked for.
+            query: the query.
             documents: at most 1,024.
             timeout_s: deadline.
             arguments: fields of RerankRequest, by name.
@@ -317,11 +318,11 @@ class AsyncClient(BaseClient[AsyncStream]):
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
-        """Says how likely texts, or lists of token ids, are behind a context: `scores`, in their order.
+        """Computes how likely continuations, texts or token ids, are after a context: `scores`, in their order.
 
         Args:
-            continuations: at most 128, each by itself.
-            context: a text where they are texts, else token ids; None scores whole texts.
+            continuations: at most 128; each is scored separately.
+            context: a text if they are texts, otherwise token ids; None scores whole texts.
             timeout_s: deadline.
             arguments: fields of ScoreRequest, by name.
 

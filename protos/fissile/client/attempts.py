@@ -33,12 +33,12 @@ class Attempts:
     Args:
         method: name of the method.
         request: its request.
-        retries: which router is asked when.
+        retries: decides which router is called when.
         metadata: of each call.
         end: monotonic seconds, None for never.
 
     Attributes:
-        num_calls: those that have been made.
+        num_calls: calls made so far.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Attempts:
         """Seconds until the next call.
 
         Raises:
-            FissileError: there is none, for this error.
+            FissileError: this error allows no further call.
         """
         wait_s = self._retries.failed(error, now)
         if wait_s is None or (self._end is not None and now + wait_s >= self._end):
@@ -73,7 +73,7 @@ class Attempts:
 
 
 class StreamAttempts(Attempts):
-    """The calls of one stream, each of which goes on behind what has come."""
+    """The calls of one stream. Each continues after the tokens received so far."""
 
     def __init__(
         self, request: Request, retries: Retries, metadata: SentMetadata, end: float | None, *, has_receipts: bool
@@ -83,16 +83,16 @@ class StreamAttempts(Attempts):
         self.progress = Progress(request, has_receipts=has_receipts)
 
     def received(self, part: Response) -> list[Event]:
-        """Takes a message; the events that it brings."""
+        """Takes a message. Returns its events."""
         self._retries.progress()
         self.progress.add(part)
         return events_of(part)
 
     def failed(self, error: FissileError, now: float) -> float:
-        """Seconds until the next call, which goes on.
+        """Seconds until the next call, which continues the stream.
 
         Raises:
-            FissileError: there is none, for this error.
+            FissileError: this error allows no further call.
         """
         wait_s = super().failed(error, now)
         self._request = self.progress.going_on()

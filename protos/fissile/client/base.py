@@ -1,4 +1,4 @@
-"""Parts that the client for programs that wait and the one for event loops have in common: all but what waits."""
+"""Common parts of the synchronous and the asyncio client: everything except waiting."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Calls(Protocol):
 
 
 class BaseStream:
-    """A stream, but for the reading.
+    """A stream without its reading loop.
 
     Attributes:
-        progress: what has come.
+        progress: the answers so far.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -58,7 +58,7 @@ class BaseStream:
 
     @property
     def num_calls(self) -> int:
-        """Calls that the stream has taken so far: 1 for one that never broke."""
+        """Number of calls that the stream has made: 1 if it never broke."""
         return self._calls.attempts.num_calls
 
     @property
@@ -67,7 +67,7 @@ class BaseStream:
         return self._calls.trailing_metadata
 
     def cancel(self) -> None:
-        """Ends the call; what it held is free."""
+        """Ends the call and frees its resources."""
         self._calls.cancel()
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class BaseStream:
 
 
 class BaseClient(ABC, Generic[StreamT]):
-    """A client, but for the waiting; arguments as of `Client`."""
+    """A client without its waiting; arguments as for `Client`."""
 
     def __init__(
         self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Unpack[ConnectionArguments]

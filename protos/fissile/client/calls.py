@@ -26,10 +26,10 @@ _SPREAD: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Delta:
-    """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs.
+    """The next part of an answer: its text and, if requested, its token ids and their logprobs.
 
-    Of Chat `text` is content, and `reasoning` comes apart from it, as do the next parts of calls of tools: of each the
-    first has `id` and `name`, and all have `index` and more of `arguments_json`.
+    For Chat, `text` is content; `reasoning` is separate, and so are the next parts of tool calls: the first part of a
+    call has `id` and `name`, and every part has `index` and more of `arguments_json`.
     """
 
     index: int
@@ -76,7 +76,7 @@ class Result:
         request_id: the id of the request; with it, or with `seed`, the same request gives the same answers.
         prompt_info: facts about the prompt.
         answers: by index.
-        prompt_logprobs: of the prompt's tokens, where they were asked for.
+        prompt_logprobs: of the prompt's tokens, if requested.
     """
 
     request_id: str
@@ -115,7 +115,7 @@ class Result:
 
     @property
     def receipt(self) -> Receipt | None:
-        """Receipt of the first answer, checked; None where none was asked for, and of an answer that is not `exact`."""
+        """Checked receipt of the first answer; None if none was requested, and for an answer that is not `exact`."""
         return self.answers[0].receipt
 
     @property
@@ -146,7 +146,7 @@ def chat_request(messages: Messages, arguments: Mapping[str, Any]) -> pb.ChatReq
 
 
 def generate_request(prompt: Prompt, arguments: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request for a prompt, a text or token ids; arguments and errors as of `chat_request`."""
+    """The request for a prompt, a text or token ids; arguments and errors as for `chat_request`."""
     request = fill(pb.GenerateRequest(), _text_or_tokens(prompt, "prompt"))
     return _with_arguments(request, arguments, ("text", "token_ids"))
 
@@ -166,19 +166,19 @@ def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str =
 
 
 def embed_request(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> pb.EmbedRequest:
-    """The request for vectors of texts or token ids; `fields` and errors as of `chat_request`."""
+    """The request for vectors of texts or token ids; `fields` and errors as for `chat_request`."""
     return fill(pb.EmbedRequest(), {"inputs": _texts_or_tokens(inputs, "inputs"), **fields})
 
 
 def rerank_request(query: str, documents: Sequence[str], fields: Mapping[str, Any]) -> pb.RerankRequest:
-    """The request for the order of documents; `fields` and errors as of `chat_request`."""
+    """The request for the order of documents; `fields` and errors as for `chat_request`."""
     return fill(pb.RerankRequest(), {"query": query, "documents": documents, **fields})
 
 
 def score_request(
     continuations: Sequence[Prompt], context: Prompt | None, fields: Mapping[str, Any]
 ) -> pb.ScoreRequest:
-    """The request for logprobs of texts or token ids; `fields` and errors as of `chat_request`."""
+    """The request for logprobs of texts or token ids; `fields` and errors as for `chat_request`."""
     behind = None if context is None else _text_or_tokens(context, "context")
     given = {"context": behind, "continuations": _texts_or_tokens(continuations, "continuations")}
     return fill(pb.ScoreRequest(), {**given, **fields})
@@ -234,7 +234,7 @@ def _with_arguments(request: _AnyRequest, arguments: Mapping[str, Any], own: Seq
     Raises:
         ValueError: an argument is unknown or given twice, or its value does not fit.
     """
-    # What has come is known by its digest alone: the stream could not go on behind it by itself.
+    # Only the digest of the earlier tokens is known here, so the stream could not continue by itself.
     if "resume" in arguments:
         raise ValueError(
             "resume is not an argument: streams go on by themselves; the stubs resume what another program began"
@@ -256,7 +256,7 @@ def _with_arguments(request: _AnyRequest, arguments: Mapping[str, Any], own: Seq
 
 
 def events_of(part: Response) -> list[Event]:
-    """The events that a message brings."""
+    """The events of a message."""
     delta = Delta(
         part.index,
         text_of(part),

@@ -22,8 +22,8 @@ _METADATA_NAME = re.compile(r"[0-9a-z_.-]+")
 _METADATA_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
 _TAKEN = re.compile(r"grpc-.*|te|content-type|host|connection|transfer-encoding")
 
-# A router that comes back is found soon, one that is gone without a word is noticed, and calls to a name of several
-# routers take turns among those that are there.
+# A router that comes back is found quickly, a router that vanishes is noticed, and calls to a name of several routers
+# alternate among those that answer.
 _CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -37,15 +37,15 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Routers, and what is shown to them.
+    """Addresses of routers, and the credentials shown to them.
 
     Attributes:
         targets: addresses `HOST:PORT`, or names that gRPC resolves, such as `dns:///NAME:PORT`; a name may stand for
             several routers.
-        api_key: shown with every call; "" shows none. In plain text everybody on the way can read it.
-        tls: True connects with TLS, and trusts the public CAs where there is no `tls_ca`.
+        api_key: sent with every call; "" for none. In plain text anybody on the network path can read it.
+        tls: True connects with TLS, and trusts the public CAs without a `tls_ca`.
         tls_ca: file of the CAs of the routers' certificates, PEM; connects with TLS.
-        tls_name: name that the routers' certificates must have; "" takes the host of the address.
+        tls_name: name that the routers' certificates must have; "" for the host of the address.
         client_cert: files of the client's own certificate and key, None for none.
         metadata: sent with every call.
         options: further arguments of gRPC channels.

@@ -12,9 +12,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS = "grpc-status-details-bin"
 _USAGE = "fissile-usage-bin"
-# Without a reason of Fissile's: the connection broke, before or behind a proxy.
+# Without one of Fissile's reasons they mean that the connection broke, perhaps behind a proxy.
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED})
-# Statuses of Fissile's after which the same request goes on elsewhere or later.
+# Reasons of Fissile after which the same request can succeed at another router, or later.
 _GO_ON = frozenset({"NO_WORKER", "ROUTER_ENDING", "SERVER_ENDING", "WORKER_LOST", "QUEUE_FULL", "TENANT_LIMIT"})
 # What one router lacks another may have.
 _ELSEWHERE = frozenset({"OTHER_MODEL_STATE"})
@@ -86,7 +86,7 @@ class ReceiptError(FissileError):
 
     @classmethod
     def of(cls, part: ReceiptPart, detail: str) -> ReceiptError:
-        """The error for a part, with what is wrong in a sentence."""
+        """The error for one answer, with the problem as a sentence."""
         words = {
             ReceiptPart.RECEIPT: "the receipt contradicts itself",
             ReceiptPart.OUTPUT: "the receipt is of another answer",
@@ -106,7 +106,7 @@ def again(error: BaseException) -> FissileError:
 
 
 def error_of(error: Any) -> FissileError:
-    """Turns what a call of gRPC has raised, sync or asyncio, into a typed error.
+    """Converts the error of a gRPC call, sync or asyncio, into a typed error.
 
     Args:
         error: a grpc.RpcError that is a grpc.Call, or a grpc.aio.AioRpcError.

@@ -19,7 +19,7 @@ SentMetadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
 @dataclass(frozen=True, slots=True)
 class Unary(Generic[T]):
-    """A call with one answer: the name of its method, its request, and what is made of the answer."""
+    """A call with one answer: the method's name, its request, and a function that reads the answer."""
 
     method: str
     request: Message

@@ -1,4 +1,4 @@
-"""Answers as far as a client has got them, and the request that goes on behind it. Pure: no gRPC, no clock.
+"""The answers that a client has received so far, and the request that continues after them. Pure: no gRPC, no clock.
 
 Invariant: the texts of an index, over all attempts, are the answer's text from its beginning without a gap.
 """
@@ -17,7 +17,7 @@ from fissile.client.messages import Request, Response, Unary
 from fissile.client.receipts import Receipt, ReceiptCheck, ask_for_receipt
 from fissile.v1 import inference_pb2 as pb
 
-# Routers allow far fewer answers and refuse more; nothing is kept for a number that is none.
+# Routers allow far fewer answers. Messages with a larger index are dropped.
 _MOST_ANSWERS = 4096
 # Shortens texts in reprs, so that a repr fits into a terminal's line.
 _SHORT = reprlib.Repr()
@@ -64,14 +64,14 @@ class _Text:
 
 @dataclass(slots=True, repr=False)
 class Answer:
-    """One answer, as far as it has come.
+    """One answer, as far as it was received.
 
     Attributes:
-        index: which of the `n` answers.
-        token_ids: its tokens, where the request asks for them.
-        finish: its end, None before.
-        logprobs: of its tokens, where the request asks for them.
-        receipt: checked; None before its end, where none was asked for, and of an answer that is not `exact`.
+        index: of the `n` answers.
+        token_ids: its tokens, if requested.
+        finish: its end; None until then.
+        logprobs: of its tokens, if requested.
+        receipt: checked; None before the end, if none was requested, and for an answer that is not `exact`.
     """
 
     index: int
@@ -97,7 +97,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Its text so far; of Chat the content."""
+        """Its text so far; for Chat the content."""
         return self._text.whole
 
     @property
@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def tool_calls(self) -> list[pb.ToolCall]:
-        """Its calls of tools so far; the arguments of the last one may be a beginning."""
+        """Its tool calls so far; the last one's arguments may be incomplete."""
         return [pb.ToolCall(id=id, name=name, arguments_json=text.whole) for id, name, text in self._calls]
 
     @property
@@ -117,12 +117,12 @@ class Answer:
 
     @property
     def has_any(self) -> bool:
-        """True if text of any channel has come."""
+        """True if text of any channel was received."""
         return bool(self.text or self.reasoning or self._calls)
 
     @property
     def delivered(self) -> bytes:
-        """All that has come as a router digests it: the channels, one after another."""
+        """All text so far as a router digests it: the channels, one after another."""
         return "".join([self.reasoning, self.text, *(arguments.whole for _, _, arguments in self._calls)]).encode()
 
     def add(self, part: Response) -> None:
@@ -140,11 +140,11 @@ class Progress:
 
     Args:
         request: the request; it gets an id if it has none, because the answer is a function of it.
-        has_receipts: True asks for receipts, and checks them.
+        has_receipts: True requests receipts, and checks them.
 
     Attributes:
-        prompt_info: of the first message, None before.
-        prompt_logprobs: of the prompt's tokens, where the request asks for them.
+        prompt_info: of the first message; None before.
+        prompt_logprobs: of the prompt's tokens, if requested.
         answers: by index.
     """
 
@@ -157,7 +157,7 @@ class Progress:
         self._request = request
         self.prompt_info: pb.PromptInfo | None = None
         self.prompt_logprobs: list[pb.TokenLogprobs] = []
-        # How many of those that a further attempt sends have come before.
+        # How many prompt logprobs of the next attempt are already known.
         self._known_prompt_logprobs = 0
         self.answers = {i: Answer(i) for i in range(min(max(1, request.sampling_params.n), _MOST_ANSWERS))}
 
@@ -178,7 +178,7 @@ class Progress:
 
     @property
     def questions(self) -> Sequence[Unary[Any]]:
-        """Calls to be made behind the end, whose answers tell whether receipts are of this request."""
+        """Calls to make after the end; their answers show whether the receipts belong to this request."""
         has_any = any(answer.receipt is not None for answer in self.answers.values())
         return self._check.questions if self._check is not None and has_any else ()
 
@@ -217,9 +217,9 @@ class Progress:
         self.prompt_logprobs += part.prompt_logprobs[known:]
 
     def going_on(self) -> Request:
-        """The request that goes on behind what has come; it takes over from a call that a router still has."""
+        """The request that continues after what was received; it takes over from a call that a router still has."""
         again = copy.deepcopy(self._request)
-        # They come from their beginning where nothing else has come.
+        # The router sends them from the beginning if nothing else was received.
         self._known_prompt_logprobs = len(self.prompt_logprobs)
         resume = pb.Resume()
         if self.prompt_info is not None:

@@ -1,4 +1,4 @@
-"""Receipts, checked against what was asked for and what has come. Pure: what has to be asked, others ask."""
+"""Checks receipts against the request and the answer. Pure: the caller makes whatever calls a check needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fissile.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Receipt:
-    """The receipt of one answer, checked against the answer that has come.
+    """The receipt of one answer, checked against the received answer.
 
     Attributes:
-        message: as it came.
-        request: what was asked, with its id: what a replay runs again.
+        message: as received.
+        request: the request with its id, which a replay runs again.
         token_ids: the answer.
-        is_of_request: True if its digest of the request has been made anew of what was asked, and is the same; False
-            where that cannot be known, most often because the request says no `max_tokens`.
+        is_of_request: True if its digest of the request equals one computed from the request; False if that cannot be
+            computed, usually because the request has no `max_tokens`.
     """
 
     message: pb.Receipt
@@ -54,9 +54,9 @@ class Verification:
 
     Attributes:
         verdict: of `pb.ReplayVerdict`.
-        detail: what differs, in a sentence.
-        position: the first generated token that differs, where it is known.
-        worker_id: the worker that it ran on, "" if it did not run.
+        detail: the difference, in a sentence.
+        position: the first generated token that differs, if known.
+        worker_id: the worker that ran it, "" if it did not run.
     """
 
     verdict: pb.ReplayVerdict.ValueType
@@ -95,10 +95,10 @@ def replay(proof: pb.ReplayRequest, worker_id: str) -> Unary[Verification]:
 
 
 def contradiction_of(proof: pb.ReplayRequest) -> Verification | None:
-    """The outcome for a receipt that contradicts itself; None where it has to run.
+    """The result for a receipt that contradicts itself; None if it must be run.
 
     Raises:
-        ReceiptError: it is whole, and the token ids beside it are not of its answer.
+        ReceiptError: the receipt is consistent, but the token ids are not those of its answer.
     """
     problem = contradiction(proof.receipt)
     if problem:
@@ -109,7 +109,7 @@ def contradiction_of(proof: pb.ReplayRequest) -> Verification | None:
 
 
 def ask_for_receipt(request: Request) -> None:
-    """Has a request ask for receipts, and for what they are checked against."""
+    """Makes a request ask for receipts, and for everything that they are checked against."""
     request.output_options.receipt.SetInParent()
     request.output_options.return_token_ids = True
 
@@ -127,17 +127,17 @@ class ReceiptCheck:
         self._seed = params.seed if params.HasField("seed") else derive_seed(request.request_id)
 
     def of_answer(self, index: int, token_ids: Sequence[int], finish: pb.Finish) -> Receipt | None:
-        """The receipt of an answer that has ended; None where it has none, as one that is not `exact`.
+        """The receipt of an answer that has ended; None if it has none, like an answer that is not `exact`.
 
         Raises:
-            ReceiptError: it is of another answer, or of another request.
+            ReceiptError: it belongs to another answer, or to another request.
         """
         if not finish.HasField("receipt"):
             return None
         receipt = finish.receipt
         if problem := contradiction(receipt):
             raise ReceiptError.of(ReceiptPart.RECEIPT, problem)
-        # An echoed prompt is none of the answer.
+        # An echoed prompt is not part of the answer.
         own = tuple(token_ids[receipt.prompt_tokens if self._request.output_options.echo else 0 :])
         if receipt.output_sha256 != output_sha256(own) or receipt.output_tokens != len(own):
             raise ReceiptError.of(
@@ -151,7 +151,7 @@ class ReceiptCheck:
 
     @property
     def questions(self) -> list[Unary[Any]]:
-        """Calls that tell what the digest of the request is made of: the model, and a prompt's tokens if it is text."""
+        """Calls that return what the request's digest covers: the model, and the token ids of a text prompt."""
         request = self._request
         model = Unary("GetModel", pb.GetModelRequest(model=request.model), _model_of)
         if isinstance(request, pb.ChatRequest):
@@ -163,7 +163,7 @@ class ReceiptCheck:
     def of_request(
         self, receipt: Receipt, finish: pb.Finish, model: pb.Model, prompt: Sequence[int] | None = None
     ) -> Receipt:
-        """The receipt with the word that it is of this request, where that can be known.
+        """The receipt, marked as belonging to this request if that can be computed.
 
         Args:
             receipt: of `of_answer`.
@@ -172,7 +172,7 @@ class ReceiptCheck:
             prompt: the prompt's token ids; None for those of the request.
 
         Raises:
-            ReceiptError: it is of another request.
+            ReceiptError: it belongs to another request.
         """
         message, params = receipt.message, self._request.sampling_params
         # Others have served it: other defaults, or other tokens of the same text.

@@ -12,7 +12,7 @@ from fissile.client.errors import FissileError
 
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 2.0
-# A name may stand for so many routers, each of which is asked in turn; an IP address with its port stands for one.
+# Most routers behind one name; each is tried in turn. An IP address with a port is one router.
 _ROUTERS_OF_A_NAME = 8
 _ONE_ADDRESS = re.compile(r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+")
 
@@ -41,7 +41,7 @@ class Retries:
         return self.targets[self.place % len(self.targets)]
 
     def progress(self) -> None:
-        """Something has come."""
+        """Notes that something was received."""
         self._failed_since, self._wait_s = None, _FIRST_WAIT_S
         self._refusals.clear()
 
@@ -67,7 +67,7 @@ class Retries:
         return min(wait_s, since + self.give_up_s - now)
 
     def _move(self) -> bool:
-        """Goes to the next router that has not refused for good; False if there is none."""
+        """Moves to the next router that has not refused for good; False if there is none."""
         for step in range(1, len(self.targets) + 1):
             target = self.targets[(self.place + step) % len(self.targets)]
             if self._refusals[target] < (1 if _ONE_ADDRESS.fullmatch(target) else _ROUTERS_OF_A_NAME):

@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 class _Calls:
-    """Calls of one stream, one after the other.
+    """The calls of one stream, one at a time.
 
-    Knows nothing of its `Stream`: one that nobody holds any more is gone at once, and with it the generator `events`,
-    which cancels the call as it ends.
+    It does not refer to its `Stream`: when that is dropped, the generator `events` ends at once, which cancels the
+    call.
     """
 
     def __init__(self, client: Client, attempts: StreamAttempts) -> None:
@@ -111,13 +111,13 @@ class _Calls:
 
 
 class Stream(BaseStream):
-    """Events of the answers to one request; goes on at another router by itself where the stream breaks.
+    """Events of the answers to one request. If the stream breaks, it continues at another router.
 
-    Iterate over it once, on one thread. Leaving its `with` block, `cancel` on whichever thread, or dropping it (as
-    `break` does where nothing else holds it) frees what it holds.
+    Iterate over it once, on one thread. Leaving its `with` block, `cancel` on any thread, or dropping the last
+    reference (as `break` may) frees its resources.
 
     Attributes:
-        progress: what has come.
+        progress: the answers so far.
     """
 
     def __init__(self, calls: _Calls) -> None:
@@ -127,13 +127,13 @@ class Stream(BaseStream):
         self._failure: FissileError | None = None
 
     def __enter__(self) -> Stream:
-        """Begins nothing: the call begins with the first event that is asked for."""
+        """Does not start the call: it starts with the first event that is read."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancels what is left."""
+        """Cancels the call if it has not ended."""
         self.cancel()
 
     def __iter__(self) -> Iterator[Event]:
@@ -209,19 +209,19 @@ class Client(BaseClient[Stream]):
 
     @spelled_out(ChatArguments)
     def chat(self, messages: Messages, **arguments: Unpack[ChatArguments]) -> Result:
-        """Answers a conversation, whole; arguments as of `chat_stream`.
+        """The whole answer to a conversation; arguments as for `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and cannot go on.
+            FissileError: the call has failed and cannot continue.
         """
         return self.chat_stream(messages, **arguments).result()
 
     @spelled_out(GenerateArguments)
     def generate(self, prompt: Prompt, **arguments: Unpack[GenerateArguments]) -> Result:
-        """Continues a prompt, whole; arguments as of `chat_stream`.
+        """The whole continuation of a prompt; arguments as for `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and cannot go on.
+            FissileError: the call has failed and cannot continue.
         """
         return self.generate_stream(prompt, **arguments).result()
 
@@ -234,10 +234,10 @@ class Client(BaseClient[Stream]):
         return self.ask(list_models(), timeout_s)
 
     def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
-        """A model; "" is the only one that is served.
+        """Describes a model; "" means the only one that is served.
 
         Raises:
-            FissileError: there is none of this name, or no router answers.
+            FissileError: the name is unknown, or no router answers.
         """
         return self.ask(get_model(name), timeout_s)
 
@@ -281,7 +281,7 @@ class Client(BaseClient[Stream]):
         """Orders documents by their relevance to a query: `documents`, the best one first.
 
         Args:
-            query: what is looked for.
+            query: the query.
             documents: at most 1,024.
             timeout_s: deadline.
             arguments: fields of RerankRequest, by name.
@@ -300,11 +300,11 @@ class Client(BaseClient[Stream]):
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
-        """Says how likely texts, or lists of token ids, are behind a context: `scores`, in their order.
+        """Computes how likely continuations, texts or token ids, are after a context: `scores`, in their order.
 
         Args:
-            continuations: at most 128, each by itself.
-            context: a text where they are texts, else token ids; None scores whole texts.
+            continuations: at most 128; each is scored separately.
+            context: a text if they are texts, otherwise token ids; None scores whole texts.
             timeout_s: deadline.
             arguments: fields of ScoreRequest, by name.
 
