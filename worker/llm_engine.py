@@ -83,7 +83,7 @@ class StreamOutput:
 StreamCallback = Callable[[StreamOutput], None]
 
 
-class Answer:
+class EngineAnswer:
     """One answer as it grows: tokens, text, stop strings.
 
     Attributes:
@@ -254,7 +254,7 @@ class InputOutputProcessor:
         request_id: str,
         arrive_time: float,
         stream_callback: StreamCallback | None = None,
-    ) -> list[Answer]:
+    ) -> list[EngineAnswer]:
         """One answer with its sequence for each of the `n` that `params` asks for.
 
         Raises:
@@ -269,7 +269,7 @@ class InputOutputProcessor:
             raise NoTokenizerError(self.model_config.architecture)
         seed = derive_seed(request_id) if params.seed is None else params.seed
         return [
-            Answer(
+            EngineAnswer(
                 request_id,
                 Sequence(
                     token_ids,
@@ -286,7 +286,7 @@ class InputOutputProcessor:
             for choice in range(params.n)
         ]
 
-    def to_embed(self, prompt: Prompt, pooling: Pooling, arrive_time: float) -> Answer:
+    def to_embed(self, prompt: Prompt, pooling: Pooling, arrive_time: float) -> EngineAnswer:
         """An answer that has nothing but the vector of a prompt.
 
         Raises:
@@ -294,9 +294,9 @@ class InputOutputProcessor:
         """
         token_ids = self._encode(prompt)
         seq = Sequence(token_ids, self.block_size, EMBED_PARAMS, arrive_time=arrive_time, pooling=pooling)
-        return Answer(uuid.uuid4().hex, seq, None)
+        return EngineAnswer(uuid.uuid4().hex, seq, None)
 
-    def postprocess(self, answer: Answer) -> dict[str, Any]:
+    def postprocess(self, answer: EngineAnswer) -> dict[str, Any]:
         """A finished answer as a dictionary of JSON values; times in seconds.
 
         `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it. `logprobs` and
@@ -337,7 +337,7 @@ class InputOutputProcessor:
         return token_ids
 
 
-def _logprobs_of(answer: Answer) -> dict[str, Any]:
+def _logprobs_of(answer: EngineAnswer) -> dict[str, Any]:
     params, prompt = answer.seq.sampling_params, answer.seq.prompt_token_ids
     found: dict[str, Any] = {}
     if params.logprobs is not None:
@@ -407,9 +407,9 @@ class LLMEngine:
         )
         self._clock = clock
         # The same live answers by sequence and by request.
-        self._live: dict[int, Answer] = {}
-        self._requests: dict[str, list[Answer]] = {}
-        self._finished: list[Answer] = []
+        self._live: dict[int, EngineAnswer] = {}
+        self._requests: dict[str, list[EngineAnswer]] = {}
+        self._finished: list[EngineAnswer] = []
 
     def close(self) -> None:
         """Ends the ranks, if there are any; the engine cannot be used after that. May be called twice."""
@@ -558,13 +558,13 @@ class LLMEngine:
 
     def _preprocess(
         self, prompt: Prompt, given: Given, request_id: str, stream_callback: StreamCallback | None
-    ) -> list[Answer]:
+    ) -> list[EngineAnswer]:
         if request_id in self._requests:
             raise DuplicateRequestError(request_id)
         params = self.io.sampling_params(given)
         return self.io.preprocess(prompt, params, request_id, self._clock(), stream_callback)
 
-    def _run(self, answers: list[Answer]) -> None:
+    def _run(self, answers: list[EngineAnswer]) -> None:
         self.core.add_group(answer.seq for answer in answers)
         self._begin(answers)
         try:
@@ -580,12 +580,12 @@ class LLMEngine:
             mine = {answer.seq.id for answer in answers}
             self._finished = [answer for answer in self._finished if answer.seq.id not in mine]
 
-    def _begin(self, answers: list[Answer]) -> None:
+    def _begin(self, answers: list[EngineAnswer]) -> None:
         for answer in answers:
             self._live[answer.seq.id] = answer
             self._requests.setdefault(answer.request_id, []).append(answer)
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: EngineAnswer) -> None:
         """Forgets a live answer; does nothing with another."""
         if self._live.pop(answer.seq.id, None) is None:
             return
@@ -608,7 +608,7 @@ class LLMEngine:
             self._take(answer, output)
         _stream([answer for answer, output in grown if output.output_tokens or output.finished], self._abort)
 
-    def _take(self, answer: Answer, output: RequestOutput) -> None:
+    def _take(self, answer: EngineAnswer, output: RequestOutput) -> None:
         answer.take(output)
         answer.take_logprobs(output)
         answer.pooled = answer.pooled or output.pooled
@@ -617,7 +617,7 @@ class LLMEngine:
             self._finished.append(answer)
             self.core.abort(answer.seq.id)
 
-    def _abort(self, answer: Answer) -> None:
+    def _abort(self, answer: EngineAnswer) -> None:
         self.core.abort(answer.seq.id)
 
 
@@ -647,7 +647,7 @@ def _refuse_twice(request_ids: Seq[str]) -> None:
         seen.add(request_id)
 
 
-def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> None:
+def _stream(answers: Iterable[EngineAnswer], on_error: Callable[[EngineAnswer], None]) -> None:
     """Calls the callbacks, all of them even if one raises, and raises the first error."""
     errors: list[Exception] = []
     for answer in answers:

@@ -1,6 +1,6 @@
 """Router and workers in one process under a virtual clock: the production objects, joined by simulated wires.
 
-Real: Fleet, Dispatcher, Link, StreamAssembly on the router's side; SessionState, Inbox, Outbox, EngineTurns,
+Real: Fleet, Dispatcher, Link, StreamAssembly on the router's side; WorkerSession, Inbox, Outbox, EngineTurns,
 EngineCore, Scheduler and BlockManager on the worker's. Simulated: time, the wires (delay, order kept, one frame at a
 time in each direction, breaks) and the model.
 """
@@ -35,14 +35,14 @@ from router.workers.session_state import ProtocolError
 from router.workers.worker_pool import WorkerPool
 from tests.sim.virtual_time import VirtualLoop
 from worker.engine.core import EngineCore
-from worker.engine.load import LoadReport
-from worker.engine.turns import Cancel, Command, EngineTurns, Receipt, SetDeadline, Submit
+from worker.engine.load import EngineLoad
+from worker.engine.turns import Cancel, Command, EngineTurns, SetDeadline, Submit, TicketReceipt
 from worker.session.adoption import Orphans
 from worker.session.cache_events import KvLog
-from worker.session.deliveries import Deliveries, LiveSequence
+from worker.session.deliveries import Deliveries, OwnedSequence
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState, check_hello
+from worker.session.session import WorkerSession, check_hello
 from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner
@@ -116,7 +116,7 @@ class Wire:
 
 
 class SimWorker:
-    """A worker: engine turns on the virtual loop, and one SessionState per connection. Implements `Engine`."""
+    """A worker: engine turns on the virtual loop, and one WorkerSession per connection. Implements `SessionEngine`."""
 
     def __init__(self, loop: VirtualLoop, name: str, config: Config, incarnation: int = 1) -> None:
         self.name = name
@@ -154,14 +154,14 @@ class SimWorker:
         self.thaw_calls: list[Callable[[], None]] = []
         self.routers: dict[str, RouterSequences] = {}
         self.orphans: Orphans[RouterSequences] = Orphans()
-        self._streams: dict[str, SessionState] = {}
+        self._streams: dict[str, WorkerSession] = {}
         self._loop = loop
         self._turns = EngineTurns(self.core, loop.time)
         self._deliveries = Deliveries()
         self._commands: deque[Command] = deque()
         self._turn_due = False
 
-    def open(self, hello: wpb.Hello, wake: Callable[[], None]) -> SessionState:
+    def open(self, hello: wpb.Hello, wake: Callable[[], None]) -> WorkerSession:
         """A router's stream begins; it fences an older one (S4), as WorkerService does."""
         router_id = hello.router_id
         sequences = self.routers.get(router_id)
@@ -172,7 +172,7 @@ class SimWorker:
         if (older := self._streams.get(router_id)) is not None:
             older.close()
         now = self._loop.time()
-        state = SessionState(hello, sequences, self.facts, self, self.lanes, now, wake, self.intake)
+        state = WorkerSession(hello, sequences, self.facts, self, self.lanes, now, wake, self.intake)
         assert sequences.rids <= {live.rid for live in hello.live}, "orphans are kept"
         self._streams[router_id] = state
         return state
@@ -212,7 +212,7 @@ class SimWorker:
         self._turn_soon()
 
     @property
-    def load(self) -> LoadReport | None:
+    def load(self) -> EngineLoad | None:
         """The load at this moment."""
         return self.core.load()
 
@@ -225,7 +225,7 @@ class SimWorker:
         """A turn is over before anybody can ask."""
         return 0.0
 
-    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
+    def submit_group(self, receipt: TicketReceipt, live: Many[OwnedSequence]) -> None:
         self._deliveries.add(live)
         self._put(Submit(receipt, [each.seq for each in live]))
 
@@ -282,7 +282,7 @@ class Connection(Session):
         self._site = site
         self._loop = site.loop
         self._worker = worker
-        self._state: SessionState | None = None
+        self._state: WorkerSession | None = None
         self._is_up = False
         self._kv_is_due = False
         self._up = Wire(site.loop, site.rnd, site.slowest, self._worker_reads, self._router_writes)

@@ -31,7 +31,7 @@ from tests.unit.mutants import Mutant, assert_noticed
 from worker.session.adoption import Orphans
 from worker.session.outbox import Outbox
 from worker.session.router_state import ActiveSequence, RouterSequences
-from worker.session.session import SessionState
+from worker.session.session import WorkerSession
 
 NUM_REQUESTS = 30
 LEASE_S = 3.0
@@ -237,7 +237,7 @@ CAUGHT = [
     (Mutant("end-of-the-old-rid", Outbox, "take_in", "told.rid = rid", "pass"), calm),
     (Mutant("output-under-the-old-rid", ActiveSequence, "move", "self.rid, self.owner =", "_, self.owner ="), calm),
     (Mutant("orphans-of-who-is-back", RouterSequences, "attach", "self.orphans.remove(self)", "pass"), stormy),
-    (Mutant("not-given-back", SessionState, "_adopt", "self._sequences.outbox.give_back(wanted.rid)", "pass"), stormy),
+    (Mutant("not-given-back", WorkerSession, "_adopt", "self._sequences.outbox.give_back(wanted.rid)", "pass"), stormy),
     (
         Mutant(
             "not-queued-again",

@@ -26,7 +26,7 @@ from worker.engine.lifecycle import Lifecycle
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.outbox import Outbox
 from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState
+from worker.session.session import WorkerSession
 
 SEEDS = range(3)
 
@@ -71,7 +71,7 @@ def ends_of_resumed(resumed: wpb.SubmitSequence, answer: list[int]) -> list[tupl
     engine = SteppedEngine(simulated_core(clock=lambda: now), lambda: now)
     sequences = RouterSequences("r", FACTS, engine, Tracing())
     hello = wpb.Hello(router_id="r", lease_ms=5000)
-    state = SessionState(hello, sequences, FACTS, engine, FleetLanes(), now, lambda: None)
+    state = WorkerSession(hello, sequences, FACTS, engine, FleetLanes(), now, lambda: None)
     resumed.token_ids.extend(answer)
     state.receive(submit(1, resumed), now)
     engine.step()
@@ -96,9 +96,9 @@ CAUGHT = [
         Mutant("keeporphans", RouterSequences, "attach", "if rid not in have", "if False"),
         breaking,
     ),
-    (Mutant("nounknown", SessionState, "_welcome", "unknown=self._unknown", "unknown=[]"), breaking),
+    (Mutant("nounknown", WorkerSession, "_welcome", "unknown=self._unknown", "unknown=[]"), breaking),
     (Mutant("noresend", Outbox, "rewind", "run.sent = have - run.first_pos", "pass"), breaking),
-    (Mutant("nofence", SessionState, "close", "self.is_closed = True", "pass"), breaking),
+    (Mutant("nofence", WorkerSession, "close", "self.is_closed = True", "pass"), breaking),
     (
         Mutant(
             "nolease",

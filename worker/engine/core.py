@@ -24,7 +24,7 @@ from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
-from worker.engine.load import LoadReport
+from worker.engine.load import EngineLoad
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
@@ -322,7 +322,7 @@ class EngineCore:
         """Ends the runner's thread or its ranks."""
         self.executor.close()
 
-    def load(self) -> LoadReport:
+    def load(self) -> EngineLoad:
         """The load at this moment; O(1) but for unfinished prefills."""
         return self.scheduler.load()
 

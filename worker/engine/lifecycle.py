@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
-from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
+from worker.engine.outputs import End, EngineTotals, GivenLogprobs, RequestOutput, Start, sequence_times
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
@@ -51,7 +51,7 @@ class Lifecycle:
         self.num_growing = 0
         self.num_preemptions = 0
         self.outputs: list[RequestOutput] = []
-        self.totals = Totals()
+        self.totals = EngineTotals()
         # Running sequences that decode, in order; None when they have to be looked up again.
         self._decoding: SequenceColumns | None = None
 

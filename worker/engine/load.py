@@ -10,7 +10,7 @@ from worker.engine.step import StepLimits
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class EngineLoad:
     """The worker's load, as the router's delay gate and placement need it (docs/explanation/architecture.md).
 
     Attributes:
@@ -38,14 +38,14 @@ class LoadReport:
     prefill_samples: int = 0
 
 
-def load_report(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> LoadReport:
+def load_report(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> EngineLoad:
     """The load at this moment; O(1) but for unfinished prefills."""
     gated, waiting, blocks = lifecycle.gated, lifecycle.waiting, lifecycle.block_manager
     waiting_seqs = len(gated) + len(waiting)
     waiting_tokens = gated.num_tokens + waiting.num_tokens + lifecycle.unfinished_tokens
     decodes = lifecycle.num_decoding * (limits.mtp_k + 1) if limits.mixes else 0
     budget = max(limits.min_prefill_tokens, limits.max_num_batched_tokens - decodes)
-    return LoadReport(
+    return EngineLoad(
         decoding_seqs=lifecycle.num_decoding,
         waiting_seqs=waiting_seqs,
         waiting_tokens=waiting_tokens,

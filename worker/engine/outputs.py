@@ -95,7 +95,7 @@ def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceT
 
 
 @dataclass(slots=True)
-class Totals:
+class EngineTotals:
     """Counts since the engine's start.
 
     Attributes:

@@ -50,7 +50,7 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
 from worker.engine.integrity import check_lifecycle
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.load import LoadReport, load_report
+from worker.engine.load import EngineLoad, load_report
 from worker.engine.outputs import RequestOutput
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
@@ -411,7 +411,7 @@ class Scheduler:
         """True if any sequence waits or runs, or an output has not been taken."""
         return bool(self.lifecycle.live or self.lifecycle.outputs)
 
-    def load(self) -> LoadReport:
+    def load(self) -> EngineLoad:
         """The load at this moment; O(1) but for unfinished prefills."""
         return load_report(self.limits, self.lifecycle, self.meter)
 

@@ -15,7 +15,7 @@ from common.errors import ApiError
 from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
-from worker.engine.load import LoadReport
+from worker.engine.load import EngineLoad
 from worker.engine.outputs import End, RequestOutput, sequence_times
 from worker.engine.sequence import EndReason, Sequence
 
@@ -29,7 +29,7 @@ class StepListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class TicketReceipt:
     """Number of a group, for whom it concerns."""
 
     listener: StepListener
@@ -40,7 +40,7 @@ class Receipt:
 class Submit:
     """Sequences for the waiting queue; without a receipt they pass the engine's own delay gate."""
 
-    receipt: Receipt | None
+    receipt: TicketReceipt | None
     seqs: Many[Sequence]
 
 
@@ -85,9 +85,9 @@ class Turn:
     """
 
     step: int
-    load: LoadReport
+    load: EngineLoad
     outputs: list[RequestOutput] = field(default_factory=list)
-    seen: list[Receipt] = field(default_factory=list)
+    seen: list[TicketReceipt] = field(default_factory=list)
     figures: EngineFigures = field(default_factory=EngineFigures)
     granules: list[int] = field(default_factory=list)
     kv_digests: list[tuple[bytes, int]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class EngineTurns:
             EngineDeadError: the runner failed; what the engine holds is lost.
         """
         outputs: list[RequestOutput] = []
-        seen: list[Receipt] = []
+        seen: list[TicketReceipt] = []
         flushed: list[tuple[Callable[[int], None], int]] = []
         for command in commands:
             match command:
@@ -145,13 +145,13 @@ class EngineTurns:
             outputs += self.core.return_overdue(self._clock())
         return replace(self.report(outputs, seen), flushed=flushed) if flushed else self.report(outputs, seen)
 
-    def report(self, outputs: list[RequestOutput] | None = None, seen: list[Receipt] | None = None) -> Turn:
+    def report(self, outputs: list[RequestOutput] | None = None, seen: list[TicketReceipt] | None = None) -> Turn:
         """Snapshot of the engine's load and metrics, with the outputs of this turn."""
         load, granules = self.core.load(), self._prefixes.take_granule_changes()
         digests = self._digests.take()
         return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules, digests)
 
-    def _figures(self, load: LoadReport) -> EngineFigures:
+    def _figures(self, load: EngineLoad) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals
         spec = self.core.config.speculative_config
         method = "" if spec is None else spec.method

@@ -15,7 +15,7 @@ from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import StepListener, Turn
 
 
-class LiveSequence(Protocol):
+class OwnedSequence(Protocol):
     """Record of a sequence in the engine, on the event loop's side.
 
     Attributes:
@@ -41,7 +41,7 @@ class Deliveries:
     """The live sequences, by the ids that outputs have."""
 
     def __init__(self) -> None:
-        self._live: dict[int, LiveSequence] = {}
+        self._live: dict[int, OwnedSequence] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -49,7 +49,7 @@ class Deliveries:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._live
 
-    def add(self, live: Iterable[LiveSequence]) -> None:
+    def add(self, live: Iterable[OwnedSequence]) -> None:
         """Adds sequences, which get their outputs from now on."""
         for each in live:
             self._live[each.seq.id] = each

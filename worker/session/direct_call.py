@@ -16,7 +16,7 @@ from worker.session.request_trace import FINISHES, RequestTrace, failure
 
 
 class DirectCall:
-    """The sequence of one call, and its output that has not been written yet. Implements LiveSequence."""
+    """The sequence of one call, and its output that has not been written yet. Implements OwnedSequence."""
 
     def __init__(self, seq: Sequence, trace: RequestTrace) -> None:
         self.seq = seq

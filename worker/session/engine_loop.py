@@ -18,10 +18,10 @@ from common.errors import EngineError
 from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
-from worker.engine.load import LoadReport
-from worker.engine.turns import Cancel, EndAll, Flush, Receipt, SetDeadline, Submit, Turn
+from worker.engine.load import EngineLoad
+from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn
 from worker.session.cache_events import KvLog
-from worker.session.deliveries import Deliveries, LiveSequence
+from worker.session.deliveries import Deliveries, OwnedSequence
 from worker.session.engine_thread import EngineThread
 
 log = structlog.get_logger(__name__)
@@ -57,7 +57,7 @@ class EngineLoop:
 
     def _reset(self) -> None:
         self.state = EngineState.STARTING
-        self.load: LoadReport | None = None
+        self.load: EngineLoad | None = None
         self.num_steps = 0
         self.figures: EngineFigures | None = None
         self.kv_log = KvLog()
@@ -106,11 +106,11 @@ class EngineLoop:
         """Duration of the current step so far; 0 when idle."""
         return 0.0 if self._thread is None else self._thread.busy_s(now)
 
-    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
+    def submit_group(self, receipt: TicketReceipt, live: Many[OwnedSequence]) -> None:
         """Submits a group that a router has released: it enters the waiting queue as a whole."""
         self._submit(receipt, live)
 
-    def submit(self, live: LiveSequence) -> None:
+    def submit(self, live: OwnedSequence) -> None:
         """Submits one sequence, which passes this worker's own delay gate."""
         self._submit(None, [live])
 
@@ -155,7 +155,7 @@ class EngineLoop:
         """Waits for the thread's end; blocks the event loop. False if it has not ended."""
         return self._thread is None or self._thread.join(timeout_s)
 
-    def _submit(self, receipt: Receipt | None, live: Many[LiveSequence]) -> None:
+    def _submit(self, receipt: TicketReceipt | None, live: Many[OwnedSequence]) -> None:
         self._deliveries.add(live)
         if live:
             self._idle.clear()

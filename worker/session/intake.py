@@ -55,7 +55,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SequenceGroup:
     """Sequences that enter the waiting queue together."""
 
     serial: int
@@ -103,7 +103,7 @@ class Inbox:
         self._num_tokens = self._num_bytes = 0
         # Lower bound of the deadlines of all sequences here.
         self._earliest = math.inf
-        self._groups: list[Group] = []
+        self._groups: list[SequenceGroup] = []
         self._refusals: dict[int, Refusal] = {}
 
     @property
@@ -186,7 +186,7 @@ class Inbox:
                     self._earliest = min(self._earliest, draft.deadline)
             self._complete(serial)
 
-    def take_groups(self) -> list[Group]:
+    def take_groups(self) -> list[SequenceGroup]:
         """Groups completed since the last call."""
         groups, self._groups = self._groups, []
         return groups
@@ -262,7 +262,7 @@ class Inbox:
                 record = draft.record
                 arrivals.append(Arrival(rid, seq, record.traceparent, record.tracestate, record.adoption_key))
         del self._open[serial]
-        self._groups.append(Group(serial, arrivals))
+        self._groups.append(SequenceGroup(serial, arrivals))
 
     def _sequence(self, draft: _Draft) -> Sequence:
         record = draft.record

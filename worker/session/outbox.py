@@ -50,7 +50,7 @@ _FINISHES = (
 
 
 @dataclass(slots=True)
-class Run:
+class OutboxRun:
     """Output of one sequence, from absolute position `first_pos` on.
 
     `sent` of its tokens have been sent. `logprobs` has `width` bytes per token, without the first `num_dropped` tokens;
@@ -126,7 +126,7 @@ class Outbox:
     """Merges the outputs of steps into frames."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, OutboxRun] = {}
         # rids with unsent output, the longest waiting first.
         self._unsent: OrderedDict[int, None] = OrderedDict()
         # rids of ended sequences that have been sent whole, the oldest first.
@@ -167,7 +167,7 @@ class Outbox:
         Raises:
             ValueError: its tokens do not continue the ones here.
         """
-        run = self._runs.setdefault(rid, Run(output.first_pos, adoptable))
+        run = self._runs.setdefault(rid, OutboxRun(output.first_pos, adoptable))
         if run.end_pos != output.first_pos:
             raise ValueError(f"tokens of rid {rid} at {output.first_pos} leave a gap")
         run.token_ids.extend(output.output_tokens)
@@ -189,7 +189,7 @@ class Outbox:
         """Adoption keys and rids of the adoptable sequences with output here."""
         return [(run.adoptable.key, rid) for rid, run in self._runs.items() if run.adoptable is not None]
 
-    def release(self, rid: int, have: int, digest: bytes) -> Run | None:
+    def release(self, rid: int, have: int, digest: bytes) -> OutboxRun | None:
         """Removes a sequence for a router that adopts it. None, and it stays, unless it can continue after `have`
         tokens.
 
@@ -204,7 +204,7 @@ class Outbox:
         self.forget(rid)
         return run
 
-    def take_in(self, rid: int, run: Run, have: int) -> None:
+    def take_in(self, rid: int, run: OutboxRun, have: int) -> None:
         """Adds a sequence that another outbox has released, under another rid; its output after `have` tokens is
         unsent."""
         for told in (run.start, run.end):
@@ -300,7 +300,7 @@ class Outbox:
                 self._keep_tail(rid, run)
         return whole
 
-    def _keep_tail(self, rid: int, run: Run) -> None:
+    def _keep_tail(self, rid: int, run: OutboxRun) -> None:
         """Keeps a sequence that has been sent whole, because the frame may be lost. Cancelled ones are not kept: no
         router asks for them."""
         if run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED:
@@ -316,7 +316,7 @@ class Outbox:
         self._tail_tokens -= self._runs[rid].weight
 
 
-def _take_given(frame: wpb.StepOutput, rid: int, run: Run, room: _Room, kept: int) -> bool:
+def _take_given(frame: wpb.StepOutput, rid: int, run: OutboxRun, room: _Room, kept: int) -> bool:
     """Moves logprobs of prompt tokens into the frame as far as they fit beside `kept` bytes. True if all were moved."""
     left = len(run.given) - run.given_sent
     if not left:
@@ -331,7 +331,7 @@ def _take_given(frame: wpb.StepOutput, rid: int, run: Run, room: _Room, kept: in
     return run.given_sent == len(run.given)
 
 
-def _append_tokens(frame: wpb.StepOutput, rid: int, run: Run, count: int) -> None:
+def _append_tokens(frame: wpb.StepOutput, rid: int, run: OutboxRun, count: int) -> None:
     frame.rid.append(rid)
     frame.first_pos.append(run.first_pos + run.sent)
     frame.n.append(count)

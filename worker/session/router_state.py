@@ -20,14 +20,14 @@ import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing, trace_id_of
-from worker.engine.load import LoadReport
+from worker.engine.load import EngineLoad
 from worker.engine.outputs import End, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
-from worker.engine.turns import Receipt
+from worker.engine.turns import TicketReceipt
 from worker.session.adoption import Adoptable, Orphans
 from worker.session.cache_events import KvLog
-from worker.session.deliveries import LiveSequence
-from worker.session.intake import Arrival, Group, Refusal
+from worker.session.deliveries import OwnedSequence
+from worker.session.intake import Arrival, Refusal, SequenceGroup
 from worker.session.outbox import Outbox
 from worker.session.request_trace import RequestTrace
 from worker.session.worker_info import WorkerFacts
@@ -35,11 +35,11 @@ from worker.session.worker_info import WorkerFacts
 log = structlog.get_logger(__name__)
 
 
-class Engine(Protocol):
+class SessionEngine(Protocol):
     """The engine's interface for a Session."""
 
     @property
-    def load(self) -> LoadReport | None: ...
+    def load(self) -> EngineLoad | None: ...
 
     @property
     def num_steps(self) -> int:
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Duration of the current step so far, seconds."""
         ...
 
-    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
+    def submit_group(self, receipt: TicketReceipt, live: Many[OwnedSequence]) -> None:
         """Submits a group as a whole; each of its sequences gets its outputs."""
         ...
 
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class ActiveSequence:
-    """A router's sequence in the engine. Implements LiveSequence.
+    """A router's sequence in the engine. Implements OwnedSequence.
 
     Args:
         rid: of the router's attempt.
@@ -132,7 +132,7 @@ class RouterSequences:
         self,
         router_id: str,
         facts: WorkerFacts,
-        engine: Engine,
+        engine: SessionEngine,
         tracing: Tracing,
         identity: str = "",
         orphans: Orphans[RouterSequences] | None = None,
@@ -204,13 +204,13 @@ class RouterSequences:
         """True if a rid runs here, or its end is kept."""
         return rid in self._active or self.outbox.holds(rid)
 
-    def start(self, group: Group) -> None:
+    def start(self, group: SequenceGroup) -> None:
         """Submits a group to the engine."""
         live = [self._make_active(arrival) for arrival in group.arrivals]
         self._active.update((active.rid, active) for active in live)
         ticket = next(self._tickets)
         self._serials[ticket] = group.serial
-        self._engine.submit_group(Receipt(self, ticket), live)
+        self._engine.submit_group(TicketReceipt(self, ticket), live)
 
     def adoptables(self) -> list[tuple[bytes, int]]:
         """Adoption keys and rids of the sequences that another router may adopt."""

@@ -34,7 +34,7 @@ from worker.session import request_validation
 from worker.session.cache_events import KvCursor
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.intake import Inbox
-from worker.session.router_state import Engine, RouterSequences
+from worker.session.router_state import RouterSequences, SessionEngine
 from worker.session.worker_info import WorkerFacts, load_proto
 
 _session_numbers = itertools.count()
@@ -78,7 +78,7 @@ def check_owner(router_id: str, owner: str, identity: str) -> None:
         raise PermissionDeniedError("ROUTER_ID_TAKEN", f"router_id {router_id!r} is in use by another certificate")
 
 
-class SessionState:
+class WorkerSession:
     """The worker's end of one stream.
 
     Args:
@@ -102,7 +102,7 @@ class SessionState:
         hello: wpb.Hello,
         sequences: RouterSequences,
         facts: WorkerFacts,
-        engine: Engine,
+        engine: SessionEngine,
         lanes: FleetLanes,
         now: float,
         wake: Callable[[], None],

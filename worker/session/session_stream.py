@@ -1,6 +1,6 @@
 """I/O of a Session: one task reads frames, one writes them, one watches the lease.
 
-SessionState decides. The fate of the router's sequences depends on how the stream ended: a router that closes it is
+WorkerSession decides. The fate of the router's sequences depends on how the stream ended: a router that closes it is
 done with them, a broken stream may be resumed (`Ending`).
 """
 
@@ -18,8 +18,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
 from worker.session.fleet_backlog import FleetLanes
-from worker.session.router_state import Engine, RouterSequences
-from worker.session.session import SessionState
+from worker.session.router_state import RouterSequences, SessionEngine
+from worker.session.session import WorkerSession
 from worker.session.worker_info import WorkerFacts
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -53,7 +53,7 @@ class SessionStream:
         hello: wpb.Hello,
         sequences: RouterSequences,
         facts: WorkerFacts,
-        engine: Engine,
+        engine: SessionEngine,
         lanes: FleetLanes,
         clock: Callable[[], float] = time.monotonic,
         intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
@@ -63,7 +63,7 @@ class SessionStream:
         self._finishing = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ending = Ending.BREAK
-        self.state = SessionState(hello, sequences, facts, engine, lanes, clock(), self._to_write.set, intake)
+        self.state = WorkerSession(hello, sequences, facts, engine, lanes, clock(), self._to_write.set, intake)
 
     async def run(self, context: Context) -> None:
         """Serves until the router ends the stream, or until `finish` or `fence`.

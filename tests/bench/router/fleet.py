@@ -24,7 +24,7 @@ from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence as EngineSequence
-from worker.engine.turns import Command, EngineTurns, Receipt, Submit, Turn
+from worker.engine.turns import Command, EngineTurns, Submit, TicketReceipt, Turn
 from worker.session.cache_events import KvCursor, KvLog
 from worker.simulation.cost_model import CostModel
 from worker.simulation.runner import SimulatedRunner
@@ -202,7 +202,7 @@ class FleetRun:
         for request in release.requests:
             self._outcomes[request.key].worker = worker.name
         seqs = [self._sequences[request.key] for request in release.requests]
-        worker.commands.append(Submit(Receipt(self, release.serial), seqs))
+        worker.commands.append(Submit(TicketReceipt(self, release.serial), seqs))
         self._step(worker, now)
 
     def _step(self, worker: _Worker, now: float) -> None:

@@ -47,7 +47,7 @@ from worker.ranks.frames import FrameReader
 from worker.session import outbox
 from worker.session.cache_events import KvCursor, KvLog
 from worker.session.intake import Inbox
-from worker.session.outbox import Outbox, Run
+from worker.session.outbox import Outbox, OutboxRun
 
 _EVERY = test_outbox.test_every_interleaving_delivers_every_token_once_in_order
 _BREAK = test_outbox.test_streams_that_break_lose_frames_and_no_tokens
@@ -92,7 +92,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("end_too_soon", Outbox, "_take_run", "whole = count == unsent", "whole = count <= unsent"), _EVERY),
     (Mutant("no_rewind", Outbox, "rewind", "run.sent = have - run.first_pos", "run.sent = max(run.sent, 0)"), _BREAK),
     (Mutant("given_once", Outbox, "rewind", "run.given_sent = 0", "pass"), _LOGPROBS),
-    (Mutant("rows_of_others", Run, "rows", "(start - self.num_dropped)", "start"), _LOGPROBS),
+    (Mutant("rows_of_others", OutboxRun, "rows", "(start - self.num_dropped)", "start"), _LOGPROBS),
     (Mutant("given_again", outbox, "_take_given", "run.given_sent += taken", "run.given_sent = taken"), _LOGPROBS),
     (Mutant("two_ends", Outbox, "_take_run", "ends.append(run.end)", "ends.extend([run.end, run.end])"), _STORM),
     (Mutant("half_a_group", Inbox, "submit", "group.more = frame.more", "group.more = False"), _CUT),

@@ -12,7 +12,7 @@ from common.params.sampling_params import SamplingParams
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.sequence import EndReason, Sequence
-from worker.engine.turns import Cancel, EngineTurns, Receipt, Submit
+from worker.engine.turns import Cancel, EngineTurns, Submit, TicketReceipt
 from worker.simulation.runner import SimulatedRunner
 
 CONFIG = Config(num_kvcache_blocks=12, max_model_len=96, enable_prefix_caching=True, max_num_batched_tokens=64)
@@ -32,7 +32,7 @@ def turns_of(config: Config = CONFIG) -> EngineTurns:
 
 def run(turns: EngineTurns, seqs: list[Sequence]) -> tuple[EngineFigures, list[EngineFigures], int]:
     """The last figures, all figures, and the number of tokens that were handed out."""
-    turn = turns.run([Submit(Receipt(Nobody(), 1), seqs)])
+    turn = turns.run([Submit(TicketReceipt(Nobody(), 1), seqs)])
     seen, tokens = [turn.figures], sum(len(out.output_tokens) for out in turn.outputs)
     while turns.has_work:
         turn = turns.run([])
@@ -66,7 +66,7 @@ def test_tokens_hits_and_ends() -> None:
 def test_a_cancel_is_an_end() -> None:
     turns = turns_of()
     seq = prompt(1)
-    turns.run([Submit(Receipt(Nobody(), 1), [seq, prompt(2, 200)])])
+    turns.run([Submit(TicketReceipt(Nobody(), 1), [seq, prompt(2, 200)])])
     turn = turns.run([Cancel([seq.id])])
     assert turn.figures.ended == {"invalid": 1, "cancelled": 1}
     assert [out.end.reason for out in turn.outputs if out.end] == [EndReason.CANCELLED]

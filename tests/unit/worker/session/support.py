@@ -13,13 +13,13 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.config import Config
 from common.wire.block_hash import hash_chain
 from worker.engine.core import EngineCore
-from worker.engine.load import LoadReport
+from worker.engine.load import EngineLoad
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Receipt, SetDeadline, StepListener, Submit
+from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, SetDeadline, StepListener, Submit, TicketReceipt
 from worker.session.cache_events import KvLog
-from worker.session.deliveries import Deliveries, LiveSequence
-from worker.session.router_state import Engine
+from worker.session.deliveries import Deliveries, OwnedSequence
+from worker.session.router_state import SessionEngine
 from worker.session.sequence_builder import EngineLimits
 from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import FixedCost
@@ -123,9 +123,9 @@ class Heard:
         self.owner.on_output(output)
 
 
-def submit_group(engine: Engine, listener: Listener, serial: int, seqs: Iterable[Sequence]) -> None:
+def submit_group(engine: SessionEngine, listener: Listener, serial: int, seqs: Iterable[Sequence]) -> None:
     """Gives an engine a group of a router."""
-    engine.submit_group(Receipt(listener, serial), [Heard(seq, listener) for seq in seqs])
+    engine.submit_group(TicketReceipt(listener, serial), [Heard(seq, listener) for seq in seqs])
 
 
 class SteppedEngine:
@@ -139,7 +139,7 @@ class SteppedEngine:
         self.kv_log = KvLog()
 
     @property
-    def load(self) -> LoadReport | None:
+    def load(self) -> EngineLoad | None:
         """The load at this moment."""
         return self.core.load()
 
@@ -152,7 +152,7 @@ class SteppedEngine:
         """No step is ever under way between calls."""
         return 0.0
 
-    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
+    def submit_group(self, receipt: TicketReceipt, live: Many[OwnedSequence]) -> None:
         """Takes a group at the next step."""
         self.deliveries.add(live)
         self._commands.append(Submit(receipt, [each.seq for each in live]))

@@ -20,7 +20,7 @@ from worker.session import session as session_module
 from worker.session.adoption import Orphans
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState
+from worker.session.session import WorkerSession
 
 KEY = b"key of the answer"
 PROMPT = [5, 6, 7]
@@ -42,7 +42,7 @@ class Fleet:
         )
         kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in (live or {}).items()]
         hello = wpb.Hello(router_id=name, lease_ms=5000, live=kept, proto_minor=minor)
-        return Router(self, SessionState(hello, known, FACTS, self.engine, self.lanes, self.now, lambda: None))
+        return Router(self, WorkerSession(hello, known, FACTS, self.engine, self.lanes, self.now, lambda: None))
 
     def lose(self, name: str, router: Router) -> None:
         router.state.close()
@@ -57,7 +57,7 @@ class Fleet:
 class Router:
     """A router's end: what it writes, and all that it has read."""
 
-    def __init__(self, fleet: Fleet, state: SessionState) -> None:
+    def __init__(self, fleet: Fleet, state: WorkerSession) -> None:
         self.fleet = fleet
         self.state = state
         self.tokens: dict[int, list[tuple[int, int]]] = {}

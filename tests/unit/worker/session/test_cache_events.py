@@ -17,7 +17,7 @@ from common.params.sampling_params import SamplingParams
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from tests.unit.worker.session.support import simulated_core
 from worker.engine.sequence import Sequence as EngineSequence
-from worker.engine.turns import EngineTurns, Receipt, StepListener, Submit
+from worker.engine.turns import EngineTurns, StepListener, Submit, TicketReceipt
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 
@@ -243,7 +243,7 @@ def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_
     manager = core.scheduler.block_manager
     for serial, group in enumerate([*groups, []]):
         seqs = [EngineSequence(prompt(parts), 16, SamplingParams(max_tokens=70)) for parts in group]
-        for command in [[Submit(Receipt(listener, serial), seqs)]] + [[]] * (serial % 3):
+        for command in [[Submit(TicketReceipt(listener, serial), seqs)]] + [[]] * (serial % 3):
             log.append(turns.run(command).granules)
             assert set(log.snapshot()) == set(manager.prefixes.cached_granules())
     while turns.has_work:
@@ -256,7 +256,7 @@ def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_
 def test_granules_are_every_eighth_hash_of_the_chain() -> None:
     core = simulated_core()
     turns, tokens = EngineTurns(core, lambda: 0.0), list(range(1, 16 * 20 + 5))
-    turns.run([Submit(Receipt(Nobody(), 1), [EngineSequence(tokens, 16, SamplingParams(max_tokens=1))])])
+    turns.run([Submit(TicketReceipt(Nobody(), 1), [EngineSequence(tokens, 16, SamplingParams(max_tokens=1))])])
     while turns.has_work:
         turns.run([])
     chain = hash_chain(tokens, 16, seed=core.config.hash_seed)

@@ -17,7 +17,7 @@ from common.errors import ApiError
 from tests.unit.worker.session.support import FACTS
 from tests.unit.worker.session.world import World
 from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState, check_hello
+from worker.session.session import WorkerSession, check_hello
 
 _MOST = {
     FieldDescriptor.TYPE_UINT32: 2**32 - 1,
@@ -60,16 +60,16 @@ def _value(field: Any, rnd: random.Random) -> Any:
     return rnd.choice([b"", bytes(16)]) if field.type == FieldDescriptor.TYPE_BYTES else ""
 
 
-def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> SessionState:
+def session_of(world: World, router_id: str, hello: wpb.Hello | None = None) -> WorkerSession:
     hello = wpb.Hello() if hello is None else hello
     hello.router_id, hello.lease_ms = router_id, 5000
     hello.proto_minor = min(hello.proto_minor, 1)
     checked = check_hello(wpb.SessionRequest(hello=hello))
     sequences = RouterSequences(router_id, FACTS, world.engine, world.tracing)
-    return SessionState(checked, sequences, FACTS, world.engine, world.lanes, world.now, lambda: None)
+    return WorkerSession(checked, sequences, FACTS, world.engine, world.lanes, world.now, lambda: None)
 
 
-def frames(state: SessionState, world: World) -> list[wpb.SessionResponse]:
+def frames(state: WorkerSession, world: World) -> list[wpb.SessionResponse]:
     """Frames that a Session writes, serialized and parsed again."""
     found: list[wpb.SessionResponse] = []
     try:

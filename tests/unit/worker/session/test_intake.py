@@ -17,7 +17,7 @@ from common.limits import MAX_OPEN_GROUPS
 from common.wire.block_hash import hash_chain, salt_root
 from tests.unit.worker.session.support import LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, long_prompt, params, record, submit
 from worker.engine.sequence import EndReason, Priority
-from worker.session.intake import Group, Inbox
+from worker.session.intake import Inbox, SequenceGroup
 from worker.session.sequence_builder import EngineLimits
 
 
@@ -30,7 +30,7 @@ def inbox(limits: EngineLimits = LIMITS) -> Inbox:
     return Inbox(limits, is_live=lambda rid: rid == 999)
 
 
-def rids(groups: list[Group]) -> list[tuple[int, list[int]]]:
+def rids(groups: list[SequenceGroup]) -> list[tuple[int, list[int]]]:
     return [(group.serial, [arrival.rid for arrival in group.arrivals]) for group in groups]
 
 

@@ -15,7 +15,7 @@ from tests.unit.worker.session.support import (
 )
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.router_state import RouterSequences
-from worker.session.session import SessionState, check_hello
+from worker.session.session import WorkerSession, check_hello
 from worker.session.worker_info import WorkerFacts
 
 
@@ -65,7 +65,7 @@ class Router:
         hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms, live=kept)))
         world = self.world
         self.frames.clear()
-        self.state = SessionState(hello, self.sequences, FACTS, world.engine, world.lanes, world.now, self.wake)
+        self.state = WorkerSession(hello, self.sequences, FACTS, world.engine, world.lanes, world.now, self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -128,10 +128,10 @@ def run(world: World, *routers: Router, steps: int = 40) -> None:
 
 def opened(
     world: World, router_id: str, kv_seq: int = 0, facts: WorkerFacts = FACTS
-) -> tuple[SessionState, wpb.Welcome]:
+) -> tuple[WorkerSession, wpb.Welcome]:
     hello = wpb.Hello(router_id=router_id, lease_ms=5000, kv_seq=kv_seq)
     sequences = RouterSequences(router_id, facts, world.engine, world.tracing)
-    state = SessionState(hello, sequences, facts, world.engine, world.lanes, world.now, lambda: None)
+    state = WorkerSession(hello, sequences, facts, world.engine, world.lanes, world.now, lambda: None)
     first = state.next_frame(world.now)
     assert first is not None
     return state, first.welcome
