@@ -1,24 +1,25 @@
-"""The paged KV cache's blocks: who holds which, which can be shared, and which dies next.
+"""Blocks of the paged KV cache: allocation, sharing, publication and eviction.
 
 Invariants, checked by worker/engine/integrity.py:
-- a block is free iff its `ref_count` is 0; a free block keeps its identity until it is taken for something else;
-- sequences hold whole prefixes and release them from the end, so among free blocks suffixes are older than prefixes and
-  die first, and the tree of cached prefixes (worker/engine/prefix_cache.py) stays closed;
-- blocks of a sequence that are not published yet are held by it alone;
-- the block that a copy is made of is not written before the step that makes the copy: steps run in the order in which
-  they are scheduled, and copy first.
+- a block is free iff its `ref_count` is 0; a free block stays in the prefix cache until it is allocated;
+- sequences hold whole prefixes and release them from the end. So among free blocks suffixes are evicted before
+  prefixes, and the tree of cached prefixes (worker/engine/prefix_cache.py) stays closed;
+- unpublished blocks of a sequence have no other holder;
+- the source of a block copy is not written before the step that makes the copy: steps run in the order in which they
+  are scheduled, and copy before they compute.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import InvalidFieldError
+from common.wire.kv_digests import block_name, is_chosen
 from worker.engine.batch import BlockCopy
-from worker.engine.block_digests import BlockDigests
 from worker.engine.prefix_cache import UNSALTED_ROOT, Block, PrefixCache
 from worker.engine.sequence import Sequence
 
@@ -26,32 +27,70 @@ __all__ = ["Block", "BlockManager", "OutOfBlocksError"]
 
 
 class OutOfBlocksError(Exception):
-    """A caller did not ask `can_allocate` or `can_append` first."""
+    """Too few free blocks: the caller did not ask `can_allocate` or `can_append` first."""
 
 
 @dataclass(slots=True)
 class _Chain:
-    """A sequence's way down the tree: how many of its blocks are cached, and the last one's node."""
+    """A sequence's path in the tree of cached prefixes: number of its blocks there, and node of the last one."""
 
     num_published: int = 0
     node: int = UNSALTED_ROOT
 
 
-class BlockManager:
-    """Hands out blocks in O(1) each and publishes those that are full.
+class BlockDigests:
+    """Published blocks whose KV the next step digests, and the digests that steps have made.
 
-    Sequences are told apart by their ids; one that waits may be asked about any number of times. `deallocate` ends what
-    is known about it.
+    A block is digested by the first step scheduled after its publication, before that step writes anything. Its bytes
+    are final then. Nothing has been written to it since, even if it was evicted meanwhile and that very step writes to
+    it. Steps in flight at the publication write only behind it.
+
+    Args:
+        config: the share of blocks that are digested, the block size and the hash seed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._below = round(config.kv_digests * 2**64)
+        self._block_size = config.kv_cache_block_size
+        self._hash_seed = config.hash_seed
+        self._wanted: dict[int, bytes] = {}
+        self._digests: list[tuple[bytes, int]] = []
+
+    def published(self, seq: Sequence, place: int, tokens: bytes | bytearray) -> None:
+        """Chooses by its tokens whether the block that a sequence has published at `place` is digested."""
+        if self._below and is_chosen(tokens, self._below):
+            prefix = memoryview(seq.packed_ids)[: (place + 1) * len(tokens)]
+            self._wanted[seq.block_table[place]] = block_name(prefix, self._block_size, self._hash_seed)
+
+    def take_wanted(self) -> dict[int, bytes]:
+        """Takes the names of the blocks that the next step digests, by block id."""
+        wanted, self._wanted = self._wanted, {}
+        return wanted
+
+    def add(self, digests: Iterable[tuple[bytes, int]]) -> None:
+        """Adds names and digests that a step has made."""
+        self._digests += digests
+
+    def take(self) -> list[tuple[bytes, int]]:
+        """Takes the names and digests added since the last call."""
+        digests, self._digests = self._digests, []
+        return digests
+
+
+class BlockManager:
+    """Allocates blocks in O(1) each and publishes full ones in the prefix cache.
+
+    Sequences are known by their ids until `deallocate`.
 
     Attributes:
         block_size: tokens per block.
         enable_prefix_caching: True if prefixes are shared.
         blocks: the pool, by id.
         prefixes: the cached prefixes.
-        hash_to_block_id: of `prefixes`.
-        digests: of published blocks.
-        free_block_ids: from the next to be taken to the last: blocks that hold nothing, then cached ones, least
-            recently used first.
+        hash_to_block_id: the published blocks by hash (PrefixCache).
+        digests: digests of published blocks.
+        free_block_ids: free blocks in the order of allocation: empty ones, then cached ones, least recently used
+            first.
 
     Raises:
         InvalidFieldError: the pool has no blocks.
@@ -77,13 +116,13 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, cached ones among them."""
+        """Number of blocks without a holder, cached ones included."""
         return len(self.free_block_ids)
 
     def can_allocate(self, seq: Sequence, cached: list[int] | None = None, reserve: int = 0) -> bool:
-        """True if `allocate` finds the blocks for all tokens of `seq`, and leaves `reserve` free.
+        """True if `allocate` finds blocks for all tokens of `seq`, and leaves `reserve` free.
 
-        Cached blocks in use cost nothing, cached blocks that are free leave the free list.
+        Cached blocks in use cost nothing; cached blocks that are free leave the free list.
         """
         cached = self.prefixes.cached_blocks(seq) if cached is None else cached
         in_use = sum(self.blocks[b].ref_count > 0 for b in cached)
@@ -93,8 +132,8 @@ class BlockManager:
         """Gives `seq` blocks for all its tokens, `cached` first, and sets `num_cached_tokens`, `num_computed_tokens`.
 
         Returns:
-            What the sequence's first step has to copy before anything else: the block whose beginning is the part of
-            its prompt behind `cached`, but for the last token. None for nothing.
+            The copy that the sequence's first step makes before it computes: its source begins with the rest of the
+            prompt behind `cached`, without the last token. None without such a block.
 
         Raises:
             OutOfBlocksError: there are too few; nothing has changed.
@@ -103,7 +142,7 @@ class BlockManager:
         if seq.block_table or not self.can_allocate(seq, cached):
             raise OutOfBlocksError(f"sequence {seq.id}: {seq.num_blocks} blocks, {self.num_free_blocks} free")
         tail = self.prefixes.cached_tail(seq, cached)
-        # Hits first: else a fresh block might evict one of them. The tail may be evicted, even be among the new ones.
+        # Hits first, or a new block might evict one of them. The tail may be evicted, or be one of the new blocks.
         for block_id in cached:
             self._claim(block_id)
         seq.block_table = cached + [self._take() for _ in range(seq.num_blocks - len(cached))]
@@ -120,7 +159,7 @@ class BlockManager:
         return BlockCopy(tail, seq.block_table[len(cached)])
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes back all blocks of `seq`, the last first. It need not have any."""
+        """Frees all blocks of `seq`, the last one first; a no-op without blocks."""
         for block_id in reversed(seq.block_table):
             self._release(block_id)
         seq.block_table = []
@@ -128,7 +167,7 @@ class BlockManager:
         self._chains.pop(seq.id, None)
 
     def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
-        """True if `may_append` finds the blocks it needs."""
+        """True if `may_append` finds enough free blocks."""
         return self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)
 
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
@@ -147,7 +186,7 @@ class BlockManager:
         seq.num_slots += needed * self.block_size
 
     def publish(self, seq: Sequence) -> None:
-        """Makes the blocks that are full up to `num_computed_tokens` findable; call when their KV has been written."""
+        """Publishes the blocks that are full up to `num_computed_tokens`; call when their KV has been written."""
         if seq.num_computed_tokens < seq.publish_at:
             return
         chain = self._chains[seq.id]
@@ -155,12 +194,11 @@ class BlockManager:
             self._publish_next(seq, chain)
 
     def publish_tail(self, seq: Sequence) -> None:
-        """Makes the beginning of a prompt's last block findable; call when the prompt's first token has come, after
-        `publish`."""
+        """Publishes the beginning of a prompt's last block; call after `publish`, with the first token."""
         self.prefixes.add_tail(seq)
 
     def prove(self, seq: Sequence) -> None:
-        """Notes that a token has come out of what `seq` has published or found. O(1) amortized over blocks."""
+        """Marks the cached blocks of `seq` as proved: a step that read them gave a token. O(1) amortized."""
         for i in range(self.num_published(seq) - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]
             if block.is_proved or block.hash is None:
@@ -168,16 +206,18 @@ class BlockManager:
             block.is_proved = True
 
     def num_published(self, seq: Sequence) -> int:
-        """Blocks of `seq` that it has found in the cache or published."""
+        """Number of blocks that `seq` has found in the cache or published."""
         chain = self._chains.get(seq.id)
         return 0 if chain is None else chain.num_published
 
     def forget_unproved(self, seq: Sequence) -> int:
-        """Forgets the blocks of the cached prefix of `seq` that are not proved, and all that follow them: a step that
-        read them gave no number, and so would each that finds them. Who holds them goes on, but publishes nothing more.
+        """Removes the unproved blocks of a sequence's cached prefix, and all behind them, from the prefix cache.
+
+        A step that read them gave no number, and so would every other one. Sequences that hold them continue, but
+        publish nothing more.
 
         Returns:
-            How many they were. O(cached blocks) unless that is none.
+            Number of blocks removed. O(cached blocks) unless it is 0.
         """
         found = (self.blocks[block_id] for block_id in self.prefixes.cached_blocks(seq))
         first = next((block for block in found if not block.is_proved), None)
@@ -191,9 +231,9 @@ class BlockManager:
         return len(gone)
 
     def flush(self) -> int:
-        """Forgets the cached blocks that no sequence holds; how many full ones that were. O(blocks).
+        """Removes cached blocks without a holder from the cache. Returns the number of full ones. O(blocks).
 
-        The tree stays closed: sequences hold whole prefixes, so no block that is held has a parent that is not.
+        The tree stays closed: sequences hold whole prefixes, so a held block has a held parent.
         """
         cached = [block for block_id in self.free_block_ids if (block := self.blocks[block_id]).is_cached]
         num_full = sum(block.hash is not None for block in cached)
@@ -204,7 +244,7 @@ class BlockManager:
     def _publish_next(self, seq: Sequence, chain: _Chain) -> None:
         i, prefixes = chain.num_published, self.prefixes
         if i and self.blocks[seq.block_table[i - 1]].node != chain.node:
-            # Its parent was evicted while it was held.
+            # The parent has left the cache while the sequence held it.
             seq.publish_at = math.inf
             return
         block_hash, tokens = prefixes.hashes(seq)[i], prefixes.tokens(seq, i)
@@ -215,8 +255,8 @@ class BlockManager:
         else:
             found = prefixes.find(block_hash, tokens, chain.node)
             if found is None:
-                # Another prefix owns the key, or the same one whose salt is forgotten: neither this block nor what
-                # follows it can be found until that one is evicted. It costs hits, never an answer.
+                # Another prefix has this hash, or the same prefix with a forgotten salt. Until that one is evicted,
+                # neither this block nor those behind it can be found. It costs hits, never an answer.
                 seq.publish_at = math.inf
                 return
             block = found
@@ -227,23 +267,23 @@ class BlockManager:
             chain.node = block.node
 
     def _go_on_with(self, seq: Sequence, i: int, present: int) -> None:
-        """Swaps a block for the one that was published with the same content before; the tree stays closed thereby.
+        """Replaces a block by a published one with the same content, which keeps the tree closed.
 
-        In a new table: batches in flight hold the old one.
+        Makes a new table: batches in flight hold the old one.
         """
         self._claim(present)
         self._release(seq.block_table[i])
         seq.block_table = [*seq.block_table[:i], present, *seq.block_table[i + 1 :]]
 
     def _claim(self, block_id: int) -> None:
-        """One more holder of a cached block. Unlike `_take` it keeps the block's identity."""
+        """Adds a holder to a cached block, which stays cached."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self.free_block_ids[block_id]
         block.ref_count += 1
 
     def _take(self) -> int:
-        """The next free block, evicted from the cache if it was in it."""
+        """Allocates the next free block; a cached one is evicted."""
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
         self.prefixes.forget(block)
@@ -259,6 +299,5 @@ class BlockManager:
                 self.free_block_ids.move_to_end(block_id, last=False)
 
     def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
-        # The one place that decides it, for the check and for the act.
         missing = seq.next_position + num_new_tokens - seq.num_slots
         return -(-missing // self.block_size) if missing > 0 else 0

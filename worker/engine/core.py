@@ -11,10 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
 import structlog
@@ -23,12 +21,13 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
-from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
+from worker.engine.executor import Executor, InlineExecutor, ThreadExecutor
 from worker.engine.load import EngineLoad
 from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.speculation.cost_probe import measure_costs
+from worker.engine.step import Step
 
 log = structlog.get_logger(__name__)
 
@@ -55,15 +54,6 @@ class GrammarCompiler(Protocol):
         The future raises if the grammar does not compile.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that has been submitted."""
-
-    batch: ScheduledBatch
-    seqs: dict[int, Sequence]
-    result: Future[Executed]
 
 
 class _Deadlines:
@@ -124,7 +114,6 @@ class EngineCore:
         self.scheduler = Scheduler(config)
         in_process = ThreadExecutor if config.deferred_output else InlineExecutor
         self.executor: Executor = executor or in_process(self._forward, clock)
-        self._flights: deque[_Flight] = deque()
         self._clock = clock
         self._deadlines = _Deadlines()
         self._grammars = grammars
@@ -235,7 +224,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """True if `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
-        return self.scheduler.has_unfinished() or bool(self._flights)
+        return self.scheduler.has_unfinished() or bool(self.scheduler.in_flight)
 
     def step(self) -> StepResult:
         """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
@@ -252,16 +241,15 @@ class EngineCore:
         self._deadlines.compact(len(self.scheduler.lifecycle.live))
         if self._compiling:
             self._look_at_grammars(now)
+        in_flight = self.scheduler.in_flight
         scheduled = self.scheduler.schedule(now)
         if scheduled is None:
             self._nothing_scheduled()
         else:
-            batch, seqs = scheduled
-            self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
-        stay = 1 if scheduled is not None and self.config.deferred_output else 0
-        while len(self._flights) > stay:
-            self._land(self._flights[0])
-            self._flights.popleft()
+            in_flight[-1].result = self.executor.submit(scheduled[0])
+        num_kept = 1 if scheduled is not None and self.config.deferred_output else 0
+        while len(in_flight) > num_kept:
+            self._finish(in_flight[0])
         return StepResult(self.scheduler.take_outputs())
 
     def _look_at_grammars(self, now: float) -> None:
@@ -281,21 +269,21 @@ class EngineCore:
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
 
-    def _land(self, flight: _Flight) -> None:
-        """Waits for a step and takes in its output. An interrupted wait can be repeated, an interrupted step not."""
+    def _finish(self, step: Step) -> None:
+        """Waits for the oldest step and applies its output. An interrupted wait can be repeated, a step cannot."""
+        batch, result = step.batch, step.result
         try:
-            output, duration_s = flight.result.result()
+            output, duration_s = result.result()
         except Exception as error:
             self._dead = True
-            self._flights.clear()
+            self.scheduler.in_flight.clear()
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
         except BaseException:
-            if flight.result.done() and flight.result.exception() is not None:
-                self._flights.popleft()
-                self.scheduler.discard(flight.seqs.values(), flight.batch)
+            if result.done() and result.exception() is not None:
+                self.scheduler.discard(step.seqs.values(), batch)
             raise
-        self.scheduler.record_step(flight.batch, duration_s)
-        self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
+        self.scheduler.record_step(batch, duration_s)
+        self.scheduler.postprocess(step.seqs.values(), output, batch=batch, now=self._clock())
 
     @property
     def idle_check_s(self) -> float:

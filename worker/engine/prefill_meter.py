@@ -11,7 +11,6 @@ import math
 from typing import Final
 
 from worker.engine.batch import ScheduledBatch
-from worker.engine.context_cost import ContextCost
 from worker.engine.step import Step
 
 # Weight of the newest value in a mean.
@@ -29,19 +28,87 @@ _MOST_SLOWDOWN: Final = 2.0
 # Least share of a step's duration that counts for its prompts: its decodes may have been faster than usual.
 _LEAST_SHARE: Final = 1 / 8
 
+# Attention to 64 tokens costs as much as all of a layer's products only in models far smaller than any that is served.
+_MAX_WEIGHT: Final = 1 / 64
+# Below this weight, a million tokens of context cost less than one token.
+_MIN_WEIGHT: Final = 1e-6
+
+
+class ContextCost:
+    """Cost of prompt tokens behind a context.
+
+    A token takes one share of the matrix products, whatever precedes it, and attention to every token before it. So a
+    chunk of a fixed number of tokens takes ever longer as a long prompt proceeds, and decodes beside it wait ever
+    longer for their next token. The unit is one token without a context: `n` tokens behind `start` others cost
+    `n + weight * (n * start + n * n / 2)`. The weight is the slope of a straight line through the seconds per token
+    at contexts of different lengths. Each power of two has one point, so that a long run of one kind of work leaves
+    the others as they are.
+
+    Attributes:
+        weight: cost of attention to one token, as a share of a token's other cost; 0 before the first measurement.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        # Mean context and mean seconds per token, by the power of two of the context.
+        self._points: dict[int, tuple[float, float]] = {}
+
+    def note(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """Updates the weight by one step.
+
+        Args:
+            num_tokens: prompt tokens of the step.
+            num_pairs: pairs of a prompt token and a token that it attends to.
+            seconds: duration of the prompts' part of the step.
+        """
+        if num_tokens <= 0 or seconds <= 0:
+            return
+        context, per_token = num_pairs / num_tokens, seconds / num_tokens
+        place = int(context).bit_length()
+        if place in self._points:
+            mean_context, mean = self._points[place]
+            context = mean_context + _NEWEST * (context - mean_context)
+            per_token = _mean(mean, per_token)
+        self._points[place] = context, per_token
+        self.weight = self._slope()
+
+    def of(self, start: int, num_tokens: int) -> float:
+        """Cost of `num_tokens` tokens behind `start` others."""
+        return num_tokens + self.weight * (num_tokens * start + num_tokens * num_tokens / 2)
+
+    def most_tokens(self, start: int, wanted: int, cost: float) -> int:
+        """Number of `wanted` tokens behind `start` others that cost at most `cost`."""
+        # Sums in another order differ by rounding, which must not cut a token.
+        cost *= 1 + 1e-9
+        if self.of(start, wanted) <= cost:
+            return wanted
+        each = 1 + self.weight * start
+        return max(0, int(2 * cost / (each + math.sqrt(each * each + 2 * self.weight * max(0.0, cost)))))
+
+    def _slope(self) -> float:
+        """Slope of the line with the least relative errors, as a share of the line's value without a context."""
+        points = [(1 / seconds, context / seconds) for context, seconds in self._points.values()]
+        xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+        x, y = (sum(p[i] for p in points) for i in (0, 1))
+        begin, slope = yy * x - xy * y, xx * y - xy * x
+        if len(points) < 2 or slope <= 0:
+            return 0.0
+        weight = slope / begin if begin > 0 else _MAX_WEIGHT
+        return 0.0 if weight < _MIN_WEIGHT else min(weight, _MAX_WEIGHT)
+
 
 class PrefillMeter:
-    """Learns from steps that computed prompts.
+    """Measures steps that compute prompts.
 
     Args:
         max_num_batched_tokens: tokens of a full step.
         slice_s: longest step with prompts while any sequence decodes, seconds; 0 bounds steps by tokens alone.
 
     Attributes:
-        last_prompt_latency: seconds of the last one that computed prompt tokens.
-        rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
-        num_samples: steps that have been.
-        context_cost: of prompt tokens behind a context.
+        last_prompt_latency: seconds of the last step that computed prompt tokens.
+        rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
+        num_samples: number of steps that were large enough.
+        context_cost: cost of prompt tokens behind a context.
     """
 
     def __init__(self, max_num_batched_tokens: int, slice_s: float = 0.0) -> None:
@@ -56,7 +123,7 @@ class PrefillMeter:
         self.context_cost = ContextCost()
 
     def note(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Takes note of how long a batch took."""
+        """Updates the means by one batch and its duration."""
         if batch.total_tokens_num_prefill == 0:
             if batch.total_tokens_num_decode:
                 self._decode_s = _mean(self._decode_s, duration_s)

@@ -85,6 +85,7 @@ class Scheduler:
         block_manager: the KV cache's blocks.
         meter: measures how fast prompts are computed.
         drafter: decides which drafts steps verify.
+        in_flight: the steps that are being computed, oldest first.
         postprocessor: applies the output of steps; counts rows of logits that were no numbers.
         spec_stats: drafts verified and accepted.
         forced_stats: the same of drafts that are text which grammars force.
@@ -107,8 +108,7 @@ class Scheduler:
         self.running = self.lifecycle.running
         self.gate = DelayGate(config.scheduler_delay_factor)
         self.meter = PrefillMeter(limits.max_num_batched_tokens, config.prefill_slice_s)
-        # The steps in flight, oldest first.
-        self._in_flight: deque[Step] = deque()
+        self.in_flight: deque[Step] = deque()
         spec = config.speculative_config
         self._answers = make_answers(spec)
         proposer = make_proposer(spec, self._answers)
@@ -117,7 +117,7 @@ class Scheduler:
         self.drafter = Drafter(
             limits, self.lifecycle, proposer, lengths, in_runner=in_runner, is_deferred=config.deferred_output
         )
-        self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self._in_flight, lengths)
+        self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self.in_flight, lengths)
         self.spec_stats, self.forced_stats = self.postprocessor.spec_stats, self.postprocessor.forced_stats
         self._num_prefill_steps = 0
         self._pace = ConstraintPace()
@@ -149,7 +149,7 @@ class Scheduler:
         batch = step.build()
         self.drafter.ask(batch)
         batch.digested_blocks = self.block_manager.digests.take_wanted()
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         self.lifecycle.totals.steps += 1
         self.drafter.launched(batch)
         for seq in step.count_in_flight(batch, now):
@@ -201,7 +201,7 @@ class Scheduler:
             cached = self._prefixes.cached_blocks(seq)
             lookups -= len(cached) + 1
             next_hash = self._prefixes.hittable_hash(seq, len(cached))
-            if any(next_hash in each.computing for each in (step, *self._in_flight)):
+            if any(next_hash in each.computing for each in (step, *self.in_flight)):
                 # The sequence hits that block when it is computed, instead of computing it again.
                 continue
             start = self._prefixes.num_cached_tokens(seq, cached)
@@ -268,7 +268,7 @@ class Scheduler:
         """At most `most` sequences that this step can decode, round robin over steps."""
         columns = self.lifecycle.decode_columns()
         # The same object while the same sequences decode, so that what derives from it is computed once.
-        if (self._in_flight or self._held) and not all(map(self._goes_on, columns.rows)):
+        if (self.in_flight or self._held) and not all(map(self._goes_on, columns.rows)):
             columns = SequenceColumns([seq for seq in columns.rows if self._goes_on(seq)])
         if len(columns.rows) <= most:
             self._left_out = []
@@ -401,7 +401,7 @@ class Scheduler:
 
         A sequence whose prefix another one computes is not overdue (Lifecycle.overdue).
         """
-        return self.lifecycle.overdue(now, max_wait_s, [step.fronts for step in self._in_flight])
+        return self.lifecycle.overdue(now, max_wait_s, [step.fronts for step in self.in_flight])
 
     def take_outputs(self) -> list[RequestOutput]:
         """Takes the outputs since the last call: exactly one finished output for every sequence that has ended."""
@@ -421,7 +421,7 @@ class Scheduler:
         Raises:
             IntegrityError: one is broken.
         """
-        check_lifecycle(self.limits, self.lifecycle, is_computing=bool(self._in_flight))
+        check_lifecycle(self.limits, self.lifecycle, is_computing=bool(self.in_flight))
 
 
 def _in_turn(rows: list[Sequence], most: int, first: list[int]) -> tuple[list[Sequence], list[int]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Final
 
 from common.config import MIXED, Config
 from common.errors import InvalidFieldError
 from common.limits import PREFILL_SHARE
 from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
+from worker.engine.executor import Executed
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import Sequence, SequenceType
 
@@ -74,6 +76,8 @@ class Step:
         fronts: the first of those blocks of each prompt.
         has_preempted: True if a sequence has lost its blocks for it.
         block_copies: blocks that it copies before it computes.
+        batch: what the model runner computes, from `build` on.
+        result: what the model runner gives, once EngineCore has submitted the batch.
     """
 
     def __init__(self, budget: int, prefill_cost: float) -> None:
@@ -91,6 +95,8 @@ class Step:
         self.fronts: Fronts = {}
         self.has_preempted = False
         self.block_copies: list[BlockCopy] = []
+        self.batch: ScheduledBatch
+        self.result: Future[Executed]
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Adds the next `num_tokens` of `seq`."""
@@ -131,7 +137,7 @@ class Step:
     def build(self) -> ScheduledBatch:
         """Makes the batch, a snapshot for the model runner."""
         total = sum(self.num_scheduled_tokens)
-        return ScheduledBatch(
+        self.batch = ScheduledBatch(
             self.seqs,
             self.num_scheduled_tokens,
             total,
@@ -145,6 +151,7 @@ class Step:
             columns=self.columns,
             block_copies=self.block_copies,
         )
+        return self.batch
 
     def count_in_flight(self, batch: ScheduledBatch, now: float) -> list[Sequence]:
         """Counts the step's tokens as in flight on its sequences, so that the next step continues behind them.

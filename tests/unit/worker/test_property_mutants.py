@@ -32,8 +32,8 @@ from tests.unit.worker.engine.speculation import (
 from tests.unit.worker.ranks import test_batch_delta, test_frames
 from tests.unit.worker.session import test_cache_events, test_extreme_numbers, test_intake, test_outbox, test_session
 from worker.engine.block_manager import BlockManager
-from worker.engine.context_cost import ContextCost
 from worker.engine.lifecycle import Lifecycle
+from worker.engine.prefill_meter import ContextCost
 from worker.engine.prefix_cache import PrefixCache
 from worker.engine.speculation.draft_lengths import DraftLengths
 from worker.engine.speculation.draft_savings import DraftSavings

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.config import MIXED, PREFILL_FIRST, Config
 from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.context_cost import ContextCost
+from worker.engine.prefill_meter import ContextCost
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 

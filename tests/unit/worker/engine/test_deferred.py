@@ -280,7 +280,7 @@ class TestSpeculation:
             # The prompt, a token, k drafts; and of the k behind those the last one's KV is not computed.
             assert len(seq.block_table) == -(-(length + 1 + k + k - 1) // size)
             sched.abort(seq.id, now=0.0)
-            sched._in_flight.clear()
+            sched.in_flight.clear()
 
     def test_no_blocks_beyond_the_longest_sequence(self) -> None:
         sched, seq = self.decode(7, [51] * 7, num_kvcache_blocks=1)

@@ -140,7 +140,7 @@ def test_nobody_is_preempted_for_drafts_that_may_be_wrong() -> None:
         late.num_inflight_tokens, late.num_placeholder = late.num_slots - late.num_computed_tokens, 1
         late.num_inflight_drafts = num_inflight_drafts
         step = Step(64, math.inf)
-        engine.sched._in_flight.append(step)
+        engine.sched.in_flight.append(step)
         engine.sched._decode(step)
         return engine.sched, [other, late], step
 
