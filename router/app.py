@@ -39,6 +39,10 @@ from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from common.text.tokenizer_reading import import_transformers
 from router.api import admin
+from router.api.answer_call import AnswerBackend
+from router.api.call_admission import CallAdmission
+from router.api.replay import Replayer
+from router.api.request_builder import RequestBuilder
 from router.api.rpc_scope import SERVICE
 from router.api.server_info import ServerInfo, shown_options
 from router.api.service import InferenceService
@@ -133,24 +137,29 @@ class Router:
             orphans=orphans,
         )
         self.discovery = Discovery(self.pool.set_workers)
-        self.service = InferenceService(
-            self.requests,
-            self.pool.expected,
-            self.registry,
-            self._encoder,
-            self._tracing,
-            max_unread_tokens=options.max_unread_tokens,
-            default_max_tokens=options.default_max_tokens,
-            tenants=options.tenants,
-            metrics=self._metrics,
-            calls=self._calls,
-            has_keys=security.access is not None,
+        builder = RequestBuilder(
+            self._encoder, self.requests, time.monotonic, options.max_unread_tokens, options.default_max_tokens
         )
-        self._auditor, self._kv_auditor = _auditors(options.audit, self.service, self.requests.running, dialer)
+        replayer = Replayer(builder, self.requests, self.registry)
+        running = self.requests.running
+        self._auditor, self._kv_auditor = _auditors(
+            options.audit, Rerunner(builder, replayer, running), running, dialer
+        )
+        has_keys = security.access is not None
+        self._admission = CallAdmission(options.tenants, self._calls, time.monotonic, has_keys=has_keys)
+        self.service = self._make_service(builder, replayer)
         if self._kv_auditor is not None:
             self.pool.on_kv_digests = self._kv_auditor.take
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)
+
+    def _make_service(self, builder: RequestBuilder, replayer: Replayer) -> InferenceService:
+        observers = [auditor for auditor in (self._auditor, self._kv_auditor) if auditor is not None]
+        backend = AnswerBackend(
+            self.requests, self.pool.expected, self.registry, builder, self._tracing, time.monotonic, observers
+        )
+        self._encoder.set_weights(self._options.tenants.weights)
+        return InferenceService(self._admission, backend, replayer, self._encoder, self._metrics)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -258,7 +267,7 @@ class Router:
             queues=tuple(requests.waiting()),
             lanes=requests.lanes(),
             workers=tuple(self.pool.workers()),
-            tables={**requests.tables(), **self.pool.tables(), **self.service.tables()},
+            tables={**requests.tables(), **self.pool.tables(), **self._admission.tables()},
             lost=dict(running.lost),
             releases=running.num_releases,
             released=running.num_released,
@@ -321,14 +330,12 @@ def _admin_server(options: RouterOptions) -> GrpcServer | None:
 
 
 def _auditors(
-    options: AuditOptions, service: InferenceService, running: RunningRequests, dialer: Dialer
+    options: AuditOptions, rerunner: Rerunner, running: RunningRequests, dialer: Dialer
 ) -> tuple[AnswerAuditor | None, KvAuditor | None]:
-    """Auditors of the service's answers and of the workers' KV blocks; None for an audit that is off."""
-    rerunner = Rerunner(service.builder, service.replayer, running)
+    """Auditors of the answers and of the workers' KV blocks; None for an audit that is off."""
     verdicts = Verdicts(options.audit_dir, running, dialer)
     auditor = AnswerAuditor(options.audit, rerunner, verdicts) if options.audit else None
     kv_auditor = KvAuditor(rerunner, verdicts) if options.audit_kv else None
-    service.observe_answers([each.answered for each in (auditor, kv_auditor) if each is not None])
     return auditor, kv_auditor
 
 

@@ -107,8 +107,7 @@ RULES = {
     "router/api": Rule(
         WORLD | GRPC,
         {
-            "router/api/service.py": (WORLD | GRPC, SERVES),
-            "router/api/answer_call.py": (IO | GRPC, EVENT_LOOP),
+            "router/api/answer_writer.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
             "router/api/prompt_batch.py": (IO, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),

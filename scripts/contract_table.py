@@ -19,7 +19,7 @@ from typing import Final
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from router.api.service import SERVED
+from router.api.served_fields import SERVED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "contributing" / "contract-coverage.md"

@@ -33,12 +33,13 @@ from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import Tracing
 from common.wire.peer_numbers import as_uint64
-from router.api.in_flight import InFlightCalls
-from router.api.request_list import list_requests
+from router.api.in_flight import InFlightCall, InFlightCalls
+from router.api.pages import page_of
 from router.api.rpc_scope import Context, RpcScope
 from router.api.server_info import ServerInfo
 from router.api.shutdown import OpenCalls
 from router.requests.request_router import RequestRouter
+from router.requests.stream import RequestStream
 from router.runtime_config import ConfigStore, ReloadResult, RoutingConfig
 from router.workers.session import WorkerState
 from router.workers.worker_pool import WorkerPool
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 SERVICE = "fissile.admin.v1.AdminService"
 _WATCH_INTERVAL_S: Final = 1.0
+_DEFAULT_PAGE: Final = 100
 _STATES: Final = {state: apb.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState}
 _ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
 _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
@@ -178,7 +180,7 @@ class AdminService(AdminServiceServicer):
         """Lists the requests in flight."""
         async with RpcScope(self._tracing, context, "ListRequests", service=SERVICE):
             refuse_unserved(request, frozenset({"tenant", "page_size", "page_token"}))
-            return list_requests(self._in_flight, request, self._clock())
+            return _listed(self._in_flight, request, self._clock())
 
     async def CancelRequest(self, request: apb.CancelRequestRequest, context: Context) -> apb.CancelRequestResponse:
         """Ends a request in flight."""
@@ -298,6 +300,49 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         ],
         **_load_of(worker),
     )
+
+
+def _listed(calls: InFlightCalls, request: apb.ListRequestsRequest, now: float) -> apb.ListRequestsResponse:
+    """One page of the requests in flight, oldest first; `now` in monotonic seconds.
+
+    Raises:
+        InvalidFieldError: a page size or a page token that is not valid.
+    """
+    wanted = [call for call in calls if not request.tenant or call.tenant == request.tenant]
+    # Ids of calls grow with time, and sort as text by their length first.
+    keys = [f"{call.number:020d}" for call in wanted]
+    page, following = page_of(wanted, keys, request.page_size, request.page_token, _DEFAULT_PAGE)
+    return apb.ListRequestsResponse(requests=[_request(call, now) for call in page], next_page_token=following)
+
+
+def _request(call: InFlightCall, now: float) -> apb.InFlightRequest:
+    running = next((stream for stream in call.streams if not stream.assembly.is_closed), None)
+    return apb.InFlightRequest(
+        request_id=shown(call.request_id),
+        tenant=shown(call.tenant),
+        model=shown(call.model),
+        method=call.method,
+        priority=pb.Priority.ValueType(call.priority),
+        state=_state(call),
+        age=to_duration(now - call.arrived),
+        prompt_tokens=call.prompt_tokens,
+        output_tokens=sum(stream.assembly.delivered for stream in call.streams),
+        worker_id="" if running is None or running.session is None else running.assembly.worker_id,
+        attempts=max((len(stream.attempts) for stream in call.streams), default=0),
+        trace_id=call.span.trace_id,
+    )
+
+
+def _state(call: InFlightCall) -> apb.RequestState.ValueType:
+    """The state of the answer that has come furthest."""
+    return max((_state_of(stream) for stream in call.streams), default=apb.REQUEST_STATE_PREPARING)
+
+
+def _state_of(stream: RequestStream) -> apb.RequestState.ValueType:
+    # Tokens that a client brings of a broken stream have not come here.
+    if stream.assembly.first_token_time is not None:
+        return apb.REQUEST_STATE_STREAMING
+    return apb.REQUEST_STATE_QUEUED if stream.session is None else apb.REQUEST_STATE_SUBMITTED
 
 
 def _load_of(worker: KnownWorker) -> dict[str, Any]:

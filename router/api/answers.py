@@ -8,10 +8,28 @@ from typing import Protocol, TypeAlias
 
 from fissile.v1 import inference_pb2 as pb
 
+from common.errors import InvalidFieldError
 from router.api.responses import reasoning_of, text_of, whole_calls
 from router.api.rpc_scope import Context, RpcScope
 
+AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
+
+
+def request_of(request: pb.ReplayRequest | pb.CountTokensRequest) -> AnswerRequest:
+    """The request of Generate or Chat in another request.
+
+    Raises:
+        InvalidFieldError: there is none.
+    """
+    if request.WhichOneof("request") is None:
+        raise InvalidFieldError("request", "is missing", "one of generate, chat")
+    return request.chat if request.HasField("chat") else request.generate
+
+
+def field_of(request: AnswerRequest) -> str:
+    """The field of Replay and CountTokens that has this request."""
+    return "chat" if isinstance(request, pb.ChatRequest) else "generate"
 
 
 class Answers(Protocol):
@@ -78,7 +96,7 @@ class CollectedAnswers:
 
     is_streamed = False
 
-    def __init__(self, response: Callable[..., AnswerResponse], request: pb.GenerateRequest | pb.ChatRequest) -> None:
+    def __init__(self, response: Callable[..., AnswerResponse], request: AnswerRequest) -> None:
         self.has_begun = self.has_sent = False
         self._response = response
         self._params, self._options = request.sampling_params, request.output_options

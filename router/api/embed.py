@@ -2,81 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, UnservedMethodError
-from common.params.pooling import EMBED_PARAMS, Pooling, finished
+from common.params.pooling import Pooling, finished
 from common.wire.pooling_protos import pooling_of, public_pooling
-from router.api.asked import Asked
-from router.api.prompt_batch import Part, PromptBatch, pooled_states
+from router.api.answer_call import AnswerCall
+from router.api.prompt_batch import BatchPrompt, PromptBatch, pooled_states
 from router.model_registry import ServedModel
 from router.prompts.prompts import PromptEncoder
-from router.requests.stream import RequestStream, RoutedRequest
-from router.telemetry.metrics import RequestMeasure
+from router.requests.stream import RequestStream
 from router.validation import check_vectors
 
 
-class Embedding:
-    """Turns texts into vectors.
+class EmbedBatch(PromptBatch[pb.Embedding]):
+    """The texts of one Embed, and the vector of each.
 
     Args:
-        gathering: has them answered.
+        call: the call.
+        request: as it came, checked by `validation.check_embed`.
         encoder: makes prompts.
     """
 
-    def __init__(self, gathering: PromptBatch, encoder: PromptEncoder) -> None:
-        self._gathering = gathering
+    def __init__(self, call: AnswerCall, request: pb.EmbedRequest, encoder: PromptEncoder) -> None:
+        super().__init__(call)
+        self._request = request
         self._encoder = encoder
 
-    async def embed(self, asked: Asked, request: pb.EmbedRequest, measure: RequestMeasure) -> pb.EmbedResponse:
-        """Embeds the inputs of a request that `validation.check_embed` has passed.
-
-        Args:
-            asked: the call; its request has the model and the session.
-            request: as it came.
-            measure: of the call.
+    async def embed(self) -> pb.EmbedResponse:
+        """Embeds the texts.
 
         Raises:
-            ApiError: the request is refused, or has failed; UNAVAILABLE if a worker was lost.
+            ApiError: the request is refused, or failed; UNAVAILABLE if a worker was lost.
         """
-        normalize = request.normalize if request.HasField("normalize") else True
-
-        async def prepare(model: ServedModel) -> list[Part]:
-            pooling = _pooling(request, model)
-            check_vectors(request, model.hidden_size)
-            prompts = await self._encoder.for_embed(request, model, asked.call.tenant, asked.cache_salt)
-            one = pb.GenerateRequest(model=model.name, session_id=asked.request.session_id)
-
-            def change(routed: RoutedRequest) -> RoutedRequest:
-                return replace(routed, params=EMBED_PARAMS, pooling=pooling)
-
-            return [Part(prompt, one, change) for prompt in prompts]
-
-        async def read(stream: RequestStream) -> tuple[pb.Embedding, Pooling | None]:
-            states = await pooled_states(stream)
-            dimensions = request.dimensions or len(states) // 4
-            vector = finished(states, dimensions, normalize=normalize)
-            return pb.Embedding(values=vector.tolist()), stream.request.pooling
-
-        gathered = await self._gathering.gather(asked, measure, prepare, read)
+        await self.run()
         return pb.EmbedResponse(
-            request_id=asked.call.request_id,
-            embeddings=[embedding for embedding, _ in gathered.results],
-            usage=gathered.usage,
-            weights_digest=gathered.weights_digest,
-            numerics=gathered.numerics,
-            pooling=public_pooling(gathered.results[0][1]),
+            request_id=self.call.request_id,
+            embeddings=self.results,
+            usage=self.usage,
+            weights_digest=self.weights_digest,
+            numerics=self.numerics,
+            pooling=public_pooling(self.call.streams[0].request.pooling),
         )
+
+    async def prompts(self, model: ServedModel) -> list[BatchPrompt]:
+        """Makes a prompt of each text."""
+        pooling = _pooling(self._request, model)
+        check_vectors(self._request, model.hidden_size)
+        call = self.call
+        prompts = await self._encoder.for_embed(self._request, model, call.tenant, call.cache_salt)
+        request = pb.GenerateRequest(model=model.name, session_id=self._request.session_id)
+        return [BatchPrompt(prompt, request, pooling) for prompt in prompts]
+
+    async def read(self, stream: RequestStream) -> pb.Embedding:
+        """Reads the vector of a text."""
+        states = await pooled_states(stream)
+        normalize = self._request.normalize if self._request.HasField("normalize") else True
+        vector = finished(states, self._request.dimensions or len(states) // 4, normalize=normalize)
+        return pb.Embedding(values=vector.tolist())
 
 
 def _pooling(request: pb.EmbedRequest, model: ServedModel) -> Pooling:
-    """The pooling of a request.
+    """The pooling that a request or its checkpoint names.
 
     Raises:
-        UnservedMethodError: workers of the model know none.
-        InvalidFieldError: neither the request nor the checkpoint says one that is served.
+        UnservedMethodError: the model does not embed.
+        InvalidFieldError: neither names one that is served.
     """
     if not model.embeds:
         raise UnservedMethodError("Embed", model.name)

@@ -1,6 +1,6 @@
-"""The requests that a router has in hand, by tenant and id: for those who look, and for those who end one.
+"""The calls in flight of a router by tenant and request id: operators list and cancel them, a resumed call ends one.
 
-Invariant: an id of a tenant stands for one call at a time. Pure but for `interruptible`, which is a task's.
+Invariant: a request id of a tenant belongs to one call at a time. Pure but for `interruptible`, which a task uses.
 """
 
 from __future__ import annotations
@@ -18,26 +18,32 @@ from common.errors import (
     UnknownRequestError,
 )
 from common.rpc.interruption import InterruptedWorkError, Interruptible
+from common.telemetry.request_record import RequestRecord
+from common.telemetry.tracing import RequestSpan
+from router.api.rpc_scope import RpcScope
+from router.api.shutdown import OpenCalls
 from router.requests.stream import RequestStream
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class InFlightCall:
-    """One call of Generate or Chat.
+    """One call that runs requests on workers, from its admission to its end.
 
     Attributes:
-        request_id: its id.
-        tenant: who it is for.
+        request_id: the client's, or the one that was made for it.
+        tenant: the tenant of the call.
         method: name of the RPC.
         model: name of its model; before the router chooses it, the name that the client gave, perhaps "".
         priority: its class.
+        cache_salt: the salt of the prefix cache in force.
         arrived: monotonic seconds.
-        trace_id: of its span, "" without one.
+        scope: the RPC that it is: its span, its log record, its trailing metadata.
+        open_calls: interrupts the call when the router ends.
         prompt_tokens: length of its prompt, 0 until it is known.
-        opened: monotonic seconds at which its streams were first sent on their way, 0 before.
-        streams: its answers, none while its prompt is made.
+        opened: monotonic seconds at which its first stream was opened, 0 before.
+        streams: the streams of its answers, none while its prompt is made.
         number: counts calls, in order of their arrival.
-        took_over: whether this router still had an earlier call of its id, which it has ended.
+        took_over: whether it ended an earlier call of its id on this router.
     """
 
     request_id: str
@@ -45,8 +51,10 @@ class InFlightCall:
     method: str
     model: str
     priority: int
+    cache_salt: bytes
     arrived: float
-    trace_id: str = ""
+    scope: RpcScope
+    open_calls: OpenCalls
     prompt_tokens: int = 0
     opened: float = 0.0
     streams: Sequence[RequestStream] = ()
@@ -55,8 +63,16 @@ class InFlightCall:
     _works: list[Interruptible] = field(default_factory=list)
     _error: ApiError | None = None
 
+    @property
+    def span(self) -> RequestSpan:
+        return self.scope.span
+
+    @property
+    def record(self) -> RequestRecord:
+        return self.scope.record
+
     def end(self, error: ApiError) -> None:
-        """Ends the call with a status, wherever it is: its client may be gone, or read nothing."""
+        """Ends the call with a status, whatever it waits for: its client may be gone, or read nothing."""
         self._error = error
         for stream in self.streams:
             stream.drop(error)
@@ -65,11 +81,16 @@ class InFlightCall:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets `end` interrupt what is done here.
+        """Lets `end`, and the end of the router, interrupt the block.
 
         Raises:
-            ApiError: what `end` was given, also before.
+            ApiError: the error given to `end`, also where it came before; RouterEndingError if the router ends.
         """
+        with self.open_calls.interruptible(), self._interruptible():
+            yield
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
         if self._error is not None:
             raise self._error
         work = Interruptible()
@@ -98,11 +119,13 @@ class InFlightCalls:
 
     @contextlib.contextmanager
     def held(self, call: InFlightCall, *, takes_over: bool = False) -> Iterator[bool]:
-        """Holds the id while the call is in flight; gives True if it took over. A tenant learns nothing of others' ids.
+        """Holds the call's id for the block, which gets True if the call took the id over.
+
+        Tenants do not learn of each other's ids.
 
         Args:
             call: the call.
-            takes_over: True ends a call of this id that is in flight: the client goes on with its broken stream.
+            takes_over: True ends a call of this id that is in flight: the client resumes its broken stream.
 
         Raises:
             DuplicateRequestError: the id is taken.
@@ -122,7 +145,7 @@ class InFlightCalls:
                 del self._calls[key]
 
     def cancel(self, tenant: str, request_id: str) -> None:
-        """Ends a request because an operator wants it.
+        """Ends the call with this id for an operator.
 
         Raises:
             UnknownRequestError: there is none.

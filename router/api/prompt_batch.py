@@ -1,183 +1,169 @@
-"""Many prompts of one call: requests of their own, of which nothing is sent before all is there.
+"""A call with many prompts, each of which is a request of its own; nothing is sent before all results are there.
 
-A call has a bounded number of them under way, so that one with thousands does not fill the queue.
+A call has a bounded number of requests under way, so that one with thousands does not fill the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import ApiError, EngineError
 from common.limits import MAX_PROMPTS_AT_ONCE
+from common.params.pooling import EMBED_PARAMS, Pooling
 from router.answers.stream_assembly import StreamAssembly
-from router.api.answer_call import Answering, as_seen, first_of
-from router.api.asked import GENERATE, Asked
-from router.api.request_builder import RequestBuilder
+from router.api.answer_call import AnswerCall
+from router.api.answer_writer import as_seen, first_of
 from router.model_registry import ServedModel
 from router.prompts.prompts import Prompt
-from router.requests.stream import RequestStream, RoutedRequest
-from router.telemetry.metrics import RequestMeasure
+from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 
 T = TypeVar("T")
-# Prompts that are sent on their way before the event loop does something else.
+# Streams that are opened before the event loop does something else.
 _OPENED_PER_TURN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPrompt:
     """One of the prompts.
 
     Attributes:
         prompt: its tokens.
-        request: parameters of the answer that it gets.
-        change: changes what workers get.
+        request: parameters of its answer.
+        pooling: how its hidden states become a vector; None for a prompt that is answered.
     """
 
     prompt: Prompt
     request: pb.GenerateRequest
-    change: Callable[[RoutedRequest], RoutedRequest] = lambda routed: routed
+    pooling: Pooling | None = None
 
 
-# Makes the prompts for a model.
-Prepare: TypeAlias = Callable[[ServedModel], Awaitable[Sequence[Part]]]
+class PromptBatch(ABC, Generic[T]):
+    """The prompts of one call, and the result of each. A subclass says which prompts, and how a result is read.
 
+    Args:
+        call: the call.
 
-@dataclass(frozen=True, slots=True)
-class BatchResults(Generic[T]):
-    """Results of the prompts, in their order, and the streams that brought them."""
+    Attributes:
+        results: the results, in the order of the prompts, once `run` has returned.
+    """
 
-    results: list[T]
-    streams: Sequence[RequestStream]
+    def __init__(self, call: AnswerCall) -> None:
+        self.call = call
+        self.results: Sequence[T] = ()
+
+    @abstractmethod
+    async def prompts(self, model: ServedModel) -> Sequence[BatchPrompt]:
+        """Makes the prompts for a model.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+
+    @abstractmethod
+    async def read(self, stream: RequestStream) -> T:
+        """Reads the result of one prompt.
+
+        Raises:
+            ApiError: its request failed.
+        """
 
     @property
     def usage(self) -> pb.Usage:
         """Token counts: nothing is generated for the client."""
+        streams = self.call.streams
         return pb.Usage(
-            prompt_tokens=sum(len(stream.request.token_ids) for stream in self.streams),
-            cached_tokens=sum(stream.assembly.start.cached_tokens for stream in self.streams),
+            prompt_tokens=sum(len(stream.request.token_ids) for stream in streams),
+            cached_tokens=sum(stream.assembly.start.cached_tokens for stream in streams),
         )
 
     @property
     def weights_digest(self) -> str:
         """Digest of the weights."""
-        return self.streams[0].request.weights_digest
+        return self.call.streams[0].request.weights_digest
 
     @property
     def numerics(self) -> str:
-        """Digest of the numerics class; "" where workers of several classes have shared the prompts."""
-        classes = {stream.attempts.numerics for stream in self.streams}
+        """Digest of the numerics class; "" if workers of several classes shared the prompts."""
+        classes = {stream.attempts.numerics for stream in self.call.streams}
         return classes.pop() if len(classes) == 1 else ""
 
+    async def run(self) -> None:
+        """Has all prompts answered.
 
-class PromptBatch:
-    """Has many prompts of a call answered.
-
-    Args:
-        answering: carries calls.
-        builder: makes of a request what workers get.
-    """
-
-    def __init__(self, answering: Answering, builder: RequestBuilder) -> None:
-        self._answering = answering
-        self._builder = builder
-
-    async def gather(
-        self,
-        asked: Asked,
-        measure: RequestMeasure,
-        prepare: Prepare,
-        read: Callable[[RequestStream], Awaitable[T]],
-    ) -> BatchResults[T]:
-        """Has all prompts answered; prepares them once more where their weights go before they have begun.
-
-        Args:
-            asked: the call; its request has the model and the session.
-            measure: of the call.
-            prepare: makes the prompts.
-            read: reads the answer to one of them.
+        Weights may be rolled away before the call has begun: then the prompts are made once more, for other weights.
 
         Raises:
-            ApiError: the request is refused, or has failed; UNAVAILABLE if a worker was lost.
+            ApiError: the request is refused, or failed; UNAVAILABLE if a worker was lost.
         """
-        parts: Sequence[Part] = ()
-        earlier: Sequence[RequestStream] = ()
-        streams: list[RequestStream] = []
+        call = self.call
+        with call.accounted():
+            await call.wait_for_model()
+            while True:
+                model = call.choose_model()
+                with call.interruptible():
+                    prompts = await self.prompts(model)
+                earlier, call.streams = call.streams, ()
+                try:
+                    self.results = await self._read_all(model, prompts, earlier)
+                    return
+                except ReplacedError:
+                    continue
+                finally:
+                    call.close_streams()
 
-        async def begin(model: ServedModel, before: Sequence[RequestStream]) -> Sequence[RequestStream]:
-            nonlocal parts, earlier, streams
-            with self._builder.interruptible(asked.call):
-                parts = await prepare(model)
-            earlier, streams = before, []
-            return streams
-
-        async def read_all(model: ServedModel, _: Sequence[RequestStream]) -> BatchResults[T]:
-            return BatchResults(await self._read(asked, model, parts, earlier, streams, read), streams)
-
-        return await self._answering.carry(asked, measure, begin, read_all)
-
-    async def _read(
-        self,
-        asked: Asked,
-        model: ServedModel,
-        parts: Sequence[Part],
-        earlier: Sequence[RequestStream],
-        streams: list[RequestStream],
-        read: Callable[[RequestStream], Awaitable[T]],
+    async def _read_all(
+        self, model: ServedModel, prompts: Sequence[BatchPrompt], earlier: Sequence[RequestStream]
     ) -> list[T]:
-        """Answers to all prompts, whose streams are added to `streams`; the first that fails ends the others.
-
-        Raises:
-            ApiError: of the first that has failed, as of a call of which nothing has come.
-        """
-        total = sum(len(part.prompt.token_ids) for part in parts)
+        """Opens a stream for each prompt and reads it; the first one that fails ends the others."""
+        call = self.call
+        total = sum(len(each.prompt.token_ids) for each in prompts)
         slots = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
-
-        async def read_one(stream: RequestStream) -> T:
-            result = await read(stream)
-            slots.release()
-            return result
-
+        streams = call.streams = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = []
-                for place, part in enumerate(parts):
+                for place, each in enumerate(prompts):
                     await slots.acquire()
                     if place and place % _OPENED_PER_TURN == 0:
                         await asyncio.sleep(0)
-                    one = await self._prepare(asked, model, place, part)
-                    asked.record.prompt_tokens = asked.call.prompt_tokens = total
-                    self._answering.open(asked, [one], earlier, beside=streams)
-                    tasks.append(group.create_task(read_one(streams[-1])))
+                    routed, assembly = await self._build(model, place, each)
+                    call.record.prompt_tokens = call.prompt_tokens = total
+                    before = earlier[place] if place < len(earlier) else None
+                    streams.append(call.open_stream(routed, assembly, before))
+                    tasks.append(group.create_task(self._read_one(streams[-1], slots)))
         except BaseExceptionGroup as errors:
             error = first_of(errors)
             raise (as_seen(error, streams, has_sent=False) if isinstance(error, ApiError) else error) from None
+        # A task that was cancelled alone counts as a good end in a group.
         if any(task.cancelled() for task in tasks):
             raise asyncio.CancelledError
         return [task.result() for task in tasks]
 
-    async def _prepare(
-        self, asked: Asked, model: ServedModel, place: int, part: Part
-    ) -> tuple[RoutedRequest, StreamAssembly]:
-        """The request that workers get of a prompt, and the assembly that takes the answer."""
+    async def _read_one(self, stream: RequestStream, slots: asyncio.Semaphore) -> T:
+        result = await self.read(stream)
+        slots.release()
+        return result
 
-        async def encode(*_: object) -> Prompt:
-            return part.prompt
-
-        routed = await self._builder.prepare(GENERATE, replace(asked, request=part.request, encode=encode), model)
-        routed = part.change(replace(routed, choice=place))
-        return routed, self._builder.assembly(GENERATE, routed, model)
+    async def _build(self, model: ServedModel, place: int, each: BatchPrompt) -> tuple[RoutedRequest, StreamAssembly]:
+        """Builds what workers get of a prompt, and the assembly of its answer."""
+        builder = self.call.backend.builder
+        routed = replace(await builder.build(self.call, each.request, model, each.prompt), choice=place)
+        if each.pooling is not None:
+            routed = replace(routed, params=EMBED_PARAMS, pooling=each.pooling)
+        return routed, builder.assembly(each.request, routed, model)
 
 
 async def pooled_states(stream: RequestStream) -> bytes:
-    """Waits for what a worker makes of the hidden states of a prompt.
+    """Waits for the pooled hidden states of a prompt.
 
     Raises:
-        EngineError: the worker has sent nothing.
+        EngineError: the worker sent none.
     """
     while (await stream.next()).ending is None:
         pass

@@ -1,4 +1,4 @@
-"""Replays: a finished request is run again, and what comes of it is compared with its receipt."""
+"""Replay: a finished request is run again, and the result is compared with its receipt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
 from router.answers.logit_digests import Finding, compare_answer, compare_request
 from router.answers.stream_assembly import StreamAssembly
-from router.api.asked import AnswerRequest, Asked, Kind
+from router.api.answers import AnswerRequest, field_of, request_of
 from router.api.in_flight import InFlightCall
 from router.api.receipts import receipt_of
 from router.api.request_builder import RequestBuilder
@@ -32,7 +32,7 @@ class ReplayResult:
 
 
 def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
-    """The request to run, as it was sent but for its seed, which is the one in force.
+    """The request to run: as it was sent, with the seed that was in force and without logprobs.
 
     Raises:
         InvalidFieldError: something is missing, or cannot be replayed.
@@ -41,11 +41,8 @@ def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
         raise InvalidFieldError("receipt", "is missing", "the receipt of the answer")
     if request.receipt.version != VERSION:
         raise InvalidFieldError("receipt.version", f"is {request.receipt.version}", f"{VERSION}")
-    kind = request.WhichOneof("request")
-    if kind is None:
-        raise InvalidFieldError("request", "is missing", "one of generate, chat")
-    given: AnswerRequest = request.generate if kind == "generate" else request.chat
-    with at_path(kind):
+    given = request_of(request)
+    with at_path(field_of(given)):
         if given.HasField("resume"):
             raise InvalidFieldError("resume", "is set", "the request as it was sent at first, without resume")
         if not given.request_id and not given.sampling_params.HasField("seed"):
@@ -53,7 +50,7 @@ def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
     again = copy.deepcopy(given)
     if not given.sampling_params.HasField("seed"):
         again.sampling_params.seed = derive_seed(given.request_id)
-    # Nobody reads them.
+    # The comparison does not read logprobs.
     again.output_options.ClearField("logprobs")
     again.output_options.ClearField("logprob_token_ids")
     again.output_options.ClearField("logprobs_kind")
@@ -64,10 +61,10 @@ def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
 
 
 def contradiction_of(request: pb.ReplayRequest) -> pb.ReplayResponse | None:
-    """The response to a receipt that contradicts itself; None where it does not.
+    """The response to a receipt that contradicts itself; None if it does not.
 
     Raises:
-        InvalidFieldError: the receipt is whole, and the answer beside it is not the one that it is of.
+        InvalidFieldError: the receipt is whole, and the given token ids are those of another answer.
     """
     problem = contradiction(request.receipt)
     if problem:
@@ -79,11 +76,11 @@ def contradiction_of(request: pb.ReplayRequest) -> pb.ReplayResponse | None:
 
 
 class Replayer:
-    """Runs requests again.
+    """Runs finished requests again.
 
     Args:
-        builder: makes of a request what workers get.
-        requests: sends it on its way.
+        builder: builds what workers get of a request.
+        requests: runs requests on workers.
         registry: the models.
     """
 
@@ -92,19 +89,24 @@ class Replayer:
         self._requests = requests
         self._registry = registry
 
-    async def replay(self, kind: Kind, asked: Asked, request: pb.ReplayRequest) -> pb.ReplayResponse:
-        """Runs a request again that `check_replay` has made of `request`, and compares.
+    async def replay(self, call: InFlightCall, again: AnswerRequest, request: pb.ReplayRequest) -> pb.ReplayResponse:
+        """Runs a request again and compares the result with its receipt.
+
+        Args:
+            call: the call of Replay.
+            again: the request to run, as of `check_replay`.
+            request: the request of Replay.
 
         Raises:
-            ApiError: it cannot be run here now, or has failed.
+            ApiError: the request cannot be run here now, or failed.
         """
         receipt = request.receipt
-        model = self._model(asked.request, receipt)
-        asked.record.model = asked.call.model = model.name
+        model = self._model(again, receipt)
+        call.record.model = call.model = model.name
         only_worker = self._address(request.worker_id, model, receipt.numerics)
         model.check_generates()
-        with at_path("generate" if kind.continues else "chat"):
-            routed = await self._builder.prepare(kind, asked, model)
+        with at_path(field_of(again)):
+            routed = await self._builder.build(call, again, model)
         assert routed.receipt is not None
         if routed.receipt.template_sha256 != receipt.template_sha256:
             raise OtherModelStateError("template_sha256", receipt.template_sha256, routed.receipt.template_sha256)
@@ -113,9 +115,9 @@ class Replayer:
             return _response(found)
         terms = replace(routed.receipt, logits_every=receipt.logits_every)
         pinned = replace(routed, resumed_from=receipt.numerics, only_worker=only_worker)
-        again = replace(pinned, choice=receipt.index, receipt=terms)
-        replayed = await self.run(again, self._builder.assembly(kind, again, model), asked.call)
-        asked.record.worker_id, asked.record.completion_tokens = replayed.worker_id, len(replayed.token_ids)
+        routed = replace(pinned, choice=receipt.index, receipt=terms)
+        replayed = await self.run(routed, self._builder.assembly(again, routed, model), call)
+        call.record.worker_id, call.record.completion_tokens = replayed.worker_id, len(replayed.token_ids)
         found = compare_answer(receipt, request.token_ids.ids, replayed.receipt, replayed.token_ids)
         return _response(found, replayed)
 
@@ -125,14 +127,14 @@ class Replayer:
         """Runs a request to its end.
 
         Args:
-            request: the request, with the terms of a receipt.
+            request: what workers get, with the terms of a receipt.
             assembly: takes its answer.
-            call: for whom; None for the router itself.
+            call: the call of Replay; None for a run of the router's own.
 
         Raises:
-            ApiError: it has failed; UNAVAILABLE if its worker was lost.
+            ApiError: the run failed; UNAVAILABLE if its worker was lost.
         """
-        stream = self._requests.open(request, assembly, _nobody)
+        stream = self._requests.open(request, assembly, _ignore_submission)
         try:
             if call is not None:
                 call.streams = (stream,)
@@ -147,9 +149,9 @@ class Replayer:
             self._requests.close(stream)
 
     def _model(self, request: AnswerRequest, receipt: pb.Receipt) -> ServedModel:
-        """The model with the weights of a receipt, and with its tokenizer, by which stop strings are searched."""
+        """The model with the weights of a receipt and its tokenizer, which finds stop strings."""
         model = self._registry.resumable(request.model, receipt.weights_digest, receipt.numerics)
-        # There "" stands for any. A receipt without them is of a worker that has none, or was forged.
+        # `resumable` takes "" as any digest. A receipt without digests is forged, or of a worker that has none.
         if model.weights_digest != receipt.weights_digest:
             raise OtherModelStateError("weights_digest", "none", model.weights_digest)
         if not (receipt.numerics or self._requests.running.workers_of(model.identity, "")):
@@ -159,7 +161,7 @@ class Replayer:
         return model
 
     def _address(self, worker_id: str, model: ServedModel, numerics: str) -> str:
-        """Address of the worker that is asked for; "" for any."""
+        """Address of the worker that the request names; "" for any."""
         if not worker_id:
             return ""
         of_class: Mapping[str, str] = self._requests.running.workers_of(model.identity, numerics)
@@ -174,8 +176,8 @@ async def _read_to_the_end(stream: RequestStream) -> None:
         pass
 
 
-def _nobody(worker_id: str) -> None:
-    """Is told of a submission."""
+def _ignore_submission(worker_id: str) -> None:
+    """A replay does not trace to which worker it was submitted."""
 
 
 def _response(found: Finding, replayed: ReplayResult | None = None) -> pb.ReplayResponse:

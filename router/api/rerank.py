@@ -1,108 +1,91 @@
-"""Rerank: how relevant documents are.
+"""Rerank: how relevant documents are to a query.
 
-Each is a request: one that asks a model so, whose yes is weighed against its no; or one of which a classifier makes a
-number.
+Each document is a request of its own. Either its prompt asks the model whether the document is relevant, and the
+logprobs of yes and no are compared; or the model has a classifier, which computes a number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NotARerankerError
-from common.params.pooling import EMBED_PARAMS, LABELS
-from router.api.asked import Asked
-from router.api.prompt_batch import Part, PromptBatch, pooled_states
+from common.params.pooling import LABELS
+from router.api.answer_call import AnswerCall
+from router.api.prompt_batch import BatchPrompt, PromptBatch, pooled_states
 from router.api.responses import token_logprobs
 from router.model_registry import ServedModel
-from router.prompts.prompts import Prompt, PromptEncoder
+from router.prompts.prompts import PromptEncoder
 from router.requests.stream import RequestStream
-from router.telemetry.metrics import RequestMeasure
 
 
-class Reranking:
-    """Orders documents by their relevance.
+class RerankBatch(PromptBatch[float]):
+    """The documents of one Rerank, and the relevance of each, from 0 to 1.
 
     Args:
-        gathering: has them answered.
+        call: the call.
+        request: as it came, checked by `validation.check_rerank`.
         encoder: makes prompts.
     """
 
-    def __init__(self, gathering: PromptBatch, encoder: PromptEncoder) -> None:
-        self._gathering = gathering
+    def __init__(self, call: AnswerCall, request: pb.RerankRequest, encoder: PromptEncoder) -> None:
+        super().__init__(call)
+        self._request = request
         self._encoder = encoder
 
-    async def rerank(self, asked: Asked, request: pb.RerankRequest, measure: RequestMeasure) -> pb.RerankResponse:
-        """Orders the documents of a request that `validation.check_rerank` has passed.
-
-        Args:
-            asked: the call; its request has the model and the session.
-            request: as it came.
-            measure: of the call.
+    async def rerank(self) -> pb.RerankResponse:
+        """Orders the documents by their relevance.
 
         Raises:
-            ApiError: the request is refused, or has failed; UNAVAILABLE if a worker was lost.
+            ApiError: the request is refused, or failed; UNAVAILABLE if a worker was lost.
         """
-
-        async def prepare(model: ServedModel) -> list[Part]:
-            tokens = model.relevance_tokens
-            if not model.reranks or not (model.has_relevance_head or tokens):
-                raise NotARerankerError(model.name, model.num_labels)
-            prompts = await self._encoder.for_rerank(request, model, asked.call.tenant, asked.cache_salt)
-            part = _labelled if model.has_relevance_head else partial(_questioned, tokens or ())
-            one = pb.GenerateRequest(model=model.name, session_id=asked.request.session_id)
-            return [part(prompt, one) for prompt in prompts]
-
-        gathered = await self._gathering.gather(asked, measure, prepare, _relevance)
-        ranked = [pb.RankedDocument(index=i, relevance=value) for i, value in enumerate(gathered.results)]
+        await self.run()
+        request = self._request
+        ranked = [pb.RankedDocument(index=i, relevance=value) for i, value in enumerate(self.results)]
         ranked.sort(key=lambda document: (-document.relevance, document.index))
         del ranked[request.top_n or len(ranked) :]
         for document in ranked if request.return_documents else ():
             document.document = request.documents[document.index]
         return pb.RerankResponse(
-            request_id=asked.call.request_id,
+            request_id=self.call.request_id,
             documents=ranked,
-            usage=gathered.usage,
-            weights_digest=gathered.weights_digest,
-            numerics=gathered.numerics,
+            usage=self.usage,
+            weights_digest=self.weights_digest,
+            numerics=self.numerics,
         )
 
+    async def prompts(self, model: ServedModel) -> list[BatchPrompt]:
+        """Makes a prompt of the query and each document."""
+        tokens = model.relevance_tokens
+        if not model.reranks or not (model.has_relevance_head or tokens):
+            raise NotARerankerError(model.name, model.num_labels)
+        call = self.call
+        prompts = await self._encoder.for_rerank(self._request, model, call.tenant, call.cache_salt)
+        request = pb.GenerateRequest(model=model.name, session_id=self._request.session_id)
+        if model.has_relevance_head:
+            return [BatchPrompt(prompt, request, LABELS) for prompt in prompts]
+        request.sampling_params.CopyFrom(pb.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+        # Yes and no.
+        request.output_options.CopyFrom(pb.OutputOptions(logprobs=0, logprob_token_ids=tokens))
+        return [BatchPrompt(prompt, request) for prompt in prompts]
 
-def _questioned(tokens: Sequence[int], prompt: Prompt, one: pb.GenerateRequest) -> Part:
-    """A prompt behind which the model says yes or no; `tokens` are these two."""
-    asked = pb.GenerateRequest(
-        sampling_params=pb.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        output_options=pb.OutputOptions(logprobs=0, logprob_token_ids=tokens),
-    )
-    asked.MergeFrom(one)
-    return Part(prompt, asked)
-
-
-def _labelled(prompt: Prompt, one: pb.GenerateRequest) -> Part:
-    """A prompt of which the model's classifier makes one number."""
-    return Part(prompt, one, lambda routed: replace(routed, params=EMBED_PARAMS, pooling=LABELS))
-
-
-async def _relevance(stream: RequestStream) -> float:
-    """Waits for the logprobs of yes and no, or for the classifier's number; the log odds become a probability."""
-    if stream.request.pooling is not None:
-        return _logistic(float(np.frombuffer(await pooled_states(stream), "<f4")[0]))
-    yes = no = 0.0
-    while True:
-        part = await stream.next()
-        if part.logprobs is not None and part.logprobs.generated is not None:
-            ((yes, no),) = (entry.given for entry in token_logprobs(part.logprobs.generated))
-        if part.ending is not None:
-            return _logistic(yes - no)
+    async def read(self, stream: RequestStream) -> float:
+        """Reads the classifier's number, or the logprobs of yes and no, as a probability."""
+        if stream.request.pooling is not None:
+            return _logistic(float(np.frombuffer(await pooled_states(stream), "<f4")[0]))
+        yes = no = 0.0
+        while True:
+            part = await stream.next()
+            if part.logprobs is not None and part.logprobs.generated is not None:
+                ((yes, no),) = (entry.given for entry in token_logprobs(part.logprobs.generated))
+            if part.ending is not None:
+                return _logistic(yes - no)
 
 
 def _logistic(log_odds: float) -> float:
-    """The probability with these odds; of two probabilities, whose logarithms differ so, the first one's part."""
+    """The probability with these log odds, computed without overflow."""
     if log_odds >= 0:
         return 1.0 / (1.0 + math.exp(-log_odds))
     odds = math.exp(log_odds)

@@ -39,6 +39,10 @@ class RpcScope:
         request_id: the request's id; one is minted for the metadata when it is empty.
         operation: `names.TEXT_COMPLETION` or `names.CHAT` for an RPC that generates.
         service: full name of the RPC's service.
+
+    Attributes:
+        span: the call's span.
+        record: the content of its log line.
     """
 
     def __init__(
@@ -51,15 +55,15 @@ class RpcScope:
         service: str = SERVICE,
     ) -> None:
         self._context = context
-        self._record = current_record()
-        self._record.request_id = request_id or uuid.uuid4().hex
-        self._record.generates = bool(operation)
-        in_metadata = quote(self._record.request_id, safe=_PRINTABLE)[:_MAX_ID_METADATA]
+        self.record = current_record()
+        self.record.request_id = request_id or uuid.uuid4().hex
+        self.record.generates = bool(operation)
+        in_metadata = quote(self.record.request_id, safe=_PRINTABLE)[:_MAX_ID_METADATA]
         metadata = context.invocation_metadata()
         name = f"{service}/{method}"
-        self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
-        self._record.trace_id = self._span.trace_id
-        self._trailing: Metadata = ((REQUEST_ID, in_metadata), *self._span.trailing_metadata())
+        self.span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
+        self.record.trace_id = self.span.trace_id
+        self._trailing: Metadata = ((REQUEST_ID, in_metadata), *self.span.trailing_metadata())
         self._first_write: asyncio.Future[bool] | None = None
 
     def add_trailing(self, key: str, value: str | bytes) -> None:
@@ -67,10 +71,18 @@ class RpcScope:
         self._trailing = (*(pair for pair in self._trailing if pair[0] != key), (key, value))
         self._context.set_trailing_metadata(self._trailing)
 
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None if it has none."""
+        return self._context.time_remaining()
+
+    def cancel(self) -> grpc.StatusCode:
+        """Records that the call was cancelled, and returns its status: a deadline arrives as a cancellation too."""
+        return self.record.cancel(time.monotonic(), self.time_remaining())
+
     async def __aenter__(self) -> RequestSpan:
         self._context.set_trailing_metadata(self._trailing)
-        current_request_id.set(shown(self._record.request_id))
-        return self._span.__enter__()
+        current_request_id.set(shown(self.record.request_id))
+        return self.span.__enter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -80,12 +92,12 @@ class RpcScope:
             if isinstance(error, ApiError):
                 await self._refuse(error)
             elif isinstance(error, asyncio.CancelledError):
-                self._span.fail(self._record.cancel(time.monotonic(), self._context.time_remaining()))
+                self.span.fail(self.cancel())
             elif isinstance(error, Exception):
-                self._record.fault(error)
+                self.record.fault(error)
                 await self._refuse(RouterFailedError())
         finally:
-            self._span.__exit__(kind, error, traceback)
+            self.span.__exit__(kind, error, traceback)
             current_request_id.set("")
 
     async def write_first(self, message: object) -> None:
@@ -102,7 +114,7 @@ class RpcScope:
             raise asyncio.CancelledError
 
     async def _refuse(self, error: ApiError) -> None:
-        self._span.fail(error)
+        self.span.fail(error)
         await abort(self._context, error, self._trailing, behind=self._first_write)
 
 

@@ -12,7 +12,6 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -22,7 +21,7 @@ from common.errors import ApiError
 from common.limits import AUDIT_TIMEOUT_S, MAX_AUDITS_WAITING
 from common.process.tasks import keep_running
 from router.answers.logit_digests import compare_answer
-from router.api.asked import Asked, Kind
+from router.api.answers import AnswerRequest
 from router.api.receipts import receipt_of
 from router.api.replay import ReplayResult
 from router.api.request_builder import receipt_terms
@@ -83,23 +82,22 @@ class AnswerAuditor:
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def answered(self, kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[RequestStream]) -> None:
-        """Chooses among the answers to a request; those are audited when their turn comes."""
-        if asked.request.HasField("resume"):
+    def answered(self, request: AnswerRequest, model: ServedModel, streams: Sequence[RequestStream]) -> None:
+        """Chooses among the answers to a request; the chosen ones wait for their audit."""
+        if request.HasField("resume"):
             return
         for stream in streams:
-            request = stream.request
-            is_one_workers = len(stream.attempts) == 1 and stream.attempts.exact
-            if not (is_one_workers and self._sampler.wants(request.request_id, request.choice)):
+            routed = stream.request
+            has_one_worker = len(stream.attempts) == 1 and stream.attempts.exact
+            if not (has_one_worker and self._sampler.wants(routed.request_id, routed.choice)):
                 continue
-            terms = request.receipt or receipt_terms(
-                kind, asked.request, model, request.token_ids, request.params, request.seed, request.reading
+            terms = routed.receipt or receipt_terms(
+                request, model, routed.token_ids, routed.params, routed.seed, routed.reading
             )
             receipt = receipt_of(stream, terms)
             if receipt is not None:
                 got = ReplayResult(tuple(stream.assembly.token_ids), receipt, stream.assembly.worker_id)
-                prompt, own = partial(asked.encode, model, ""), replace(request, receipt=terms)
-                finished = FinishedRequest(asked.request, own, kind, model, receipt.numerics, prompt)
+                finished = FinishedRequest(request, replace(routed, receipt=terms), model, receipt.numerics)
                 self._take(FinishedAnswer(finished, got))
 
     def _take(self, answer: FinishedAnswer) -> None:
@@ -129,7 +127,7 @@ class AnswerAuditor:
                     # It says nothing of any worker: one has gone, or none has room.
                     self.counts[ERROR] += 1
                     log.info(
-                        "audit broke off", request_id=answer.finished.request.request_id, why=str(error) or "timeout"
+                        "audit broke off", request_id=answer.finished.routed.request_id, why=str(error) or "timeout"
                     )
             await self._has_work.wait()
 
@@ -138,7 +136,7 @@ class AnswerAuditor:
         case = AuditCase(Run(got.worker_id, got.receipt.receipt_sha256))
         runs: list[ReplayResult] = []
         while isinstance(
-            decision := case.next(self._rerunner.workers(finished.request.identity, finished.numerics)), Ask
+            decision := case.next(self._rerunner.workers(finished.routed.identity, finished.numerics)), Ask
         ):
             runs.append(await self._rerunner.answer(finished, decision.worker_id))
             case.runs.append(Run(decision.worker_id, _output(answer, runs[-1])))
@@ -150,7 +148,7 @@ class AnswerAuditor:
         if not isinstance(decision, Wrong):
             result = {Passed: PASSED, Unanswered: UNANSWERED}[type(decision)]
             self.counts[result] += 1
-            log.debug("audit", result=result, request_id=answer.finished.request.request_id)
+            log.debug("audit", result=result, request_id=answer.finished.routed.request_id)
             return
         self.counts[FAILED if decision.is_certain else SUSPECTED] += 1
         others = {run.worker_id: run for run in runs}
@@ -160,14 +158,14 @@ class AnswerAuditor:
             worker_id=decision.worker_id,
             answered_by=answer.replayed.worker_id,
             asked=sorted(others),
-            request_id=answer.finished.request.request_id,
+            request_id=answer.finished.routed.request_id,
             position=found.position,
             difference=found.detail,
             file=await self._verdicts.write(
                 f"audit-{answer.replayed.receipt.receipt_sha256.hex()[:16]}", answer.finished.proof(answer.replayed)
             ),
         )
-        await self._verdicts.take_out(decision, answer.finished.request.identity, answer.finished.numerics)
+        await self._verdicts.take_out(decision, answer.finished.routed.identity, answer.finished.numerics)
 
 
 def _output(answer: FinishedAnswer, run: ReplayResult) -> bytes:

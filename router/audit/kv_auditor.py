@@ -16,7 +16,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import structlog
@@ -25,7 +24,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import ApiError, NoWorkerError
 from common.limits import AUDIT_TIMEOUT_S, KV_DIGEST_WAIT_S, MAX_RECENT_REQUESTS, MAX_RECENT_TOKENS
 from common.wire.kv_digests import block_names
-from router.api.asked import Asked, Kind
+from router.api.answers import AnswerRequest
 from router.api.request_builder import receipt_terms
 from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED
 from router.audit.decide import Ask, Passed, Run, Unanswered, Wrong
@@ -77,7 +76,7 @@ class RecentRequests:
         kept = [
             each
             for each in reversed(self._kept)
-            if (each.finished.request.identity, each.finished.numerics) == dispute.kv_class
+            if (each.finished.routed.identity, each.finished.numerics) == dispute.kv_class
         ]
         return await asyncio.to_thread(_find, kept, dispute.name)
 
@@ -107,12 +106,11 @@ class KvAuditor:
         self._named: set[frozenset[str]] = set()
         self._label_key = secrets.token_bytes(16)
 
-    def answered(self, kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[RequestStream]) -> None:
-        """Keeps a request for a while: a block of its tokens may come into dispute."""
+    def answered(self, request: AnswerRequest, model: ServedModel, streams: Sequence[RequestStream]) -> None:
+        """Keeps a request for a while: workers may differ about a block of its tokens."""
         for stream in streams[:1]:
-            request, prompt = stream.request, partial(asked.encode, model, "")
-            finished = FinishedRequest(asked.request, request, kind, model, stream.attempts.numerics, prompt)
-            self._recent.add(finished, request.token_ids + array("I", stream.assembly.token_ids))
+            finished = FinishedRequest(request, stream.request, model, stream.attempts.numerics)
+            self._recent.add(finished, stream.request.token_ids + array("I", stream.assembly.token_ids))
 
     def take(self, session: Session, digests: Iterable[wpb.KvDigest]) -> None:
         """Compares what a worker says with what others have said."""
@@ -194,7 +192,7 @@ class KvAuditor:
             worker_id=decision.worker_id,
             asked=_workers_of(dispute),
             block=self._label(dispute),
-            request_id="" if finished is None else finished.request.request_id,
+            request_id="" if finished is None else finished.routed.request_id,
             file="" if finished is None else await self._keep(dispute, decision, finished),
         )
 
@@ -204,10 +202,11 @@ class KvAuditor:
         others = [worker for worker in self._rerunner.workers(*dispute.kv_class) if worker != decision.worker_id]
         if not others or not self._verdicts.keeps:
             return ""
-        own = finished.request
-        asked, ids = finished.asked, own.token_ids
-        terms = receipt_terms(finished.kind, asked, finished.model, ids, own.params, own.seed, own.reading)
-        again = replace(finished, request=replace(own, receipt=replace(terms, logits_every=1)))
+        routed = finished.routed
+        terms = receipt_terms(
+            finished.request, finished.model, routed.token_ids, routed.params, routed.seed, routed.reading
+        )
+        again = replace(finished, routed=replace(routed, receipt=replace(terms, logits_every=1)))
         try:
             right = await self._rerunner.answer(again, others[0])
         except ApiError as error:

@@ -1,13 +1,12 @@
-"""Runs finished requests again, for audits: at the lowest priority, on nobody's account, on a worker that is named.
+"""Runs finished requests again for audits: at the lowest priority, without a tenant, on a given worker.
 
-Each run has a cache salt of its own: nothing comes from a cache, in which a fault may be.
+Each run has its own cache salt, so that no block comes from a cache, which may be where the fault is.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,7 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import NoWorkerError
 from common.params.sampling_params import SamplingParams
-from router.api.asked import AnswerRequest, Kind
+from router.api.answers import AnswerRequest
 from router.api.replay import Replayer, ReplayResult
 from router.api.request_builder import RequestBuilder, receipt_terms
 from router.model_registry import ServedModel
@@ -25,48 +24,44 @@ from router.requests.stream import RoutedRequest
 from router.scheduling.queued_request import LOW
 
 _SALT_BYTES: Final = 16
-# A few steps, since a block is digested by a step after the one that has filled it.
+# More than one token: a step after the one that fills a block digests it.
 _PROBE: Final = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that has been answered.
+    """A request that was answered.
 
     Attributes:
-        asked: the request, as it came.
-        request: the request, as workers get it.
-        kind: of the request.
+        request: the request, as the client sent it.
+        routed: what workers got of it.
         model: its model.
-        numerics: class of the workers that have answered it.
-        prompt: makes its prompt for another cache salt.
+        numerics: class of the workers that answered it.
     """
 
-    asked: AnswerRequest
-    request: RoutedRequest
-    kind: Kind
+    request: AnswerRequest
+    routed: RoutedRequest
     model: ServedModel
     numerics: str
-    prompt: Callable[[bytes], Awaitable[Prompt]]
 
     def proof(self, replayed: ReplayResult) -> pb.ReplayRequest:
         """Request, receipt and token ids of an answer, for `fissile verify` to find a difference again."""
         proof = pb.ReplayRequest(receipt=replayed.receipt, worker_id=replayed.worker_id)
         proof.token_ids.ids.extend(replayed.token_ids)
-        given = proof.chat if isinstance(self.asked, pb.ChatRequest) else proof.generate
-        given.MergeFromString(self.asked.SerializeToString())
-        given.request_id = self.request.request_id
-        # They may depend on the router and on its workers.
-        given.sampling_params.max_tokens = self.request.params.max_tokens
-        given.sampling_params.min_tokens = self.request.params.min_tokens
+        given = proof.chat if isinstance(self.request, pb.ChatRequest) else proof.generate
+        given.MergeFromString(self.request.SerializeToString())
+        given.request_id = self.routed.request_id
+        # Their defaults may depend on the router and on its workers.
+        given.sampling_params.max_tokens = self.routed.params.max_tokens
+        given.sampling_params.min_tokens = self.routed.params.min_tokens
         return proof
 
 
 class Rerunner:
-    """Runs requests again.
+    """Runs finished requests again.
 
     Args:
-        builder: makes what takes an answer.
+        builder: makes prompts and assemblies.
         replayer: runs requests.
         running: knows the workers.
     """
@@ -77,46 +72,48 @@ class Rerunner:
         self._running = running
 
     def workers(self, identity: str, numerics: str) -> list[str]:
-        """Ids of the workers that take work of a model and numerics class, in an order of its own each time, so that
-        each audits all others."""
+        """Ids of the workers that take work of a model and numerics class.
+
+        The order is random, so that each worker audits all others.
+        """
         workers = list(self._running.workers_of(identity, numerics))
         secrets.SystemRandom().shuffle(workers)
         return workers
 
     async def answer(self, finished: FinishedRequest, worker_id: str) -> ReplayResult:
-        """Has a worker compute an answer from its beginning. The request has the terms of a receipt.
+        """Has a worker compute an answer from its beginning. `finished.routed` has the terms of a receipt.
 
         Raises:
-            ApiError: it has failed, or the worker takes no work any more.
+            ApiError: the run failed, or the worker takes no more work.
         """
         salt = secrets.token_bytes(_SALT_BYTES)
-        return await self._run(finished, finished.request, await finished.prompt(salt), salt, worker_id)
+        prompt = await self._builder.prompt(finished.request, finished.model, "", salt)
+        return await self._run(finished, finished.routed, prompt, salt, worker_id)
 
     async def prefix(self, finished: FinishedRequest, token_ids: array[int], worker_id: str) -> bytes:
-        """Has a worker compute a prompt and a few tokens behind it. Returns the cache salt.
+        """Has a worker compute a prompt and generate a few tokens. Returns the cache salt.
 
         Raises:
-            ApiError: it has failed, there is no room behind the prompt, or the worker takes no work any more.
+            ApiError: the run failed, the prompt fills the model's length, or the worker takes no more work.
         """
         salt, model = secrets.token_bytes(_SALT_BYTES), finished.model
         room = model.max_model_len - len(token_ids)
         if room < 1:
             raise NoWorkerError("there is no room behind the prefix")
         params = replace(_PROBE, max_tokens=min(_PROBE.max_tokens, room))
-        terms = receipt_terms(finished.kind, finished.asked, model, token_ids, params, 0, None)
-        terms = replace(terms, logits_every=0)
-        request = replace(finished.request, params=params, seed=0, choice=0, receipt=terms, reading=None)
-        await self._run(finished, request, given_prompt(token_ids, model, salt), salt, worker_id)
+        terms = replace(receipt_terms(finished.request, model, token_ids, params, 0, None), logits_every=0)
+        routed = replace(finished.routed, params=params, seed=0, choice=0, receipt=terms, reading=None)
+        await self._run(finished, routed, given_prompt(token_ids, model, salt), salt, worker_id)
         return salt
 
     async def _run(
-        self, finished: FinishedRequest, request: RoutedRequest, prompt: Prompt, salt: bytes, worker_id: str
+        self, finished: FinishedRequest, routed: RoutedRequest, prompt: Prompt, salt: bytes, worker_id: str
     ) -> ReplayResult:
-        address = self._running.workers_of(request.identity, finished.numerics).get(worker_id)
+        address = self._running.workers_of(routed.identity, finished.numerics).get(worker_id)
         if address is None:
             raise NoWorkerError(f"worker {worker_id} takes no work any more")
         again = replace(
-            request,
+            routed,
             token_ids=prompt.token_ids,
             only_worker=address,
             cache_salt=salt,
@@ -130,4 +127,4 @@ class Rerunner:
             tracestate="",
             resumed_from=finished.numerics,
         )
-        return await self._replayer.run(again, self._builder.assembly(finished.kind, again, finished.model))
+        return await self._replayer.run(again, self._builder.assembly(finished.request, again, finished.model))

@@ -153,7 +153,7 @@ async def test_a_tenants_concurrency_is_its_own() -> None:
             assert (await collect(call))[-1].HasField("finish")
         assert (await collect(ask(b, tenant="a")))[-1].HasField("finish")
         await b.empty()
-        assert len(b.router.service._tenant_limits) == 0
+        assert len(b.router._admission._tenant_limits) == 0
 
 
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once() -> None:

@@ -20,7 +20,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
 from common.rpc.durations import to_seconds
-from router.api.answer_call import USAGE_METADATA
+from router.api.answer_writer import USAGE_METADATA
 from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.router_bench import (

@@ -27,6 +27,7 @@ from common.rpc.auth import KeyAccess
 from common.rpc.key_store import KeyStore
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
+from router.api.answer_call import AnswerCall
 from router.api.tenants import TenantPolicy
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from router.security import RouterSecurity
@@ -340,7 +341,7 @@ async def test_an_observer_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyP
 
     async with bench() as b:
         monkeypatch.setattr("common.rpc.request_log.RequestLog.end", fail)
-        monkeypatch.setattr(b.router.service._answering, "_account", fail)
+        monkeypatch.setattr(AnswerCall, "_account", fail)
         assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
         assert (await error_of(b.stub.Generate(request(params={"top_p": 0})))).code() is (
             grpc.StatusCode.INVALID_ARGUMENT

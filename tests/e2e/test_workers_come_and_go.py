@@ -13,7 +13,7 @@ from fissile.receipts import VERSION, receipt_sha256
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
-from router.api.service import SERVED
+from router.api.served_fields import SERVED
 from router.api.tenants import TenantPolicy
 from router.app import Router
 from router.options import RouterOptions
