@@ -44,7 +44,6 @@ from router.api.call_admission import CallAdmission
 from router.api.replay import Replayer
 from router.api.request_builder import RequestBuilder
 from router.api.rpc_scope import SERVICE
-from router.api.server_info import ServerInfo, shown_options
 from router.api.service import InferenceService
 from router.api.shutdown import OpenCalls
 from router.audit.answer_auditor import AnswerAuditor, AuditOptions
@@ -174,8 +173,8 @@ class Router:
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
-            shown = shown_options(self._options)
-            info = ServerInfo(self.pool.router_id, self.server.address, shown, time.monotonic(), time.time_ns())
+            shown = admin.shown_options(self._options)
+            info = admin.ServerInfo(self.pool.router_id, self.server.address, shown, time.monotonic(), time.time_ns())
             service = admin.AdminService(
                 self.pool, self.requests, self.configuration, self._tracing, self._calls, self.service.calls, info
             )

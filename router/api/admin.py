@@ -1,4 +1,4 @@
-"""AdminService: the API of a router for operators, on a port of its own."""
+"""AdminService: the API of a router for operators, on its own port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -16,6 +16,7 @@ from fissile.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from common.cli.core.errors import CommandError
 from common.errors import (
@@ -32,11 +33,11 @@ from common.rpc.durations import checked_seconds, to_duration
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import Tracing
+from common.version import fissile_version
 from common.wire.peer_numbers import as_uint64
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.pages import page_of
 from router.api.rpc_scope import Context, RpcScope
-from router.api.server_info import ServerInfo
 from router.api.shutdown import OpenCalls
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
 SERVICE = "fissile.admin.v1.AdminService"
 _WATCH_INTERVAL_S: Final = 1.0
 _DEFAULT_PAGE: Final = 100
+# Options that GetServerInfo does not show: files of keys and certificates, and the tenants, which GetRouting shows.
+_HIDDEN_OPTIONS: Final = frozenset({"security", "tenants"})
+_FRACTION_OPTIONS: Final = frozenset({"audit"})
+# Fields whose option has another name.
+_OPTION_OF: Final = {"policy": "failover", "workers": "worker"}
 _STATES: Final = {state: apb.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState}
 _ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
 _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
@@ -59,16 +65,51 @@ _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
 log = structlog.get_logger(__name__)
 
 
+class ServerInfo:
+    """Description of a router that holds for its life.
+
+    Args:
+        router_id: the id of its process, which workers know.
+        address: of its public service.
+        options: as `shown_options` gives them.
+        started: monotonic seconds.
+        start_time_ns: the same moment, since the epoch.
+    """
+
+    def __init__(
+        self, router_id: str, address: str, options: Mapping[str, str], started: float, start_time_ns: int
+    ) -> None:
+        self._router_id = router_id
+        self._address = address
+        self._options = options
+        self._started = started
+        self._start_time = Timestamp()
+        self._start_time.FromNanoseconds(start_time_ns)
+
+    def describe(self, now: float, config_version: int, in_flight: int) -> apb.GetServerInfoResponse:
+        """The response of GetServerInfo; `now` in monotonic seconds."""
+        return apb.GetServerInfoResponse(
+            version=fissile_version(),
+            router_id=self._router_id,
+            start_time=self._start_time,
+            uptime=to_duration(now - self._started),
+            address=self._address,
+            options=self._options,
+            config_version=config_version,
+            in_flight=in_flight,
+        )
+
+
 class AdminService(AdminServiceServicer):
-    """The administration of one router.
+    """The admin RPCs of one router.
 
     Args:
         pool: its workers.
         requests: its requests.
-        configuration: what may change while it runs.
+        configuration: options that may change while it runs.
         tracing: makes a span per call.
-        calls: knows the calls that have to end with the router.
-        in_flight: the calls of clients that have not ended.
+        calls: all open calls, which end with the router.
+        in_flight: the clients' calls that run requests on workers.
         server: describes the router.
         clock: monotonic seconds.
     """
@@ -103,21 +144,21 @@ class AdminService(AdminServiceServicer):
             return apb.ListWorkersResponse(workers=map(_worker, self._pool.workers()))
 
     async def CordonWorker(self, request: apb.CordonWorkerRequest, context: Context) -> apb.CordonWorkerResponse:
-        """Passes the call on to the worker, which tells all its routers."""
+        """Forwards the call to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "CordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "evict"}))
             intake = wpb.INTAKE_EVICTING if request.evict else wpb.INTAKE_CORDONED
             return apb.CordonWorkerResponse(sequences=await self._set_intake(request.worker_id, intake))
 
     async def UncordonWorker(self, request: apb.UncordonWorkerRequest, context: Context) -> apb.UncordonWorkerResponse:
-        """Passes the call on to the worker, which tells all its routers."""
+        """Forwards the call to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "UncordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             await self._set_intake(request.worker_id, wpb.INTAKE_OPEN)
             return apb.UncordonWorkerResponse()
 
     async def DrainWorker(self, request: apb.DrainWorkerRequest, context: Context) -> apb.DrainWorkerResponse:
-        """Passes the call on to the worker, which tells all its routers."""
+        """Forwards the call to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "deadline"}))
             wanted = wpb.DrainRequest(deadline_ms=round(1000 * checked_seconds("deadline", request.deadline)))
@@ -126,7 +167,7 @@ class AdminService(AdminServiceServicer):
             return apb.DrainWorkerResponse(sequences=answer.sequences)
 
     async def WatchLoad(self, request: apb.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
-        """Sends the load at an interval until the client cancels, or has got as many as it asked for."""
+        """Sends the load at an interval until the client cancels, or `count` messages were sent."""
         async with RpcScope(self._tracing, context, "WatchLoad", service=SERVICE):
             refuse_unserved(request, frozenset({"interval", "count"}))
             interval_s = _WATCH_INTERVAL_S
@@ -138,14 +179,14 @@ class AdminService(AdminServiceServicer):
                     await self._watch(context, request.count, interval_s)
 
     async def FlushCaches(self, request: apb.FlushCachesRequest, context: Context) -> apb.FlushCachesResponse:
-        """Passes the call on to one worker, or to all at once."""
+        """Forwards the call to one worker, or to all at once."""
         async with RpcScope(self._tracing, context, "FlushCaches", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             workers = [self._find(request.worker_id)] if request.worker_id else self._connected()
             caches = await asyncio.gather(*map(self._flush, workers))
             return apb.FlushCachesResponse(caches=sorted(caches, key=lambda cache: cache.worker_id))
 
-    # ConfigStore.
+    # Configuration.
 
     async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:
         """Returns the routing in force."""
@@ -177,13 +218,13 @@ class AdminService(AdminServiceServicer):
     # Requests, and the router itself.
 
     async def ListRequests(self, request: apb.ListRequestsRequest, context: Context) -> apb.ListRequestsResponse:
-        """Lists the requests in flight."""
+        """Lists the calls in flight."""
         async with RpcScope(self._tracing, context, "ListRequests", service=SERVICE):
             refuse_unserved(request, frozenset({"tenant", "page_size", "page_token"}))
             return _listed(self._in_flight, request, self._clock())
 
     async def CancelRequest(self, request: apb.CancelRequestRequest, context: Context) -> apb.CancelRequestResponse:
-        """Ends a request in flight."""
+        """Ends a call in flight."""
         async with RpcScope(self._tracing, context, "CancelRequest", service=SERVICE):
             refuse_unserved(request, frozenset({"request_id", "tenant"}))
             self._in_flight.cancel(request.tenant, request.request_id)
@@ -209,7 +250,7 @@ class AdminService(AdminServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _asked(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
-        """A worker's service; that it fails is the operator's business, and no failure of the router."""
+        """A worker's service. Its errors become UNAVAILABLE, which is no failure of the router."""
         with self._calls.interruptible():
             async with self._pool.dialer.channel(worker.address) as channel:
                 try:
@@ -219,7 +260,7 @@ class AdminService(AdminServiceServicer):
                     raise NoWorkerError(f"the worker at {worker.address} refused: {why}") from None
 
     async def _set_intake(self, worker_id: str, intake: wpb.Intake.ValueType) -> int:
-        """Sequences that the worker has."""
+        """Sets what work a worker takes. Returns the number of its sequences."""
         async with self._asked(self._find(worker_id)) as stub:
             answer = await stub.SetIntake(wpb.SetIntakeRequest(intake=intake), timeout=CONNECT_TIMEOUT_S)
         return answer.sequences
@@ -227,7 +268,7 @@ class AdminService(AdminServiceServicer):
     async def _flush(self, worker: KnownWorker) -> apb.FlushedCache:
         try:
             async with self._asked(worker) as stub:
-                # It is done between two steps, and a step may take long.
+                # The worker flushes between two steps, and a step may take long.
                 answer = await stub.FlushCache(wpb.FlushCacheRequest(), timeout=FLUSH_TIMEOUT_S)
         except ApiError as error:
             return apb.FlushedCache(worker_id=worker.worker_id, error=str(error))
@@ -244,7 +285,7 @@ class AdminService(AdminServiceServicer):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Bounds the streams of load."""
+        """Counts one of a bounded number of load streams."""
         if self._watches >= MAX_LOAD_WATCHES:
             raise TooManyWatchesError(MAX_LOAD_WATCHES)
         self._watches += 1
@@ -266,11 +307,38 @@ class AdminService(AdminServiceServicer):
         return apb.WatchLoadResponse(workers=workers, queues=queues, in_flight=self._requests.in_flight)
 
 
+def shown_options(options: Any) -> dict[str, str]:
+    """Options as text by their names, without secrets; `options` is a dataclass with a field for each."""
+    return dict(_option_texts(options))
+
+
+def _option_texts(options: Any) -> Iterator[tuple[str, str]]:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in _HIDDEN_OPTIONS:
+            continue
+        if is_dataclass(value):
+            yield from _option_texts(value)
+        else:
+            name = _OPTION_OF.get(field.name, field.name)
+            yield name.removesuffix("_s").replace("_", "-"), _option_text(field.name, value)
+
+
+def _option_text(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if name in _FRACTION_OPTIONS:
+        return f"{100 * value:g}%"
+    return f"{value:g}s" if name.endswith("_s") else str(getattr(value, "value", value))
+
+
 def reread(configuration: ConfigStore) -> ReloadResult:
-    """Reads a configuration again, and logs what has changed and what an operator may not expect.
+    """Reads a configuration again, and logs what changed and which changes need attention.
 
     Raises:
-        CommandError: it is wrong; nothing has changed.
+        CommandError: the configuration is wrong; nothing changed.
     """
     done = configuration.reload()
     log.info("configuration reloaded", version=done.version, changed=list(done.changed))
@@ -303,13 +371,13 @@ def _worker(worker: KnownWorker) -> apb.Worker:
 
 
 def _listed(calls: InFlightCalls, request: apb.ListRequestsRequest, now: float) -> apb.ListRequestsResponse:
-    """One page of the requests in flight, oldest first; `now` in monotonic seconds.
+    """One page of the calls in flight, oldest first; `now` in monotonic seconds.
 
     Raises:
-        InvalidFieldError: a page size or a page token that is not valid.
+        InvalidFieldError: the page size or the page token is not valid.
     """
     wanted = [call for call in calls if not request.tenant or call.tenant == request.tenant]
-    # Ids of calls grow with time, and sort as text by their length first.
+    # Numbers of calls grow with time; padded, they sort as text.
     keys = [f"{call.number:020d}" for call in wanted]
     page, following = page_of(wanted, keys, request.page_size, request.page_token, _DEFAULT_PAGE)
     return apb.ListRequestsResponse(requests=[_request(call, now) for call in page], next_page_token=following)
@@ -334,19 +402,19 @@ def _request(call: InFlightCall, now: float) -> apb.InFlightRequest:
 
 
 def _state(call: InFlightCall) -> apb.RequestState.ValueType:
-    """The state of the answer that has come furthest."""
+    """State of the call's most advanced answer."""
     return max((_state_of(stream) for stream in call.streams), default=apb.REQUEST_STATE_PREPARING)
 
 
 def _state_of(stream: RequestStream) -> apb.RequestState.ValueType:
-    # Tokens that a client brings of a broken stream have not come here.
+    # Tokens that a client received of a broken stream do not count.
     if stream.assembly.first_token_time is not None:
         return apb.REQUEST_STATE_STREAMING
     return apb.REQUEST_STATE_QUEUED if stream.session is None else apb.REQUEST_STATE_SUBMITTED
 
 
 def _load_of(worker: KnownWorker) -> dict[str, Any]:
-    """Its load in the fields of Worker."""
+    """Load of a worker, as fields of `apb.Worker`."""
     if worker.load is None:
         return {}
     fields = asdict(worker.load)
@@ -355,16 +423,16 @@ def _load_of(worker: KnownWorker) -> dict[str, Any]:
 
 
 def _proto(routing: RoutingConfig) -> apb.Routing:
-    """The routing as the contract has it: fields of the same names, but a Duration."""
+    """The routing as a message: fields of the same names, but `max_hold` is a Duration."""
     values = {each.name: getattr(routing, each.name) for each in fields(routing)}
     return apb.Routing(max_hold=to_duration(values.pop("max_hold_s")), **values)
 
 
 def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingConfig:
-    """The routing with the fields of a request's mask changed.
+    """The routing with the fields that a request sets.
 
     Raises:
-        InvalidFieldError: no such field, a value out of range, or nothing to change.
+        InvalidFieldError: an unknown field, a value out of range, or no field.
     """
     given = request.routing
     paths: Sequence[str] = request.update_mask.paths or [field.name for field, _ in given.ListFields()]

@@ -1,4 +1,4 @@
-"""Destinations of the parts of answers: a client that streams, or one message."""
+"""Destinations of the messages of answers: a client that streams, or one response."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Answers(Protocol):
     """Takes the messages of all answers to one request.
 
     Attributes:
-        has_begun: True if the first message has come.
-        has_sent: True if the client may have got anything.
-        is_streamed: True if the client gets parts.
+        has_begun: True once the first message was written.
+        has_sent: True if the client may have received anything.
+        is_streamed: True if the client gets the answers in parts.
     """
 
     is_streamed: bool
@@ -46,17 +46,17 @@ class Answers(Protocol):
     has_sent: bool
 
     def new_message(self, request_id: str, index: int) -> AnswerResponse:
-        """An empty message, to be filled with one part after the other of the answer of this index."""
+        """An empty message, which the caller fills with each part of the answer `index` in turn."""
 
     def begin(self, scope: RpcScope) -> None:
-        """Says that the first message comes."""
+        """Is called before the first message is written."""
 
     def write(self, message: AnswerResponse) -> Awaitable[None]:
-        """Sends a message; it may be filled anew when that has been done."""
+        """Sends a message; the caller may fill it again afterwards."""
 
 
 class StreamedAnswers:
-    """Messages that go to the client one by one.
+    """Sends each message to the client.
 
     Args:
         context: of the call.
@@ -72,26 +72,26 @@ class StreamedAnswers:
         self._write_next: Callable[[AnswerResponse], Awaitable[None]] = context.write
 
     def new_message(self, request_id: str, index: int) -> AnswerResponse:
-        """One message for all parts: gRPC has made bytes of it when `write` returns."""
+        """One message for all parts: `write` returns after gRPC has serialized it."""
         return self._response(request_id=request_id, index=index)
 
     def begin(self, scope: RpcScope) -> None:
-        """Lets the first message be written by the call's scope, so that a status can follow it in any case."""
+        """Has the call's scope write the first message, so that a status can always follow it."""
         self.has_begun = self.has_sent = True
         self._write_next = scope.write_first
 
     def write(self, message: AnswerResponse) -> Awaitable[None]:
-        """Waits for the client to have room."""
+        """Sends a message; waits while the client has no room for it."""
         write, self._write_next = self._write_next, self._write
         return write(message)
 
 
 class CollectedAnswers:
-    """Messages put together for one response; nothing of it is sent before all is there.
+    """Collects the messages of all answers for one response.
 
     Args:
-        response: makes the messages of the streaming twin.
-        request: says which answers are chosen, and with what.
+        response: type of the streaming RPC's messages.
+        request: says which answers are chosen, and whether with logprobs.
     """
 
     is_streamed = False
@@ -109,7 +109,7 @@ class CollectedAnswers:
         self._answers: dict[int, pb.GeneratedText] = {}
 
     def new_message(self, request_id: str, index: int) -> AnswerResponse:
-        """Begins an answer, anew if it had been begun."""
+        """Starts an answer, or starts it again."""
         self._request_id = request_id
         self.has_begun = False
         self._prompt_logprobs.clear()
@@ -118,7 +118,7 @@ class CollectedAnswers:
         return self._response(request_id=request_id, index=index)
 
     def begin(self, scope: RpcScope) -> None:
-        """Sends nothing."""
+        """Notes that the first message is written."""
         self.has_begun = True
 
     async def write(self, message: AnswerResponse) -> None:
@@ -127,7 +127,7 @@ class CollectedAnswers:
         self._texts[message.index].append(text_of(message))
         self._reasoning[message.index].append(reasoning_of(message))
         if isinstance(message, pb.ChatResponse):
-            # The message is filled anew.
+            # The caller fills the message again.
             self._calls[message.index].extend(copy.deepcopy(part) for part in message.delta.tool_calls)
         answer.token_ids.extend(message.token_ids)
         answer.logprobs.extend(message.logprobs)
@@ -139,11 +139,11 @@ class CollectedAnswers:
             answer.text = "".join(self._texts[message.index])
 
     def _chosen(self) -> list[pb.GeneratedText]:
-        """The answers in order of their index; with `best_of` the best `n` of them, the best one first."""
+        """The answers by index; with `best_of` the best `n` answers, the best one first."""
         answers = [self._answers[index] for index in sorted(self._answers)]
         if not self._params.HasField("best_of"):
             return answers
-        # Of equals the lower index stays before.
+        # The sort is stable: of equals the lower index is first.
         answers.sort(key=_mean_logprob, reverse=True)
         del answers[max(1, self._params.n) :]
         if not self._options.HasField("logprobs"):

@@ -1,4 +1,4 @@
-"""Pages of a list, by tokens (AIP-158)."""
+"""Pages of a list with page tokens (AIP-158)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _CHECK_BYTES: Final = 4
 def page_of(
     items: Sequence[T], keys: Sequence[str], page_size: int, page_token: str, default: int
 ) -> tuple[Sequence[T], str]:
-    """One page of a list, and the token of the next one ("" behind the last).
+    """One page of a list, and the token of the next page ("" after the last).
 
-    A token names the last item that has been sent, so that items that come or go shift nothing.
+    A token names the last item sent, so that pages stay right when items are added or removed.
 
     Args:
-        items: all of them, in order of their keys.
-        keys: of the items, each once.
-        page_size: most items; 0 is the default.
-        page_token: of the page before; "" for the first one.
-        default: most items of a page when the caller does not say.
+        items: all items, in order of their keys.
+        keys: keys of the items, all different.
+        page_size: most items; 0 is `default`.
+        page_token: of the page before; "" for the first page.
+        default: most items of a page if the caller names no size.
 
     Raises:
-        InvalidFieldError: a size or a token that is not valid.
+        InvalidFieldError: the size or the token is not valid.
     """
     if page_size > MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {page_size}", f"at most {MAX_PAGE}; 0 is {default}")
@@ -51,12 +51,12 @@ def _key_in(token: str) -> str:
         key = data[_CHECK_BYTES:].decode()
     except ValueError:
         key = ""
-    # Decoding leaves out what is no base64.
+    # Decoding skips characters that are not base64.
     if token != _token_of(key):
         raise InvalidFieldError("page_token", "is not one of this service", "next_page_token of an answer")
     return key
 
 
 def _check_of(data: bytes) -> bytes:
-    """Tells a token from other text."""
+    """Checksum that tells a token from other text."""
     return hashlib.blake2b(data, digest_size=_CHECK_BYTES, person=b"page token").digest()

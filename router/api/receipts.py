@@ -1,4 +1,4 @@
-"""The receipts of answers: what a stream came from and what it was, in digests."""
+"""Receipts of answers: digests of the request, the model and the tokens of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROUTER_VERSION: Final = fissile_version()
 
 
 def receipt_of(stream: RequestStream, terms: ReceiptTerms | None) -> pb.Receipt | None:
-    """The receipt of a finished answer; None where its request has asked for none, or a worker has sent no digests."""
+    """The receipt of a finished answer; None without `terms`, or if a worker sent no digests."""
     request, assembly = stream.request, stream.assembly
     if terms is None:
         return None

@@ -1,4 +1,4 @@
-"""From the parts of a stream to the messages of the public contract."""
+"""Messages of the public contract, made from the state of streams and models."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def fill_response(
     *,
     has_info: bool,
 ) -> None:
-    """Makes `message`, which has id and index of its answer and perhaps the part before, the message of `part`.
+    """Fills `message` with one part of an answer; request id and index of the answer stay.
 
     Args:
-        message: the message; what was in it is replaced.
-        part: of the answer.
-        stream: the request.
+        message: the message, perhaps with the part before, which is replaced.
+        part: the part.
+        stream: stream of the answer.
         clock: monotonic seconds.
-        has_info: True for the first message of all answers.
+        has_info: True for the first message of the call, which describes the prompt.
     """
     if isinstance(message, pb.ChatResponse):
         message.delta.content, message.delta.reasoning = part.text, part.reasoning
@@ -57,7 +57,7 @@ def fill_response(
 
 
 def _fill_calls(delta: pb.ChatDelta, calls: Sequence[Part], stream: RequestStream) -> None:
-    """Replaces the parts of calls in a message; a call begins with its id."""
+    """Replaces the parts of tool calls in a message; only the first part of a call has its id."""
     if delta.tool_calls:
         del delta.tool_calls[:]
     for part in calls:
@@ -66,7 +66,7 @@ def _fill_calls(delta: pb.ChatDelta, calls: Sequence[Part], stream: RequestStrea
 
 
 def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs) -> None:
-    """Replaces the logprobs of a message. All parts of an answer have some, or none has."""
+    """Replaces the logprobs of a message. Either all parts of an answer have logprobs, or none has."""
     for entries, rows in ((message.logprobs, logprobs.generated), (message.prompt_logprobs, logprobs.prompt)):
         del entries[:]
         if rows:
@@ -74,7 +74,7 @@ def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: Chu
 
 
 def token_logprobs(rows: LogprobRows) -> list[pb.TokenLogprobs]:
-    """Entries of the public contract."""
+    """Logprobs as entries of the public contract."""
     return [
         pb.TokenLogprobs(
             token_id=token_id,
@@ -99,7 +99,7 @@ def reasoning_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
 
 
 def whole_calls(parts: Iterable[pb.ToolCallDelta]) -> list[pb.ToolCall]:
-    """The calls of an answer, of all their parts in order."""
+    """The tool calls of an answer, joined from all their parts in order."""
     calls: list[pb.ToolCall] = []
     arguments: list[list[str]] = []
     for part in parts:
@@ -113,7 +113,7 @@ def whole_calls(parts: Iterable[pb.ToolCallDelta]) -> list[pb.ToolCall]:
 
 
 def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
-    """Token counts of all answers to a request so far."""
+    """Token counts of all answers of a call so far."""
     assembly = streams[0].assembly
     return pb.Usage(
         prompt_tokens=assembly.prompt_tokens,
@@ -124,9 +124,9 @@ def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
 
 
 def times_of(stream: RequestStream, now: float) -> RequestTimes:
-    """Times of the request's stages until `now`, monotonic seconds."""
+    """Times of a stream's stages until `now`, monotonic seconds."""
     assembly, attempts = stream.assembly, stream.attempts.all
-    # A worker that was lost has it no more: it waits.
+    # After the loss of its worker the request waits again.
     given = attempts[-1].began if attempts and attempts[-1].loss is None else None
     return RequestTimes(
         arrived=stream.request.arrival,
@@ -140,17 +140,17 @@ def times_of(stream: RequestStream, now: float) -> RequestTimes:
 
 
 def one_of_each_prompt(streams: Sequence[RequestStream]) -> list[RequestStream]:
-    """The first stream of each prompt of a call: answers to one share its ids, the texts of a call have their own."""
+    """The first stream of each prompt of a call. Answers to the same prompt share the array of its token ids."""
     return [*{id(stream.request.token_ids): stream for stream in reversed(streams)}.values()][::-1]
 
 
 def finish_name(ending: FinishInfo) -> str:
-    """The finish reason as people read it: `stop`, `length`."""
+    """Short name of the finish reason, such as `stop` or `length`."""
     return pb.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def decode_s(stream: RequestStream) -> float:
-    """From the first token's arrival to the last one's; 0 without any."""
+    """Seconds from the first token's arrival to the last one's; 0 without tokens."""
     first, last = stream.assembly.first_token_time, stream.assembly.last_token_time
     return 0.0 if first is None or last is None else last - first
 
@@ -176,7 +176,7 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
     )
 
 
-# What a model without an output head has not, whatever its files say.
+# Capabilities that a model without an output head lacks, whatever its files say.
 _OF_OUTPUT_HEAD: Final = frozenset(
     {
         pb.CAPABILITY_GENERATE,

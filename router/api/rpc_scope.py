@@ -1,4 +1,4 @@
-"""The frame of every call on the router: its span, its trailing metadata, and its errors as statuses."""
+"""The scope of every RPC of the router: span, log record, trailing metadata, and errors as statuses."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class RpcScope:
-    """Use as an asynchronous context manager around a call's work; entering it gives the call's span.
+    """Scope of one RPC: an asynchronous context manager around its work.
 
-    An ApiError becomes the call's status with its details; anything unforeseen becomes INTERNAL, with its traceback in
+    An ApiError becomes the call's status with its details. Any other exception becomes INTERNAL, with its traceback in
     the call's log line. The trailing metadata has the request id and the trace, on errors too.
 
     Args:
         tracing: makes the span.
         context: the call.
         method: name of the RPC.
-        request_id: the request's id; one is minted for the metadata when it is empty.
-        operation: `names.TEXT_COMPLETION` or `names.CHAT` for an RPC that generates.
+        request_id: the request's id; "" makes one for the metadata.
+        operation: for an RPC that runs requests on workers, its name in traces, such as `names.CHAT`.
         service: full name of the RPC's service.
 
     Attributes:
@@ -67,7 +67,7 @@ class RpcScope:
         self._first_write: asyncio.Future[bool] | None = None
 
     def add_trailing(self, key: str, value: str | bytes) -> None:
-        """Adds to the trailing metadata, whatever the status will be; replaces what had this key."""
+        """Sets one key of the trailing metadata, for any status of the call."""
         self._trailing = (*(pair for pair in self._trailing if pair[0] != key), (key, value))
         self._context.set_trailing_metadata(self._trailing)
 
@@ -103,13 +103,13 @@ class RpcScope:
     async def write_first(self, message: object) -> None:
         """Writes the first message, and with it the initial metadata.
 
-        Who waits may be cancelled: the write goes on, and the call's status is sent behind it. gRPC sends no status
-        over a first write that was given up, and initial metadata sent by itself costs four times as much as this.
+        If the caller is cancelled, the write continues, and the call's status is sent after it: gRPC sends no status
+        after a cancelled first write. Sending the initial metadata separately costs four times as much.
 
         Raises:
-            asyncio.CancelledError: the client has gone.
+            asyncio.CancelledError: the client is gone.
         """
-        self._first_write = asyncio.ensure_future(_goes_out(self._context, message))
+        self._first_write = asyncio.ensure_future(_write(self._context, message))
         if not await asyncio.shield(self._first_write):
             raise asyncio.CancelledError
 
@@ -118,8 +118,8 @@ class RpcScope:
         await abort(self._context, error, self._trailing, behind=self._first_write)
 
 
-async def _goes_out(context: Context, message: object) -> bool:
-    """False when the client goes while the message waits for it."""
+async def _write(context: Context, message: object) -> bool:
+    """Writes a message. Returns False if the client leaves while the message waits for it."""
     try:
         await context.write(message)
     except grpc.aio.InternalError:

@@ -1,6 +1,6 @@
-"""The end of a router, as its clients see it: each call ends with a status of ours, before the server ends.
+"""The open calls of a router. When the router ends, each gets a status of ours before the gRPC server stops.
 
-gRPC's own end of a call is UNAVAILABLE "Cancelling all calls", whatever the client has got of it.
+gRPC itself would end a call with UNAVAILABLE "Cancelling all calls", even if the client received a part of the answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from common.rpc.interruption import InterruptedWorkError, Interruptible
 
 
 class OpenCalls:
-    """The calls that a router has in hand.
+    """The open calls of one router.
 
     Attributes:
-        has_ended: True when the router takes no more calls.
+        has_ended: True once the router refuses new calls.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Counts a call that a drain waits for.
+        """Counts a call while the block runs; a drain waits for it.
 
         Raises:
             RouterEndingError: the router has ended.
@@ -47,7 +47,7 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets `end` interrupt what is done here, while the client has got nothing of an answer.
+        """Lets `end` interrupt the block. For work before the first message of an answer.
 
         Raises:
             RouterEndingError: the router has ended.
@@ -69,7 +69,7 @@ class OpenCalls:
         await self._none_held.wait()
 
     def end(self) -> None:
-        """Interrupts what can be, and refuses what comes."""
+        """Interrupts all interruptible calls and refuses new ones."""
         self.has_ended = True
         for work in self._works:
             work.interrupt()

@@ -1,7 +1,7 @@
-"""Tenants: the one a call is for, how much of the router each may hold at a time, and how high its priority may be.
+"""Tenants: which tenant a call belongs to, and the limits and rights of each.
 
-A tenant is the value of a metadata key that the operator names; calls without it are those of the tenant "". Invariant:
-a tenant is remembered while it has requests in flight, and no longer.
+The tenant is the value of a metadata key that the operator names; a call without it belongs to the tenant "".
+Invariant: a tenant has an entry exactly while it has requests in flight.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class TenantPolicy:
     """Limits and rights of the tenants.
 
     Attributes:
-        key: name of the metadata that says who the tenant is, lower case.
-        weights: share in the queue of tenants that are not like the others, which have 1.
-        concurrency: most requests in flight of each tenant; 0 is no limit.
-        concurrency_of: the same, of tenants that are not like the others.
-        max_priority_of: highest class, by name, that the requests of a tenant may be of; "" is for each of the others,
-            and where that is absent the router's default counts.
+        key: name of the metadata key with the tenant, lower case.
+        weights: shares of tenants in the queue; a tenant without an entry has 1.
+        concurrency: most requests in flight of a tenant without an entry in `concurrency_of`; 0 is no limit.
+        concurrency_of: most requests in flight, by tenant.
+        max_priority_of: highest priority class, by tenant; the entry "" is for tenants without one, and without it the
+            router's default counts.
         require_bound: whether a tenant's name counts only if the caller's API key is bound to it.
         isolate: whether tenants share no prefix cache, whatever salts their requests name.
     """
@@ -51,7 +51,7 @@ class TenantPolicy:
     def with_limits(
         self, weights: Mapping[str, float], concurrency: Mapping[str, int], max_priority: Mapping[str, str]
     ) -> TenantPolicy:
-        """Other limits by tenant, of which "" is for each of the others."""
+        """A copy with other limits by tenant; the entry "" is for tenants without one."""
         named = {tenant: limit for tenant, limit in concurrency.items() if tenant}
         return replace(
             self,
@@ -61,41 +61,40 @@ class TenantPolicy:
             max_priority_of=max_priority,
         )
 
-    def priority(self, asked: int, tenant: str, of_key: str, default: str) -> int:
+    def priority(self, requested: int, tenant: str, of_key: str, default: str) -> int:
         """The class of a request.
 
         Args:
-            asked: what it asks for, 0 when it does not: normal, or the highest class that the caller may have if that
-                is lower.
-            tenant: who it is for.
-            of_key: highest class that the caller's API key may ask for; empty when it does not say.
-            default: the same where neither the key nor the tenant says.
+            requested: the class that the request names; 0 for normal, or the caller's highest class if that is lower.
+            tenant: the tenant of the call.
+            of_key: highest class of the caller's API key; "" if the key has no limit.
+            default: highest class if neither the key nor the tenant has a limit.
 
         Raises:
-            PriorityNotAllowedError: it asks for a higher class than the key, or the tenant, may have.
+            PriorityNotAllowedError: the request names a higher class than the key or the tenant may use.
         """
         of_tenant = self.max_priority_of.get(tenant)
-        said = [PRIORITIES[name] for name in (of_key, of_tenant) if name]
-        most = min(said, default=PRIORITIES[self.max_priority_of.get("", default)])
-        if asked > most:
-            raise PriorityNotAllowedError(_proto_name(asked), _proto_name(most))
-        return asked or min(NORMAL, most)
+        limits = [PRIORITIES[name] for name in (of_key, of_tenant) if name]
+        most = min(limits, default=PRIORITIES[self.max_priority_of.get("", default)])
+        if requested > most:
+            raise PriorityNotAllowedError(_proto_name(requested), _proto_name(most))
+        return requested or min(NORMAL, most)
 
-    def cache_salt(self, asked: str, tenant: str) -> bytes:
-        """The salt of the prefix cache that is in force for a request; what is generated does not depend on it.
+    def cache_salt(self, requested: str, tenant: str) -> bytes:
+        """The salt of the prefix cache for a request. Answers do not depend on it.
 
         Args:
-            asked: the salt that the request names.
-            tenant: who it is for.
+            requested: the salt that the request names.
+            tenant: the tenant of the call.
 
         Returns:
-            That salt; where tenants are isolated, one for each pair of tenant and salt, which is none that a request
-            could name: it is not UTF-8.
+            The requested salt. If tenants are isolated, a salt of the pair of tenant and requested salt: it is not
+            UTF-8, so that no request can name it.
         """
         if not self.isolate:
-            return asked.encode()
+            return requested.encode()
         name = tenant.encode()
-        return _NO_UTF8 + hashlib.sha256(struct.pack("<I", len(name)) + name + asked.encode()).digest()
+        return _NO_UTF8 + hashlib.sha256(struct.pack("<I", len(name)) + name + requested.encode()).digest()
 
 
 def _proto_name(priority: int) -> str:
@@ -103,17 +102,17 @@ def _proto_name(priority: int) -> str:
 
 
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, policy: TenantPolicy, bound: str = "") -> str:
-    """The tenant of a call, "" when its metadata names none.
+    """The tenant of a call, "" if it names none.
 
     Args:
         metadata: of the call.
-        policy: which entry of it says who the tenant is, and whether that is enough.
-        bound: tenant of the caller's API key, which its metadata cannot change; empty for a key of no tenant.
+        policy: says which metadata key names the tenant, and whether an API key must be bound to it.
+        bound: tenant that the caller's API key is bound to, "" for none.
 
     Raises:
         InvalidFieldError: the name is longer than MAX_TENANT_BYTES, or has control characters.
-        PermissionDeniedError: the metadata names another tenant than the key's, or one for a key of no tenant where
-            that does not count.
+        PermissionDeniedError: the metadata names another tenant than the key's, or names one although the key is bound
+            to none and the policy requires that.
     """
     key = policy.key
     value = next((value for name, value in metadata or () if name == key), "")
@@ -137,14 +136,14 @@ class _InFlight:
 
 
 class TenantLimits:
-    """Counts the requests of each tenant from their validation to their end."""
+    """Counts the requests in flight of each tenant."""
 
     def __init__(self, policy: TenantPolicy) -> None:
         self._policy = policy
         self._tenants: dict[str, _InFlight] = {}
 
     def set_policy(self, policy: TenantPolicy) -> None:
-        """Other limits from now on; requests in flight count, and none is ended."""
+        """Replaces the limits. Requests in flight count, and none is ended."""
         self._policy = policy
 
     def __len__(self) -> int:
@@ -152,14 +151,18 @@ class TenantLimits:
         return len(self._tenants)
 
     def limit(self, tenant: str) -> int:
-        """Most requests in flight; 0 is no limit."""
+        """Most requests in flight of a tenant; 0 is no limit."""
         return self._policy.concurrency_of.get(tenant, self._policy.concurrency)
 
     def claim(self, tenant: str, *, has_place: bool = False) -> None:
-        """Counts a request in; one that takes over from another, which ends now, `has_place`.
+        """Counts a new request of a tenant.
+
+        Args:
+            tenant: the tenant.
+            has_place: True if the request replaces one that ends now, and so may exceed the limit.
 
         Raises:
-            TenantLimitError: the tenant has as many as it may; RetryInfo says when one of them is likely to have ended.
+            TenantLimitError: the tenant is at its limit; RetryInfo says when one of its requests is likely to end.
         """
         limit, has = self.limit(tenant), self._tenants.get(tenant, _InFlight())
         if limit and has.number >= limit and not has_place:
@@ -169,7 +172,7 @@ class TenantLimits:
         self._tenants[tenant] = has
 
     def release(self, tenant: str, took_s: float) -> None:
-        """Counts a request out that was counted in `took_s` seconds ago."""
+        """Ends the count of a request that was claimed `took_s` seconds ago."""
         has = self._tenants[tenant]
         has.number -= 1
         has.mean_s = took_s if not has.mean_s else has.mean_s + _NEWEST * (took_s - has.mean_s)
@@ -178,7 +181,7 @@ class TenantLimits:
 
     @contextlib.contextmanager
     def held(self, tenant: str, clock: Callable[[], float], *, has_place: bool = False) -> Iterator[None]:
-        """Counts a request in for as long as the block runs, as `claim`."""
+        """Counts a request while the block runs; arguments and errors as of `claim`."""
         self.claim(tenant, has_place=has_place)
         began = clock()
         try:

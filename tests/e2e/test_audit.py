@@ -13,7 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
 from common.cli.core.options import Fraction
-from router.api.server_info import shown_options
+from router.api.admin import shown_options
 from router.app import router
 from router.audit.answer_auditor import AnswerAuditor, AuditOptions
 from router.options import RouterOptions
