@@ -1,8 +1,7 @@
-"""The audit: finished answers are computed again on other workers in the background; who was wrong is taken out.
+"""The audit of answers: other workers compute finished answers again in the background; wrong workers are taken out.
 
-`router.audit.decide` decides. Audits run at the lowest priority, one at a time, with cache salts of their own, and
-on nobody's account. What comes when as many wait as may is not audited, nor is an answer that several workers have
-made, or that a client has brought in parts: it is none of a worker's.
+`router.audit.decide` decides. Audits run one at a time, at the lowest priority, with their own cache salts, and count
+for no tenant. An answer is not audited if too many wait, if several workers generated it, or if the client resumed it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from router.api.answers import AnswerRequest
 from router.api.receipts import receipt_of
 from router.api.replay import ReplayResult
 from router.api.request_builder import receipt_terms
-from router.audit.decide import Ask, AuditCase, AuditSampler, Passed, Run, Unanswered, Wrong
+from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, Passed, Unanswered, Wrong
 from router.audit.rerun import FinishedRequest, Rerunner
 from router.audit.verdicts import Verdicts
 from router.model_registry import ServedModel
 from router.requests.stream import RequestStream
 
-# Names of what came of answers that were chosen.
+# Results of audits.
 PASSED, FAILED, SUSPECTED = "passed", "failed", "suspected"
 UNANSWERED, DROPPED, ERROR = "unanswered", "dropped", "error"
 
@@ -40,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FinishedAnswer:
-    """An answer that a client has got, and its request, with the terms of a receipt."""
+    """An answer that a client received, and its request with the terms of a receipt."""
 
     finished: FinishedRequest
     replayed: ReplayResult
@@ -48,11 +47,11 @@ class FinishedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """Options of the audits, named as those of the command, under which an operator sees them.
+    """Options of the audits, with the names of the command's options.
 
     Attributes:
         audit: fraction of the answers that are computed again, from 0 to 1.
-        audit_dir: folder for what shows that a worker was wrong, None for none.
+        audit_dir: folder for proofs that a worker was wrong, None for none.
         audit_kv: True if digests of KV blocks are compared.
     """
 
@@ -65,12 +64,12 @@ class AnswerAuditor:
     """Audits a fraction of the answers of one router.
 
     Args:
-        fraction: of the answers.
+        fraction: fraction of the answers.
         rerunner: runs requests again.
-        verdicts: what is done about workers that were wrong.
+        verdicts: acts on workers that were wrong.
 
     Attributes:
-        counts: answers that were chosen, by what came of it.
+        counts: chosen answers, by result.
     """
 
     def __init__(self, fraction: float, rerunner: Rerunner, verdicts: Verdicts) -> None:
@@ -110,7 +109,7 @@ class AnswerAuditor:
             self._task = asyncio.create_task(keep_running("audit", self._work), name="audit")
 
     async def stop(self) -> None:
-        """Ends the audit under way, and begins none."""
+        """Ends the audits."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -124,7 +123,7 @@ class AnswerAuditor:
                     async with asyncio.timeout(AUDIT_TIMEOUT_S):
                         await self._audit(answer)
                 except (ApiError, TimeoutError) as error:
-                    # It says nothing of any worker: one has gone, or none has room.
+                    # No worker is to blame: one is gone, or none has room.
                     self.counts[ERROR] += 1
                     log.info(
                         "audit broke off", request_id=answer.finished.routed.request_id, why=str(error) or "timeout"
@@ -133,13 +132,13 @@ class AnswerAuditor:
 
     async def _audit(self, answer: FinishedAnswer) -> None:
         finished, got = answer.finished, answer.replayed
-        case = AuditCase(Run(got.worker_id, got.receipt.receipt_sha256))
+        case = AuditCase(AuditRun(got.worker_id, got.receipt.receipt_sha256))
         runs: list[ReplayResult] = []
         while isinstance(
             decision := case.next(self._rerunner.workers(finished.routed.identity, finished.numerics)), Ask
         ):
             runs.append(await self._rerunner.answer(finished, decision.worker_id))
-            case.runs.append(Run(decision.worker_id, _output(answer, runs[-1])))
+            case.runs.append(AuditRun(decision.worker_id, _output(answer, runs[-1])))
         await self._conclude(answer, decision, runs)
 
     async def _conclude(
@@ -169,12 +168,12 @@ class AnswerAuditor:
 
 
 def _output(answer: FinishedAnswer, run: ReplayResult) -> bytes:
-    """Stands for what came out: that of the answer where the two are equal, else the run's own."""
+    """Digest of a run's output: the digest of the answer if the two are equal, else the run's own."""
     found = compare_answer(answer.replayed.receipt, answer.replayed.token_ids, run.receipt, run.token_ids)
     is_equal = found.verdict == pb.REPLAY_VERDICT_EQUAL
     return answer.replayed.receipt.receipt_sha256 if is_equal else _identity(run.receipt)
 
 
 def _identity(receipt: pb.Receipt) -> bytes:
-    """Equal for runs with the same tokens and logits."""
+    """A digest that is equal for runs with the same tokens and logits."""
     return receipt.output_sha256 + b"".join(digest.to_bytes(8, "little") for digest in receipt.logit_digests)

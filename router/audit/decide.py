@@ -1,9 +1,9 @@
-"""Decisions of the audit: which finished answers are computed again, on which workers, and which worker was wrong.
+"""Decisions of the audit: which answers are computed again, on which workers, and which worker was wrong.
 
-Pure. An answer of one worker is computed by another one of its numerics class. Where the two differ a third one decides
-by majority; where there is none, both compute it once more, and the one that contradicts itself was wrong, as after a
-flipped bit in memory that was given back since. If both stand by what they said, nobody can know: the one that has
-answered the client is taken out, since its answers are in the world, and is said to be only suspected.
+Pure. Another worker of the numerics class computes the answer again. If the two differ, a third worker decides by
+majority. Without a third worker both compute the answer once more, and the one that contradicts itself was wrong: a bit
+may have flipped in memory that it freed since. If neither contradicts itself, the worker that answered the client is
+suspected and taken out, because clients have its answers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class AuditSampler:
     """Chooses the answers that are audited.
 
     Args:
-        fraction: of all answers, from 0 to 1.
-        key: of this router, so that nobody can tell beforehand which ones it chooses.
+        fraction: fraction of the answers, from 0 to 1.
+        key: secret of this router, so that no client or worker can predict the choice.
     """
 
     def __init__(self, fraction: float, key: bytes) -> None:
@@ -26,7 +26,7 @@ class AuditSampler:
         self._key = key
 
     def wants(self, request_id: str, index: int) -> bool:
-        """True if an answer is chosen."""
+        """True if the answer `index` of a request is chosen."""
         if not self._below:
             return False
         digest = hashlib.blake2b(f"{index}/{request_id}".encode(), digest_size=8, key=self._key).digest()
@@ -34,8 +34,8 @@ class AuditSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A computation of an answer: the worker, and the digest of what came out."""
+class AuditRun:
+    """One computation of an answer: the worker, and a digest of its output."""
 
     worker_id: str
     output: bytes
@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Has a worker compute the answer next."""
+    """Next, this worker computes the answer."""
 
     worker_id: str
 
@@ -55,12 +55,12 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Nobody else can compute the answer now."""
+    """No other worker can compute the answer now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A worker was wrong; `is_certain` False where it is only more likely than another one."""
+    """A worker was wrong; `is_certain` False if another one may have been wrong instead."""
 
     worker_id: str
     is_certain: bool
@@ -74,12 +74,12 @@ class AuditCase:
     """One answer under audit.
 
     Attributes:
-        answer: what the client has got, and of which worker.
-        runs: what came of further computations, in their order.
+        answer: the computation whose output the client received.
+        runs: further computations, in their order.
     """
 
-    answer: Run
-    runs: list[Run] = field(default_factory=list)
+    answer: AuditRun
+    runs: list[AuditRun] = field(default_factory=list)
 
     def next(self, workers: Sequence[str]) -> Decision:
         """Decides what to do next.
@@ -105,7 +105,7 @@ class AuditCase:
             return self._ask_again(second, workers) or self._suspect()
         return self._suspect()
 
-    def _by_majority(self, first: Run, second: Run, third: Run) -> Decision:
+    def _by_majority(self, first: AuditRun, second: AuditRun, third: AuditRun) -> Decision:
         if third.output == first.output:
             return Wrong(second.worker_id, is_certain=True)
         if third.output == second.output:
@@ -120,5 +120,5 @@ class AuditCase:
         return next((Ask(worker) for worker in workers if worker not in but), None)
 
     @staticmethod
-    def _ask_again(run: Run, workers: Sequence[str]) -> Ask | None:
+    def _ask_again(run: AuditRun, workers: Sequence[str]) -> Ask | None:
         return Ask(run.worker_id) if run.worker_id in workers else None

@@ -1,10 +1,10 @@
-"""The comparison of KV blocks between workers, and what follows where two differ.
+"""The audit of KV blocks: digests of workers are compared, and a worker whose digest is wrong is taken out.
 
-`router.audit.kv_check` compares the digests that workers send, and `router.audit.decide` decides who was
-wrong: by a third worker that has the block too, or by having workers compute it again. For that a request is needed
-whose tokens are those of the block: one of the last that this router has had answered. Where there is none, as when
-another router had it, only a third worker's digest decides. One dispute is settled at a time; those that come meanwhile
-are of the same fault, most likely, and come again if not.
+`router.audit.kv_check` compares the digests, and `router.audit.decide` decides which worker was wrong: by a third
+worker's digest of the block, or by having workers compute the block again. That needs a request with the block's
+tokens, one of the newest that this router had answered. If another router had the request, only a third worker's digest
+decides. One dispute is settled at a time. Others that arise meanwhile most likely have the same cause, and arise again
+if not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from common.wire.kv_digests import block_names
 from router.api.answers import AnswerRequest
 from router.api.request_builder import receipt_terms
 from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED
-from router.audit.decide import Ask, Passed, Run, Unanswered, Wrong
+from router.audit.decide import Ask, AuditRun, Passed, Unanswered, Wrong
 from router.audit.kv_check import Dispute, KvCheck, Witness
 from router.audit.rerun import FinishedRequest, Rerunner
 from router.audit.verdicts import Verdicts
@@ -48,14 +48,14 @@ class _Recent:
     token_ids: array[int]
 
     def tokens_of(self, name: bytes) -> array[int] | None:
-        """Its tokens up to the end of a block, None where it does not have the block."""
+        """The tokens up to the end of a block, None if the request does not have the block."""
         size = self.finished.model.block_size
         names = block_names(self.token_ids, size, self.finished.model.hash_seed)
         return next((self.token_ids[: (i + 1) * size] for i, each in enumerate(names) if each == name), None)
 
 
 class RecentRequests:
-    """The newest requests that have been answered: at most MAX_RECENT_REQUESTS, of MAX_RECENT_TOKENS together."""
+    """The newest answered requests: at most MAX_RECENT_REQUESTS, with MAX_RECENT_TOKENS tokens together."""
 
     def __init__(self) -> None:
         self._kept: deque[_Recent] = deque()
@@ -86,11 +86,11 @@ class KvAuditor:
 
     Args:
         rerunner: runs requests again.
-        verdicts: what is done about workers that were wrong.
+        verdicts: acts on workers that were wrong.
 
     Attributes:
         check: the digests.
-        counts: disputes, by what came of them.
+        counts: disputes, by result.
     """
 
     def __init__(self, rerunner: Rerunner, verdicts: Verdicts) -> None:
@@ -102,7 +102,7 @@ class KvAuditor:
         self._instances: dict[str, str] = {}
         self._came = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # Workers that differed when nobody could say which was wrong, and that have been named.
+        # Pairs of workers in a dispute without a decision that were logged.
         self._named: set[frozenset[str]] = set()
         self._label_key = secrets.token_bytes(16)
 
@@ -113,7 +113,7 @@ class KvAuditor:
             self._recent.add(finished, stream.request.token_ids + array("I", stream.assembly.token_ids))
 
     def take(self, session: Session, digests: Iterable[wpb.KvDigest]) -> None:
-        """Compares what a worker says with what others have said."""
+        """Compares digests of a worker with those of others; a difference starts a dispute."""
         if session.model is None:
             return
         kv_class = (session.model.identity, session.numerics)
@@ -127,7 +127,7 @@ class KvAuditor:
         self._came.set()
 
     async def stop(self) -> None:
-        """Ends the dispute under way."""
+        """Ends the current dispute."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -142,36 +142,36 @@ class KvAuditor:
                 else:
                     self._leave_open(dispute)
         except (ApiError, TimeoutError) as error:
-            # It says nothing of any worker: one has gone, or none has room.
+            # No worker is to blame: one is gone, or none has room.
             self.counts[ERROR] += 1
             log.info("kv audit broke off", block=self._label(dispute), why=str(error) or "timeout")
 
     def _label(self, dispute: Dispute) -> str:
-        """Stands for the block before operators, who cannot try with it what tokens the block has."""
+        """Name of the block for operators. It is keyed, so that they cannot guess the block's tokens with it."""
         return hashlib.blake2b(dispute.name, digest_size=_LABEL_BYTES, key=self._label_key).hexdigest()
 
     async def _decide(
         self, dispute: Dispute, found: tuple[FinishedRequest, array[int]] | None
     ) -> Wrong | Passed | Unanswered:
-        """Has workers compute a block until it is known which one was wrong."""
+        """Has workers compute a block until one is known to be wrong, or no other worker can compute it."""
         case = dispute.case
         if dispute.contradicts_itself:
             return Wrong(case.answer.worker_id, is_certain=True)
         while isinstance(decision := case.next(self._rerunner.workers(*dispute.kv_class)), Ask):
             if found is None:
                 return Unanswered()
-            case.runs.append(Run(decision.worker_id, await self._ask(dispute, *found, decision.worker_id)))
+            case.runs.append(AuditRun(decision.worker_id, await self._ask(dispute, *found, decision.worker_id)))
         return decision
 
     async def _ask(self, dispute: Dispute, finished: FinishedRequest, token_ids: array[int], worker_id: str) -> bytes:
-        """The digest of a block that a worker computes anew.
+        """Has a worker compute a block again, and returns the digest.
 
         Raises:
-            ApiError: the worker cannot compute it now, or has sent no digest.
+            ApiError: the worker cannot compute it now, or sent no digest.
         """
-        # The next one is of what it computes now.
+        # So that the next digest is of the new computation.
         self.check.forget(dispute.kv_class, dispute.name, worker_id)
-        # One token behind the block, so that it is computed as any other.
+        # With a token after it, the block is computed like any other.
         await self._rerunner.prefix(finished, token_ids + token_ids[:1], worker_id)
         witness = Witness(worker_id, self._instances.get(worker_id, ""), dispute.kv_class)
         try:
@@ -184,7 +184,7 @@ class KvAuditor:
             raise NoWorkerError(f"worker {worker_id} has sent no digest of the block") from None
 
     async def _conclude(self, dispute: Dispute, decision: Wrong, finished: FinishedRequest | None) -> None:
-        """Takes the worker out, and keeps what shows its fault."""
+        """Takes the worker out, and keeps the proof of its fault."""
         self.counts[FAILED if decision.is_certain else SUSPECTED] += 1
         await self._verdicts.take_out(decision, *dispute.kv_class)
         log.error(
@@ -197,8 +197,11 @@ class KvAuditor:
         )
 
     async def _keep(self, dispute: Dispute, decision: Wrong, finished: FinishedRequest) -> str:
-        """Keeps the request with the answer and the digests of all logits of a worker that is not blamed, for
-        `fissile verify` to have the blamed one compute them again. Returns the file, "" for none."""
+        """Writes a proof against the blamed worker. Returns the file, "" for none.
+
+        The proof is the request, with the answer and all logit digests of another worker: `fissile verify` has the
+        blamed one compute them again.
+        """
         others = [worker for worker in self._rerunner.workers(*dispute.kv_class) if worker != decision.worker_id]
         if not others or not self._verdicts.keeps:
             return ""
@@ -216,7 +219,7 @@ class KvAuditor:
         return await self._verdicts.write(f"kv-{self._label(dispute)}", proof)
 
     def _leave_open(self, dispute: Dispute) -> None:
-        """Says once of two workers that one of them is wrong, when nobody knows which."""
+        """Logs once per pair of workers that one of the two is wrong, but not which."""
         self.counts[UNANSWERED] += 1
         workers = frozenset(_workers_of(dispute))
         if workers not in self._named:

@@ -1,9 +1,9 @@
-"""Compares digests of KV blocks that workers send: two of one numerics class that differ show a fault.
+"""Compares the digests of KV blocks that workers send: two different digests in one numerics class show a fault.
 
-Pure. A digest is of a block's contents when it was published, under a name that stands for all tokens up to its end
-(common/wire/kv_digests.py): healthy workers of one class say the same, and a worker says the same whenever it computes
-the block again. Invariants: at most `capacity` blocks are remembered, the ones last spoken of, with the newest
-MAX_WITNESSES workers of each; what an instance of a worker has said counts as long as no other instance of it speaks.
+Pure. A digest covers a block's contents at its publication. The block's name stands for all tokens up to its end
+(common/wire/kv_digests.py). Healthy workers of one class send equal digests, and so does one worker that computes the
+block again. Invariants: at most `capacity` blocks are kept, the last compared ones, each with the newest MAX_WITNESSES
+workers; the digests of a worker instance count until another instance of the worker sends one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.limits import MAX_KV_DIGESTS
-from router.audit.decide import AuditCase, Run
+from router.audit.decide import AuditCase, AuditRun
 
 MAX_WITNESSES: Final = 8
 # Results of the comparison of a digest with those of other workers, or with an earlier one of its own worker.
@@ -23,7 +23,7 @@ FIRST, EQUAL, DIFFERENT = "first", "equal", "different"
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """An instance of a worker, and the workers that it is to be compared with: their model and numerics class."""
+    """An instance of a worker, with the model and numerics class in which digests are compared."""
 
     worker_id: str
     instance_id: str
@@ -36,8 +36,8 @@ class Dispute:
 
     Attributes:
         kv_class: model and numerics class.
-        name: of the block.
-        case: the one that spoke last, one that differs from it, and a third one if there is one.
+        name: name of the block.
+        case: the newest digest, one that differs from it, and that of a third worker if there is one.
     """
 
     kv_class: tuple[str, str]
@@ -46,42 +46,42 @@ class Dispute:
 
     @property
     def contradicts_itself(self) -> bool:
-        """True if one worker has said two things."""
+        """True if the two digests are of one worker."""
         return self.case.answer.worker_id == self.case.runs[0].worker_id
 
 
 class KvCheck:
-    """The digests that have come.
+    """The newest digest of each KV block, per worker.
 
     Args:
-        capacity: blocks that are remembered.
+        capacity: blocks that are kept.
 
     Attributes:
-        counts: digests, by what came of their comparison.
+        counts: digests, by the result of their comparison.
     """
 
     def __init__(self, capacity: int = MAX_KV_DIGESTS) -> None:
         self.counts: Counter[str] = Counter()
         self._capacity = capacity
-        # By model, numerics class and name, the last one spoken of at the end: what each worker has said, likewise.
+        # Class and name of a block -> worker -> its instance and digest; the newest last in both mappings.
         self._said: OrderedDict[tuple[tuple[str, str], bytes], dict[str, tuple[str, int]]] = OrderedDict()
         self._instances: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """Number of blocks kept."""
         return len(self._said)
 
     def take(self, witness: Witness, name: bytes, digest: int, accepting: Collection[str]) -> Dispute | None:
-        """Compares a digest with those of others.
+        """Keeps a digest and compares it with those of other workers.
 
         Args:
-            witness: who says it.
-            name: of the block.
-            digest: of its contents.
+            witness: the worker that sent it.
+            name: name of the block.
+            digest: digest of its contents.
             accepting: ids of the workers that take work; others are neither blamed nor believed.
 
         Returns:
-            Workers that differ, or None where all agree.
+            The workers that differ; None if all agree.
         """
         self._instances[witness.worker_id] = witness.instance_id
         said = self._remember((witness.kv_class, name))
@@ -91,9 +91,9 @@ class KvCheck:
             del said[next(iter(said))]
         if own is not None and own != (witness.instance_id, digest) and own[0] == witness.instance_id:
             self.counts[DIFFERENT] += 1
-            return self._dispute(witness, name, digest, [Run(witness.worker_id, _bytes(own[1]))], accepting)
+            return self._dispute(witness, name, digest, [AuditRun(witness.worker_id, _bytes(own[1]))], accepting)
         others = [
-            Run(worker, _bytes(other))
+            AuditRun(worker, _bytes(other))
             for worker, (instance, other) in reversed(said.items())
             if worker != witness.worker_id and worker in accepting and self._instances.get(worker) == instance
         ]
@@ -105,21 +105,21 @@ class KvCheck:
         return self._dispute(witness, name, digest, [differ[0], *third[:1]], accepting)
 
     def digest(self, witness: Witness, name: bytes) -> bytes | None:
-        """The newest digest that an instance has sent of a block, as `AuditCase` compares them; None for none."""
+        """The newest digest of a block from a worker instance, as `AuditCase` compares it; None for none."""
         instance, digest = self._said.get((witness.kv_class, name), {}).get(witness.worker_id, ("", 0))
         return _bytes(digest) if instance == witness.instance_id else None
 
     def forget(self, kv_class: tuple[str, str], name: bytes, worker_id: str) -> None:
-        """Counts nothing that a worker has said of a block: the next one will be of what it has computed since."""
+        """Drops the digest of a worker, so that the next one is of a newer computation."""
         self._said.get((kv_class, name), {}).pop(worker_id, None)
 
     @staticmethod
     def _dispute(
-        witness: Witness, name: bytes, digest: int, runs: list[Run], accepting: Collection[str]
+        witness: Witness, name: bytes, digest: int, runs: list[AuditRun], accepting: Collection[str]
     ) -> Dispute | None:
         if witness.worker_id not in accepting:
             return None
-        return Dispute(witness.kv_class, name, AuditCase(Run(witness.worker_id, _bytes(digest)), runs))
+        return Dispute(witness.kv_class, name, AuditCase(AuditRun(witness.worker_id, _bytes(digest)), runs))
 
     def _remember(self, key: tuple[tuple[str, str], bytes]) -> dict[str, tuple[str, int]]:
         said = self._said.setdefault(key, {})

@@ -1,4 +1,4 @@
-"""Carries out what audits find: keeps what shows that a worker was wrong, and takes the worker out."""
+"""Carries out the verdicts of audits: keeps the proof that a worker was wrong, and takes the worker out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = structlog.get_logger(__name__)
 
 
 class Verdicts:
-    """Acts on verdicts.
+    """Keeps proofs and cordons workers.
 
     Args:
-        folder: where proofs are kept; None for nowhere.
+        folder: folder for the proofs; None keeps none.
         running: knows the workers.
-        dialer: opens channels to them.
+        dialer: opens channels to workers.
     """
 
     def __init__(self, folder: Path | None, running: RunningRequests, dialer: Dialer) -> None:
@@ -43,7 +43,7 @@ class Verdicts:
         return self._folder is not None
 
     async def write(self, name: str, proof: pb.ReplayRequest) -> str:
-        """Keeps what is needed to find a difference again. Returns the file, "" for none."""
+        """Writes a proof, with which `fissile verify` finds the difference again. Returns the file, "" for none."""
         if self._folder is None:
             return ""
         path = self._folder / f"{name}.json"
@@ -56,9 +56,9 @@ class Verdicts:
         return str(path)
 
     async def take_out(self, wrong: Wrong, identity: str, numerics: str) -> None:
-        """Has a worker take no more work, but for the last one of its model and numerics class.
+        """Cordons a worker, unless it is the last one of its model and numerics class.
 
-        What runs there moves elsewhere if it is certain that the worker is wrong.
+        If the worker is certainly wrong, its running requests move to other workers.
         """
         addresses = self._running.workers_of(identity, numerics)
         address = addresses.get(wrong.worker_id)
@@ -76,7 +76,7 @@ class Verdicts:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Writes a file for this user alone: it has a client's prompt. A file or link of that name is replaced."""
+    """Writes a file that only this user can read, since it has a client's prompt. Replaces a file or link."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -32,7 +32,7 @@ class Method(Protocol[_Request_contra, _Response_co]):
     def __call__(
         self, request: _Request_contra, /, *, timeout: float | None, metadata: tuple[tuple[str, str], ...]
     ) -> Awaitable[_Response_co]:
-        """Calls it."""
+        """Calls the RPC."""
         ...
 
 
@@ -45,7 +45,7 @@ class Admin:
     timeout_s: float = 60.0
 
     async def use(self, calls: Callable[[AdminServiceAsyncStub], Awaitable[_T]]) -> _T:
-        """Result of `calls` on the service.
+        """Runs `calls` on the service and returns the result.
 
         Raises:
             CommandError: a call failed.
@@ -60,7 +60,7 @@ class Admin:
     def ask(
         self, method: Callable[[AdminServiceAsyncStub], Method[_Request_contra, _Response_co]], request: _Request_contra
     ) -> _Response_co:
-        """The answer to one request. Blocks; for commands.
+        """Sends one request and returns the response. Blocks.
 
         Raises:
             CommandError: the call failed.
@@ -73,7 +73,7 @@ class Admin:
 
 
 def admin_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of the call, and hands them to the command as `admin`."""
+    """Adds the options of the connection to a command, which gets them as `admin`."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, admin_address: str, credentials: Credentials, timeout: float, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`fissile requests`, `fissile cancel` and `fissile info`: what a running router has in hand, and the router itself."""
+"""`fissile requests`, `fissile cancel` and `fissile info`: the calls in flight of a router, and the router itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGE = 1000
 
 
 def as_table(requests: Sequence[apb.InFlightRequest]) -> str:
-    """The requests as aligned columns with headings; one line where there are none."""
+    """The requests as aligned columns with headings; one line if there are none."""
     return output.aligned([_HEADINGS, *map(_row, requests)]) if requests else "no request is in flight"
 
 

@@ -1,4 +1,4 @@
-"""`fissile routing` and `fissile reload`: how a running router admits and places requests, and a change of it."""
+"""`fissile routing` and `fissile reload`: show and change how a running router admits and places requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _milliseconds(duration: Duration) -> str:
 
 
 def _by_tenant(number: Callable[[str], float]) -> Callable[[str], dict[str, float]]:
-    """Reads `TENANT=NUMBER,...`, where a number alone is for each of the others; an empty text is none."""
+    """Reads `TENANT=NUMBER,...`; a number alone is for all other tenants, an empty text has no entry."""
 
     def read(text: str) -> dict[str, float]:
         entries = (entry.rpartition("=") for entry in text.split(",") if entry)
@@ -39,7 +39,7 @@ def _by_tenant(number: Callable[[str], float]) -> Callable[[str], dict[str, floa
 
 
 def _classes_by_tenant(text: str) -> dict[str, str]:
-    """Reads `TENANT=PRIORITY,...`, where a priority alone is for each of the others; an empty text is none."""
+    """Reads `TENANT=PRIORITY,...`; a priority alone is for all other tenants, an empty text has no entry."""
     entries = (entry.rpartition("=") for entry in text.split(",") if entry)
     return {tenant: name for tenant, _, name in entries}
 
@@ -69,14 +69,14 @@ OPTIONS: Final = {
     "tenant-concurrency": _Option("tenant_concurrency", _by_tenant(int), _entries, "32,trial=2"),
     "tenant-max-priority": _Option("tenant_max_priority", _classes_by_tenant, _entries, "normal,gold=high"),
 }
-"""By name of the option, without dashes."""
+"""Options by name, without the leading dashes."""
 
 
 def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
-    """The request for changes that are written `NAME=VALUE`, by the names of the router's options.
+    """The request for changes `NAME=VALUE`, where NAME is an option of the router.
 
     Raises:
-        CommandError: one of them is none.
+        CommandError: a change has an unknown name or a bad value.
     """
     request = apb.SetRoutingRequest(update_mask=FieldMask())
     for text in texts:
@@ -93,7 +93,7 @@ def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
 
 
 def as_table(routing: apb.Routing, version: int) -> str:
-    """The routing by the names of the router's options, and its version."""
+    """The routing as a table of options, and its version."""
     rows = [(name, known.show(getattr(routing, known.field))) for name, known in OPTIONS.items()]
     return output.aligned([*rows, ("version", str(version))])
 

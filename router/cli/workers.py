@@ -1,4 +1,4 @@
-"""`fissile workers`: the workers of a running router, their state and load, once or again and again."""
+"""`fissile workers`: lists the workers of a running router with their state and load, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _LOAD_HEADINGS = ("RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
 _HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", *_LOAD_HEADINGS, "KERNELS")
-# Of workers that speculate.
+# Columns of workers that speculate.
 _DRAFT_HEADINGS = ("DRAFTS", "ACCEPTED")
 _SILENT_S = MISSED_HEARTBEATS * HEARTBEAT_S
-# Clears a terminal and its memory of what was there, and goes to its first line.
+# Clears a terminal and its scrollback, and moves to the first line.
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
@@ -50,7 +50,7 @@ def as_table(workers: Sequence[apb.Worker]) -> str:
 
 
 def load_as_text(load: apb.WatchLoadResponse) -> str:
-    """The workers, and what waits in the router, as lines."""
+    """The workers and the queues of the router as lines."""
     queues = ", ".join(
         f"{_class(queue.priority)} {queue.waiting}"
         + (f" (oldest {to_seconds(queue.oldest_age):.3g} s)" if queue.waiting else "")
@@ -98,7 +98,7 @@ def _trouble(worker: apb.Worker) -> str:
 
 
 async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb.WatchLoadResponse], None]) -> None:
-    """Shows the load `count` times (0: for ever).
+    """Shows the load `count` times, 0 for ever.
 
     Raises:
         CommandError: the call failed.
@@ -110,7 +110,7 @@ async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb
         try:
             while isinstance(load := await call.read(), apb.WatchLoadResponse):
                 show(load)
-            # A stream that has failed ends too.
+            # The stream also ends if it failed.
             if await call.code() is not grpc.StatusCode.OK:
                 raise grpc.aio.AioRpcError(
                     await call.code(),

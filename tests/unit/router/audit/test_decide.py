@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.audit.decide import Ask, AuditCase, AuditSampler, Decision, Passed, Run, Unanswered, Wrong
+from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, Decision, Passed, Unanswered, Wrong
 
 RIGHT = b"right"
 
 
 def audit(answer: bytes, workers: list[str], compute: Callable[[str, int], bytes]) -> tuple[Decision, list[str]]:
     """Runs an audit of an answer of worker a to its end: the decision, and the workers that were asked."""
-    case, asked = AuditCase(Run("a", answer)), list[str]()
+    case, asked = AuditCase(AuditRun("a", answer)), list[str]()
     while isinstance(decision := case.next(workers), Ask):
         assert decision.worker_id in workers
         asked.append(decision.worker_id)
-        case.runs.append(Run(decision.worker_id, compute(decision.worker_id, asked.count(decision.worker_id))))
+        case.runs.append(AuditRun(decision.worker_id, compute(decision.worker_id, asked.count(decision.worker_id))))
         assert len(asked) <= 3
     return decision, asked
 
