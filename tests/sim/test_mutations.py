@@ -132,6 +132,7 @@ def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> N
     assert_noticed(mutant, life, SEEDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])
 def test_a_harmless_mutation_is_harmless(mutant: Mutant) -> None:
     with mutant.applied():

@@ -20,6 +20,7 @@ from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import ReceiptTerms, RoutedRequest
+from tests.covering import slow_but
 from tests.sim.service import EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.virtual_time import VirtualLoop, run
 
@@ -181,8 +182,9 @@ def lived(scenario: Scenario) -> list[Outcome]:
     return scenario.outcomes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("delay_factor", [0.0, 0.5, 4.0])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(6)))
 def test_requests_and_cancels(seed: int, delay_factor: float) -> None:
     outcomes = lived(Scenario(seed, delay_factor=delay_factor))
     assert all(outcome.error is None for outcome in outcomes)
@@ -190,7 +192,7 @@ def test_requests_and_cancels(seed: int, delay_factor: float) -> None:
     assert sum(outcome.reason is not None for outcome in outcomes) >= NUM_REQUESTS // 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(6)))
 def test_deadlines(seed: int) -> None:
     outcomes = lived(Scenario(seed, deadlines=True))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -198,21 +200,21 @@ def test_deadlines(seed: int) -> None:
     assert all(isinstance(error, DeadlineError | HopelessDeadlineError) for error in errors)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
 def test_streams_that_break_cost_no_request_anything(seed: int) -> None:
     scenario = Scenario(seed, breaks=8, lease_s=LEASE_S if seed % 2 else 1.0)
     outcomes = lived(scenario)
     assert all(outcome.error is None for outcome in outcomes)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
 def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
     """R5, X8: nor those that met two deaths or more."""
     outcomes = lived(Scenario(seed, breaks=3, crashes=1 + seed % 3, freezes=seed % 2))
     assert all(outcome.error is None for outcome in outcomes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but({0, 1}, range(6)))
 def test_workers_that_are_cordoned_and_evicted_cost_no_request_anything(seed: int) -> None:
     outcomes = lived(Scenario(seed, cordons=6, breaks=2 * (seed % 2)))
     assert all(outcome.error is None for outcome in outcomes)

@@ -72,6 +72,7 @@ def test_all_of_a_fresh_run_follows_from_its_seed(suite: Path) -> None:
     assert set(names(one)) != set(names(other))
 
 
+@pytest.mark.slow
 def test_without_a_seed_examples_are_the_same_each_time(suite: Path) -> None:
     """Numbers of modules that happened to be loaded were tried too: which tests had run before decided about them."""
     one = run(suite, "-m", "not long")
@@ -82,5 +83,6 @@ def test_without_a_seed_examples_are_the_same_each_time(suite: Path) -> None:
     assert names(one) == ["test_property", "test_fixed"]
 
 
+@pytest.mark.slow
 def test_what_is_too_late_does_not_begin(suite: Path) -> None:
     assert names(run(suite, "--fresh", "1", "--fresh-seconds", "0")) == []

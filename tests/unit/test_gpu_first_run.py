@@ -44,6 +44,7 @@ def test_a_part_that_fails_shows_its_failures(folders: Folders) -> None:
     assert report.num_failed == 1
 
 
+@pytest.mark.slow
 def test_a_part_is_stopped_at_its_limit_with_what_it_has_printed(folders: Folders) -> None:
     code = "import time; print('begun', flush=True); time.sleep(600)"
     text, report = reported(folders, Part("one", ["-c", code], 3.0))

@@ -120,7 +120,7 @@ def alone(runner: ModelRunner) -> list[dict[str, Any]]:
     return list(itertools.chain.from_iterable(answers))
 
 
-@pytest.mark.parametrize("setting", slow_but({"chunked", "preempted"}, list(SETTINGS)))
+@pytest.mark.parametrize("setting", slow_but({"chunked"}, list(SETTINGS)))
 def test_an_answer_is_the_same_among_others(runner: ModelRunner, alone: list[dict[str, Any]], setting: str) -> None:
     engine = engine_of(runner, **SETTINGS[setting])
     # Long ones, so that there are too few blocks for all, however long grammars take to compile.

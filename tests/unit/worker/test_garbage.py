@@ -98,6 +98,7 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
     assert runner.most <= 2 * YOUNG_ALLOCATIONS
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """W13: what a burst has left is freed when it is over."""
     monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.01)

@@ -46,6 +46,7 @@ def check_hostile(walker: Walker, seeds: range) -> int:
     return served
 
 
+@pytest.mark.slow
 def test_answers_to_hostile_schemas_are_valid_by_a_workers_masks() -> None:
     assert check_hostile(worker_walker(), range(SOME)) > SOME / 3
 

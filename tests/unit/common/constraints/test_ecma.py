@@ -44,6 +44,7 @@ def test_class_with_all_control_characters_lets_no_quote_through(pattern: str) -
     assert found == [sign for sign in signs if expected.search(sign)]
 
 
+@pytest.mark.slow
 def test_random_classes_hold_what_ecma_262_says() -> None:
     rnd = random.Random(7)
     items = [

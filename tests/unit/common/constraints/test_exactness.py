@@ -132,6 +132,7 @@ def test_narrow_bounds_let_nothing_outside_through(bounds: dict[str, Any], wrong
     assert takes({"type": "number", **bounds}, wrong, right) == [right]
 
 
+@pytest.mark.slow
 def test_random_bounds_let_nothing_outside_through() -> None:
     rnd = random.Random(5)
     names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")

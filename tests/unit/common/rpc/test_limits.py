@@ -49,6 +49,7 @@ def channel_arguments() -> Iterator[str]:
                     yield str(first.value)
 
 
+@pytest.mark.slow
 def test_grpc_knows_the_names_of_our_channel_arguments() -> None:
     """It ignores what it does not know, so a misspelt bound would be none."""
     names = set(channel_arguments())

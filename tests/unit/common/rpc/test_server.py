@@ -294,6 +294,7 @@ LEFT = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_stop_waits_for_calls_and_not_for_connections(site: Site) -> None:
     """X5: each of these connections kept a server that ended for the whole time that its calls might have taken."""
     host, port = site.rpc.address.split(":")

@@ -113,6 +113,7 @@ def test_closed_port_costs_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.slow
 def test_silent_collector_costs_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -216,7 +217,10 @@ def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: 
     assert [(line["signal"], line["status"]) for line in lines] == said
 
 
-@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"])
+@pytest.mark.parametrize(
+    "variable",
+    ["OTEL_EXPORTER_OTLP_PROTOCOL", pytest.param("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", marks=pytest.mark.slow)],
+)
 def test_an_unknown_protocol_is_refused_by_name(variable: str) -> None:
     """C6: in one line, with exit code 2, instead of gRPC to an HTTP port."""
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", variable: "http/json"}

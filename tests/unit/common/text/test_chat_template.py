@@ -214,9 +214,15 @@ def test_size_is_bounded() -> None:
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
         "{% set l = [1] * 20000 %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}{% endfor %}{% endfor %}",
-        "{% set l = range(99999) | list %}{% for a in l recursive %}{% for b in l %}{% endfor %}{% endfor %}",
+        pytest.param(
+            "{% set l = range(99999) | list %}{% for a in l recursive %}{% for b in l %}{% endfor %}{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +258,14 @@ def test_a_machine_that_stands_still_is_no_fault_of_the_input(monkeypatch: pytes
         "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
         "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
         "{{ ('a' * 99999).join(['b'] * 99999) }}",
-        "{{ (['b'] * 99999) | join('a' * 99999) }}",
-        "{{ ('a\n' * 99999) | indent(99999) }}",
+        pytest.param("{{ (['b'] * 99999) | join('a' * 99999) }}", marks=pytest.mark.slow),
+        pytest.param("{{ ('a\n' * 99999) | indent(99999) }}", marks=pytest.mark.slow),
         "{{ [[1]] | tojson(indent=999999999) }}",
         "{% set n = namespace(s='abcdefgh') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n = namespace(s='abcdefgh') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        pytest.param(
+            "{% set n = namespace(s='abcdefgh') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
         "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = n.l + ['a' * 999999] %}{% endfor %}",
         "{{ lipsum(n=999999) | length }}",
     ],

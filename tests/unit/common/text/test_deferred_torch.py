@@ -65,13 +65,15 @@ assert torch.__version__ and torch.nn.Linear
 
 
 @pytest.mark.parametrize(
-    "use", [pytest.param(use, marks=pytest.mark.slow if use.startswith("a model") else ()) for use in USES]
+    "use",
+    [pytest.param(use, marks=() if use == "an import while it is deferred" else pytest.mark.slow) for use in USES],
 )
 def test_deferred_torch_loads_on_first_use(use: str) -> None:
     run = subprocess.run([sys.executable, "-c", READS + USES[use]], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_config_classes_without_torch_print_no_warning() -> None:
     """Without PyTorch `transformers` would print install advice, and warnings about entries that the worker checks."""
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)

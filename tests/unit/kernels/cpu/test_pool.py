@@ -91,5 +91,6 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.slow
 def test_the_child_of_a_fork_works(native: CDLL) -> None:
     subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=120, start_new_session=True)

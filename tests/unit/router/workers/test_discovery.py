@@ -90,6 +90,7 @@ async def test_static_workers_are_told_at_once(told: Told) -> None:
     assert told.lists[1:] == [("c:1",)]
 
 
+@pytest.mark.slow
 async def test_dns_is_followed_and_troubles_take_nothing_away(told: Told, names: FakeDns, logged: LogCapture) -> None:
     """Changing answers, both families, SERVFAIL, NXDOMAIN, an empty answer."""
     told.discovery.follow(parse_targets([names.target(7)]))
@@ -131,6 +132,7 @@ async def test_an_unknown_name_does_not_hold_up_the_other_workers(told: Told, na
     await told.until("static:1")
 
 
+@pytest.mark.slow
 async def test_a_long_time_to_live_is_waited_for_unless_a_worker_is_lost(told: Told, names: FakeDns) -> None:
     names.ttl = 3600
     told.discovery.follow(parse_targets([names.target(7)]))

@@ -26,6 +26,7 @@ def test_workloads(tenth: int) -> None:
     assert num_preemptions > 12  # what is rare is still there
 
 
+@pytest.mark.slow
 def test_workloads_whose_hashes_collide() -> None:
     for number in range(NUM_WEAK):
         run_workload(number, weak_hashes=True)

@@ -169,6 +169,7 @@ def test_a_hello_is_small() -> None:
     assert list(FrameReader(MAX_HELLO_BYTES).feed(hello)) == [("hello", 2**31, 2**22, proof)]
 
 
+@pytest.mark.slow
 def test_engines_find_their_store_with_the_secret_alone() -> None:
     with StoreDoor(HOST, 0, {1, 2}, SECRET) as held:
         port = held._door.port

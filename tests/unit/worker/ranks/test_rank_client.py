@@ -307,6 +307,7 @@ def test_a_rank_that_is_frozen_is_lost(group: Group) -> None:
     lost(group, "rank 1 has been silent for")
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
     group = Group()
     group.start()
@@ -324,6 +325,7 @@ def test_a_rank_that_hangs_is_lost_although_it_sends_heartbeats() -> None:
     group.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_read_holds_nobody_for_ever(group: Group) -> None:
     """Its socket is full, so the engine waits in the middle of a frame; it must get out of there."""
     group.fakes[1].reading.clear()

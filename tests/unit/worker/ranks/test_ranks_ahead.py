@@ -110,6 +110,7 @@ def two_launched(group: HeldGroup) -> tuple[Future[Executed], Future[Executed]]:
     return steps
 
 
+@pytest.mark.slow
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_have_come(start: Callable[[bool], HeldGroup]) -> None:
     """They are answered in order, and a launch that fails is answered after the step before it."""
     group, began = start(True), time.monotonic()

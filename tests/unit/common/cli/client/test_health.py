@@ -35,6 +35,7 @@ async def probe(*arguments: str, **environment: str) -> tuple[int, str]:
     return child.returncode or 0, output.decode()
 
 
+@pytest.mark.slow
 async def test_exit_code_follows_health(server: GrpcServer) -> None:
     await server.start()
     try:

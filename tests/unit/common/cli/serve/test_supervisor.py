@@ -131,6 +131,7 @@ async def test_stop_right_after_the_start_leaves_no_process() -> None:
     assert not only.running
 
 
+@pytest.mark.slow
 async def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death() -> None:
     console = Lines()
     supervisor = Supervisor([child("a", "hold-pipe=300", "exit=1")], console, {})

@@ -49,7 +49,11 @@ def check_read_back(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("frame", "calls"),
-    [*((frame, "qwen") for frame in FRAMES), *((frame, name) for frame in ("chatml", "inst") for name in EVERY_CALLS)],
+    [
+        *((frame, "qwen") for frame in FRAMES),
+        *(("chatml", name) for name in EVERY_CALLS),
+        *(pytest.param("inst", name, marks=pytest.mark.slow) for name in EVERY_CALLS),
+    ],
 )
 def test_calls_in_a_family_form_are_found_in_every_frame(frame: str, calls: str) -> None:
     text = source(frame, "", EVERY_CALLS[calls], content="{% if not m.tool_calls %}{{ m.content }}{% endif %}")
@@ -62,6 +66,7 @@ def test_calls_in_a_family_form_are_found_in_every_frame(frame: str, calls: str)
         check_read_back(text)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("marks", [marks for marks in REASONING if marks])
 @pytest.mark.parametrize("frame", FRAMES)
 def test_reasoning_is_found_by_its_marks(frame: str, marks: str) -> None:
