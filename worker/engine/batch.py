@@ -20,21 +20,20 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class TokenHistory:
-    """Token history that penalties and masks of one row derive from (rules:
-    worker/model/logit_adjustments.py, worker/model/logit_masks.py).
+    """Tokens of one row, from which its penalties and masks are computed.
 
-    It follows from prompt and tokens alone, so a sequence that was preempted, or that another worker has begun, goes on
-    with the same penalties. Nothing is copied: a sequence's list of tokens only ever grows at its end, so a part of it
-    is a snapshot.
+    The rules are in worker/model/logit_adjustments.py and worker/model/logit_masks.py. The history follows from prompt
+    and tokens alone. So a preempted sequence, or one that another worker has begun, continues with the same penalties.
+    Nothing is copied: a sequence's list of tokens only grows at its end, so a part of it is a snapshot.
 
     Attributes:
-        seq_id: of the sequence.
-        params: of the sequence.
-        prompt_ids: int64, the prompt's ids, each once; empty when no repetition penalty asks for them.
-        tokens: the sequence's own list, in which the output is from `begin` up to `end`.
-        late: a further output token, sampled by the runner's last step.
-        drafts: further ones behind all of these, if they are right.
-        cache_salt: of the sequence; only sequences of the same salt share its compiled grammar.
+        seq_id: id of the sequence.
+        params: its sampling parameters.
+        prompt_ids: int64, the distinct ids of the prompt; empty without a repetition penalty.
+        tokens: the sequence's own list; the output is `tokens[begin:end]`.
+        late: a further output token, sampled by the runner's last step; NO_TOKEN for none.
+        drafts: drafts behind all of these tokens.
+        cache_salt: salt of the sequence; sequences of one salt share a compiled grammar.
     """
 
     seq_id: int
@@ -65,19 +64,19 @@ class TokenHistory:
         return self.output_from(0)
 
     def output_from(self, count: int) -> list[int]:
-        """The output but its first `count` tokens."""
+        """The output without its first `count` tokens."""
         known = self.tokens[self.begin + count : self.end]
         if self.late != NO_TOKEN:
             known.append(self.late)
-        # Of the drafts as many as `count` leaves.
+        # `count` may reach into the drafts.
         return known + list(self.drafts[max(0, count - (self.num_output - len(self.drafts))) :])
 
     def with_token(self, token_id: int) -> TokenHistory:
-        """The history one token later; the same after NO_TOKEN, with which the sequence ends."""
+        """The history with a late token; NO_TOKEN, which ends the sequence, adds none."""
         return replace(self, late=token_id)
 
     def with_drafts(self, drafts: list[int]) -> TokenHistory:
-        """The history behind these drafts."""
+        """The history with drafts behind it."""
         return replace(self, drafts=tuple(drafts))
 
 
@@ -86,7 +85,7 @@ _COLUMNS: Final = ("ids", "num_cached_tokens", "digested", "logprob_params", "po
 
 
 class BlockCopy(NamedTuple):
-    """A block of the KV cache that becomes what another one is."""
+    """A copy of one block of the KV cache into another."""
 
     source: int
     target: int
@@ -149,7 +148,7 @@ class SequenceColumns:
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]
 
     def values(self) -> dict[str, Any]:
-        """Every column, by name, as `restored` takes them."""
+        """Every column, by name; arguments of `restored`."""
         return {name: getattr(self, name) for name in _COLUMNS} | {"sampling": self.sampling.values()}
 
     @classmethod
@@ -225,39 +224,38 @@ _FIELDS: Final = (
 
 
 class ScheduledBatch:
-    """One step's work: a snapshot of all that the model runner needs, which later changes of a sequence do not reach.
+    """One step's work: a snapshot of what the model runner needs. Later changes of a sequence do not alter it.
 
     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
-    `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
-    sequence's last token, so that its logits row is sampled; the rows of other chunks are not.
+    `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. If `is_final[i]`, the step reaches the
+    sequence's last token and samples its logits row. It samples no row of other chunks.
 
-    `targets` has, for sequences that want logprobs of given tokens, the tokens whose logits the step computes: those
-    that follow the sequence's last rows, but for its final one, in order.
+    `targets` is for sequences that want logprobs of given tokens. It has the given tokens that follow the step's rows,
+    in order, whose logits the step computes. The row that samples has none.
 
-    `digested_blocks` has names of KV blocks, by id, that the runner digests before it writes anything.
+    Speculation: drafts to verify follow the last token in `scheduled_tokens`. They are also in
+    `scheduled_spec_decode_tokens`, at most `num_spec_step` per sequence. `drafts_wanted` is the number of drafts, by
+    sequence, that the runner proposes for the next step; the block tables have slots for them. If `feeds_draft_model`,
+    a draft model computes the step's rows too, and `next_token_ids` has the tokens behind the rows of chunks.
 
-    Draft tokens to be verified follow the last token, in `scheduled_tokens` too: `scheduled_spec_decode_tokens`, at
-    most `num_spec_step` of a sequence. `drafts_wanted` says, by sequence, how many a runner that drafts proposes for
-    the next step; the block table has slots for them. `feeds_draft_model` says that a draft model takes in the
-    step's rows, and `next_token_ids` has for it the tokens behind the rows of chunks.
+    Deferred output: a row with `from_last_output[i]` was scheduled before its newest token was known.
+    `scheduled_tokens[i]` is empty, and the runner takes the token from its last output (`input_tokens`). The row's
+    drafts are the first ones that the last step has made; a missing one may be any id. Each is NO_TOKEN in
+    `scheduled_spec_decode_tokens`. `num_computed_tokens` counts steps in flight as done, and all drafts that they
+    verify as accepted. `drafts_in_flight` is the number of those drafts, by sequence: the row stands one token earlier
+    for each that is rejected. Such sequences have no history.
 
-    Deferred output: a row with `from_last_output[i]` was scheduled before its newest token was there;
-    `scheduled_tokens[i]` is empty, and the runner takes the token from its last output (`input_tokens`). Its drafts are
-    the first ones that the same step has made, any id for those that it has not; NO_TOKEN stands for each in
-    `scheduled_spec_decode_tokens`. `num_computed_tokens` regards steps in flight as done, and all drafts that they
-    verify as right. `drafts_in_flight` says, by sequence, how many these are, where there are any: the row stands as
-    many tokens earlier as of them are wrong. Such sequences have no history.
+    Before it computes anything, the runner digests `digested_blocks` (names by block id). Then it makes `block_copies`
+    one after the other.
 
-    Before it computes, and behind those digests, it makes `block_copies`, one after the other.
-
-    Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
-    change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
-    replaced when it changes otherwise, so that the part the step needs is a snapshot too.
+    Making a batch costs a few list comprehensions, whatever the contexts. Columns that derive from others, or never
+    change, are made when a runner asks for them. Block tables are not copied: a table only grows at its end, and is
+    replaced when it changes otherwise, so the part that the step needs is a snapshot.
 
     Args:
-        seqs: by id, in batch order.
-        num_scheduled_tokens: of each; the batch keeps the list.
-        columns: of these sequences, if they are known.
+        seqs: the sequences by id, in batch order.
+        num_scheduled_tokens: number of tokens of each sequence; the batch keeps the list.
+        columns: columns of these sequences, if they exist already.
         The others: see the class.
     """
 
@@ -291,19 +289,19 @@ class ScheduledBatch:
         self.digested_blocks: dict[int, bytes] = {}
         self.block_copies = block_copies or []
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
-        # True if every row is a decoded token, or a draft behind one.
+        # True if every row is a decoded token or a draft.
         self.is_decode = total_seqs_num_decode == len(rows)
-        # True if there are no drafts besides.
+        # True if every row is a decoded token.
         self.is_plain_decode = self.is_decode and len(rows) == total_tokens_num and num_spec_step == 0
         if self.is_decode:
             self._take_decodes(rows)
         else:
             self._take_rows(rows)
-        # The own tables of the sequences: they may be longer than what the step needs, and may still grow.
+        # The sequences' own tables: they may be longer than the step needs, and may grow.
         self.tables = [s.block_table for s in rows]
         self.block_size = rows[0].block_size if rows else 1
         self.num_cached_tokens = self.columns.num_cached_tokens
-        # By index i, of those sampled sequences whose logits it changes.
+        # Histories of the sampled sequences whose logits are changed, by index.
         self.histories = {
             i: TokenHistory.of(s)
             for i, s in self.columns.steered
@@ -322,17 +320,17 @@ class ScheduledBatch:
         """Sets `drafts_wanted`, and notes how many tokens those sequences have slots for."""
         self.drafts_wanted = wanted
         rows = zip(self.columns.rows, self.tables, strict=True)
-        # A table may grow before the step is launched, by blocks that another sequence of the step still has; and it
-        # may have slots behind the longest sequence that the model has positions for.
+        # Noted now: before the launch a table may grow by blocks that another sequence of this step still uses. It may
+        # also have slots beyond the model's last position.
         size = self.block_size
         self._num_slots = {s.id: min(len(table) * size, s.length_limit) for s, table in rows if s.id in wanted}
 
     def num_slots(self, i: int) -> int:
-        """Tokens that the block table of row i has room for, and that may come, if the runner drafts behind it."""
+        """Most tokens that row i may have when the runner drafts behind it: slots of its table, or its length limit."""
         return self._num_slots[self.req_ids[i]]
 
     def fields(self) -> dict[str, Any]:
-        """All of the snapshot but columns, tables and histories, as lists and numbers."""
+        """The snapshot without columns, tables and histories, as lists and numbers."""
         tokens = "_last_tokens" if self.is_plain_decode else "scheduled_tokens"
         return {name: getattr(self, name) for name in (tokens, *_FIELDS)}
 
@@ -344,7 +342,7 @@ class ScheduledBatch:
         histories: dict[int, TokenHistory],
         fields: dict[str, Any],
     ) -> ScheduledBatch:
-        """The batch that these were taken of, in another process."""
+        """The batch that these parts were taken from, in another process."""
         batch = cls.__new__(cls)
         vars(batch).update(fields)
         batch.columns, batch.tables, batch.histories = columns, tables, histories
@@ -352,14 +350,14 @@ class ScheduledBatch:
         return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:
-        """The newest token of each row, unless that is in flight, and drafts behind it."""
+        """Sets the columns of a step that only decodes."""
         self.is_final = [True] * len(rows)
         self._last_tokens = [s.token_ids[-1] for s in rows]
         self.from_last_output = [s.num_placeholder > 0 for s in rows]
         self.targets: dict[int, list[int]] = {}
 
     def _take_rows(self, rows: list[Sequence]) -> None:
-        """Any number of tokens of each row, and drafts behind decodes."""
+        """Sets the columns of a step with prompts."""
         spans = list(zip(rows, self.num_computed_tokens, self.context_lens, strict=True))
         drafts = self.scheduled_spec_decode_tokens
         self.scheduled_tokens = [
@@ -372,19 +370,19 @@ class ScheduledBatch:
 
     @staticmethod
     def _targets(seq: Sequence, start: int, end: int) -> list[int]:
-        """Given tokens whose logits rows [start, end) of a sequence are, as far as their logprobs are wanted."""
+        """Given tokens behind the rows [start, end) of a sequence, if their logprobs are wanted."""
         if seq.logprobs_from > seq.num_given_tokens:
             return []
         return seq.token_ids[max(start + 1, int(seq.logprobs_from)) : min(end + 1, seq.num_given_tokens)]
 
     @cached_property
     def context_lens(self) -> list[int]:
-        """Tokens that each row's last one sees, itself included."""
+        """Context length of each sequence's last row, itself included."""
         return list(map(add, self.num_computed_tokens, self.num_scheduled_tokens))
 
     @cached_property
     def scheduled_tokens(self) -> list[list[int]]:
-        """Tokens that each row computes; none of a row whose newest token is in flight."""
+        """Tokens that each sequence computes; empty if its newest token is in flight."""
         drafts = self.scheduled_spec_decode_tokens
         rows = zip(self.req_ids, self._last_tokens, self.from_last_output, strict=True)
         return [[] if late else [token, *drafts.get(seq_id, ())] for seq_id, token, late in rows]
@@ -412,13 +410,13 @@ class ScheduledBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """True if every row takes its most likely token, and nobody changes, digests or weighs the logits."""
+        """True if every row takes its most likely token, and no logits are changed, digested or reported."""
         is_greedy = self.columns.is_greedy and not self.columns.samples_logprobs
         return is_greedy and not self.histories and not self.digested
 
     @cached_property
     def digested(self) -> list[int]:
-        """Indices of the sampled sequences of which the step may digest logits."""
+        """Indices of the sampled sequences whose logits the step may digest."""
         rows = self.columns.digested
         return [i for i in rows if self.is_final[i] and self._may_digest(i)] if rows else []
 
@@ -428,24 +426,24 @@ class ScheduledBatch:
         return any(self.is_digested(i, position) for position in range(first, end + 1))
 
     def is_digested(self, i: int, position: int) -> bool:
-        """True if the logits are digested that the token of row i at an absolute position is drawn from."""
+        """True if the logits are digested from which row i draws its token at an absolute position."""
         every, begin = self.columns.digested.get(i, (0, 0))
         return every > 0 and (position - begin) % every == 0
 
     @cached_property
     def pooled(self) -> dict[int, Pooling]:
-        """Indices of the sequences whose hidden states the step gives, and how: a mean is of every chunk."""
+        """Pooling of the sequences whose hidden states the step returns, by index; a mean needs every chunk."""
         return {i: pooling for i, pooling in self.columns.poolings.items() if pooling == MEAN or self.is_final[i]}
 
     @property
     def only_pools(self) -> bool:
-        """True if no token is sampled: all sequences whose last token the step reaches are embedded."""
+        """True if the step samples no token: it reaches the last token of embedded sequences only."""
         poolings = self.columns.poolings
         return bool(poolings) and all(i in poolings for i, final in enumerate(self.is_final) if final)
 
     @property
     def known_token_ids(self) -> list[int]:
-        """All rows' tokens, one after the other; any id stands for one that the runner's last step samples."""
+        """Tokens of all rows in order, with 0 for each that the runner's last step samples."""
         if self.is_plain_decode:
             return self._last_tokens
         rows = zip(self.scheduled_tokens, self.num_scheduled_tokens, strict=True)
@@ -453,24 +451,24 @@ class ScheduledBatch:
 
     @property
     def late_rows(self) -> list[int]:
-        """Indices of the rows whose newest token the runner's last step samples."""
+        """Indices of the sequences whose newest token the runner's last step samples."""
         return [i for i, late in enumerate(self.from_last_output) if late]
 
     def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:
-        """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""
+        """`scheduled_tokens`, completed by the tokens that the runner's last step has sampled."""
         if not any(self.from_last_output):
             return self.scheduled_tokens
         rows = enumerate(zip(self.scheduled_tokens, self.from_last_output, strict=True))
         return [self._late_tokens(i, last_output) if late else tokens for i, (tokens, late) in rows]
 
     def _late_tokens(self, i: int, last_output: ScheduledBatchOutput) -> list[int]:
-        """The token that the runner's last step has sampled of a row, and the drafts behind it that it has made."""
+        """The token that the runner's last step has sampled for a sequence, and the drafts that it made behind it."""
         seq_id, count = self.req_ids[i], self.num_scheduled_tokens[i] - 1
         drafts = (last_output.draft_token_ids or {}).get(seq_id, [])[:count]
         return [last_output.token_ids[seq_id][-1], *drafts, *[0] * (count - len(drafts))]
 
     def token_histories(self, last_output: ScheduledBatchOutput) -> dict[int, TokenHistory]:
-        """`histories` with the tokens that the runner's last step has sampled where they were missing."""
+        """`histories`, completed by the tokens that the runner's last step has sampled."""
         return {
             i: history.with_token(last_output.token_ids[self.req_ids[i]][-1]) if self.from_last_output[i] else history
             for i, history in self.histories.items()
@@ -479,25 +477,22 @@ class ScheduledBatch:
 
 @dataclass
 class ScheduledBatchOutput:
-    """Sampled tokens of one step: for each sequence with a final row, the accepted tokens, in batch order.
+    """Output of one step, by sequence. A field is None without any entries.
 
-    A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
-    were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
-    step; `forced_token_ids` has, for some sequences with a grammar, an absolute position and the tokens that probably
-    come from there on. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of
-    the token.
-
-    `logprobs` has rows (common/wire/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
-    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has names and digests
-    of `ScheduledBatch.digested_blocks`. None where there are none.
-
-    `constraint_ends` has the sequences whose grammar has ended behind their tokens: completely (empty), or why it
-    cannot go on. What is found out only when the next token is drawn has NO_TOKEN for it.
-
-    `slow_constraints` has the CPU seconds of slow masks, by sequence.
-
-    `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
-    without meaning.
+    Attributes:
+        token_ids: tokens of each sequence with a final row, in batch order. All but the last are accepted drafts. A
+            row whose logits are no numbers gives NO_TOKEN, which ends its sequence.
+        draft_token_ids: drafts for the next step.
+        logit_digests: digests of logits, by absolute position of the token drawn from them.
+        logprobs: a row (common/wire/logprob_rows.py) for each token; that of NO_TOKEN has no meaning.
+        target_logprobs: rows of `ScheduledBatch.targets`.
+        kv_digests: names and digests of `ScheduledBatch.digested_blocks`.
+        pooled: hidden states of `ScheduledBatch.pooled` (worker/engine/pooling.py); the tokens of these sequences have
+            no meaning.
+        constraint_ends: sequences whose grammar ends behind their tokens: "" if it is complete, or why it cannot
+            continue. If only the draw of a further token shows it, that token is NO_TOKEN.
+        forced_token_ids: an absolute position, and the tokens that a grammar probably forces from there on.
+        slow_constraints: CPU seconds of slow masks.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -519,7 +514,7 @@ class ScheduledBatchOutput:
 
 @dataclass
 class StepResult:
-    """Result of one engine step, with the typed outputs beside it."""
+    """Outputs of one engine step."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 
@@ -535,7 +530,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes batches: the model, or a simulation of it. Keeps its last output for `ScheduledBatch.input_tokens`."""
+    """Model runner, or a simulation of it. Keeps its last output for `ScheduledBatch.input_tokens`."""
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step."""

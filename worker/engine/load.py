@@ -1,4 +1,4 @@
-"""The engine's load, as routers place by it."""
+"""Load of an engine, by which routers place requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from worker.engine.step import StepLimits
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The worker's load, as the router's delay gate and placement need it (docs/explanation/architecture.md).
+    """Load of a worker, for the router's delay gate and placement.
 
     Attributes:
         decoding_seqs: running sequences whose prompt is computed.
-        waiting_seqs: sequences that wait for their first step, or for the step after a preemption.
-        waiting_tokens: tokens to compute before every sequence decodes, cache hits not foreseen.
-        room_tokens: prompt tokens that would still fit the next prefill: under `mixed` beside the decodes.
-        room_seqs: sequences that could still be run.
+        waiting_seqs: gated and waiting sequences.
+        waiting_tokens: tokens to compute before every sequence decodes, without cache hits.
+        room_tokens: further prompt tokens that fit the next prefill; under `mixed` beside the decodes.
+        room_seqs: further sequences that may run.
         free_blocks: KV blocks that are free or can be evicted.
-        total_blocks: KV blocks in all.
+        total_blocks: all KV blocks.
         last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
-        prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
-        prefill_samples: how many steps have been.
+        prefill_rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
+        prefill_samples: number of steps that were large enough.
     """
 
     decoding_seqs: int
@@ -39,7 +39,7 @@ class EngineLoad:
 
 
 def load_report(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> EngineLoad:
-    """The load at this moment; O(1) but for unfinished prefills."""
+    """The current load; O(1) apart from unfinished prefills."""
     gated, waiting, blocks = lifecycle.gated, lifecycle.waiting, lifecycle.block_manager
     waiting_seqs = len(gated) + len(waiting)
     waiting_tokens = gated.num_tokens + waiting.num_tokens + lifecycle.unfinished_tokens

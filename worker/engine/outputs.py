@@ -1,7 +1,6 @@
-"""One record for each step that brought a sequence something, the same from the scheduler to the frame that a router
-gets.
+"""Outputs of steps for each sequence, unchanged from the scheduler to the frame that a router gets.
 
-A record holds copies, so that nothing of a live sequence is read on two threads.
+A record holds copies, so that no live sequence is read on two threads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from worker.engine.sequence import EndReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Facts known about a sequence at its first token; durations in seconds."""
+    """Facts about a sequence at its first token; durations in seconds."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -24,7 +23,7 @@ class Start:
 
     @classmethod
     def of(cls, seq: Sequence) -> Start:
-        """Start of a sequence that has just got its first token."""
+        """Start of a sequence whose first token was just appended."""
         scheduled = seq.arrive_time if seq.first_scheduled_time is None else seq.first_scheduled_time
         first_token = scheduled if seq.first_token_time is None else seq.first_token_time
         return cls(seq.num_prompt_tokens, seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
@@ -32,7 +31,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a sequence ended, and how many tokens it has, prompt included; `times` if it had got to the engine."""
+    """Why a sequence ended, and its number of tokens, prompt included; `times` is None if the engine never had it."""
 
     end_pos: int
     reason: EndReason
@@ -62,12 +61,12 @@ class RequestOutput:
         finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`,
             `constraint`, `constraint_failed`.
         first_pos: absolute position of the first new token.
-        logprobs: a row for each new token (common/wire/logprob_rows.py), where they are wanted.
-        given: logprobs of given tokens, where they are wanted; before any new token.
-        start: with the first tokens of this attempt.
-        end: with its last output.
-        logit_digests: of the logits that tokens were drawn from, by their absolute position, where that is asked for.
-        pooled: the vector of a sequence that is embedded, with its one token: float32, little endian.
+        logprobs: a row for each new token (common/wire/logprob_rows.py), if wanted.
+        given: logprobs of given tokens, if wanted; before any new token.
+        start: in the output with the first tokens of this attempt.
+        end: in the last output.
+        logit_digests: digests of the logits that tokens were drawn from, by absolute position, if wanted.
+        pooled: the vector of an embedded sequence, with its one token: float32, little endian.
     """
 
     request_id: int
@@ -89,7 +88,7 @@ class RequestOutput:
 
 
 def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceTimes:
-    """Timestamps of a sequence that has ended, and what was done meanwhile, as far as that is known."""
+    """Timestamps of an ended sequence, and the work that the engine did while it decoded, if known."""
     ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
     return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended, decode)
 
@@ -99,12 +98,12 @@ class EngineTotals:
     """Counts since the engine's start.
 
     Attributes:
-        steps: scheduled.
-        prompt_tokens: of sequences that got a first token.
-        cached_tokens: of those, from the prefix cache.
-        generated_tokens: put out.
-        taken_tokens: of those, handed out: what the outputs of a step begin from.
-        ended: sequences, by reason.
+        steps: steps scheduled.
+        prompt_tokens: prompt tokens of sequences that got a first token.
+        cached_tokens: prompt tokens among them that came from the prefix cache.
+        generated_tokens: tokens in outputs.
+        taken_tokens: `generated_tokens` at the last `take_outputs`.
+        ended: ended sequences, by reason.
     """
 
     steps: int = 0

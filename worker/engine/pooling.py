@@ -1,7 +1,8 @@
-"""Hidden states of an embedded sequence, put together from its steps.
+"""Hidden states of an embedded sequence, combined from its steps.
 
-A mean is of whole numbers: each state is rounded to a multiple of 2^-28, so that the sum has no order, and neither
-chunks nor ranks nor what else is in a batch can change a bit of it. The error is less than a float32 has at 1/16.
+A mean is a sum of integers: each state is rounded to a multiple of 2^-28, so the order of the sum does not matter. So
+neither chunks nor ranks nor other sequences in a batch change a bit of it. The error is less than that of a float32 at
+1/16.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from common.params.pooling import MEAN, Pooling
 
-# States are below 2^16 behind a norm, and sequences shorter than 2^18 tokens: sums stay below 2^62.
+# Behind a norm, states are below 2^16. Sequences are shorter than 2^18 tokens, so sums stay below 2^62.
 MEAN_SCALE: Final = float(1 << 28)
 MEAN_LIMIT: Final = float(1 << 16)
 
@@ -21,13 +22,13 @@ Sums = npt.NDArray[np.int64]
 
 
 class PooledStates:
-    """Takes what steps give of one sequence.
+    """Hidden states that the steps of one sequence have returned so far.
 
-    Invariant: `end` rows from the first one on are in the sum, each once. A step that begins elsewhere is of before a
-    preemption, after which the rows come again from the first one on.
+    Invariant: the sum has the first `_end` rows, each once. A step that begins elsewhere was scheduled before a
+    preemption, after which the rows are computed again from the first one on.
 
     Args:
-        pooling: of the sequence.
+        pooling: pooling of the sequence.
     """
 
     def __init__(self, pooling: Pooling) -> None:
@@ -37,7 +38,7 @@ class PooledStates:
         self._end = 0
 
     def take(self, start: int, end: int, values: bytes) -> None:
-        """Takes what rows [start, end) gave: float32 of the last one, or int64 sums; empty if one is no number."""
+        """Adds the states of rows [start, end): float32 of the last one, or int64 sums; empty if one is no number."""
         if self._pooling != MEAN:
             self._values = values
             return
@@ -50,8 +51,7 @@ class PooledStates:
         self._sums = self._sums + np.frombuffer(values, "<i8") if is_number else None
 
     def finish(self) -> bytes:
-        """The vector, or the numbers of labels, float32; empty if a state is no number, or too large to be one behind a
-        norm."""
+        """The vector, or a number for each label, float32; empty if a state was no number or too large."""
         if self._pooling != MEAN:
             return self._values
         if self._sums is None:

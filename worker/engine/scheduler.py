@@ -412,7 +412,7 @@ class Scheduler:
         return bool(self.lifecycle.live or self.lifecycle.outputs)
 
     def load(self) -> EngineLoad:
-        """The load at this moment; O(1) but for unfinished prefills."""
+        """The current load; O(1) apart from unfinished prefills."""
         return load_report(self.limits, self.lifecycle, self.meter)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Sequences by priority class: any of them can be found and removed at once."""
+"""Sets and queues of sequences by priority class, with removal in O(1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.engine.sequence import Priority, Sequence
 
 
 class SequenceSet:
-    """Sequences in the order of their class, highest first, and within a class in the order in which they came.
+    """Sequences ordered by class, highest first, and within a class by insertion.
 
     Every operation is O(1).
     """
@@ -38,24 +38,24 @@ class SequenceSet:
         self._size += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Removes an entry from wherever it is."""
+        """Removes an entry at any place."""
         del self._classes[seq.priority][seq.id]
         self._size -= 1
 
     def first(self) -> Sequence:
-        """The entry at the front, which stays."""
+        """The entry at the front; keeps it."""
         return next(iter(self))
 
     def last(self) -> Sequence:
-        """The newest entry of the lowest class, which stays."""
+        """The newest entry of the lowest class; keeps it."""
         return next(next(reversed(seqs.values())) for seqs in reversed(self._classes.values()) if seqs)
 
 
 class SequenceQueue(SequenceSet):
-    """Sequences that wait: first come, first served within a class.
+    """Waiting sequences: first come, first served within a class.
 
     Attributes:
-        num_tokens: sum of the tokens of all entries; `grew` keeps it right when late output makes one longer.
+        num_tokens: tokens of all entries together; `grew` updates it when late output lengthens an entry.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class SequenceQueue(SequenceSet):
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Removes an entry from wherever it is."""
+        """Removes an entry at any place."""
         super().remove(seq)
         self.num_tokens -= seq.num_tokens
 
     def grew(self, num_tokens: int) -> None:
-        """An entry has got so many more tokens."""
+        """Counts `num_tokens` new tokens of an entry."""
         self.num_tokens += num_tokens

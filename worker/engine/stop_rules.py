@@ -1,4 +1,4 @@
-"""Rules by which a sequence ends by itself."""
+"""Stop rules: stop sequences, end of sequence, stop token ids, length."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Stop(NamedTuple):
 
 
 class StopRules:
-    """The model's part of the rules.
+    """Checks the stop rules of one model.
 
     Args:
-        config: `eos_token_id` and `stop_token_ids` are the ids of the generation config, all of which mean "end of
-            sequence"; only `finish_reason` tells them apart.
+        config: `eos_token_id` and `stop_token_ids` come from the generation config and all mean "end of sequence"; only
+            `finish_reason` differs.
         max_model_len: longest prompt plus output in tokens.
     """
 
@@ -32,7 +32,7 @@ class StopRules:
         self.max_model_len = max_model_len
 
     def prepare(self, seq: Sequence) -> None:
-        """Notes on `seq` when `check` needs to be asked (`Sequence.may_end`)."""
+        """Sets the fields of `seq` by which `Sequence.may_end` tells whether `check` is needed."""
         params = seq.sampling_params
         seq.length_limit = min(seq.num_prompt_tokens + params.max_tokens, self.max_model_len)
         ended_by = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -40,11 +40,11 @@ class StopRules:
         seq.stopping_ids = ended_by.union(ends) if ends else ended_by
 
     def check(self, seq: Sequence) -> Stop | None:
-        """The rule that the newest output token of `seq` meets; call after every single token.
+        """The rule that ends `seq` at its newest output token; call after every single token.
 
-        The order is stop token sequences, end of sequence, stop token ids, length; before `min_tokens` only the length
-        counts: a model does not even sample the ids that would stop it (worker/model/logit_masks.py), a simulation may.
-        A sequence without output meets none but the length.
+        The order is stop token sequences, end of sequence, stop token ids, length. Before `min_tokens`, and without
+        output, only the length counts. A model does not sample stopping ids before `min_tokens`
+        (worker/model/logit_masks.py); a simulation may.
         """
         params = seq.sampling_params
         num_tokens = seq.num_tokens

@@ -1,7 +1,7 @@
-"""Turns of the engine, without the thread: commands go in, outputs come out.
+"""Turns of the engine: each applies commands and makes one step. The thread is in worker/session/engine_thread.py.
 
-Invariants: every sequence submitted gets exactly one output with an end, unless the engine fails; outputs of one
-sequence come in order.
+Invariants: every submitted sequence gets exactly one output with an end, unless the engine fails; outputs of one
+sequence are in order.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from worker.engine.sequence import EndReason, Sequence
 
 
 class StepListener(Protocol):
-    """Is told of steps. Called on the event loop."""
+    """Receives notice of steps, on the event loop."""
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
-        """After the outputs of a turn that concerned this listener; `submit_seen` if its group was taken in before."""
+        """Called after a turn's outputs; `submit_seen` is the serial of the newest group added in that turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TicketReceipt:
-    """Number of a group, for whom it concerns."""
+    """Serial number of a group of sequences, and the listener that submitted it."""
 
     listener: StepListener
     serial: int
@@ -38,7 +38,7 @@ class TicketReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Sequences for the waiting queue; without a receipt they pass the engine's own delay gate."""
+    """Adds sequences; without a receipt they wait at the engine's own delay gate."""
 
     receipt: TicketReceipt | None
     seqs: Many[Sequence]
@@ -46,14 +46,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Sequences to end; unknown ids are ignored."""
+    """Ends sequences; unknown ids are ignored."""
 
     seq_ids: Many[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SetDeadline:
-    """Another deadline of a sequence, monotonic seconds, None for none; an unknown id is ignored."""
+    """Changes a sequence's deadline: monotonic seconds, None for none; an unknown id is ignored."""
 
     seq_id: int
     deadline: float | None
@@ -61,14 +61,14 @@ class SetDeadline:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Ends everything with EndReason.CANCELLED; `message` tells it from a cancel of the router."""
+    """Ends all sequences with EndReason.CANCELLED and a message, which a router's cancel does not have."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Drops what the prefix cache has and no sequence holds; `done` is told how many blocks, on the event loop."""
+    """Drops cached blocks without a holder; `done` gets their number, on the event loop."""
 
     done: Callable[[int], None]
 
@@ -80,8 +80,9 @@ Command = Submit | Cancel | SetDeadline | EndAll | Flush
 class Turn:
     """Result of one turn.
 
-    `seen` has the receipts of the groups taken in before its step, `granules` the changes of the prefix cache
-    (`PrefixCache.take_granule_changes`), `kv_digests` names of cached blocks with the digests of their contents.
+    `seen` has the receipts of the groups added before its step, `granules` the changes of the prefix cache
+    (`PrefixCache.take_granule_changes`), `kv_digests` the names and digests of cached blocks, `flushed` the callbacks
+    of Flush with their numbers of blocks.
     """
 
     step: int
@@ -95,7 +96,7 @@ class Turn:
 
 
 class EngineTurns:
-    """Runs an EngineCore turn by turn: first all commands, then one step. Belongs to the thread that owns the engine.
+    """Runs an EngineCore turn by turn: all commands, then one step. Only the thread that owns the engine uses it.
 
     Args:
         core: the engine.
@@ -112,7 +113,7 @@ class EngineTurns:
 
     @property
     def has_work(self) -> bool:
-        """True if a turn without commands would do something."""
+        """True if a turn without commands has something to do."""
         return self.core.has_unfinished()
 
     def run(self, commands: Iterable[Command]) -> Turn:
@@ -141,7 +142,7 @@ class EngineTurns:
                     flushed.append((done, self.core.scheduler.block_manager.flush()))
         if self.core.has_unfinished():
             outputs += self.core.step().outputs
-            # After the step, which has had its chance to take them.
+            # After the step, which may have admitted them.
             outputs += self.core.return_overdue(self._clock())
         return replace(self.report(outputs, seen), flushed=flushed) if flushed else self.report(outputs, seen)
 
@@ -178,7 +179,7 @@ class EngineTurns:
         )
 
     def _submit(self, seqs: Many[Sequence], *, is_gated: bool) -> list[RequestOutput]:
-        """Gives the engine those that it can run; the outputs end the others."""
+        """Adds the sequences that the engine can run. Returns outputs that end the others."""
         refused: list[RequestOutput] = []
         accepted: list[Sequence] = []
         for seq in seqs:
