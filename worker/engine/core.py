@@ -1,9 +1,9 @@
-"""EngineCore: scheduler and runner put together, with abort and deadlines.
+"""EngineCore combines scheduler and model runner, with abort and deadlines.
 
-Not thread-safe: one thread owns an EngineCore. Every sequence taken in ends in exactly one finished output.
+Not thread-safe: one thread owns an EngineCore. Every sequence added ends in exactly one finished output.
 
-With `Config.deferred_output` the runner has a thread of its own, and a step is scheduled before the tokens of the one
-before it have come: `step` then submits batch N + 1, waits for batch N and takes in what it brought.
+With `Config.deferred_output` the runner has its own thread, and a step is scheduled before the tokens of the last one
+are known: `step` submits batch N + 1, waits for batch N and applies its output.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from worker.engine.step import Step
 
 log = structlog.get_logger(__name__)
 
-# How often an idle engine looks whether its ranks are there, and how often engines in lockstep ask each other for work:
-# after so many rounds without any, which are 5 s, less often, since each takes a millisecond of CPU time.
+# Interval at which an idle engine checks its ranks; and intervals at which engines in lockstep ask each other for work,
+# the second after the given number of rounds without work, which is 5 s: each round takes a millisecond of CPU time.
 _IDLE_CHECK_S: Final = 0.5
 _LOCKSTEP_CHECK_S: Final = 0.02
 _LOCKSTEP_REST_S: Final = 0.1
 _LOCKSTEP_AWAKE_ROUNDS: Final = 250
-# Tells the end of a sequence that goes back from a cancel that its router asked for.
+# Message of a sequence that is returned to its router; a cancel by the router has none.
 _OVERLOAD: Final = "the worker has no room for it"
 
 
 class EngineDeadError(Exception):
-    """The runner has failed. What the engine holds is lost, and no further step is possible."""
+    """The model runner has failed: all sequences are lost, and no further step is possible."""
 
 
 class GrammarCompiler(Protocol):
-    """Compiles grammars on threads of its own."""
+    """Compiles grammars on its own threads."""
 
     def begin(self, text: str, salt: bytes = b"") -> Future[Any]:
         """Begins to compile a grammar, or finds it among the grammars of this cache salt.
@@ -57,45 +57,47 @@ class GrammarCompiler(Protocol):
 
 
 class _Deadlines:
-    """Sequences by deadline. Entries of sequences that have ended, or have another deadline by now, are dropped when
-    they come up, or when there are many."""
+    """Sequences by deadline.
+
+    Stale entries, of sequences that have ended or have another deadline, are dropped when they are due or too many.
+    """
 
     def __init__(self) -> None:
-        # The serial number keeps the comparison away from sequences.
+        # The serial number is unique, so that two sequences are never compared.
         self._heap: list[tuple[float, int, Sequence]] = []
         self._serial = itertools.count()
 
     def add(self, seq: Sequence) -> None:
-        """Watches a sequence that has a deadline."""
+        """Adds a sequence, if it has a deadline."""
         if seq.deadline is not None:
             heapq.heappush(self._heap, (seq.deadline, next(self._serial), seq))
 
     def expired(self, now: float) -> list[Sequence]:
-        """Removes and returns what is due at `now`."""
+        """Removes and returns the sequences whose deadline has passed."""
         due: list[Sequence] = []
         while self._heap and self._heap[0][0] <= now:
             deadline, _, seq = heapq.heappop(self._heap)
-            # It may have got another one meanwhile.
+            # The sequence may have another deadline by now.
             if seq.deadline == deadline:
                 due.append(seq)
         return due
 
     def compact(self, num_live: int) -> None:
-        """Bounds the entries by the number of live sequences, at O(1) amortized."""
+        """Drops stale entries if they are many compared with `num_live`. O(1) amortized."""
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished and entry[2].deadline == entry[0]]
             heapq.heapify(self._heap)
 
 
 class EngineCore:
-    """One engine on one runner.
+    """One engine with one model runner.
 
     Args:
-        config: with the pool's size.
+        config: configuration, with the size of the KV cache.
         runner: executes batches.
-        clock: monotonic seconds; a virtual one in simulations.
-        executor: of the runner's own; None runs it in this process, on a thread of its own with deferred output.
-        grammars: compiles those of sequences; None where these cannot have any.
+        clock: monotonic seconds; a virtual clock in simulations.
+        executor: runs the batches; None for this process, with deferred output on a thread.
+        grammars: compiles the grammars of sequences; None refuses sequences with grammars.
 
     Raises:
         InvalidFieldError: see Scheduler.
@@ -128,11 +130,11 @@ class EngineCore:
 
     @property
     def serves_grammars(self) -> bool:
-        """True if sequences may have any."""
+        """True if sequences may have grammars."""
         return self._grammars is not None
 
     def measure_step_costs(self) -> None:
-        """Measures what steps take by their number of rows, where drafts are weighed by it; before anything else."""
+        """Measures the times of steps by their number of rows, if drafts are adaptive; call before the first step."""
         spec = self.config.speculative_config
         if spec is not None and spec.adaptive:
             lengths = self.scheduler.drafter.lengths
@@ -147,20 +149,20 @@ class EngineCore:
         self.scheduler.validate(seq)
 
     def add_request(self, seq: Sequence) -> None:
-        """Takes a sequence that passes the engine's own delay gate. One with the id of a live one is ignored (S5).
+        """Adds a sequence behind the engine's own delay gate. One with the id of a live one is ignored (S5).
 
         Raises:
-            ApiError: it cannot be run; it has not been taken.
+            ApiError: it cannot be run; nothing has changed.
         """
         self.validate(seq)
         if self.scheduler.add(seq):
             self._watch(seq)
 
     def add_group(self, seqs: Iterable[Sequence]) -> None:
-        """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
+        """Adds sequences that a router's gate has released together, all or none, so that they share a prefill.
 
         Raises:
-            ApiError: one cannot be run; none has been taken.
+            ApiError: one cannot be run; nothing has changed.
         """
         group = list(seqs)
         for seq in group:
@@ -169,46 +171,46 @@ class EngineCore:
             self._watch(seq)
 
     def enter(self, seqs: Iterable[Sequence], *, is_gated: bool) -> None:
-        """Takes sequences that `validate` has passed."""
+        """Adds sequences that `validate` has passed."""
         for seq in seqs:
             if self.scheduler.enter(seq, is_gated=is_gated):
                 self._watch(seq)
 
     def _watch(self, seq: Sequence) -> None:
-        """Looks after what happens to a sequence by itself: its deadline, and the end of its grammar's compilation."""
+        """Watches the deadline of a sequence, and the compilation of its grammar."""
         self._deadlines.add(seq)
         if seq.sampling_params.grammar and self._grammars is not None:
             seq.compiling = self._grammars.begin(seq.sampling_params.grammar, seq.cache_salt)
             self._compiling.append(seq)
 
     def abort(self, seq_id: int) -> bool:
-        """Ends a sequence and frees its blocks at once. False when it is not live, so that repeating does no harm.
+        """Ends a sequence and frees its blocks at once. False if it is not live: idempotent.
 
-        Its last output, with EndReason.CANCELLED, comes with the next `step`.
+        The next `step` returns its last output, with EndReason.CANCELLED.
         """
         return self.scheduler.abort(seq_id, now=self._clock())
 
     def set_deadline(self, seq_id: int, deadline: float | None) -> None:
-        """Gives a sequence another deadline; one that is not live is ignored."""
+        """Changes the deadline of a sequence; one that is not live is ignored."""
         seq = self.scheduler.lifecycle.live.get(seq_id)
         if seq is not None:
             seq.deadline = deadline
             self._deadlines.add(seq)
 
     def abort_all(self, reason: EndReason, message: str = "") -> list[RequestOutput]:
-        """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""
+        """Ends all sequences, for example with EndReason.ERROR after EngineDeadError. Returns their last outputs."""
         now = self._clock()
         for seq_id in list(self.scheduler.lifecycle.live):
             self.scheduler.abort(seq_id, now=now, reason=reason, message=message)
         return self.scheduler.take_outputs()
 
     def return_overdue(self, now: float) -> list[RequestOutput]:
-        """Ends what has waited so long for its first step that another worker may be faster (rule S9).
+        """Ends sequences that wait so long for their first step that another worker may be faster (rule S9).
 
-        That is MAX_HOLD_S, or four prefills where those take longer, because prompts and decodes take turns.
+        The longest wait is MAX_HOLD_S, or four prefills if those take longer, because prompts and decodes take turns.
 
         Returns:
-            Their last outputs.
+            The last outputs of these sequences.
         """
         max_wait_s = max(MAX_HOLD_S, 4 * self.scheduler.last_prompt_latency)
         overdue = self.scheduler.overdue(now, max_wait_s)
@@ -217,19 +219,19 @@ class EngineCore:
         return self.scheduler.take_outputs() if overdue else []
 
     def expire(self, now: float) -> int:
-        """Ends the sequences whose deadline has passed; their number. `step` does it by itself."""
+        """Ends the sequences whose deadline has passed. Returns their number. `step` calls it."""
         return sum(
             self.scheduler.abort(seq.id, now=now, reason=EndReason.DEADLINE) for seq in self._deadlines.expired(now)
         )
 
     def has_unfinished(self) -> bool:
-        """True if `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
+        """True if sequences are live, outputs are not taken, or steps are in flight."""
         return self.scheduler.has_unfinished() or bool(self.scheduler.in_flight)
 
     def step(self) -> StepResult:
-        """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
+        """Schedules, computes and postprocesses one batch. Without work it only returns the outputs of ended sequences.
 
-        With deferred output the batch taken in is the one before: the first step of a burst has no tokens.
+        With deferred output it postprocesses the batch before: the first step of a burst has no tokens.
 
         Raises:
             EngineDeadError: the runner failed, now or before.
@@ -253,18 +255,18 @@ class EngineCore:
         return StepResult(self.scheduler.take_outputs())
 
     def _look_at_grammars(self, now: float) -> None:
-        """Ends sequences whose grammars do not compile; the others can be scheduled when theirs are there."""
+        """Ends sequences whose grammars do not compile. The others can be scheduled once theirs are compiled."""
         for seq in self._compiling:
             if seq.compiling is not None and seq.compiling.done() and (error := seq.compiling.exception()):
-                # The request's check passed; with the model's own tokens the grammar takes more work than allowed.
+                # The router's check passed, but with this model's tokens the grammar takes more work than allowed.
                 self.scheduler.abort(seq.id, now=now, reason=EndReason.CONSTRAINT_FAILED, message=str(error))
             elif not seq.waits_for_grammar:
-                # A sequence that is kept must not keep its grammar in memory.
+                # Whoever keeps the sequence must not keep its grammar in memory.
                 seq.compiling = None
         self._compiling = [seq for seq in self._compiling if seq.waits_for_grammar and not seq.is_finished]
 
     def _nothing_scheduled(self) -> None:
-        """A step without a batch."""
+        """Called in a step without a batch."""
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
@@ -287,19 +289,19 @@ class EngineCore:
 
     @property
     def idle_check_s(self) -> float:
-        """Interval at which `check` is to be called while there is nothing to do, seconds."""
+        """Seconds between calls of `check` while the engine is idle."""
         return _IDLE_CHECK_S
 
     @property
     def others_have_work(self) -> bool:
-        """True if another engine may need this one's steps."""
+        """True if another engine may need a step of this one."""
         return False
 
     def check(self) -> bool:
-        """True if there is a step to make although nothing has come.
+        """True if an idle engine has to make a step, for another engine.
 
         Raises:
-            EngineDeadError: what computes the steps is lost, which an idle engine would not find out.
+            EngineDeadError: the executor is lost, which an idle engine would not notice otherwise.
         """
         if (error := self.executor.failure()) is not None:
             self._dead = True
@@ -307,19 +309,19 @@ class EngineCore:
         return False
 
     def close(self) -> None:
-        """Ends the runner's thread or its ranks."""
+        """Ends the executor's thread or ranks."""
         self.executor.close()
 
     def load(self) -> EngineLoad:
-        """The load at this moment; O(1) but for unfinished prefills."""
+        """The current load; O(1) apart from unfinished prefills."""
         return self.scheduler.load()
 
 
 class LockstepGroup(Runner, Executor, Protocol):
-    """Ranks that share experts with those of other engines."""
+    """Executor whose ranks share experts with the ranks of other engines."""
 
     def any_has_work(self, has_work: bool) -> bool:
-        """True if any engine has work. Returns when all have been asked.
+        """True if any engine has work. Returns once all engines have called it.
 
         Raises:
             Exception: a rank is lost, of this engine or of another.
@@ -330,16 +332,16 @@ class LockstepGroup(Runner, Executor, Protocol):
 class DPEngineCoreProc(EngineCore):
     """An engine in lockstep with others, each in its own worker, with its own requests and cache.
 
-    Experts are spread over the ranks of all engines, so that a step of one needs the ranks of all. Time goes in rounds:
-    every engine says whether it has work (an all_reduce), and if any has, each makes exactly one step, a dummy one when
-    it has nothing to compute. While none has work they ask each other every 20 ms, after 5 s every 100 ms: so long may
-    the first request wait then. All count the same rounds, so none keeps the others waiting.
+    Experts are spread over the ranks of all engines, so a step of one needs the ranks of all. Engines work in rounds.
+    In each round every engine says whether it has work (an all_reduce). If any has, each makes exactly one step, a
+    dummy step if it has nothing to compute. While none has work, rounds are 20 ms apart, after 5 s 100 ms: the first
+    request may wait as long. All engines count the same rounds, so none keeps the others waiting.
 
     Args:
-        config: as EngineCore, as are the others.
-        group: runs the steps, and knows the other engines.
-        clock: monotonic seconds.
-        grammars: as of EngineCore.
+        config: see EngineCore.
+        group: runs the steps, and reaches the other engines.
+        clock: see EngineCore.
+        grammars: see EngineCore.
     """
 
     def __init__(
@@ -353,40 +355,40 @@ class DPEngineCoreProc(EngineCore):
         self._group = group
         self._in_round = False
         self._busy = False
-        # Rounds since any had work.
+        # Rounds since any engine had work.
         self._idle_rounds = 0
 
     @property
     def idle_check_s(self) -> float:
-        """At once after a round in which any engine had work."""
+        """Seconds until the next round; 0 after a round in which any engine had work."""
         if self._busy:
             return 0.0
         return _LOCKSTEP_CHECK_S if self._idle_rounds < _LOCKSTEP_AWAKE_ROUNDS else _LOCKSTEP_REST_S
 
     @property
     def others_have_work(self) -> bool:
-        """True if any other engine had work in the last round."""
+        """True if any engine had work in the last round."""
         return self._busy
 
     def has_unfinished(self) -> bool:
-        """True if this engine has work, or another one that needs this one's ranks."""
+        """True if this engine has work, or a round is open in which another one needs its ranks."""
         return self._in_round or super().has_unfinished()
 
     def check(self) -> bool:
-        """True if another engine has begun a round."""
+        """Opens a round; True if any engine has work."""
         super().check()
         self._open_round(has_work=False)
         return self._in_round
 
     def step(self) -> StepResult:
-        """One round."""
+        """Makes one round."""
         if not self._in_round:
             self._open_round(has_work=True)
         self._in_round = False
         return super().step()
 
     def dummy_prefill_execution(self) -> None:
-        """A step of this engine's ranks for the others."""
+        """Makes a step of this engine's ranks for the other engines."""
         try:
             self.executor.submit(ScheduledBatch({}, [], 0, is_dummy_run=True)).result()
         except Exception as error:

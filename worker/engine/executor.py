@@ -1,10 +1,10 @@
-"""Executors of batches: on the caller's thread, or on one of their own (deferred output).
+"""Executors of batches: on the caller's thread, or on a separate one (deferred output).
 
-Processes of their own, the ranks, are in worker.ranks.rank_client. All compute one batch at a time, in the order in
-which they were submitted.
+Executors with processes, the ranks, are in worker.ranks.rank_client. All compute one batch at a time, in the order of
+submission.
 
-On a GPU a step is launched while the one before it still runs, so that the device never waits for Python
-(PipelinedExecutor): that one's tokens go from step to step on the device.
+On a GPU a step is launched while the one before still runs, so that the device never waits for Python
+(PipelinedExecutor). Tokens pass from step to step on the device.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from typing import NamedTuple, Protocol
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 
 Forward = Callable[[ScheduledBatch], ScheduledBatchOutput]
-# Waits for the tokens of a step that has begun.
+# Waits for the tokens of a launched step.
 Tokens = Callable[[], ScheduledBatchOutput]
-# Begins a step.
+# Launches a step.
 Launch = Callable[[ScheduledBatch], Tokens]
 
 
 class Executed(NamedTuple):
-    """A step's output, and how long it took in seconds."""
+    """Output of a step, and its duration in seconds."""
 
     output: ScheduledBatchOutput
     duration_s: float
 
 
 class Launched(NamedTuple):
-    """A step that has begun, and when: seconds of a monotonic clock."""
+    """A launched step, and the time of the launch, monotonic seconds."""
 
     begin: float
     tokens: Tokens
 
 
 class Executor(Protocol):
-    """Computes batches one after the other."""
+    """Computes batches in the order of submission."""
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
-        """Computes a batch after those submitted before; the future raises what the runner raises."""
+        """Computes a batch after those submitted before; the future raises the runner's error."""
         ...
 
     def failure(self) -> Exception | None:
-        """Why no batch can be computed any more; None when nothing is wrong."""
+        """Error because of which no batch can be computed; None without one."""
         ...
 
     def close(self) -> None:
-        """Ends what was started for it. May be called twice."""
+        """Ends the executor's threads or processes. May be called twice."""
         ...
 
 
 class InlineExecutor:
-    """Computes at once, on the caller's thread."""
+    """Computes batches at once, on the caller's thread."""
 
     def __init__(self, forward: Forward, clock: Callable[[], float]) -> None:
         self._forward = forward
         self._clock = clock
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
-        """The future is done, also after an interrupt."""
+        """Computes a batch; the future is done, also after an interrupt."""
         future: Future[Executed] = Future()
         try:
             future.set_result(_execute(self._forward, batch, self._clock))
@@ -70,15 +70,15 @@ class InlineExecutor:
         return future
 
     def failure(self) -> Exception | None:
-        """Nothing fails by itself here."""
+        """None: only a batch can fail."""
         return None
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: there is no thread to end."""
 
 
 class ThreadExecutor:
-    """Computes on one thread of its own, so that the caller can schedule meanwhile."""
+    """Computes batches on a thread, so that the caller can schedule meanwhile."""
 
     def __init__(self, forward: Forward, clock: Callable[[], float]) -> None:
         self._forward = forward
@@ -90,23 +90,23 @@ class ThreadExecutor:
         return self._pool.submit(_execute, self._forward, batch, self._clock)
 
     def failure(self) -> Exception | None:
-        """Nothing fails by itself here."""
+        """None: only a batch can fail."""
         return None
 
     def close(self) -> None:
-        """Lets the thread end after the batch that it is in."""
+        """Ends the thread after its current batch."""
         self._pool.shutdown(wait=False)
 
 
 class TokenWaiter:
-    """Waits for the tokens of launched steps on a thread of its own, so that the next step is launched meanwhile.
+    """Waits for the tokens of launched steps on a thread, so that the next step can be launched meanwhile.
 
-    A step counts from its launch, or from the end of the one before it if that came later: so durations of steps that
-    follow each other add up to the time that has passed.
+    The duration of a step begins with its launch, or with the end of the step before if that is later. So durations of
+    consecutive steps add up to the time passed.
 
     Args:
         clock: monotonic seconds.
-        prepare: called once on the thread, which has a current device of its own.
+        prepare: called once on the thread, whose current device is separate.
     """
 
     def __init__(self, clock: Callable[[], float], prepare: Callable[[], object] = lambda: None) -> None:
@@ -115,25 +115,25 @@ class TokenWaiter:
         self._pool = ThreadPoolExecutor(1, "waiter", initializer=prepare)
 
     def submit(self, launched: Callable[[], Launched]) -> Future[Executed]:
-        """Waits for a step after those submitted before; the future raises what its launch or its tokens raise.
+        """Waits for a step after those submitted before; the future raises the error of its launch or its tokens.
 
         Args:
-            launched: gives the step; called on the thread.
+            launched: returns the step; called on the thread.
         """
         return self._pool.submit(self._wait, launched)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until the futures of all steps are done and have called back; True if they were within the time."""
+        """Waits at most `timeout_s` until the futures of all steps are done and have called back; True if they are."""
         try:
             # Submitted after them, since a future is done before it calls back.
             last = self._pool.submit(lambda: None)
         except RuntimeError:
-            # The thread could not begin, or has ended, and so have the futures.
+            # The thread could not start, or has ended, and so have the futures.
             return True
         return not wait((last,), timeout_s).not_done
 
     def close(self) -> None:
-        """Lets the thread end after the steps that it has."""
+        """Ends the thread after its submitted steps."""
         self._pool.shutdown(wait=False)
 
     def _wait(self, launched: Callable[[], Launched]) -> Executed:
@@ -144,12 +144,12 @@ class TokenWaiter:
 
 
 class PipelinedExecutor:
-    """Launches on one thread, and waits for tokens on another (TokenWaiter).
+    """Launches steps on one thread, and waits for their tokens on another (TokenWaiter).
 
     Args:
-        launch: begins a step.
+        launch: launches a step.
         clock: monotonic seconds.
-        prepare: called once on each of the threads, which have current devices of their own.
+        prepare: called once on each thread, whose current device is separate.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class PipelinedExecutor:
         return self._waiter.submit(self._launching.submit(self._begin, batch).result)
 
     def failure(self) -> Exception | None:
-        """Nothing fails by itself here."""
+        """None: only a batch can fail."""
         return None
 
     def close(self) -> None:
-        """Lets the threads end after the batches that they have."""
+        """Ends the threads after their submitted batches."""
         self._launching.shutdown(wait=False)
         self._waiter.close()
 

@@ -1,4 +1,4 @@
-"""Checks the invariants of the engine's bookkeeping. For tests and idle time: O(blocks)."""
+"""Checks of the engine's invariants, for tests and idle time: O(blocks)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from worker.engine.step import StepLimits
 
 
 class IntegrityError(Exception):
-    """An invariant of the engine's bookkeeping is broken."""
+    """An invariant of the engine is broken."""
 
 
 def check_lifecycle(limits: StepLimits, lifecycle: Lifecycle, *, is_computing: bool) -> None:
-    """Checks the sequences between two steps, and their blocks.
+    """Checks the live sequences and their blocks between two steps.
 
     Args:
-        limits: of a step.
-        lifecycle: the sequences.
+        limits: bounds of a step.
+        lifecycle: the live sequences.
         is_computing: True if a step is in flight.
 
     Raises:
@@ -43,7 +43,7 @@ def check_lifecycle(limits: StepLimits, lifecycle: Lifecycle, *, is_computing: b
 
 
 def check_blocks(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
-    """Checks the pool and the cached prefixes; `seqs` are all that hold blocks.
+    """Checks the blocks and the cached prefixes; `seqs` are all sequences with blocks.
 
     Raises:
         IntegrityError: an invariant is broken.
@@ -66,7 +66,7 @@ def _check_running(seq: Sequence, *, is_prefilling: bool, is_computing: bool) ->
     _require(0 <= seq.num_cached_tokens <= seq.num_computed_tokens < seq.num_tokens, f"lengths of {seq.id}")
     _require(len(seq.block_table) * seq.block_size >= seq.next_position, f"blocks of {seq.id}")
     _require(is_computing or seq.num_inflight_tokens == 0, f"sequence {seq.id} is in no step in flight")
-    # Each draft stands behind a token that the same step computes.
+    # Each draft follows a token that the same step computes.
     most = max(0, seq.num_inflight_tokens - seq.num_placeholder)
     _require(0 <= seq.num_inflight_drafts <= most, f"drafts in flight of {seq.id}")
     _require(not (seq.num_placeholder and seq.spec_token_ids), f"{seq.id} has drafts behind a token in flight")

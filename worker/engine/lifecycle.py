@@ -1,10 +1,10 @@
-"""Keeps every live sequence where it is, gated, waiting or running, and moves it.
+"""Life of sequences: each live one is gated, waiting or running; Lifecycle moves them.
 
 Invariants (worker/engine/integrity.py checks them):
 - a live sequence is in exactly one of `gated`, `waiting`, `running`, and only running ones hold blocks;
-- a running one is in `prefilling` until all of its known tokens are computed or in flight, and decodes from then on;
-- preempted sequences go to the front of their class, newest victim first, so the order of arrival survives;
-- every sequence that was taken in gets exactly one output that is `finished`.
+- a running sequence is in `prefilling` until all its known tokens are computed or in flight, and then decodes;
+- a preempted sequence moves to the front of its class. The newest is preempted first, so the order of arrival is kept;
+- every sequence added gets exactly one output with `finished`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Lifecycle:
     """The live sequences and their moves.
 
     Args:
-        block_manager: gives them blocks.
-        stop_rules: say whether a sequence has ended already when it comes.
+        block_manager: the KV cache's blocks.
+        stop_rules: end a sequence that arrives complete.
 
     Attributes:
-        gated: sequences before the engine's own delay gate.
-        waiting: those that wait for their first step, or for the one after a preemption.
-        running: those that hold blocks.
-        prefilling: running ones whose prompt is not computed to its end.
-        live: all of them, by id, in the order of their arrival.
-        num_growing: running ones that may need more blocks than they have.
-        num_preemptions: since the start.
-        outputs: what happened since the last `take_outputs`.
+        gated: sequences that wait at the engine's own delay gate.
+        waiting: sequences that wait for their first step, or for the first one after a preemption.
+        running: sequences with blocks.
+        prefilling: running sequences whose known tokens are not all computed or in flight, by id.
+        live: all sequences by id, in order of arrival.
+        num_growing: number of running sequences that may need more blocks.
+        num_preemptions: preemptions since the start.
+        outputs: outputs since the last `take_outputs`.
         totals: counts since the start.
     """
 
@@ -52,18 +52,18 @@ class Lifecycle:
         self.num_preemptions = 0
         self.outputs: list[RequestOutput] = []
         self.totals = EngineTotals()
-        # Running sequences that decode, in order; None when they have to be looked up again.
+        # Running sequences that decode, in order; None if they have changed.
         self._decoding: SequenceColumns | None = None
 
     def enter(self, seq: Sequence, queue: SequenceQueue) -> bool:
-        """Takes a new sequence into a queue. False for the id of a live one (rule S5)."""
+        """Adds a new sequence to a queue. False for the id of a live one (rule S5)."""
         if seq.id in self.live:
             return False
         self.live[seq.id] = seq
         self._stop_rules.prepare(seq)
         queue.append(seq)
-        # Tokens of an earlier attempt may have ended the stream already (rule S5). If they reach the length
-        # limit, one further step finds out whether they complete the constraint.
+        # Tokens of an earlier attempt may end the sequence already (rule S5). If they reach the length limit, one
+        # further step shows whether they complete the constraint.
         stop = self._stop_rules.check(seq)
         if stop is not None and not (stop.end_reason is EndReason.LENGTH and seq.sampling_params.grammar):
             self.end(seq, stop, seq.arrive_time)
@@ -71,8 +71,11 @@ class Lifecycle:
         return True
 
     def start(self, seq: Sequence, cached: list[int]) -> BlockCopy | None:
-        """Lets a waiting sequence run, with blocks for all its tokens, `cached` first; the copy that its first step
-        makes (BlockManager.allocate)."""
+        """Moves a waiting sequence to `running`, with blocks for all its tokens, `cached` first.
+
+        Returns:
+            The block copy that its first step makes (BlockManager.allocate).
+        """
         self.waiting.remove(seq)
         copy = self.block_manager.allocate(seq, cached)
         seq.status = SequenceStatus.RUNNING
@@ -82,18 +85,20 @@ class Lifecycle:
         return copy
 
     def end_prefill(self, seq: Sequence) -> None:
-        """The rest of a prompt is in flight: its sequence decodes from now on. A no-op for one that does already."""
+        """Moves a sequence from prefill to decode; a no-op for one that decodes already."""
         if self.prefilling.pop(seq.id, None) is not None:
             self._decoding = None
 
     def resume_prefill(self, seq: Sequence) -> None:
-        """A running sequence has several tokens to compute again."""
+        """Moves a running sequence back to prefill: it has several tokens to compute again."""
         self.prefilling[seq.id] = seq
         self._decoding = None
 
     def preempt(self, seq: Sequence) -> None:
-        """Puts a running sequence back to the front of `waiting`. All its tokens are computed anew, as far as its
-        published blocks are not still cached by then."""
+        """Frees a running sequence's blocks and puts it back at the front of `waiting`.
+
+        Its tokens are computed again, except those whose published blocks are still cached then.
+        """
         self._leave(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
@@ -103,7 +108,7 @@ class Lifecycle:
         self.waiting.appendleft(seq)
 
     def end(self, seq: Sequence, stop: Stop, now: float) -> None:
-        """Ends a live sequence wherever it is, and frees its blocks; `emit_end` is to follow."""
+        """Ends a live sequence and frees its blocks; the caller then calls `emit_end`."""
         if seq.status is SequenceStatus.RUNNING:
             self._leave(seq)
         else:
@@ -144,7 +149,7 @@ class Lifecycle:
         return found
 
     def emit(self, seq: Sequence, token_ids: list[int], *, is_first: bool = False, logprobs: bytes = b"") -> None:
-        """Puts out new tokens of a sequence, `is_first` if it had none in this attempt."""
+        """Emits new tokens of a sequence; `is_first` for the first ones of this attempt."""
         output = RequestOutput(seq.id, token_ids, first_pos=seq.num_tokens - len(token_ids), logprobs=logprobs)
         self.totals.generated_tokens += len(token_ids)
         if is_first:
@@ -152,7 +157,7 @@ class Lifecycle:
         self._put_out(seq, output)
 
     def emit_given(self, seq: Sequence, given: GivenLogprobs) -> None:
-        """Puts out logprobs of given tokens."""
+        """Emits logprobs of given tokens."""
         self._put_out(seq, RequestOutput(seq.id, [], first_pos=seq.num_tokens, given=given))
 
     def emit_end(
@@ -165,7 +170,7 @@ class Lifecycle:
         message: str = "",
         logprobs: bytes = b"",
     ) -> None:
-        """Puts out the last tokens of a sequence that `end` has ended with this stop."""
+        """Emits the last tokens of a sequence that `end` has ended with this stop."""
         first_pos = seq.num_tokens - len(token_ids)
         output = RequestOutput(seq.id, token_ids, True, stop.leave_reason, first_pos, logprobs=logprobs)
         self.totals.generated_tokens += len(token_ids)
@@ -181,7 +186,7 @@ class Lifecycle:
         self._put_out(seq, output)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Hands out what happened since the last call."""
+        """Takes the outputs since the last call."""
         outputs, self.outputs = self.outputs, []
         self.totals.taken_tokens = self.totals.generated_tokens
         return outputs
@@ -205,34 +210,34 @@ class Lifecycle:
         self.note_growth(seq)
 
     def note_growth(self, seq: Sequence) -> None:
-        """Counts a sequence whose decodes may need a further block than it has now."""
-        # The last token's KV is never computed.
+        """Updates `num_growing` for a sequence whose slots have changed."""
+        # The KV of the last token is never computed.
         grows = seq.status is SequenceStatus.RUNNING and seq.length_limit - 1 > seq.num_slots
         self.num_growing += grows - seq.may_grow
         seq.may_grow = grows
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences whose prompt is computed."""
+        """Number of running sequences that decode."""
         return len(self.running) - len(self.prefilling)
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens that running prompts still have to compute."""
+        """Number of tokens of running prompts that no step has computed or computes now."""
         return sum(seq.num_tokens - seq.next_position for seq in self.prefilling.values())
 
     def decodes(self) -> list[Sequence]:
-        """Running sequences whose prompt is computed, in the order of `running`."""
+        """Running sequences that decode, in the order of `running`."""
         return [seq for seq in self.running if seq.id not in self.prefilling]
 
     def decode_columns(self) -> SequenceColumns:
-        """`decodes` as columns: the same object while they are the same."""
+        """Columns of `decodes`; the same object while the sequences are the same."""
         if self._decoding is None:
             self._decoding = SequenceColumns(self.decodes())
         return self._decoding
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of the running set."""
+        """Removes a sequence from `running` and frees its blocks."""
         self.running.remove(seq)
         self.prefilling.pop(seq.id, None)
         self._decoding = None

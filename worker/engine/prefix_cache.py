@@ -1,22 +1,22 @@
-"""Finds cached prefixes: which block holds the KV of a prompt's next tokens behind a prefix that is verified.
+"""Prefix cache: a tree of published blocks, in which sequences find the KV of their first tokens.
 
-A block is published once its KV is fully written and its tokens are final, and it is found by the hash of the whole
-prefix up to it. The hash is only a hint: a hit needs equal tokens and, as parent, the node id of the block that was
-verified before it. Equal parent hashes would not do: after a collision a child computed under another prefix matches
-them. Node ids are minted at publication and never used twice, which closes the argument by induction from the root. A
-root is interned per cache salt and compared whole.
+A block is published once its KV is fully written and its tokens are final. It is found by the hash of the whole prefix
+up to it. The hash is only a hint: a hit needs equal tokens and, as parent, the node id of the block verified before.
+Equal parent hashes are not enough: after a collision they match a block that was computed behind another prefix. Node
+ids are made at publication and never used twice, so by induction from the root a hit has the right prefix. Each cache
+salt has its own root.
 
-Behind a prompt's full blocks comes its tail: what another answer to it may use again of one more block, all tokens but
-the last. It is found by the node before it and its tokens, both compared whole, and is copied into a block of the one
-that finds it, since each writes its last token, and its answer, behind it. Prompts that are asked for one answer have
-none: waiting for a tail takes a step, to save less than a block.
+The tail of a prompt is the part of its last block that a further answer to the prompt can reuse: all tokens but the
+last. A tail is found by the node before it and by its tokens, and is copied into a block of the sequence that finds it,
+because each sequence writes its last token and its answer behind it. Only prompts with several answers have tails: a
+sequence waits a step for a tail, which saves less than a block.
 
 Invariants, checked by worker/engine/integrity.py:
 - `hash_to_block_id[h] == b` iff `blocks[b].hash == h`: eviction drops the entry;
 - the tree of cached blocks is closed: the parent of a cached block is cached, or a root;
-- what a proved block follows is proved, so what `unproved_from` finds is all behind one place;
-- `_tails[t] == b` iff `blocks[b].tail == t`, and what a tail follows is cached, or a root;
-- what `take_granule_changes` has said so far, put together, is `cached_granules`.
+- the parent of a proved block is proved, so the unproved blocks of a prefix are all behind one place;
+- `_tails[t] == b` iff `blocks[b].tail == t`, and the node before a tail is cached, or a root;
+- all changes that `take_granule_changes` has returned add up to `cached_granules`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from common.limits import MAX_CACHE_SALTS
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from worker.engine.sequence import Sequence
 
-# Roots have node ids <= 0, blocks > 0.
+# Node ids of roots are at most 0, those of blocks are above 0.
 UNSALTED_ROOT: Final = 0
-# Node that a tail follows, and its tokens as those of a block.
+# Node before a tail, and the tail's tokens, packed as those of a block.
 Tail: TypeAlias = tuple[int, bytes]
 # Hashes of blocks, and tails, that running prompts compute next, by their place in the prompt.
 Fronts: TypeAlias = dict[int, set[int]]
@@ -47,15 +47,15 @@ class Block:
     """One KV block.
 
     Attributes:
-        block_id: its place in the KV cache.
-        ref_count: sequences that hold it.
-        hash: of its prefix up to and with this block; None while it is not published.
-        tokens: its tokens when published, as uint32: a twelfth of the memory of numbers, and compared at once.
-        node: its id in the tree of cached prefixes, None while it is not published.
-        parent: node id of the block before it, or of the root.
-        depth: number of blocks of its prefix, itself included; 0 while it is not published.
-        is_proved: True if a token has come out of a step that read it; before, its KV may be NaN.
-        tail: that which it begins with and can be found by, published or not; None for none.
+        block_id: place in the KV cache.
+        ref_count: number of sequences that hold the block.
+        hash: hash of the prefix that ends with this block; None unless published.
+        tokens: its tokens as uint32, when published: a twelfth of the memory of ints, and compared at once.
+        node: id in the tree of cached prefixes; None unless published.
+        parent: node id of the block before, or of the root.
+        depth: number of blocks of the prefix that ends with this block; 0 unless published.
+        is_proved: True once a step that read the block has given a token; before, its KV may be NaN.
+        tail: tail that the block begins with and is found by; None for none.
     """
 
     __slots__ = ("block_id", "depth", "hash", "is_proved", "node", "parent", "ref_count", "tail", "tokens")
@@ -75,7 +75,7 @@ class Block:
         self.parent: int | None = parent
 
     def reset(self) -> None:
-        """Forgets what it held."""
+        """Removes everything that publication has set."""
         self.hash = self.node = self.parent = None
         self.tokens = b""
         self.depth = 0
@@ -84,16 +84,16 @@ class Block:
 
     @property
     def is_cached(self) -> bool:
-        """True if a sequence may find it, or a part of it."""
+        """True if sequences can find the block, or a tail in it."""
         return self.hash is not None or self.tail is not None
 
 
 class PrefixCache:
-    """The published blocks. A prompt is hashed once, or never if it brings its hashes.
+    """The published blocks. A prompt is hashed once, or never if it comes with its hashes.
 
     Args:
         config: block size, hash seed, and whether prefixes are cached at all.
-        blocks: of the pool, by id.
+        blocks: all blocks of the KV cache, by id.
 
     Attributes:
         hash_to_block_id: the published blocks by hash.
@@ -114,7 +114,7 @@ class PrefixCache:
     # Parts of a prompt.
 
     def hashes(self, seq: Sequence) -> list[int]:
-        """Hashes of all full blocks of `seq`; tokens are only ever appended, so what is hashed stays."""
+        """Hashes of all full blocks of `seq`, kept on it: tokens are only appended, so hashes never change."""
         hashes = seq.block_hashes
         done = len(hashes) * self._block_size
         if seq.num_tokens - done >= self._block_size:
@@ -123,15 +123,17 @@ class PrefixCache:
         return hashes
 
     def tokens(self, seq: Sequence, i: int) -> bytearray:
-        """Tokens of full block `i`; those are packed that have come since."""
+        """Packed tokens of full block `i`; packs the tokens appended since the last call."""
         packed, width = seq.packed_ids, _ID_BYTES * self._block_size
         if len(packed) < (i + 1) * width:
             packed += array(_ID_CODE, seq.token_ids[len(packed) // _ID_BYTES :]).tobytes()
         return packed[i * width : (i + 1) * width]
 
     def hashes_in(self, seq: Sequence, start: int, end: int) -> list[int]:
-        """Hashes of the full blocks that tokens [start, end) of a running sequence lie in, wholly or in part, and that
-        of its tail, if it lies there and will be findable for the first time."""
+        """Hashes of the full blocks that overlap tokens [start, end) of a running sequence.
+
+        With the hash of its tail, if that overlaps them too and is not published yet.
+        """
         if not self._is_on:
             return []
         found = self.hashes(seq)[start // self._block_size : -(-end // self._block_size)]
@@ -142,8 +144,7 @@ class PrefixCache:
         return found
 
     def hittable_hash(self, seq: Sequence, place: int) -> int | None:
-        """Hash of the block at a place of the prompt, or of the tail there, if `seq` can have it from the cache; else
-        None."""
+        """Hash of the block or tail at a place of the prompt, if `seq` may reuse it from the cache; else None."""
         if not self._is_on or place > self._hittable(seq):
             return None
         if place == self._hittable(seq):
@@ -164,7 +165,10 @@ class PrefixCache:
         return any(self.hittable_hash(seq, place) in hashes for place, hashes in fronts.items())
 
     def root(self, cache_salt: bytes) -> int:
-        """Node of a salt. A forgotten salt gets a new node, so its old blocks cannot be found again."""
+        """Root of a salt, made on first use.
+
+        Beyond MAX_CACHE_SALTS the least recently used salt loses its root, so its blocks cannot be found again.
+        """
         if not cache_salt:
             return UNSALTED_ROOT
         if cache_salt not in self._salts:
@@ -177,7 +181,7 @@ class PrefixCache:
     # Cached blocks.
 
     def cached_blocks(self, seq: Sequence) -> list[int]:
-        """The longest cached prefix of a sequence without blocks, as block ids, as far as it may be used again."""
+        """Block ids of the longest cached prefix that a sequence without blocks may reuse."""
         if not self._is_on:
             return []
         found: list[int] = []
@@ -191,8 +195,7 @@ class PrefixCache:
         return found
 
     def cached_tail(self, seq: Sequence, cached: list[int]) -> int | None:
-        """The block whose beginning is the tail of a sequence without blocks that has found `cached`; None if there is
-        none."""
+        """Block that begins with the tail of a sequence whose cached prefix is `cached`; None if it is not cached."""
         if not self._is_on or not seq.shares_prompt or len(cached) < self._hittable(seq):
             return None
         node = self._blocks[cached[-1]].node if cached else self.root(seq.cache_salt)
@@ -200,13 +203,13 @@ class PrefixCache:
         return None if tail is None else self._tails.get(tail)
 
     def num_cached_tokens(self, seq: Sequence, cached: list[int]) -> int:
-        """Tokens that a sequence which has found `cached` need not compute."""
+        """Number of tokens that a sequence with the cached prefix `cached` need not compute."""
         if self.cached_tail(seq, cached) is not None:
             return seq.num_reusable_tokens
         return len(cached) * self._block_size
 
     def find(self, block_hash: int, tokens: bytearray, parent: int) -> Block | None:
-        """The block with these tokens behind the verified block `parent`."""
+        """Published block with these tokens behind the verified node `parent`; None if there is none."""
         block_id = self.hash_to_block_id.get(block_hash)
         if block_id is None:
             return None
@@ -214,7 +217,7 @@ class PrefixCache:
         return block if block.parent == parent and block.tokens == tokens else None
 
     def unproved_from(self, first: Block) -> list[Block]:
-        """A block that is not proved, and all that follow it. O(cached blocks)."""
+        """An unproved block, and all blocks behind it. O(cached blocks)."""
         blocks = (self._blocks[block_id] for block_id in self.hash_to_block_id.values())
         deeper = sorted((b for b in blocks if b.depth > first.depth and not b.is_proved), key=lambda b: b.depth)
         nodes, found = {first.node}, [first]
@@ -227,14 +230,14 @@ class PrefixCache:
     # Changes of the cache.
 
     def add(self, block: Block, block_hash: int, tokens: bytearray, parent: int, depth: int) -> None:
-        """Publishes a block behind `parent`, of which no other has the hash."""
+        """Publishes a block behind `parent`; no published block may have its hash."""
         block.update(block_hash, bytes(tokens), next(self._next_node), parent, depth)
         self.hash_to_block_id[block_hash] = block.block_id
         if depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
             self._granule_changes.append(block_hash)
 
     def add_tail(self, seq: Sequence) -> None:
-        """Publishes the tail of a sequence, from whose prompt the first token has just come, if others may want it."""
+        """Publishes the tail of a sequence that has just got its first token, if its prompt has several answers."""
         tail = self._tail_of_running(seq) if self._is_on and seq.shares_prompt else None
         if tail is None or tail in self._tails:
             return
@@ -244,7 +247,7 @@ class PrefixCache:
             self._tails[tail] = block.block_id
 
     def forget(self, block: Block) -> None:
-        """Takes a block out of the cache; a no-op when it is not in it."""
+        """Removes a block from the cache; a no-op if it is not cached."""
         if block.tail is not None:
             del self._tails[block.tail]
             block.tail = None
@@ -255,12 +258,14 @@ class PrefixCache:
             block.reset()
 
     def watch_granules(self) -> None:
-        """From now on `take_granule_changes` says what comes to the cache and what leaves it."""
+        """Makes `take_granule_changes` report changes from now on, and first the granules cached now."""
         self._granule_changes = self.cached_granules()
 
     def take_granule_changes(self) -> list[int]:
-        """Changes since the last call, in order: the hash of a granule that can be found now, its complement
-        (`~hash`, negative) for one that cannot be any more. The two alternate for each hash."""
+        """Changes since the last call, in order: `hash` of a new granule, `~hash` (negative) of a removed one.
+
+        For each hash the two alternate.
+        """
         if not self._granule_changes:
             return []
         changes, self._granule_changes = self._granule_changes, []
@@ -274,22 +279,22 @@ class PrefixCache:
         return seq.num_reusable_tokens // self._block_size
 
     def _tail(self, seq: Sequence, end: int, node: int | None) -> Tail | None:
-        """The tail of the first `end` tokens, behind full blocks whose last one is `node`; None if it is empty."""
+        """Tail of the first `end` tokens, behind the node of the last full block; None if it is empty."""
         begin = end - end % self._block_size
         if node is None or begin == end:
             return None
         return node, array(_ID_CODE, seq.token_ids[begin:end]).tobytes()
 
     def _tail_of_running(self, seq: Sequence) -> Tail | None:
-        """The tail of the tokens that a running sequence came with; None as long as what it follows is not cached."""
+        """Tail of a running sequence's given tokens; None unless the block before it is published."""
         end = seq.num_given_tokens - 1
         place = end // self._block_size
         node = self._blocks[seq.block_table[place - 1]].node if place else self.root(seq.cache_salt)
         return self._tail(seq, end, node)
 
     def _new_tail_hash(self, seq: Sequence) -> int | None:
-        """Hash of the tail that a running sequence will publish; None if it will not."""
-        # What it publishes no block of will not be found, and from an answer that has begun comes no tail.
+        """Hash of the tail that a running sequence will publish; None if it will publish none."""
+        # A sequence publishes its tail with its first token, and none if it no longer publishes blocks.
         if seq.first_token_time is not None or seq.publish_at == math.inf:
             return None
         if self._tail_of_running(seq) in self._tails:
@@ -297,7 +302,7 @@ class PrefixCache:
         return self._tail_hash(seq, seq.num_given_tokens - 1)
 
     def _tail_hash(self, seq: Sequence, end: int) -> int | None:
-        """Hash of the first `end` tokens, as if a block ended with them; None if one does, or there are none."""
+        """Hash of the first `end` tokens, as if a block ended there; None if `end` is a multiple of the block size."""
         place, size = divmod(end, self._block_size)
         if not size:
             return None

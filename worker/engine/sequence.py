@@ -1,4 +1,4 @@
-"""One request's state in the engine."""
+"""State of a sequence in the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ids = itertools.count()
 
 
 class SequenceStatus(enum.Enum):
-    """Stage of a sequence's life."""
+    """Stage of a sequence."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -32,7 +32,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Priority(enum.IntEnum):
-    """Class of a request: higher ones are computed first, lower ones are preempted first."""
+    """Priority class: higher ones are computed first, lower ones are preempted first."""
 
     LOW = 1
     NORMAL = 2
@@ -48,7 +48,7 @@ class SequenceType(enum.Enum):
 
 
 class EndReason(enum.Enum):
-    """Why a sequence ended; the router's finish reason and status derive from it."""
+    """Why a sequence ended; the router derives finish reason and status from it."""
 
     EOS = enum.auto()
     STOP_TOKEN = enum.auto()
@@ -149,44 +149,42 @@ class DraftHistory:
 
 
 class Sequence:
-    """Tokens, blocks and timing of one request.
+    """One answer to a request: its tokens, blocks and times.
 
     `num_computed_tokens` drives everything: each step moves it toward `num_tokens`, and prefill, chunk, cache hit,
     decode and re-prefill are the same case. Invariants between steps: `0 <= num_cached_tokens <= num_computed_tokens
     < num_tokens` while unfinished, and `len(block_table) * block_size >= num_computed_tokens`.
 
-    `token_ids` holds real tokens only. What steps in flight do is counted, never written down as a fake
-    token: they compute `num_inflight_tokens` tokens, `num_inflight_drafts` of which are drafts that may be wrong, and
-    will bring output `num_placeholder` times. `num_tokens`, `num_blocks` and `last_block_num_tokens` are derived, so
-    they cannot disagree with the tokens.
+    `token_ids` holds real tokens only. Steps in flight are counted, without placeholder tokens: they compute
+    `num_inflight_tokens` tokens, of which `num_inflight_drafts` are drafts that may be rejected, and `num_placeholder`
+    of them will return output. `num_tokens`, `num_blocks` and `last_block_num_tokens` are derived from the tokens.
 
-    The scheduler looks at every running sequence in every step, so what it asks then is kept, not derived: `num_slots`
-    by the block manager with the block table, `publish_at` with what is published, `length_limit`, `stopping_ids` and
-    `may_grow` by the scheduler from the time it takes the sequence.
+    The scheduler looks at every running sequence in every step, so some fields are kept instead of derived. The block
+    manager sets `num_slots` with the block table, and `publish_at` with each published block. StopRules and Lifecycle
+    set `length_limit`, `stopping_ids` and `may_grow`.
 
     Args:
-        token_ids: the prompt, followed by what an earlier attempt has generated.
+        token_ids: the prompt, followed by the tokens of an earlier attempt.
         block_size: tokens per KV block.
         sampling_params: validated parameters.
         stop_token_sequences: token sequences that end the generation.
         stream_callback: called with each RequestOutput of this sequence, in process only.
-        id: unique id; minted when None. 0 is an id like any other.
-        num_prompt_tokens: border between prompt and output; the whole of `token_ids` when None.
+        id: unique id, 0 included; made when None.
+        num_prompt_tokens: length of the prompt; the whole of `token_ids` when None.
         seed: seed of the random numbers (uint64).
         choice: index of the answer, part of the random numbers' counter.
         arrive_time: monotonic seconds on this machine.
-        deadline: monotonic seconds after which the sequence is dropped, None for never.
+        deadline: monotonic seconds after which the sequence ends; None for never.
         hash_root: parent hash of the first block, None without salt and adapter (docs/explanation/determinism.md).
-        priority: its class.
+        priority: priority class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
-        block_hashes: of its first full blocks (common/wire/block_hash.py), as far as the caller has made them; the
-            block manager adds to them.
-        packed_ids: its tokens as uint32, likewise.
-        may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
-        logits_every: the logits of every n-th generated token are digested, 0 for none.
-        shares_prompt: whether others come with the same prompt, which all of them compute once.
-        pooling: how its hidden states become its vector; None for a sequence that generates. One that is embedded ends
-            with one token, which stands for nothing.
+        block_hashes: hashes of the first full blocks (common/wire/block_hash.py), if known; the prefix cache adds more.
+        packed_ids: the first tokens as uint32, if known; the prefix cache adds more.
+        may_return: True if it may return to its router when its first step is late (rule S9).
+        logits_every: the logits of every n-th generated token are digested; 0 for none.
+        shares_prompt: True if the request has several answers; their prompt is computed once.
+        pooling: how hidden states become a vector; None for a sequence that generates. An embedded sequence ends with
+            one token, which has no meaning.
     """
 
     __slots__ = (
@@ -272,7 +270,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.block_size = block_size
         self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        # Tokens that it came with: the prompt, and the output of earlier attempts.
+        # Length of the prompt and the output of earlier attempts.
         self.num_given_tokens = len(self.token_ids)
         self._take_params(sampling_params if sampling_params is not None else SamplingParams())
         if stop_token_sequences:
@@ -284,7 +282,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.block_hashes = [] if block_hashes is None else block_hashes
         self.packed_ids = bytearray(packed_ids)
-        # A number of tokens, and their hash, as the prefix cache has needed it last.
+        # Length and hash of the tail that the prefix cache looked up last.
         self.tail_hash: tuple[int, int] | None = None
         self.priority = priority
         self.may_return = may_return
@@ -298,17 +296,17 @@ class Sequence:
         self._begin()
 
     def _take_params(self, params: SamplingParams) -> None:
-        """Sets what follows from the parameters and the given tokens."""
+        """Sets the fields that follow from the parameters and the given tokens."""
         self.sampling_params = params
-        # The number of tokens, prompt included, at which it ends at the latest.
+        # Number of tokens, prompt included, at which it ends at the latest.
         self.length_limit = self.num_prompt_tokens + params.max_tokens
-        # Newest tokens that may end it (`may_end`).
+        # Ids that may end it as its newest token (`may_end`).
         self.stopping_ids = frozenset(params.stop_token_ids)
-        # While it has fewer tokens than this, penalties, a bias or masks change its logits.
+        # Penalties, a bias or masks change its logits while it has fewer tokens than this.
         self.steered_until = math.inf if params.steers else self.num_prompt_tokens + params.min_tokens
         self.stop_strings = params.stop_strings
         self.stop_token_sequences = [list(s) for s in params.stop_token_sequences]
-        # The first position whose token is given and whose logprob is still wanted: what is before it may be cached.
+        # First given position whose logprob is still wanted; tokens before it may come from the cache.
         wants_known = params.prompt_logprobs is not None and params.prompt_logprobs_start < self.num_given_tokens
         self.logprobs_from: float = params.prompt_logprobs_start if wants_known else math.inf
 
@@ -323,27 +321,27 @@ class Sequence:
         self.num_placeholder = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
-        # Tokens that the block table holds.
+        # Tokens that the block table has room for.
         self.num_slots = 0
-        # The next number of computed tokens at which a block is full and can be published.
+        # Number of computed tokens at which the next block is full and can be published.
         self.publish_at = math.inf
-        # True if it runs and may need more blocks than it has.
+        # True if it runs and may need further blocks.
         self.may_grow = False
-        # Drafts of the runner behind the newest token, and tokens that its draft model has not taken in.
+        # Drafts of the runner behind the newest token; and number of tokens that its draft model has not computed.
         self.spec_token_ids: list[int] = []
         self.num_missed = 0
         self.draft_history: DraftHistory | None = None
-        # True while it cannot go on before the output in flight is there, with which drafts come or are verified.
+        # True while it has to wait for output in flight that makes or verifies its drafts.
         self.awaits_output = False
         self.first_scheduled_time: float | None = None
-        # When it was last seen to wait for a prefix that another sequence computes.
+        # Time at which it last waited for a prefix that another sequence computes.
         self.held_until = -math.inf
         self.first_token_time: float | None = None
-        # Steps that the engine had scheduled, and tokens that it had put out, before the first token.
+        # Steps scheduled and tokens emitted by the engine before the first token.
         self.work_before = (0, 0)
         self.leave_time: float | None = None
         self.leave_reason = ""
-        # Its grammar, which is to be compiled before its first step; None where there is none.
+        # Compilation of its grammar, which precedes its first step; None without a grammar, or when it is done.
         self.compiling: Future[object] | None = None
 
     def __len__(self) -> int:
@@ -351,30 +349,33 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus output, in tokens."""
+        """Number of tokens of prompt and output."""
         return len(self.token_ids)
 
     @property
     def next_position(self) -> int:
-        """The first position that no step computes or has computed, if all drafts in flight are right."""
+        """First position that no step has computed or computes now, if all drafts in flight are accepted."""
         return self.num_computed_tokens + self.num_inflight_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens that may come from the prefix cache: not the last one, nor those whose logits say how likely a given
-        token is, nor any if all hidden states are wanted."""
+        """Number of tokens that may come from the prefix cache.
+
+        The last token may not, since its logits are wanted; nor tokens whose logits give wanted logprobs of given
+        tokens; nor any token for a mean of hidden states.
+        """
         if self.pooling == MEAN:
             return 0
         return int(min(len(self.token_ids), self.logprobs_from)) - 1
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-self.num_tokens // self.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
-        """Tokens in the last of `num_blocks` blocks."""
+        """Number of tokens in the last of `num_blocks` blocks."""
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     @property
@@ -384,7 +385,7 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens to generate."""
+        """Largest number of tokens to generate."""
         return self.sampling_params.max_tokens
 
     @property
@@ -398,7 +399,7 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -407,7 +408,7 @@ class Sequence:
 
     @property
     def distinct_prompt_ids(self) -> npt.NDArray[np.int64]:
-        """The prompt's token ids, each once, ascending; computed once, as a prompt may be long."""
+        """Distinct token ids of the prompt, ascending; computed once."""
         if self._distinct_prompt_ids is None:
             self._distinct_prompt_ids = np.unique(np.array(self.prompt_token_ids, np.int64))
         return self._distinct_prompt_ids
@@ -423,12 +424,12 @@ class Sequence:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that came from the prefix cache."""
+        """Number of blocks that came from the prefix cache."""
         return self.num_cached_tokens // self.block_size
 
     @property
     def waits_for_grammar(self) -> bool:
-        """True if its grammar is not compiled yet."""
+        """True if its grammar is still being compiled."""
         return self.compiling is not None and not self.compiling.done()
 
     @property
@@ -437,7 +438,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def may_end(self, token_id: int) -> bool:
-        """True if its newest token, which is this one, may end it; the stop rules then say whether it does."""
+        """True if `token_id`, its newest token, may end it; StopRules.check then decides."""
         return token_id in self.stopping_ids or len(self.token_ids) >= self.length_limit
 
     def append_token(self, token_id: int) -> None:
