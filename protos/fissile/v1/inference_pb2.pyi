@@ -48,20 +48,20 @@ class _LogprobsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Logprobs
     LOGPROBS_KIND_RAW: _LogprobsKind.ValueType  # 1
     """The model's own distribution: the softmax of its logits."""
     LOGPROBS_KIND_PROCESSED: _LogprobsKind.ValueType  # 2
-    """The distribution that tokens are drawn from: after penalties, bias, masks, temperature and filters. At temperature 0
-    the one at temperature 1, before filters. A token that a mask or filter leaves out has -infinity.
+    """The distribution that tokens are drawn from: after penalties, bias, masks, temperature and filters. At temperature
+    0 it is the distribution at temperature 1, before filters. A token that a mask or filter excludes has -infinity.
     """
 
 class LogprobsKind(_LogprobsKind, metaclass=_LogprobsKindEnumTypeWrapper):
-    """Which distribution logprobs are of."""
+    """Which distribution logprobs refer to."""
 
 LOGPROBS_KIND_UNSPECIFIED: LogprobsKind.ValueType  # 0
 """Same as LOGPROBS_KIND_RAW."""
 LOGPROBS_KIND_RAW: LogprobsKind.ValueType  # 1
 """The model's own distribution: the softmax of its logits."""
 LOGPROBS_KIND_PROCESSED: LogprobsKind.ValueType  # 2
-"""The distribution that tokens are drawn from: after penalties, bias, masks, temperature and filters. At temperature 0
-the one at temperature 1, before filters. A token that a mask or filter leaves out has -infinity.
+"""The distribution that tokens are drawn from: after penalties, bias, masks, temperature and filters. At temperature
+0 it is the distribution at temperature 1, before filters. A token that a mask or filter excludes has -infinity.
 """
 Global___LogprobsKind: _TypeAlias = LogprobsKind  # noqa: Y015
 
@@ -81,9 +81,10 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     """Served before the others."""
 
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
-    """Which requests go first when there is a queue. A caller may have a maximum, by its API key, by its tenant, or because
-    the router has API keys: then PRIORITY_HIGH is for those whom the operator allows it. A higher priority ends with
-    PERMISSION_DENIED: ErrorInfo has the reason PRIORITY_NOT_ALLOWED, BadRequest the field `priority` and the maximum.
+    """Which requests are served first when there is a queue. A caller may have a maximum, by its API key, by its tenant, or
+    because the router has API keys: then PRIORITY_HIGH is only for callers whom the operator allows it. A higher
+    priority is refused with PERMISSION_DENIED: ErrorInfo has the reason PRIORITY_NOT_ALLOWED, BadRequest the field
+    `priority` and the maximum.
     """
 
 PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
@@ -109,10 +110,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens` or the model's length was reached."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
-    """The answer of Chat ends with calls of tools."""
+    """The answer of Chat ends with tool calls."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why an answer ended."""
+    """Reason why an answer ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent."""
@@ -121,7 +122,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` or the model's length was reached."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
-"""The answer of Chat ends with calls of tools."""
+"""The answer of Chat ends with tool calls."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ToolMode:
@@ -133,9 +134,9 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """Same as TOOL_MODE_AUTO."""
     TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
-    """As the model decides."""
+    """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
-    """Calls none: as if there were no tools."""
+    """Calls no tool, as if there were none."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
     """Calls at least one tool, by a grammar."""
 
@@ -145,9 +146,9 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """Same as TOOL_MODE_AUTO."""
 TOOL_MODE_AUTO: ToolMode.ValueType  # 1
-"""As the model decides."""
+"""The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
-"""Calls none: as if there were no tools."""
+"""Calls no tool, as if there were none."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
 """Calls at least one tool, by a grammar."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
@@ -161,19 +162,19 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
     """The checkpoint's own (`Model.default_pooling`)."""
     POOLING_LAST: _Pooling.ValueType  # 1
-    """The last token's. What is before it may come from the prefix cache."""
+    """The last token's. Earlier tokens may come from the prefix cache."""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """The mean of all tokens', all of which are computed."""
+    """The mean over all tokens, all of which are computed."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How hidden states become one vector."""
+    """How hidden states are combined into one vector."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """The checkpoint's own (`Model.default_pooling`)."""
 POOLING_LAST: Pooling.ValueType  # 1
-"""The last token's. What is before it may come from the prefix cache."""
+"""The last token's. Earlier tokens may come from the prefix cache."""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""The mean of all tokens', all of which are computed."""
+"""The mean over all tokens, all of which are computed."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _ReplayVerdict:
@@ -294,7 +295,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
-    """How an answer is confined. What it generates always satisfies the constraint when it finishes with STOP."""
+    """Confines an answer to a form. An answer that finishes with STOP always satisfies its constraint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,7 +339,7 @@ Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
-    """Texts of which the answer is one."""
+    """Texts; the answer is one of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -362,12 +363,9 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen and when generation stops. Every field is optional; an absent field means the default named
-    with it. Absent temperature, top_k, top_p, min_p and repetition_penalty come from the model's `generation_config.json`
-    where it has them (`Model.default_sampling_params`).
-
-    Logits change in this order: repetition, presence and frequency penalty; `logit_bias`; masks (`allowed_token_ids`,
-    `bad_words`, constraint, `min_tokens`); temperature; min_p; top_k; top_p.
+    """How tokens are chosen and when generation stops. Every field is optional; an absent field has the default named with
+    it. Absent temperature, top_k, top_p, min_p and repetition_penalty come from the model's `generation_config.json` if
+    it has them (`Model.default_sampling_params`).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -437,24 +435,24 @@ class SamplingParams(_message.Message):
     `request_id`, and reported in `PromptInfo.seed`.
     """
     max_tokens: _builtins.int
-    """Most tokens to generate, >= 1. Clipped to what the model's length leaves (finish reason LENGTH). Default: all that
-    the model's length leaves, at most the router's `--default-max-tokens` where it is set.
+    """Most tokens to generate, >= 1. Clipped to the rest of the model's length (finish reason LENGTH). Default: the rest
+    of the model's length, but at most the router's `--default-max-tokens` if set.
     """
     min_tokens: _builtins.int
-    """Fewest tokens to generate: before that, no stop condition but the length applies, and neither `stop_token_ids` nor
-    (without `ignore_eos`) the model's end-of-sequence tokens are generated. Default 0.
+    """Fewest tokens to generate. Before that, no stop condition except the length applies, and neither `stop_token_ids`
+    nor (without `ignore_eos`) the model's end-of-sequence tokens are generated. Default 0.
     """
     ignore_eos: _builtins.bool
-    """Goes on past the model's end-of-sequence tokens. `stop_token_ids` of this request still stop. Default false."""
+    """Continues past the model's end-of-sequence tokens. `stop_token_ids` of this request still stop. Default false."""
     include_stop_string: _builtins.bool
     """True: the matched stop string stays in the text. Default false."""
     n: _builtins.int
-    """Number of answers, each with its own `index` and its own random numbers, at most 64. The prompt is computed once, and
-    each answer is the one that it would be alone. Default 1.
+    """Number of answers, each with its own `index` and its own random numbers, at most 64. The prompt is computed once.
+    Each answer equals the answer of a request for it alone. Default 1.
     """
     best_of: _builtins.int
-    """Generates so many answers and sends the `n` with the highest mean logprob, in that order, when all are finished. At
-    least `n`, at most 64. For GenerateOnce and ChatOnce only. Default: `n`.
+    """Generates `best_of` answers and sends the `n` with the highest mean logprob, in that order, when all are finished.
+    At least `n`, at most 64. For GenerateOnce and ChatOnce only. Default: `n`.
     """
     num_drafts: _builtins.int
     """Most draft tokens per step. 0 turns speculation off for this request; the answer does not depend on it. Default: the
@@ -478,8 +476,8 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that the answer does not contain, as the model's tokenizer splits them, alone and behind a blank. Other splits of
-        the same text get through. At most 64, 256 bytes each.
+        """Texts that the answer must not contain. Each bans the text as the model's tokenizer splits it, alone and after a
+        blank; other splits of the same text are not found. At most 64, 256 bytes each.
         """
 
     @_builtins.property
@@ -601,16 +599,16 @@ class OutputOptions(_message.Message):
     return_token_ids: _builtins.bool
     """True: responses carry `token_ids`. Default false."""
     logprobs: _builtins.int
-    """Present: responses carry `logprobs` of each generated token, with so many of the most likely tokens beside it, at
-    most 20.
+    """Present: responses carry `logprobs` of each generated token, and of this many of the most likely tokens, at most
+    20.
     """
     logprobs_kind: Global___LogprobsKind.ValueType
     """Which distribution the logprobs are of. Prompt logprobs are always raw. Default LOGPROBS_KIND_RAW."""
     prompt_logprobs: _builtins.int
-    """Present: the first messages carry `prompt_logprobs`, with so many of the most likely tokens beside each, at most 20."""
+    """Present: the first messages carry `prompt_logprobs`, each with this many of the most likely tokens, at most 20."""
     prompt_logprobs_start: _builtins.int
-    """First prompt position that has prompt logprobs; at least 1, as nothing is known before the first token. What is before
-    it may come from the prefix cache. Default 1.
+    """First prompt position that has prompt logprobs; at least 1, because the first token follows nothing. Earlier
+    positions may come from the prefix cache. Default 1.
     """
     echo: _builtins.bool
     """True: the text of the answer begins with the prompt's, and its `token_ids` with the prompt's. For Generate. Default
@@ -678,8 +676,8 @@ class ReceiptOptions(_message.Message):
 
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     logits_every: _builtins.int
-    """The logits of every n-th generated token go into the receipt; 1 is every one, 0 none. With a `resume` by token
-    ids they are computed again. Default 0.
+    """The logits of every n-th generated token enter the receipt; 1 is every token, 0 none. With a `resume` by token ids
+    they are computed again. Default 0.
     """
     def __init__(
         self,
@@ -698,8 +696,8 @@ Global___ReceiptOptions: _TypeAlias = ReceiptOptions  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Goes on with a stream that broke, on any router: nothing is lost, repeated or changed. The request is the one that
-    broke, with its `request_id` and with `resume`; if it had no `seed`, the id gives the same one.
+    """Continues a stream that broke, on any router: nothing is lost, repeated or changed. Send the request that broke, with
+    its `request_id` and with `resume`; without a `seed`, the id gives the same one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -713,8 +711,8 @@ class Resume(_message.Message):
     """`PromptInfo.numerics` of the broken stream: another numerics class is refused with FAILED_PRECONDITION. Empty: any."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumePoint]:
-        """What has come of each answer. An answer that is not listed begins at its beginning; one whose `finish` has come is
-        listed with `finished`.
+        """What was received of each answer. An answer that is not listed starts from its beginning; one whose `finish` was
+        received is listed with `finished`.
         """
 
     def __init__(
@@ -734,7 +732,7 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class ResumePoint(_message.Message):
-    """What a client has got of one answer."""
+    """The part of one answer that a client has received."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -745,16 +743,16 @@ class ResumePoint(_message.Message):
     index: _builtins.int
     """Which answer."""
     finished: _builtins.bool
-    """True: its `finish` has come, and nothing more is sent of it."""
+    """True: its `finish` was received, and nothing more of it is sent."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """The token ids, where the stream had them. The worker goes on behind them without generating them again, unless the
-        receipt is to have digests of logits.
+        """The token ids, if the stream had them. The worker continues after them without generating them again, unless the
+        receipt needs digests of their logits.
         """
 
     @_builtins.property
     def text(self) -> Global___TextDigest:
-        """A digest of the text: it is generated again, and what has come is left out."""
+        """A digest of the text: the text is generated again, and the received part is not sent again."""
 
     def __init__(
         self,
@@ -776,7 +774,7 @@ Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
 
 @_typing.final
 class TextDigest(_message.Message):
-    """How much of a text has come, and its digest."""
+    """Length and digest of the received text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -784,14 +782,14 @@ class TextDigest(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Length of its UTF-8, in bytes: of Chat that of content, reasoning and the arguments of tool calls together."""
+    """Length of its UTF-8, in bytes; for Chat that of content, reasoning and the arguments of tool calls together."""
     sha256: _builtins.bytes
-    """Its SHA-256: of Chat that of reasoning, content and the arguments of each call in order, one after another. DATA_LOSS
+    """Its SHA-256; for Chat that of reasoning, content and the arguments of each call in order, concatenated. DATA_LOSS
     with the reason RESUME_MISMATCH says that this request gives another text.
     """
     tokens: _builtins.int
-    """How many of the answer's tokens have come with it, where the request asks for token ids or logprobs: ids, or entries
-    of logprobs, without those of the prompt. 0 where it asks for neither.
+    """How many of the answer's tokens were received with it, if the request asks for token ids or logprobs: ids, or
+    entries of logprobs, without those of the prompt. 0 if it asks for neither.
     """
     def __init__(
         self,
@@ -834,7 +832,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, tokenized by the router with the model's tokenizer (special tokens in the text are not parsed)."""
     priority: Global___Priority.ValueType
-    """Which requests go first when there is a queue."""
+    """Which requests are served first when there is a queue."""
     session_id: _builtins.str
     """Requests of one session are sent to the same worker where possible, so that they share its prefix cache.
     At most 128 bytes, without control characters.
@@ -857,7 +855,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on with a stream that broke."""
+        """Continues a stream that broke."""
 
     def __init__(
         self,
@@ -902,15 +900,15 @@ class GenerateResponse(_message.Message):
     index: _builtins.int
     """Which of the `n` answers this is a part of."""
     text: _builtins.str
-    """Text generated since the previous message of this index. Always whole characters. All of it together is what decoding
-    the last five tokens of the prompt with the answer adds to decoding them alone, special tokens left out: with
-    SentencePiece's kind of tokenizers (Llama 2, Mixtral) it keeps the space before its first word, unless those tokens
-    have no text. It depends on the tokens of prompt and answer alone. A character that the prompt left unfinished is not
-    finished here.
+    """Text generated since the previous message of this index, always whole characters. All of it together is the text
+    that the answer adds when it is decoded after the last five tokens of the prompt, without special tokens. With
+    tokenizers like SentencePiece (Llama 2, Mixtral) it keeps the space before its first word, unless those five tokens
+    have no text. It depends on the tokens of prompt and answer alone. A character that the prompt left unfinished is
+    not completed here.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids generated since the previous message of this index, when asked for. Text may lag behind by a few tokens."""
+        """Token ids generated since the previous message of this index, if requested. Text may lag behind by a few tokens."""
 
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
@@ -922,11 +920,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Logprobs of the tokens generated since the previous message of this index, when asked for: one entry per token."""
+        """Logprobs of the tokens generated since the previous message of this index, if requested: one entry per token."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Logprobs of the prompt's tokens from `prompt_logprobs_start` on, when asked for: one entry per token, in the first
+        """Logprobs of the prompt's tokens from `prompt_logprobs_start` on, if requested: one entry per token, in the first
         messages of the stream, before any text.
         """
 
@@ -974,9 +972,9 @@ class TokenLogprobs(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of its probability."""
     rank: _builtins.int
-    """How many tokens are at least as likely, itself included and ties in order of their ids: 1 is the most likely one."""
+    """Number of tokens that are at least as likely, including itself; ties are ordered by id. 1 is the most likely token."""
     kept_mass: _builtins.float
-    """Probability mass that top_k, top_p and min_p have left, in (0, 1], with LOGPROBS_KIND_PROCESSED."""
+    """Probability mass that top_k, top_p and min_p have kept, in (0, 1], with LOGPROBS_KIND_PROCESSED."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens, best first, ties in order of their ids."""
@@ -1033,7 +1031,7 @@ Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class PromptInfo(_message.Message):
-    """What is known about the request when its first token arrives."""
+    """Facts about the request that are known when its first token arrives."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1046,15 +1044,15 @@ class PromptInfo(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     cached_tokens: _builtins.int
-    """How many of them were found in the worker's prefix cache."""
+    """Prompt tokens found in the worker's prefix cache."""
     seed: _builtins.str
     """The seed in force: the request's, or the one derived from `request_id`. A decimal string, because JavaScript
     numbers cannot hold it.
     """
     weights_digest: _builtins.str
-    """The weights that answer, as `Model.weights_digest`."""
+    """The weights of the answer, as `Model.weights_digest`."""
     numerics: _builtins.str
-    """Digest of the numerics class that answers: workers of one class give the same bits."""
+    """Digest of the answer's numerics class: workers of one class give the same bits."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """Time from the request's arrival at the router to the start of its first step on the worker."""
@@ -1132,13 +1130,13 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     completion_tokens: _builtins.int
-    """Delivered tokens, the end-of-sequence or stop token included. Tokens dropped after a stop string are not counted. In
-    trailing metadata: of all answers together.
+    """Delivered tokens, including the end-of-sequence or stop token. Tokens dropped after a stop string are not counted.
+    In trailing metadata: the sum over all answers.
     """
     cached_tokens: _builtins.int
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     reasoning_tokens: _builtins.int
-    """Of `completion_tokens`, those of reasoning in its own channel, the delimiters around it included."""
+    """Tokens of `completion_tokens` that are reasoning in its own channel, including its delimiters."""
     def __init__(
         self,
         *,
@@ -1157,7 +1155,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time went. All measured with monotonic clocks."""
+    """Durations of an answer's stages, measured with monotonic clocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1176,7 +1174,7 @@ class Timings(_message.Message):
 
     @_builtins.property
     def ttft(self) -> _duration_pb2.Duration:
-        """From the request's arrival at the router to the first token's being ready to send (time to first token)."""
+        """From the request's arrival at the router until the first token is ready to send (time to first token)."""
 
     @_builtins.property
     def tpot(self) -> _duration_pb2.Duration:
@@ -1225,16 +1223,16 @@ class Finish(_message.Message):
     worker_id: _builtins.str
     """The worker that finished the answer."""
     attempts: _builtins.int
-    """How many workers the answer was submitted to, at least 1."""
+    """Number of workers that the answer was submitted to, at least 1."""
     exact: _builtins.bool
     """True: the tokens are exactly those that an undisturbed run gives."""
     weights_digest: _builtins.str
-    """The weights that gave the answer, as `Model.weights_digest`."""
+    """The weights of the answer, as `Model.weights_digest`."""
     logprob: _builtins.float
-    """Sum of the raw logprobs of the generated tokens, when logprobs are asked for."""
+    """Sum of the raw logprobs of the generated tokens, if logprobs are requested."""
     @_builtins.property
     def stop(self) -> Global___StopDetail:
-        """The condition that was met, when `reason` is FINISH_REASON_STOP or FINISH_REASON_TOOL_CALLS. Absent where
+        """The condition that was met, when `reason` is FINISH_REASON_STOP or FINISH_REASON_TOOL_CALLS. Absent if
         `parallel_tool_calls` false has ended the answer.
         """
 
@@ -1248,13 +1246,13 @@ class Finish(_message.Message):
 
     @_builtins.property
     def receipt(self) -> Global___Receipt:
-        """Proves the answer, when asked for and `exact`: no run repeats an answer that two numerics classes have made."""
+        """Proof of the answer, if requested and `exact`: no run repeats an answer that two numerics classes have made."""
 
     @_builtins.property
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]:
-        """Drafts of speculation that the worker which finished the answer has verified for it: of those directly behind a token, of
-        the next ones, and so on. How many there are depends on load and time, as `timings` do, and the tokens do not depend on
-        it. Empty without speculation, and where the router has ended the answer, as at a stop string.
+        """Drafts of speculation that the last worker has verified, by position: directly after a token, then after the first
+        draft, and so on. Their number depends on load and time, like `timings`; the tokens do not depend on it. Empty
+        without speculation, and if the router has ended the answer (a stop string).
         """
 
     def __init__(
@@ -1284,16 +1282,16 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class DraftCounts(_message.Message):
-    """Drafts at one position behind a token."""
+    """Drafts at one position after a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERIFIED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     verified: _builtins.int
-    """Those that a step has verified."""
+    """Verified drafts."""
     accepted: _builtins.int
-    """Those of them that were the model's own tokens."""
+    """Accepted drafts: they were the model's own tokens."""
     def __init__(
         self,
         *,
@@ -1310,8 +1308,9 @@ Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """What an answer came from and what it was, in digests: enough to prove it by Replay, on any worker of the numerics class,
-    at any later time. It holds neither the prompt nor the answer. docs/reference/contract.md defines every digest byte by byte.
+    """Digests of an answer and of everything that it depends on: enough to prove it by Replay, on any worker of the
+    numerics class, at any later time. It contains neither the prompt nor the answer. docs/reference/contract.md defines
+    every digest byte by byte.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1335,8 +1334,9 @@ class Receipt(_message.Message):
     version: _builtins.int
     """Version of this definition: 1."""
     request_sha256: _builtins.bytes
-    """SHA-256 of the canonical request: prompt token ids, sampling parameters with every default filled in, seed, index. What
-    the answer does not depend on is not in it: `n`, `best_of`, `num_drafts`, priority, session, salt, output options.
+    """SHA-256 of the canonical request: prompt token ids, sampling parameters with every default filled in, seed, index.
+    It leaves out what the answer does not depend on: `n`, `best_of`, `num_drafts`, priority, session, salt, output
+    options.
     """
     seed: _builtins.str
     """The seed in force, as `PromptInfo.seed`."""
@@ -1345,8 +1345,8 @@ class Receipt(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     output_tokens: _builtins.int
-    """Number of generated tokens, as `Usage.completion_tokens`: the end-of-sequence or stop token is one of them, and a stop
-    string's are up to the one that completed it. What the worker had computed behind that depends on the time alone.
+    """Number of generated tokens, as `Usage.completion_tokens`. It includes the end-of-sequence or stop token, and of a
+    stop string the tokens up to the one that completes it; later tokens are not counted.
     """
     output_sha256: _builtins.bytes
     """SHA-256 of their ids, little endian, four bytes each."""
@@ -1363,9 +1363,9 @@ class Receipt(_message.Message):
     worker_version: _builtins.str
     """Version of Fissile on the worker that finished the answer."""
     logits_every: _builtins.int
-    """The logits of every n-th generated token are in `logit_digests`; 0: none are."""
+    """The logits of every n-th generated token are in `logit_digests`; 0: of none."""
     receipt_sha256: _builtins.bytes
-    """SHA-256 over the fields above: tells a receipt that was altered from an answer that differs."""
+    """SHA-256 over the fields above: shows whether a receipt was altered."""
     @_builtins.property
     def logit_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i is the running digest of the float32 logits, before any sampling parameter, of the tokens 0, k, 2k, ... i*k for
@@ -1402,7 +1402,7 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class ContentPart(_message.Message):
-    """A part of a message."""
+    """One part of a message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1505,7 +1505,7 @@ class ChatMessage(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """For role `assistant`: calls that it made in this message."""
+        """For role `assistant`: tool calls that it made in this message."""
 
     def __init__(
         self,
@@ -1528,7 +1528,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A call of a tool by the assistant."""
+    """A tool call of the assistant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1540,7 +1540,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Name of the tool."""
     arguments_json: _builtins.str
-    """The arguments: a JSON object as text, since the order of names and the form of numbers matter."""
+    """The arguments: a JSON object as text, because the order of names and the form of numbers matter."""
     def __init__(
         self,
         *,
@@ -1573,7 +1573,9 @@ class Tool(_message.Message):
     parameters_json: _builtins.str
     """JSON Schema of its arguments, as text; the model reads it in this order. Default: no arguments."""
     strict: _builtins.bool
-    """True: arguments satisfy the schema, by a grammar; a keyword that cannot be held is refused by name. Default false."""
+    """True: a grammar makes the arguments satisfy the schema; a keyword that cannot be enforced is refused by name.
+    Default false.
+    """
     def __init__(
         self,
         *,
@@ -1633,7 +1635,7 @@ class ReasoningOptions(_message.Message):
     False: all is content. Default: true for models whose template has it.
     """
     max_tokens: _builtins.int
-    """Most tokens of reasoning, after which it is ended in order, by a grammar. Default: no limit."""
+    """Most tokens of reasoning; then a grammar ends it. Default: no limit."""
     def __init__(
         self,
         *,
@@ -1680,11 +1682,11 @@ class ChatRequest(_message.Message):
     request_id: _builtins.str
     """As in GenerateRequest."""
     parallel_tool_calls: _builtins.bool
-    """False: the answer ends with its first call. Not with `min_tokens`. Default true."""
+    """False: the answer ends with its first tool call. Not with `min_tokens`. Default true."""
     template_arguments_json: _builtins.str
     """Further variables for the model's chat template (`enable_thinking`, for example): a JSON object as text."""
     priority: Global___Priority.ValueType
-    """Which requests go first when there is a queue."""
+    """Which requests are served first when there is a queue."""
     session_id: _builtins.str
     """As in GenerateRequest."""
     cache_salt: _builtins.str
@@ -1695,11 +1697,11 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools the assistant may call, at most 256, each with a name of its own. For models with CAPABILITY_TOOLS."""
+        """Tools the assistant may call, at most 256, each with a different name. For models with CAPABILITY_TOOLS."""
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """Which of them it calls."""
+        """Which tools it calls."""
 
     @_builtins.property
     def reasoning(self) -> Global___ReasoningOptions:
@@ -1715,7 +1717,7 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on with a stream that broke."""
+        """Continues a stream that broke."""
 
     def __init__(
         self,
@@ -1747,7 +1749,7 @@ Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
 class ChatDelta(_message.Message):
-    """What comes of a message, by channel."""
+    """New parts of a message, by channel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1755,15 +1757,15 @@ class ChatDelta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     content: _builtins.str
-    """The next part of the content. Always whole characters. All of it together is the answer's tokens decoded by themselves:
-    without the space that SentencePiece's kind of tokenizers puts before a text's first word. Where the answer has other
-    channels, what is in these is left out, and blanks around it.
+    """The next part of the content, always whole characters. All of it together is the answer's tokens decoded by
+    themselves, without the space that tokenizers like SentencePiece put before a text's first word. Text of other
+    channels is left out, with the blanks around it.
     """
     reasoning: _builtins.str
     """The next part of the reasoning, without the blanks around it. Most models write all of it before the content."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """The next parts of calls of tools."""
+        """The next parts of tool calls."""
 
     def __init__(
         self,
@@ -1782,7 +1784,7 @@ Global___ChatDelta: _TypeAlias = ChatDelta  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
-    """The next part of a call of a tool."""
+    """The next part of a tool call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1791,13 +1793,15 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which call of this answer."""
+    """Index of the call within this answer."""
     id: _builtins.str
-    """Its id, with its first part only: nine letters and digits, a function of prompt, seed, index of the answer and index."""
+    """Its id, in its first part only: nine letters and digits, a function of prompt, seed, index of the answer and index
+    of the call.
+    """
     name: _builtins.str
-    """Name of the tool, whole, with its first part only."""
+    """Name of the tool, in the call's first part only."""
     arguments_json: _builtins.str
-    """The next part of the arguments: of a JSON object as text."""
+    """The next part of the arguments, a JSON object as text."""
     def __init__(
         self,
         *,
@@ -1838,7 +1842,7 @@ class ChatResponse(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids generated since the previous message of this index, when asked for."""
+        """Token ids generated since the previous message of this index, if requested."""
 
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
@@ -1897,7 +1901,7 @@ class GenerateOnceResponse(_message.Message):
     """The request's id."""
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
-        """What is known about the prompt."""
+        """Facts about the prompt."""
 
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedText]:
@@ -1905,7 +1909,7 @@ class GenerateOnceResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Logprobs of the prompt's tokens, when asked for."""
+        """Logprobs of the prompt's tokens, if requested."""
 
     def __init__(
         self,
@@ -1940,11 +1944,11 @@ class GeneratedText(_message.Message):
     """The text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its token ids, when asked for."""
+        """Its token ids, if requested."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Their logprobs, when asked for."""
+        """Their logprobs, if requested."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
@@ -1981,7 +1985,7 @@ class ChatOnceResponse(_message.Message):
     """The request's id."""
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
-        """What is known about the prompt."""
+        """Facts about the prompt."""
 
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatAnswer]:
@@ -1989,7 +1993,7 @@ class ChatOnceResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Logprobs of the prompt's tokens, when asked for."""
+        """Logprobs of the prompt's tokens, if requested."""
 
     def __init__(
         self,
@@ -2026,11 +2030,11 @@ class ChatAnswer(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its token ids, when asked for."""
+        """Its token ids, if requested."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Their logprobs, when asked for."""
+        """Their logprobs, if requested."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
@@ -2104,21 +2108,21 @@ class ScoreRequest(_message.Message):
     return_tokens: _builtins.bool
     """True: the answer has the logprob of each token. Default false."""
     priority: Global___Priority.ValueType
-    """Which requests go first when there is a queue."""
+    """Which requests are served first when there is a queue."""
     session_id: _builtins.str
     """As in GenerateRequest."""
     cache_salt: _builtins.str
     """As in GenerateRequest."""
     @_builtins.property
     def context(self) -> Global___TextOrTokens:
-        """What the continuations continue. Absent: the first token of each continuation is not scored (rolling
-        log-likelihood), unless the model has a beginning-of-sequence token, which stands before it then.
+        """The text or tokens before the continuations. Absent: the first token of each continuation is not scored (rolling
+        log-likelihood), unless the model has a beginning-of-sequence token, which then precedes it.
         """
 
     @_builtins.property
     def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextOrTokens]:
-        """What to score, each by itself: at least one, at most 128, all of the context's form. Text is tokenized together with
-        the context's, and blanks at the end of the context count to the continuation.
+        """Continuations, each scored separately: at least one, at most 128, all of the context's form. Text is tokenized
+        together with the context's, and blanks at the end of the context count as part of the continuation.
         """
 
     def __init__(
@@ -2164,7 +2168,7 @@ class ScoreResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts: context and continuations are prompt."""
+        """Token counts: context and continuations count as prompt."""
 
     def __init__(
         self,
@@ -2198,10 +2202,10 @@ class Score(_message.Message):
     greedy: _builtins.bool
     """True: each of its tokens is the most likely one, so greedy decoding gives them."""
     tokens: _builtins.int
-    """Number of tokens that were scored."""
+    """Number of scored tokens."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """The tokens, when asked for."""
+        """The tokens, if requested."""
 
     def __init__(
         self,
@@ -2239,21 +2243,22 @@ class EmbedRequest(_message.Message):
     request_id: _builtins.str
     """As in GenerateRequest."""
     pooling: Global___Pooling.ValueType
-    """How hidden states become one vector."""
+    """How hidden states are combined into one vector."""
     normalize: _builtins.bool
-    """True: vectors have length 1; one of zeros alone stays as it is. Default true."""
+    """True: vectors have length 1; a vector of zeros stays as it is. Default true."""
     dimensions: _builtins.int
-    """Keeps the first so many numbers, before normalizing: 1 to `Model.embedding_size`. Default: all."""
+    """Keeps the first `dimensions` numbers, before normalizing: 1 to `Model.embedding_size`. Default: all."""
     priority: Global___Priority.ValueType
-    """Which requests go first when there is a queue."""
+    """Which requests are served first when there is a queue."""
     cache_salt: _builtins.str
     """As in GenerateRequest."""
     session_id: _builtins.str
     """As in GenerateRequest."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextOrTokens]:
-        """The texts, each by itself: at least one, at most 2,048. Text gets the special tokens that the model's tokenizer adds.
-        The answer is one message: at most 1,000,000 numbers in all, else INVALID_ARGUMENT before anything is computed.
+        """The texts, each embedded separately: at least one, at most 2,048. Text gets the special tokens that the model's
+        tokenizer adds. The answer is one message: at most 1,000,000 numbers in all, else INVALID_ARGUMENT before anything
+        is computed.
         """
 
     def __init__(
@@ -2301,16 +2306,16 @@ class EmbedResponse(_message.Message):
     weights_digest: _builtins.str
     """The weights, as `Model.weights_digest`."""
     numerics: _builtins.str
-    """Digest of the numerics class; empty where workers of several classes have shared the texts."""
+    """Digest of the numerics class; empty if workers of several classes have shared the texts."""
     pooling: Global___Pooling.ValueType
-    """How hidden states became vectors."""
+    """How hidden states were combined."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """One entry per text, in their order."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts: all inputs are prompt."""
+        """Token counts: all inputs count as prompt."""
 
     def __init__(
         self,
@@ -2375,13 +2380,15 @@ class RerankRequest(_message.Message):
     request_id: _builtins.str
     """As in GenerateRequest."""
     query: _builtins.str
-    """What is looked for."""
+    """The query."""
     top_n: _builtins.int
-    """Returns the best so many. 0: all."""
+    """Number of documents to return, the best ones. 0: all."""
     priority: Global___Priority.ValueType
-    """Which requests go first when there is a queue."""
+    """Which requests are served first when there is a queue."""
     instruction: _builtins.str
-    """What makes a document relevant, in words, for example "Given a question, find its answer". Default: the model's own."""
+    """Instruction that says what makes a document relevant, for example "Given a question, find its answer". Default: the
+    model's own.
+    """
     return_documents: _builtins.bool
     """True: the answer has the documents' texts too. Default false."""
     session_id: _builtins.str
@@ -2430,14 +2437,14 @@ class RerankResponse(_message.Message):
     weights_digest: _builtins.str
     """The weights, as `Model.weights_digest`."""
     numerics: _builtins.str
-    """Digest of the numerics class; empty where workers of several classes have shared the documents."""
+    """Digest of the numerics class; empty if workers of several classes have shared the documents."""
     @_builtins.property
     def documents(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
-        """The best one first; of equally relevant ones that with the lower index."""
+        """The best one first; of equally relevant ones the one with the lower index."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts: query and documents, in the model's form, are prompt."""
+        """Token counts: query and documents, in the model's form, count as prompt."""
 
     def __init__(
         self,
@@ -2458,7 +2465,7 @@ Global___RerankResponse: _TypeAlias = RerankResponse  # noqa: Y015
 
 @_typing.final
 class RankedDocument(_message.Message):
-    """A document's place."""
+    """A document's score."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2466,13 +2473,13 @@ class RankedDocument(_message.Message):
     RELEVANCE_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Its place in the request."""
+    """Its index in the request."""
     relevance: _builtins.float
-    """How relevant it is, in [0, 1]: of P(yes) + P(no) the part that is P(yes), after the question whether it is. Of a model
-    with a classifier the logistic function of its one number.
+    """Its relevance in [0, 1]: P(yes) / (P(yes) + P(no)) after the question whether it is relevant; for a model with a
+    classifier the logistic function of its score.
     """
     document: _builtins.str
-    """Its text, when asked for."""
+    """Its text, if requested."""
     def __init__(
         self,
         *,
@@ -2490,7 +2497,7 @@ Global___RankedDocument: _TypeAlias = RankedDocument  # noqa: Y015
 
 @_typing.final
 class ReplayRequest(_message.Message):
-    """A finished request, and what it gave."""
+    """A finished request, and its answer's receipt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2500,7 +2507,7 @@ class ReplayRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Runs on this worker. Empty: any of the numerics class."""
+    """Runs on this worker. Empty: on any worker of the numerics class."""
     @_builtins.property
     def receipt(self) -> Global___Receipt:
         """The receipt of the answer."""
@@ -2515,8 +2522,8 @@ class ReplayRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """The answer's token ids, where the client has them: then a choice that differs is found by its position even where
-        logits are not in the receipt.
+        """The answer's token ids, if the client has them: then a differing token is found by its position even if the receipt
+        has no logits.
         """
 
     def __init__(

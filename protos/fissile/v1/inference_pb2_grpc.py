@@ -112,22 +112,23 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text.
+        """Continues a prompt given as text or as token ids. The prompt's text followed by the answer's text is one text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own.
+        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is decoded by
+        itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused: nothing has come of
-        a call that broke.
+        """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused, because a call
+        that broke has delivered nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,15 +142,15 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports.
+        """Scores given continuations of a context. The logprobs have the bits that decoding these tokens reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
-        to the bit, whatever else runs.
+        """Turns texts into vectors: the pooled hidden states after the model's last norm. The same text has the same vector,
+        bit by bit, whatever else runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,7 +178,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into a text of its own.
+        """Turns token ids into text, decoded by themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,7 +199,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that can be asked for.
+        """Lists the models that requests can name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

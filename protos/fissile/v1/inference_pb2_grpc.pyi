@@ -51,20 +51,22 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
+    """Continues a prompt given as text or as token ids. The prompt's text followed by the answer's text is one text."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
-    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
+    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is decoded by
+    itself.
+    """
     GenerateOnce: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateOnceResponse]
-    """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused: nothing has come of
-    a call that broke.
+    """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused, because a call
+    that broke has delivered nothing.
     """
     ChatOnce: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatOnceResponse]
     """Chat with whole answers in one message, sent when the last one is finished. `resume` is refused, as by GenerateOnce."""
     Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
-    """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports."""
+    """Scores given continuations of a context. The logprobs have the bits that decoding these tokens reports."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
-    """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
-    to the bit, whatever else runs.
+    """Turns texts into vectors: the pooled hidden states after the model's last norm. The same text has the same vector,
+    bit by bit, whatever else runs.
     """
     Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
     """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK)."""
@@ -73,13 +75,13 @@ class InferenceServiceStub:
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text into the token ids that Generate would use."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
-    """Turns token ids into a text of its own."""
+    """Turns token ids into text, decoded by themselves."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Counts the prompt tokens of a request without running it."""
     RenderPrompt: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RenderPromptRequest, _inference_pb2.RenderPromptResponse]
     """Renders a conversation with the model's chat template."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """Lists the models that can be asked for."""
+    """Lists the models that requests can name."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model."""
 
@@ -89,20 +91,22 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
+    """Continues a prompt given as text or as token ids. The prompt's text followed by the answer's text is one text."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
-    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
+    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is decoded by
+    itself.
+    """
     GenerateOnce: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateOnceResponse]  # type: ignore[assignment]
-    """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused: nothing has come of
-    a call that broke.
+    """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused, because a call
+    that broke has delivered nothing.
     """
     ChatOnce: _aio.UnaryUnaryMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatOnceResponse]  # type: ignore[assignment]
     """Chat with whole answers in one message, sent when the last one is finished. `resume` is refused, as by GenerateOnce."""
     Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports."""
+    """Scores given continuations of a context. The logprobs have the bits that decoding these tokens reports."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
-    to the bit, whatever else runs.
+    """Turns texts into vectors: the pooled hidden states after the model's last norm. The same text has the same vector,
+    bit by bit, whatever else runs.
     """
     Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
     """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK)."""
@@ -111,13 +115,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text into the token ids that Generate would use."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids into a text of its own."""
+    """Turns token ids into text, decoded by themselves."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the prompt tokens of a request without running it."""
     RenderPrompt: _aio.UnaryUnaryMultiCallable[_inference_pb2.RenderPromptRequest, _inference_pb2.RenderPromptResponse]  # type: ignore[assignment]
     """Renders a conversation with the model's chat template."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that can be asked for."""
+    """Lists the models that requests can name."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model."""
 
@@ -130,7 +134,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
+        """Continues a prompt given as text or as token ids. The prompt's text followed by the answer's text is one text."""
 
     @_abc_1.abstractmethod
     def Chat(
@@ -138,7 +142,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ChatResponse], _abc.AsyncIterator[_inference_pb2.ChatResponse]]:
-        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
+        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is decoded by
+        itself.
+        """
 
     @_abc_1.abstractmethod
     def GenerateOnce(
@@ -146,8 +152,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GenerateOnceResponse, _abc.Awaitable[_inference_pb2.GenerateOnceResponse]]:
-        """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused: nothing has come of
-        a call that broke.
+        """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused, because a call
+        that broke has delivered nothing.
         """
 
     @_abc_1.abstractmethod
@@ -164,7 +170,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
-        """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports."""
+        """Scores given continuations of a context. The logprobs have the bits that decoding these tokens reports."""
 
     @_abc_1.abstractmethod
     def Embed(
@@ -172,8 +178,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
-        """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
-        to the bit, whatever else runs.
+        """Turns texts into vectors: the pooled hidden states after the model's last norm. The same text has the same vector,
+        bit by bit, whatever else runs.
         """
 
     @_abc_1.abstractmethod
@@ -206,7 +212,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
-        """Turns token ids into a text of its own."""
+        """Turns token ids into text, decoded by themselves."""
 
     @_abc_1.abstractmethod
     def CountTokens(
@@ -230,7 +236,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """Lists the models that can be asked for."""
+        """Lists the models that requests can name."""
 
     @_abc_1.abstractmethod
     def GetModel(
