@@ -67,6 +67,7 @@ def test_a_wrong_kernel_fails(load: Callable[[], AiterLibrary], tmp_path: Path) 
     assert [each.name for each in compared if each.passed] == ["layer_norm"]
 
 
+@pytest.mark.slow
 def test_a_rotation_that_is_not_aiters_fails(load: Callable[[], AiterLibrary], monkeypatch: pytest.MonkeyPatch) -> None:
     """Our Triton kernel, interpreted, gives the right numbers then."""
     monkeypatch.setattr(decoder, "_refuse_rope_write", lambda *_: "refused")
@@ -76,7 +77,7 @@ def test_a_rotation_that_is_not_aiters_fails(load: Callable[[], AiterLibrary], m
     ]
 
 
-@pytest.mark.parametrize("wrong", ["slot_mapping >= -1", "slot_mapping != 0"])
+@pytest.mark.parametrize("wrong", [pytest.param("slot_mapping >= -1", marks=pytest.mark.slow), "slot_mapping != 0"])
 def test_padding_that_is_written_fails(load: Callable[[], AiterLibrary], tmp_path: Path, wrong: str) -> None:
     """A slot of -1 is the last one to a kernel that does not look."""
     file = tmp_path / "aiter/ops/triton/fusions/fused_kv_cache.py"

@@ -55,6 +55,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> TileAgreement:
     return TileAgreement(SETTINGS, CPU)
 
 
+@pytest.mark.slow
 def test_tiles_that_give_equal_bits_agree(compared: TileAgreement) -> None:
     assert compared.of_products(FP32)
     assert compared.of_attention(FP32, 16)
@@ -80,7 +81,7 @@ def test_a_product_whose_bits_follow_from_the_tile_disagrees(
     assert ["products" in entry["event"] for entry in logs] == [True]
 
 
-@pytest.mark.parametrize("differs_by", ["block_m", "dealt"])
+@pytest.mark.parametrize("differs_by", [pytest.param("block_m", marks=pytest.mark.slow), "dealt"])
 def test_attention_whose_bits_follow_from_the_tile_disagrees(
     compared: TileAgreement, monkeypatch: pytest.MonkeyPatch, differs_by: str
 ) -> None:

@@ -19,7 +19,7 @@ from tests.kernels import cases
 AREAS = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
 MARKS: Final = {
     **dict.fromkeys(("experts", "latent"), SAMPLED),
-    **dict.fromkeys(("linear", "attention"), (pytest.mark.slow,)),
+    **dict.fromkeys(("linear", "attention", "sampling"), (pytest.mark.slow,)),
 }
 # Those whose compilation takes longest are left to fresh runs; so are gfx950, whose programs come from the code that
 # makes gfx942's, and sm_90.

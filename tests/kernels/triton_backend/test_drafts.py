@@ -20,7 +20,7 @@ from kernels.interface import AttentionMetaData, KVSpec
 from kernels.triton_backend.attention import Scores, attention
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.checkpoints import make_checkpoint, make_eagle3_head
-from tests.covering import SAMPLED, slow_but
+from tests.covering import SAMPLED
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.kernels.triton_backend.test_attention import BF16, FP8, FP16, FP32, PLAIN, pool
 from tests.kernels.triton_backend.test_latent import INDEX, Sequences, short_splits
@@ -46,7 +46,8 @@ PATHS: Final[dict[str, tuple[torch.dtype, torch.dtype, Scores]]] = {
 }
 
 
-@pytest.mark.parametrize("path", slow_but({"all"}, PATHS))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
 def test_rows_of_paged_attention(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts across the border of key tiles and of blocks, among a decode and a chunk of others."""
     multiply_rows_alone(monkeypatch)
@@ -97,6 +98,7 @@ def test_models_verify_with_the_bits_of_decodes(
     assert verifies_exactly(ModelRunner(config, ModelConfig.from_folder(folder)), 4)
 
 
+@pytest.mark.slow
 def test_tuned_kernels_refuse_drafts(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     config = Config(

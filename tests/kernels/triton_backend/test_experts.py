@@ -118,7 +118,11 @@ def test_rows_may_lie_apart() -> None:
 
 @pytest.mark.parametrize(
     ("packed_format", "clamp"),
-    [(None, None), (PackedFormat(torch.int8), CLAMP), (PackedFormat(torch.int8, quantizes_rows=True), CLAMP)],
+    [
+        (None, None),
+        pytest.param(PackedFormat(torch.int8), CLAMP, marks=pytest.mark.slow),
+        (PackedFormat(torch.int8, quantizes_rows=True), CLAMP),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_the_other_rows(
     monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None

@@ -97,7 +97,9 @@ def check_sampling(rnd: random.Random, ops: SamplingOps) -> None:
     assert found.tolist() != ops.sample(logits.clone(), params, seeds, right + num_rejected, choices).tolist()
 
 
-@pytest.mark.parametrize("ops", [TritonSamplingOps(CPU), TorchSamplingOps()], ids=["triton", "torch"])
+@pytest.mark.parametrize(
+    "ops", [pytest.param(TritonSamplingOps(CPU), marks=pytest.mark.slow), TorchSamplingOps()], ids=["triton", "torch"]
+)
 def test_tokens_are_drawn_at_their_own_positions(ops: SamplingOps) -> None:
     rnd = random.Random(0)
     for _ in range(3):

@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_but({"qwen3", "gpt_oss"}, list(MODELS)))
+@pytest.fixture(scope="module", params=slow_but({"qwen3"}, list(MODELS)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("quantized") / request.param)
 
