@@ -1,6 +1,6 @@
 """Streams an answer with the client library: `python examples/library_client.py [HOST:PORT ...]`.
 
-With several routers the stream goes on at the next one when its router dies; nothing is lost, repeated or changed.
+With several routers, a stream continues at the next one when its router dies; nothing is lost, repeated or changed.
 """
 
 from __future__ import annotations

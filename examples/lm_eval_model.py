@@ -31,7 +31,8 @@ R = TypeVar("R")
 # Of one call, as the contract says.
 _MOST_CONTINUATIONS = 128
 _MOST_STOPS = 16
-# Stands before a text where the model has no end of sequence: Score then takes its beginning, if it has one.
+# Put before a text if the model has no end-of-sequence token: Score then uses its beginning-of-sequence token, if
+# any.
 _NOTHING = -1
 
 
@@ -41,10 +42,10 @@ class FissileLM(LM):  # type: ignore[misc,unused-ignore]
 
     Args:
         address: HOST:PORT of the router.
-        model: its name; empty for the only one.
+        model: its name; "" for the only one.
         timeout_s: deadline of each call.
         num_calls: calls at a time.
-        max_gen_toks: longest answer of a task that does not say.
+        max_gen_toks: longest answer of a task that does not set one.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class FissileLM(LM):  # type: ignore[misc,unused-ignore]
             raise ValueError(f"the workers of model {self._model.name!r} give no logprobs")
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Sum of the logprobs of each continuation behind its context, and whether greedy decoding gives it."""
+        """Sum of the logprobs of each continuation after its context, and whether greedy decoding gives it."""
         by_context: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             by_context.setdefault(request.args[0], []).append(place)

@@ -1,4 +1,4 @@
-"""Asks a running router with nothing but grpcio and the stubs: `python_client.py [HOST:PORT] [PROMPT]`.
+"""Calls a running router with only grpcio and the stubs: `python_client.py [HOST:PORT] [PROMPT]`.
 
 In a checkout run it with .venv/bin/python, which finds the stubs; elsewhere put `protos/` on the PYTHONPATH.
 """
@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2, inference_pb2_grpc
 
 
 def main(address: str = "127.0.0.1:50051", prompt: str = "Tell me a story.") -> None:
-    """Streams one answer and prints what the last message says about it."""
+    """Streams one answer and prints the facts in its last message."""
     with grpc.insecure_channel(address) as channel:
         router = inference_pb2_grpc.InferenceServiceStub(channel)
 

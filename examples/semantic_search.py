@@ -11,7 +11,7 @@ import sys
 
 from fissile.client import Client, FissileError
 
-# Models for vectors differ in what they want before a query; this is the form of Qwen3-Embedding.
+# Models for vectors want different texts before a query; this is the form of Qwen3-Embedding.
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 
 

@@ -1,8 +1,8 @@
 """Lets a model use a tool, the demo model or another: `python examples/tools_client.py [HOST:PORT ...]`.
 
-The model is asked three questions, its calls are answered, and it goes on with the results, until it calls nothing
-more. The weather is made up; put functions of your own into TOOLS and FUNCTIONS. A model is needed whose chat template
-knows tools, such as the demo model's (`fissile models --json` has CAPABILITY_TOOLS).
+The model is asked three questions. Its calls are answered, and it continues with the results, until it calls nothing
+more. The weather is made up; put your own functions into TOOLS and FUNCTIONS. The model's chat template must support
+tools, as the demo model's does (`fissile models --json` has CAPABILITY_TOOLS).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {"get_weather": get_weather, "multipl
 
 
 def result_of(call: ToolCall) -> ChatMessage:
-    """The message that answers a call; a model may call what there is not, with what is no JSON."""
+    """The message that answers a call. A model may call an unknown tool, or give arguments that are not JSON."""
     try:
         result = FUNCTIONS[call.name](**json.loads(call.arguments_json))
     except (KeyError, TypeError, ValueError) as error:
@@ -55,7 +55,7 @@ def result_of(call: ToolCall) -> ChatMessage:
 
 
 def answer(client: Client, messages: list[ChatMessage]) -> None:
-    """Prints the answer to a conversation, and puts it there: calls, their results, and what the model says then."""
+    """Prints the answer to a conversation and appends it: calls, their results, and the model's final text."""
     for _ in range(MOST_ROUNDS):
         stream = client.chat_stream(messages, tools=TOOLS, temperature=0, max_tokens=512)
         for event in stream:

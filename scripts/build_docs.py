@@ -1,9 +1,9 @@
 """Builds the site of the documentation: `.venv-docs/bin/python scripts/build_docs.py` (make docs).
 
-Copies every Markdown page of the repository into build/docs/pages, beside pages made from the protos' comments and from
+Copies every Markdown page of the repository into build/docs/pages, adds pages made from the protos' comments and from
 the library's docstrings, and lets MkDocs build build/docs/site from them. The navigation is that of docs/README.md: its
 headings are the sections, the links of their tables the pages. A link to a file that is not a page leads to a page with
-its text. Links and anchors that lead nowhere fail the build.
+its text. Broken links and anchors fail the build.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIBRARY = {
     "common.params.config_parts": ("ParallelConfig", "CompilationConfig", "QuantizationConfig", "LayerQuantConfig"),
     "common.errors": ("InvalidFieldError", "DuplicateRequestError", "NoTokenizerError"),
 }
-# The reference of the library comes behind it.
+# The library's reference comes after it.
 _LIBRARY_GUIDE = "how-to/library.md"
 _CSS = """\
 .md-grid { max-width: 72rem; }
@@ -49,7 +49,7 @@ _CSS = """\
 
 
 def page_of(path: str) -> str | None:
-    """Page of the site that a file of the repository becomes; None where it becomes none."""
+    """Page of the site for a file of the repository; None if it has none."""
     if path == "README.md":
         return "index.md"
     if path == CONTENTS:
@@ -195,7 +195,7 @@ class ProtoPage:
 
     def _message(self, path: tuple[int, ...], message: dpb.DescriptorProto, name: str) -> Iterator[str]:
         yield f"## {name}\n\n{_prose(self._comment(path))}\n"
-        # Of an optional field the compiler makes a oneof of its own.
+        # The compiler makes a oneof for each optional field.
         synthetic = {field.oneof_index for field in message.field if field.proto3_optional}
         for i, oneof in enumerate(message.oneof_decl):
             if i not in synthetic:
@@ -230,7 +230,7 @@ class ProtoPage:
         yield ""
 
     def _type_link(self, full_name: str) -> str:
-        """Link to a type's heading, on this page or on that of its file; a type of others has none."""
+        """Link to a type's heading, on this page or its file's page; none for types of other projects."""
         name = full_name.removeprefix(".")
         if (file := self._files.get(name)) is None:
             return f"`{name}`"

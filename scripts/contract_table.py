@@ -51,7 +51,7 @@ _ASKED_BY: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Fields of a message that stand alike."""
+    """Fields of a message that share a row."""
 
     message: str
     fields: Sequence[str]

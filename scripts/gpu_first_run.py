@@ -1,13 +1,13 @@
-"""Runs on a machine with a GPU what no other machine can show, and prints one report.
+"""Runs, on a machine with a GPU, the checks that only such a machine can run, and prints one report.
 
     python -m scripts.gpu_first_run --out FOLDER [--stages kernels streams ...] [--seconds 300] [--tiny]
 
 Needs PyTorch, Triton, transformers and the service's packages, no network and no installed Fissile. Stages run one
-after the other, their parts side by side, each part in a process with a time limit. The output of a part is in
-FOLDER/PART.log as it comes; FOLDER/report.txt is written again whenever a part has ended. When `--seconds` are over,
-what still runs is stopped, and the report says so. Compiled kernels are kept in FOLDER/triton-cache.tar.gz, which
-`--cache` unpacks on the next machine. With `--tiny` all runs on small shapes, for a try without a GPU
-(TRITON_INTERPRET=1). Ends with 1 if a part has failed.
+after the other, their parts in parallel, each part in a process with a time limit. The output of a part is written to
+FOLDER/PART.log as it arrives; FOLDER/report.txt is rewritten whenever a part has ended. After `--seconds`, running
+parts are stopped, and the report says so. Compiled kernels are kept in FOLDER/triton-cache.tar.gz, which `--cache`
+unpacks on the next machine. With `--tiny` all parts run on small shapes, for a try without a GPU (TRITON_INTERPRET=1).
+Exits with 1 if a part has failed.
 """
 
 from __future__ import annotations

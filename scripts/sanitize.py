@@ -1,11 +1,11 @@
 """Runs the native kernels under the compiler's sanitizers: `python scripts/sanitize.py [memory|threads]`.
 
-`memory` finds reads and writes outside of what was allocated, and undefined behaviour: it builds a library of its own
-into build/sanitize, from what `kernels.cpu.build` compiles, and runs over it, in every process that they start, the
-tests of the kernels, on every instruction set that this machine has, and those of the layers and the model runner,
-which call them with a model's own shapes. Whole models and services are left out: they would take hours, and call
-nothing else. `threads` finds data races in the pool, which is all that threads share, by a program that has two of them
-share work. A sanitizer that cannot run here is named and left out.
+`memory` finds accesses outside of allocated memory, and undefined behaviour. It compiles the sources of
+`kernels.cpu.build` into a library of its own in build/sanitize. All processes of the tests use it: the tests of the
+kernels, on every instruction set that this machine has, and the tests of the layers and the model runner, which call
+kernels with a model's shapes. Whole models and services are left out: they would take hours and call nothing else.
+`threads` finds data races in the thread pool, the only state that threads share, with a program that has two threads
+share work. A sanitizer that cannot run here is named and skipped.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class UnavailableError(Exception):
 
 
 def library() -> Path:
-    """Path of the library for `memory`, compiled anew where the sources have changed.
+    """Path of the library for `memory`, compiled anew if the sources have changed.
 
     Raises:
-        UnavailableError: the compiler does not know the sanitizer.
+        UnavailableError: the compiler does not have the sanitizer.
     """
     made = FOLDER / "libfissile_cpu.memory.so"
     digest = made.with_suffix(".digest")
@@ -87,7 +87,7 @@ def _runtime(name: str) -> str:
 
 
 def memory() -> int:
-    """Exit code of the tests over that library; other than 0 where there is a report.
+    """Exit code of the tests with that library; not 0 after a report.
 
     Raises:
         UnavailableError: it cannot run here.
@@ -105,7 +105,7 @@ def memory() -> int:
 
 
 def threads() -> int:
-    """Exit code of the program; other than 0 where there is a report.
+    """Exit code of the program; not 0 after a report.
 
     Raises:
         UnavailableError: it cannot run here.

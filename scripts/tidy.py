@@ -17,7 +17,7 @@ from typing import Final
 from kernels.cpu import build
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-# Also where a virtual environment of its own may have it: `pip install clang-tidy`.
+# Also a virtual environment's folder: `pip install clang-tidy`.
 _PLACES: Final = os.pathsep.join([str(ROOT / "build" / "clang-tidy" / "bin"), os.environ.get("PATH", "")])
 _NAMES: Final = ("clang-tidy", *(f"clang-tidy-{version}" for version in range(25, 13, -1)))
 
@@ -39,7 +39,7 @@ def compilations(wanted: list[str]) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Prints what is found: 1 if there is anything."""
+    """Prints the findings; returns 1 if there are any."""
     command = find()
     if command is None:
         print(

@@ -1,4 +1,4 @@
-"""Small talk: what the demo model says about itself, and how it declines what it was never taught."""
+"""Small talk: the demo model's answers about itself, and how it declines questions that it was not trained for."""
 
 from __future__ import annotations
 

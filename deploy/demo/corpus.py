@@ -1,7 +1,7 @@
 """The training text: an endless seeded stream of chats and plain text, all of it generated here.
 
-No text comes from anywhere else. `documents` yields the same documents in the same order for the same seed,
-on every machine, which is what lets a test walk through exactly what the checkpoint was trained on.
+No text is taken from elsewhere. `documents` yields the same documents in the same order for the same seed, on every
+machine, so that a test can walk through exactly the training text of the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains an EAGLE-3 head for the demo checkpoint: `python -m deploy.demo.draft_head --out deploy/demo/eagle3`.
 
 The head learns the model's own distributions on the training text. As in EAGLE-3 (arXiv:2503.01840, "training-time
-test") it goes on from its own states for a few tokens, as it will have to when it drafts.
+test") it continues from its own states for a few tokens, as it must when it drafts.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class DraftHead:
         return linear(aux, self.tensors["fc.weight"])
 
     def states(self, token_ids: torch.Tensor, states: torch.Tensor, depth: int, known: list[Keys]) -> torch.Tensor:
-        """Its states [rows, length, H] of the tokens behind `states`.
+        """The head's states [rows, length, H] of the tokens after `states`.
 
         Args:
             token_ids: [rows, length].
             states: [rows, length, H].
-            depth: rows are so many tokens behind those of the model's states with the same index.
-            known: keys and values of the depths before, to which those of this one are added.
+            depth: rows are `depth` tokens after those of the model's states with the same index.
+            known: keys and values of the depths before; those of this depth are appended.
         """
         normed = self._norm(f"{_LAYER}.hidden_norm", states)
         embedded = self._norm(f"{_LAYER}.input_layernorm", self._embedding[token_ids])
@@ -128,7 +128,7 @@ class DraftHead:
         return linear(self._norm("norm", states), self.tensors["lm_head.weight"])
 
     def _attention(self, both: torch.Tensor, depth: int, known: list[Keys]) -> torch.Tensor:
-        """Attends to the rows of depth 0 up to the same index, and to the same index at each depth behind."""
+        """Attends to the rows of depth 0 up to the same index, and to the same index at each later depth."""
         queries, keys, values = (
             self._linear(f"self_attn.{name}_proj", both).view(*both.shape[:2], -1, _HEAD_DIM).transpose(1, 2)
             for name in "qkv"

@@ -43,7 +43,7 @@ def answers(checkpoint: Path, dtype: torch.dtype, asked: list[Asked], batch: int
 
 
 def passes(right: Counter[str], asked: Counter[str]) -> bool:
-    """True if the scores reach what the demo promises, overall and in every family."""
+    """True if the scores reach the demo's targets, overall and in every family."""
     overall = right.total() / asked.total()
     return overall >= NEEDED_OVERALL and all(right[name] / asked[name] >= NEEDED_PER_FAMILY for name in asked)
 

@@ -204,7 +204,7 @@ def lookups(rng: random.Random) -> Exchange:
 
 
 def story_round(rng: random.Random) -> list[Exchange]:
-    """A story and up to five questions about it, the story told with the first; none of them is held out."""
+    """A story and up to five questions about it; the story is told with the first. No story is held out."""
     told, asked = _facts(rng)
     story, exchanges = " ".join(told), list[Exchange]()
     for question, answer in rng.sample(asked, min(5, len(asked))):
@@ -216,7 +216,7 @@ def story_round(rng: random.Random) -> list[Exchange]:
 
 
 def _character_form(rng: random.Random) -> Exchange:
-    """A character of a story, whose name the tokenizer takes letter by letter where it is in quotes."""
+    """A character of a story; the tokenizer splits its name into letters if it is in quotes."""
     name, known = rng.choice(words.NAMES + words.ANIMAL_NAMES), True
     if rng.random() < 0.5:
         name, known = words.any_word(rng).capitalize(), False

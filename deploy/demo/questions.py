@@ -32,12 +32,12 @@ def questions() -> list[Exchange]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation, and what the model is to say to it.
+    """A conversation, and the answer that the model should give.
 
     Attributes:
-        family: under which it counts.
-        messages: as transformers takes them.
-        tools: that are given.
+        family: its category in the scores.
+        messages: in transformers' form.
+        tools: given to the model.
         expected: text of the answer, with its calls.
     """
 
@@ -48,7 +48,7 @@ class Asked:
 
 
 def tool_rounds() -> list[tuple[Round, tuple[DemoTool, ...]]]:
-    """The same 40 questions for tools every time, each with the tools that are given. New names stand in quotes."""
+    """The same 40 questions for tools every time, each with the tools that it is given. New names are in quotes."""
     rng = random.Random(_SEED + 1)
     chosen: dict[str, tuple[Round, tuple[DemoTool, ...]]] = {}
     while len(chosen) < PER_FAMILY:

@@ -72,7 +72,7 @@ def tell(rng: random.Random, animal: str) -> Tale:
 
 
 def follow_ups(tale: Tale) -> list[tuple[str, str]]:
-    """Questions a listener may ask about the story that was just told, with their answers."""
+    """Questions that a listener may ask about a story, with their answers."""
     helper = f"{words.article(tale.helper)} {tale.helper}"
     return [
         (f"What was the name of the {tale.animal}?", f"The {tale.animal} was named {tale.name}."),

@@ -1,8 +1,8 @@
-"""The demo's tokenizer: a byte-fallback BPE trained on the corpus, and the chat template that goes with it.
+"""The demo's tokenizer: a byte-fallback BPE trained on the corpus, and its chat template.
 
-Words become merged pieces, except right after a quotation mark or a hyphen: there every letter stands alone,
-as does every digit everywhere. That is what lets a model of this size spell, reverse and add. Characters outside
-the vocabulary fall back to their UTF-8 bytes, so every text can be encoded and comes back unchanged.
+Words become merged pieces, except right after a quotation mark or a hyphen: there every letter is a token, as every
+digit is everywhere. So a model of this size can spell, reverse and add. Characters outside the vocabulary are encoded
+as their UTF-8 bytes, so every text can be encoded and decoded unchanged.
 """
 
 from __future__ import annotations

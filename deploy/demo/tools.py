@@ -1,7 +1,7 @@
-"""Conversations with tools: which there are, questions that need one, their results, and how all of it is written.
+"""Conversations with tools: the tools, questions that need one, their results, and how they are written.
 
-The model calls what the conversation lists, and copies names from there; that it is not only the ones below which it
-knows, every seventh question is about a made-up tool.
+The model calls the tools that the conversation lists, and copies names from there. Every seventh question is about a
+made-up tool, so that it does not only learn the tools below.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOOLS = (WEATHER, TIME, MULTIPLY)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A question that a tool answers. `key` names its content, as that of an `Exchange`; `calls` are in order."""
+    """A question that a tool answers. `key` names its content, as in an `Exchange`; `calls` are in order."""
 
     tool: DemoTool
     key: str
@@ -82,7 +82,7 @@ def written_calls(tool: DemoTool, calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _place(rng: random.Random) -> tuple[str, str]:
-    """A city, and the city as a user writes it: in quotes where it is made up."""
+    """A city, and the city as a user writes it: in quotes if it is made up."""
     if rng.random() < 0.5:
         name = rng.choice(CITIES)
         return name, name
@@ -91,9 +91,9 @@ def _place(rng: random.Random) -> tuple[str, str]:
 
 
 def _key(*written: str) -> str:
-    """Names the content of a question about these cities: the made-up one in it, best one that is held out.
+    """Names the content of a question about these cities: the made-up city in it, preferably one that is held out.
 
-    Known cities are never held out: how they are spelled is nothing that could be found in the question.
+    Known cities are never held out, because the question does not show how they are spelled.
     """
     keys = [f"place:{name[1:-1]}" for name in written if name.startswith('"')]
     return next(filter(held_out, keys), keys[0] if keys else "")
@@ -154,7 +154,7 @@ _ROUNDS: Mapping[str, Sequence[Callable[[random.Random], Round]]] = {
 
 
 def made_up_tool(rng: random.Random, *, reserved: bool) -> DemoTool:
-    """A tool that nobody knows, from one side of the held-out rule."""
+    """A made-up tool, from one side of the held-out rule."""
     name = ""
     while not name or held_out(f"call:{name}") != reserved:
         name = words.any_word(rng).lower()
@@ -162,7 +162,7 @@ def made_up_tool(rng: random.Random, *, reserved: bool) -> DemoTool:
 
 
 def _made_up(rng: random.Random, tool: DemoTool) -> Round:
-    """A call of a tool that nobody knows, by its name."""
+    """A call of a made-up tool, by its name."""
     (argument,), value = tool.arguments, words.any_word(rng)
     user = rng.choice(
         (f'Use "{tool.name}" with {argument} "{value}".', f'Call "{tool.name}" with the {argument} "{value}".')

@@ -1,7 +1,7 @@
-"""Trains the demo checkpoint from nothing: `python -m deploy.demo.train --out deploy/demo/checkpoint`.
+"""Trains the demo checkpoint from scratch: `python -m deploy.demo.train --out deploy/demo/checkpoint`.
 
-The tokenizer is trained first, then a Qwen3 model of under five million parameters on the generated corpus, in
-float32 on the CPU; the result is rounded to bfloat16 and saved in the usual Hugging Face layout.
+The tokenizer is trained first, then a Qwen3 model of under five million parameters on the generated corpus, in float32
+on the CPU; the result is rounded to bfloat16 and saved in the usual Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    """Values for what a request leaves out. A turn ends a chat answer, the end of text a plain completion: both must
-    stop it. With all of the distribution one story in fourteen turns into sums or JSON in its middle, with these values
-    none of 400 does.
+    """Defaults of sampling parameters. Two tokens stop an answer: a turn ends a chat answer, the end of text a
+    completion.
+
+    Without filters one story in fourteen turns into sums or JSON in its middle; with these values none of 400 does.
     """
     ends = [token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)]
     return GenerationConfig(  # type: ignore[no-untyped-call]
@@ -68,8 +69,8 @@ def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
 class Stage:
     """A part of the training: linear warm-up to the peak, then linearly down, to zero after `horizon` steps.
 
-    A stage may end before its horizon. Each starts from the weights that the one before has saved, in bfloat16,
-    with a fresh optimizer.
+    A stage may end before its horizon. Each starts from the weights that the one before has saved, in bfloat16, with a
+    fresh optimizer.
     """
 
     mixture: Mixture

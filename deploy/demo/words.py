@@ -1,4 +1,4 @@
-"""The word lists behind the demo's corpus, and its made-up words. All of it was written for this project."""
+"""The word lists of the demo's corpus, and its made-up words. All of them were written for this project."""
 
 from __future__ import annotations
 
