@@ -30,6 +30,7 @@ from common.params.sampling_checks import TokenSequences
 from common.params.sampling_masks import check_tokens_left
 from common.params.sampling_params import SamplingParams
 from common.params.step_defaults import PREFILL_SLICE_S, default_scheduling_policy, default_token_budget
+from common.text.answer_text import AnswerText
 from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
@@ -116,21 +117,25 @@ class EngineAnswer:
         self.text = ""
         self.finish_reason: str | None = None
         self._num_streamed = (0, 0)
-        self._detokenizer = detokenizer
-        self._stop_strings = StopStrings(params.stop_strings, params.include_stop_string)
+        stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
+        self._text = AnswerText(detokenizer, stops, params.min_tokens)
 
     def take(self, output: RequestOutput) -> None:
-        """Takes what a step has produced, up to the token that completes a stop string."""
-        stopper = output.end_reason in (EndReason.EOS, EndReason.STOP_TOKEN)
-        for i, token_id in enumerate(output.output_tokens):
-            if self.finish_reason is not None:
+        """Adds the output of one step, up to the token that completes a stop string."""
+        if self.finish_reason is not None:
+            return
+        new = output.output_tokens
+        # The token that stops a sequence is counted and has no text.
+        num_read = len(new) - (output.end_reason in (EndReason.EOS, EndReason.STOP_TOKEN))
+        for piece in self._text.push(new[:num_read]):
+            self.token_ids += piece.token_ids
+            self.text += piece.text
+        if self._text.matched is None:
+            self.token_ids += new[num_read:]
+            if not output.finished:
                 return
-            self.token_ids.append(token_id)
-            if not (stopper and i == len(output.output_tokens) - 1):
-                self._decode([token_id])
-        if output.finished and self.finish_reason is None:
-            self._flush()
-            self.finish_reason = self.finish_reason or output.finish_reason
+            self.text += self._text.flush().text
+        self.finish_reason = output.finish_reason if self._text.matched is None else "stop_string"
 
     def take_logprobs(self, output: RequestOutput) -> None:
         """Takes the logprobs of the tokens that `take` has taken, and of the prompt."""
@@ -153,28 +158,6 @@ class EngineAnswer:
             self.finish_reason is not None,
             self.finish_reason,
         )
-
-    def _decode(self, token_ids: list[int]) -> None:
-        if self._detokenizer is None:
-            return
-        text = self._detokenizer.push(token_ids)
-        # A stop string counts from the `min_tokens`th token on, like every other stop.
-        if len(self.token_ids) < self.seq.sampling_params.min_tokens:
-            self.text += text
-        else:
-            self._search(text)
-
-    def _search(self, text: str) -> None:
-        result = self._stop_strings.push(text)
-        self.text += result.emit
-        if result.matched is not None:
-            self.finish_reason = "stop_string"
-
-    def _flush(self) -> None:
-        if self._detokenizer is not None:
-            self._search(self._detokenizer.flush())
-        if self.finish_reason is None:
-            self.text += self._stop_strings.flush()
 
 
 class InputOutputProcessor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.text.answer_text import TextPiece
 from router.answers.channels.calls import Tools
 from router.answers.channels.form import ResponseForm
 from router.answers.channels.markers import SpelledMarkers
@@ -62,14 +63,11 @@ class ChannelReader:
         # Tokens of reasoning, as runs from one place up to another.
         self._reasoning: list[tuple[int, int]] = []
 
-    def announce(self, text: str, token_id: int | None = None) -> None:
-        """Says that a token has this text, which may be read later; without a token it is the end of a character."""
-        marker = "" if token_id is None else self._markers.get(token_id, "")
-        self._spelled.announce(text, marker=marker if text.endswith(marker) else "")
-
-    def read(self, text: str) -> list[Part]:
-        """Takes the next piece of what has been announced."""
-        return self._parser.push(self._spelled.mark(text))
+    def read(self, piece: TextPiece) -> list[Part]:
+        """Returns the parts that the next piece adds: the piece of one token, or of none at the end."""
+        marker = self._markers.get(piece.token_ids[0], "") if piece.token_ids else ""
+        self._spelled.announce(piece.decoded, marker=marker if piece.decoded.endswith(marker) else "")
+        return self._parser.push(self._spelled.mark(piece.text))
 
     def end_token(self) -> None:
         """Counts a token, of which all that is read now has been."""

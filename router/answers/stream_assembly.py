@@ -33,8 +33,7 @@ from common.errors import (
     WorkerLostError,
 )
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
-from common.text.detokenizer import Detokenizer
-from common.text.stop_strings import StopStrings
+from common.text.answer_text import AnswerText, TextPiece
 from router.answers.answer_logprobs import AnswerLogprobs, LogprobGapError
 from router.answers.channels.parser import Channel, Part
 from router.answers.delivered_text import DeliveredText
@@ -63,9 +62,7 @@ class StreamAssembly:
 
     Args:
         prompt_tokens: length of the prompt, the position of the first token.
-        detokenizer: turns tokens into text; None when the model has no tokenizer, and then there is no text.
-        stop_strings: searches the text behind the first `min_tokens` tokens; None when there are none.
-        min_tokens: before that many tokens no stop string ends the stream.
+        text: turns the tokens into text and finds stop strings; gives a piece for each token if there is a `reader`.
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
         delivered_text: part of the text that the client has already, None where there is none.
@@ -86,9 +83,7 @@ class StreamAssembly:
         self,
         prompt_tokens: int,
         *,
-        detokenizer: Detokenizer | None,
-        stop_strings: StopStrings | None = None,
-        min_tokens: int = 0,
+        text: AnswerText,
         return_token_ids: bool = False,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         delivered_text: DeliveredText | None = None,
@@ -109,9 +104,7 @@ class StreamAssembly:
         self.start = FirstTokenInfo()
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-        self._min_tokens = min_tokens
+        self._text = text
         self._max_unread_tokens = max_unread_tokens
         self._delivered_text = delivered_text
         self._delivered_tokens = delivered_tokens
@@ -309,7 +302,10 @@ class StreamAssembly:
         if end.reason in _STOPS or end.reason == wpb.END_REASON_LENGTH:
             if end.end_pos != self.num_tokens:
                 raise GapError(f"an end at {end.end_pos} tokens where {self.num_tokens} arrived")
-            self._close(ending_of(end))
+            self._emit(self._text.flush())
+            matched = self._text.matched
+            stop_string = None if matched is None else pb.StopDetail(stop_string=matched)
+            self._end(ending_of(end) if matched is None else FinishInfo(pb.FINISH_REASON_STOP, stop_string))
         else:
             self.fail(error_of(end))
 
@@ -375,75 +371,33 @@ class StreamAssembly:
         return not self.is_closed
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens and turns them into text, one by one where a stop string may end them, or channels change."""
+        """Counts tokens and adds their text, up to the token that ends the answer."""
         if self._echo is not None:
             echo, self._echo = self._echo, None
-            self._emit(echo.text)
+            self._add(Part(Channel.CONTENT, echo.text))
             self._unread.add_ids(echo.token_ids)
-        if self._reader is not None:
-            for i in range(len(token_ids)):
-                if self._deliver_read(self._reader, token_ids[i : i + 1]):
-                    return
-            return
-        if self._stop_strings is None:
-            self._count(token_ids)
-            if self._detokenizer is not None:
-                self._emit(self._detokenizer.push(token_ids))
-            return
-        unsearched = min(max(0, self._min_tokens - 1 - self.delivered), len(token_ids))
-        self._count(token_ids[:unsearched])
-        if self._detokenizer is not None and unsearched:
-            self._emit(self._detokenizer.push(token_ids[:unsearched]))
-        for i in range(unsearched, len(token_ids)):
-            self._count(token_ids[i : i + 1])
-            if self._search(self._detokenizer.push(token_ids[i : i + 1]) if self._detokenizer else ""):
+        for piece in self._text.push(token_ids):
+            self._count(piece.token_ids)
+            self._emit(piece)
+            if self._text.matched is not None:
+                self._end(FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=self._text.matched)))
+            if self._reader is not None and self._end_token(self._reader):
                 return
 
-    def _deliver_read(self, reader: ChannelReader, token_ids: Sequence[int]) -> bool:
-        """Takes one token of an answer that is read in channels; True where it is the last."""
-        is_searched = self.delivered + 1 >= self._min_tokens
-        self._count(token_ids)
-        text = self._detokenizer.push(token_ids) if self._detokenizer else ""
-        reader.announce(text, token_ids[0])
-        if is_searched:
-            self._search(text)
-        else:
-            self._emit(text)
+    def _end_token(self, reader: ChannelReader) -> bool:
+        """Counts a token of an answer that is read in channels; True if it is the last one."""
         reader.end_token()
         if reader.is_done and not self.is_closed:
             self._end(FinishInfo(pb.FINISH_REASON_TOOL_CALLS))
         return self.is_closed
 
-    def _search(self, text: str) -> bool:
-        """Passes text through the stop strings; True when one matched, and then the stream is closed."""
-        if self._stop_strings is None:
-            self._emit(text)
-            return False
-        result = self._stop_strings.push(text)
-        self._emit(result.emit)
-        if result.matched is None:
-            return False
-        self._end(FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched)))
-        return True
-
-    def _close(self, ending: FinishInfo) -> None:
-        """Delivers what was held back and ends the stream; a stop string that the rest completes still counts."""
-        rest = self._detokenizer.flush() if self._detokenizer else ""
-        if self._reader is not None:
-            self._reader.announce(rest)
-        if self._search(rest):
-            return
-        if self._stop_strings is not None:
-            self._emit(self._stop_strings.flush())
-        self._end(ending)
-
-    def _emit(self, text: str) -> None:
-        """Adds text to what the client gets next, in its channels."""
+    def _emit(self, piece: TextPiece) -> None:
+        """Adds a piece of text to what the client gets next, in its channels."""
         if self._reader is None:
-            self._add(Part(Channel.CONTENT, text))
+            self._add(Part(Channel.CONTENT, piece.text))
             return
         try:
-            parts = self._reader.read(text)
+            parts = self._reader.read(piece)
         except TimeoutError:
             self.fail(EngineError("the response template of the model takes too long to read its answer"))
             return

@@ -18,6 +18,7 @@ from common.limits import MAX_SENT_LOGPROBS
 from common.params.sampling_masks import check_tokens_left
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
+from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
 from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import GRANULE_BLOCKS
@@ -245,19 +246,18 @@ class RequestBuilder:
         params, tokenizer = answer.params, model.text.tokenizer
         if params.stop_strings and tokenizer is None:
             raise NoTokenizerError(model.name)
-        stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         behind = answer.token_ids if continues_prompt(request) else ()
         received = _received_ids(answer, point, return_token_ids=return_token_ids)
         check_resumed_ids(received, model.vocab_size, params.max_tokens)
         skip, reading = not answer.keeps_special_tokens, answer.reading
         keep = frozenset[int]() if reading is None else reading.form.kept_ids
+        detokenizer = (
+            None if tokenizer is None else tokenizer.decode_stream(skip_special=skip, keep=keep, behind=behind)
+        )
+        stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         assembly = StreamAssembly(
             len(answer.token_ids),
-            detokenizer=None
-            if tokenizer is None
-            else tokenizer.decode_stream(skip_special=skip, keep=keep, behind=behind),
-            stop_strings=stops,
-            min_tokens=params.min_tokens,
+            text=AnswerText(detokenizer, stops, params.min_tokens, is_read_per_token=reading is not None),
             return_token_ids=return_token_ids,
             max_unread_tokens=self._max_unread_tokens,
             delivered_text=_delivered_text(point),

@@ -18,6 +18,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import hash_chain
 from router.answers.logit_digests import LogitChain
@@ -161,7 +162,7 @@ class Fleet:
         key = keys.of_answer(request.to_record(0, must_keep=False, has_generated=False))
         request = replace(request, adoption_key=key)
         logits = LogitChain(len(answer.prompt), answer.logits_every) if answer.logits_every else None
-        assembly = StreamAssembly(len(answer.prompt), detokenizer=None, return_token_ids=True, logit_chain=logits)
+        assembly = StreamAssembly(len(answer.prompt), text=AnswerText(None), return_token_ids=True, logit_chain=logits)
         before = list(answer.token_ids)
         if answer.by_ids and before:
             assembly.resume_behind(before)

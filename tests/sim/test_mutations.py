@@ -14,6 +14,7 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing
+from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.running import RunningRequests
 from router.workers.worker_pool import WorkerPool
@@ -84,7 +85,7 @@ def ends_of_resumed(resumed: wpb.SubmitSequence, answer: list[int]) -> list[tupl
 
 def repeated(_: int) -> None:
     """Tokens that the router has already are not appended again (S2)."""
-    assembly = StreamAssembly(3, detokenizer=None)
+    assembly = StreamAssembly(3, text=AnswerText(None))
     for first_pos, tokens in ((3, [1, 2]), (3, [1, 2]), (4, [2]), (5, [3])):
         assembly.append(first_pos, tokens, 0.0)
     assert list(assembly.token_ids) == [1, 2, 3]

@@ -16,6 +16,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain
 from router.answers.logit_digests import LogitChain
 from router.answers.stream_assembly import StreamAssembly
@@ -132,7 +133,7 @@ class Scenario:
             receipt=ReceiptTerms(NO_REQUEST, "", "", outcome.logits_every),
         )
         logits = LogitChain(len(outcome.prompt), outcome.logits_every) if outcome.logits_every else None
-        assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True, logit_chain=logits)
+        assembly = StreamAssembly(len(outcome.prompt), text=AnswerText(None), return_token_ids=True, logit_chain=logits)
         stream = service.requests.open(request, assembly, lambda worker: None)
         try:
             while outcome.reason is None:

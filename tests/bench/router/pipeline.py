@@ -21,6 +21,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_TOKENS
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from common.text.tokenizer import Tokenizer
 from common.wire.block_hash import hash_chain
 from router.answers.stream_assembly import StreamAssembly
@@ -85,7 +86,7 @@ class Streams:
 def _stream(tokenizer: Tokenizer, key: int, *, token_ids: bool) -> RequestStream:
     params = SamplingParams(max_tokens=10**6)
     request = RoutedRequest("m", "m", PROMPT, params, seed=0, chain_hash=0, arrival=0.0)
-    assembly = StreamAssembly(len(PROMPT), detokenizer=tokenizer.decode_stream(), return_token_ids=token_ids)
+    assembly = StreamAssembly(len(PROMPT), text=AnswerText(tokenizer.decode_stream()), return_token_ids=token_ids)
     return RequestStream(QueuedRequest(key, "m", len(PROMPT), 0.0), request, assembly, lambda _: None, WritePacer())
 
 

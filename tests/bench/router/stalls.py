@@ -19,6 +19,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.prompts.tokenizer_store import TokenizerStore
@@ -108,7 +109,7 @@ async def decision_ms(workers: int) -> float:
     params = SamplingParams(max_tokens=10)
     for _ in range(workers):
         request = RoutedRequest("m", MODEL.identity, array("I", [1] * 10), params, 0, 0, time.monotonic())
-        requests.open(request, StreamAssembly(10, detokenizer=None), lambda worker: None)
+        requests.open(request, StreamAssembly(10, text=AnswerText(None)), lambda worker: None)
     requests.dispatch_now()
     taken = []
     for turn in range(200):

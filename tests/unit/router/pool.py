@@ -13,6 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
@@ -75,7 +76,7 @@ class Site:
         (known,) = self.registry.models
         params = SamplingParams(max_tokens=4)
         request = RoutedRequest("m", known.identity, array("I", [1, 2, 3]), params, 0, 0, time.monotonic(), **fields)
-        return self.requests.open(request, StreamAssembly(3, detokenizer=None), on_submit)
+        return self.requests.open(request, StreamAssembly(3, text=AnswerText(None)), on_submit)
 
     async def stop(self) -> None:
         await self.pool.stop()

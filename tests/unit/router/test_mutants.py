@@ -17,6 +17,7 @@ import pytest
 from common.delay_gate import DelayGate
 from common.process.restart_policy import RestartPolicy
 from common.text import chat_template, stop_strings
+from common.text.answer_text import AnswerText
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
 from common.text.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ _PROMOTED = "request.charged_tokens * (1 / PROMOTED_SHARE - 1)"
 _IS_PARKED = "if request.key in self._assignment.parked"
 _MORE = "waiting.share(tenant, more=1)"
 
-_UNSEARCHED = "self._min_tokens - 1 - self.delivered"
+_UNSEARCHED = "min_tokens - 1"
 _OWN = "child.match or child.fail.match"
 
 _DISPATCHER, _PIECEMEAL = test_dispatcher_machine.DispatcherMachine, test_dispatcher_machine.PiecemealMachine
@@ -155,7 +156,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("old_shares", _ClassRequests, "largest", "== entry", "is not None"), (_ORDER,)),
     (Mutant("on_its_way", WorkerLoad, "has_waiting", " or self.unseen_seqs > 0", ""), (_GATE,)),
     (Mutant("last_start", StreamAssembly, "begin", "if self.first_token_time is None", "if True"), (_START,)),
-    (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
+    (Mutant("min", AnswerText, "__init__", _UNSEARCHED, "min_tokens"), (_FRAMING, _MIN)),
     (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(text)", "text"), (_CHANNELS,)),
     (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
     (Mutant("left_in", StreamAssembly, "_append_delivered", "self._unread.clear()", "pass"), (_COMES_AGAIN,)),
@@ -164,7 +165,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         Mutant("all_left_out", StreamAssembly, "_append_delivered", "min(delivered.left, len", "max(0, len"),
         (_COMES_AGAIN,),
     ),
-    (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._emit(rest):"), (_REST,)),
+    (Mutant("rest", AnswerText, "flush", "text = self._search(decoded)", "text = decoded"), (_REST,)),
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),
     (Mutant("shortest", stop_strings, "_link", _OWN, "child.fail.match or child.match"), (_FRAMING,)),

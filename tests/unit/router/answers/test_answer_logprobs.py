@@ -13,6 +13,7 @@ from common.errors import EngineError
 from common.limits import MAX_MESSAGE_LOGPROBS
 from common.params.logprobs import LogprobLayout
 from common.params.sampling_params import SamplingParams
+from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
 from common.wire.logprob_rows import rows_table, unpack
 from router.answers.answer_logprobs import AnswerLogprobs
@@ -40,8 +41,7 @@ def rows(first: int, count: int, layout: LogprobLayout) -> bytes:
 def assembly(params: SamplingParams = PARAMS, *stops: str, given: int = 0, echo: Echo | None = None) -> StreamAssembly:
     made = StreamAssembly(
         len(PROMPT),
-        detokenizer=TOKENIZER.decode_stream(),
-        stop_strings=StopStrings(stops, False) if stops else None,
+        text=AnswerText(TOKENIZER.decode_stream(), StopStrings(stops, False) if stops else None),
         return_token_ids=True,
         echo=echo,
         logprobs=AnswerLogprobs(params, PROMPT, len(PROMPT) + given),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ResumeMismatchError
+from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
 from router.answers.channels.calls import Tools
 from router.answers.channels.parser import Channel, Part, ResponseParser
@@ -57,9 +58,12 @@ def assembly(
     assert tokenizer is not None
     return StreamAssembly(
         PROMPT,
-        detokenizer=tokenizer.decode_stream(keep=asked.form.kept_ids),
-        stop_strings=StopStrings(stops, include) if stops else None,
-        min_tokens=min_tokens,
+        text=AnswerText(
+            tokenizer.decode_stream(keep=asked.form.kept_ids),
+            StopStrings(stops, include) if stops else None,
+            min_tokens,
+            is_read_per_token=True,
+        ),
         return_token_ids=True,
         reader=ChannelReader(asked),
         delivered_text=delivered,

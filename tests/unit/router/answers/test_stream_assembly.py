@@ -20,6 +20,7 @@ from common.errors import (
     SlowClientError,
     WorkerLostError,
 )
+from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
 from router.answers.delivered_text import DeliveredText
 from router.answers.delivered_tokens import DeliveredTokens
@@ -72,9 +73,7 @@ def assembly(
 ) -> StreamAssembly:
     return StreamAssembly(
         PROMPT,
-        detokenizer=TOKENIZER.decode_stream(),
-        stop_strings=StopStrings(stops, include) if stops else None,
-        min_tokens=min_tokens,
+        text=AnswerText(TOKENIZER.decode_stream(), StopStrings(stops, include) if stops else None, min_tokens),
         return_token_ids=True,
         max_unread_tokens=max_unread_tokens,
         delivered_text=delivered_text,
@@ -181,8 +180,10 @@ def test_a_continuations_text_is_that_of_prompt_and_tokens_alone(asked: Continua
     """M4: however its tokens and its client's reads come, with stop strings, it is the library's text."""
     stream = StreamAssembly(
         len(asked.prompt),
-        detokenizer=asked.tokenizer.decode_stream(behind=asked.prompt),
-        stop_strings=StopStrings(asked.stops, include=False) if asked.stops else None,
+        text=AnswerText(
+            asked.tokenizer.decode_stream(behind=asked.prompt),
+            StopStrings(asked.stops, include=False) if asked.stops else None,
+        ),
     )
     text = []
     for i, run in enumerate(asked.runs):
@@ -335,7 +336,7 @@ def test_slow_client_is_dropped_at_the_bound() -> None:
 
 
 def test_without_tokenizer_there_is_no_text() -> None:
-    stream = StreamAssembly(PROMPT, detokenizer=None, return_token_ids=True)
+    stream = StreamAssembly(PROMPT, text=AnswerText(None), return_token_ids=True)
     stream.append(PROMPT, [1, 2, EOS], 0.0, end(1, PROMPT + 3, wpb.END_REASON_EOS, EOS))
     (part,) = drain(stream)
     assert (part.text, part.token_ids) == ("", (1, 2, EOS))

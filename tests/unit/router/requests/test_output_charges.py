@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN, OUTPUT_TOKEN_COST
+from common.text.answer_text import AnswerText
 from router.answers.delivered_tokens import DeliveredTokens
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.output_charges import OutputCharges
@@ -16,7 +17,7 @@ class Stream:
     def __init__(self, key: int, *, is_adopted: bool = False, received: tuple[int, ...] = ()) -> None:
         self.queued = QueuedRequest(key, "m", 1, 0.0)
         delivered = DeliveredTokens(0, len(received), received) if received else None
-        self.assembly = StreamAssembly(1, detokenizer=None, delivered_tokens=delivered)
+        self.assembly = StreamAssembly(1, text=AnswerText(None), delivered_tokens=delivered)
         self.is_adopted = is_adopted
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import NoWorkerError
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import GapError, StreamAssembly
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
@@ -37,7 +38,7 @@ def rids(sequences: Iterable[LiveSequence]) -> list[int]:
 
 def submission(rid: int, tokens: int, *, deadline: float | None = None, state: int = 0) -> Submission:
     record = wpb.SubmitSequence(rid=rid, prompt_len=tokens, tracestate="s" * state)
-    assembly = StreamAssembly(tokens, detokenizer=None, return_token_ids=True)
+    assembly = StreamAssembly(tokens, text=AnswerText(None), return_token_ids=True)
     return Submission(record, array("I", range(tokens)), Running(rid, assembly), deadline)
 
 
@@ -180,7 +181,7 @@ def test_step_feeds_streams_and_ends_them() -> None:
 
 def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_ignored() -> None:
     made = link()
-    slow = StreamAssembly(1, detokenizer=None, max_unread_tokens=2)
+    slow = StreamAssembly(1, text=AnswerText(None), max_unread_tokens=2)
     made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), Running(9, slow))])
     frames(made)
     assert rids(made.apply(step(rid=[9], first_pos=[1], n=[3], token_ids=[1, 2, 3]), 0.0).touched) == [9]
@@ -305,7 +306,7 @@ def test_what_has_not_been_written_whole_is_known() -> None:
 
 
 def adoption(rid: int, deadline: float | None = None) -> Adoption:
-    running = Running(rid, StreamAssembly(3, detokenizer=None, return_token_ids=True))
+    running = Running(rid, StreamAssembly(3, text=AnswerText(None), return_token_ids=True))
     return Adoption(wpb.Adopt(rid=rid, key=b"k", have=3), running, deadline)
 
 
