@@ -166,9 +166,9 @@ def _called(
 
 def _arguments(i: int, given: pb.Tool, parameters: dict[str, Any], writer: AnswerGrammar) -> list[Argument]:
     if not given.strict:
-        return arguments.declared(parameters, writer.tags)
+        return arguments.declared(parameters)
     try:
-        return arguments.strict(parameters, writer.tags)
+        return arguments.strict(parameters, writer.tag_end)
     except arguments.ArgumentError as error:
         valid = "a schema of which each property says whether it is a string"
         raise InvalidFieldError(f"tools[{i}].parameters_json", f"cannot be held: {error}", valid) from None

@@ -43,7 +43,7 @@ TEMPLATE = (
     "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Of a checkpoint's own form.
+# Calls of a checkpoint's own form.
 OWN_CALLS = {
     "open_pattern": r"<tool_call>call\s+(?P<name>\w+)\s*(?:->|=>)",
     "close": "</tool_call>",
@@ -221,53 +221,66 @@ async def test_arguments_between_tags_are_held_one_by_one() -> None:
         await b.empty()
 
 
-def own_files(**calls: Any) -> dict[str, bytes]:
-    """Files of a model whose checkpoint says itself how it writes."""
+def own_files(fields: dict[str, Any]) -> dict[str, bytes]:
+    """Files of a model whose checkpoint has a response template of its own."""
     files = tool_files()
-    spec = {"start_anchor": "assistant\n", "fields": {**QWEN["fields"], "tool_calls": {**OWN_CALLS, **calls}}}
+    spec = {"start_anchor": "assistant\n", "fields": fields}
     config = {**json.loads(files["tokenizer_config.json"]), "response_template": spec}
     return {**files, "tokenizer_config.json": json.dumps(config).encode()}
 
 
-async def test_calls_of_a_checkpoints_own_form_are_held() -> None:
-    """Its delimiters are those of the template, spelled as its patterns have them."""
-    worker = worker_of(own_files(), answer='<tool_call>call  forecast -> {"city": "Oslo", "days": 3}</tool_call>')
+async def test_own_form_with_a_familys_calls_is_held() -> None:
+    worker = worker_of(
+        own_files(QWEN["fields"]),
+        answer='<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>',
+    )
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
     async with bench(worker) as b:
         for choice in (pb.ToolChoice(mode=pb.TOOL_MODE_AUTO), pb.ToolChoice(name="forecast")):
             parts = await collect(b.stub.Chat(asking(tool_choice=choice)))
             assert check_call(parts, "forecast")
             grammar = worker.submitted[-1].params.grammar
-            for part in ('"call "', '"->"', '"=>"', "<[302]>", "<[303]>", "Oslo", '"forecast"'):
+            for part in ("<[302]>", "<[303]>", "Oslo", "forecast"):
                 assert part in grammar
-        tools = [pb.Tool(name="a.b", parameters_json='{"type": "object"}', strict=True)]
-        error = await error_of(b.stub.Chat(asking(tools=tools)))
-        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
-        assert violation.field == "tools[0].name"
-        assert "not read where the model's calls have it" in violation.description
         await b.empty()
 
 
 @pytest.mark.parametrize(
-    ("calls", "said"),
+    ("asked", "field"),
     [
-        ({"close": ["</tool_call>", "\n\n"]}, "has calls whose close is not a token"),
-        ({"content": "kv-lines"}, "has calls of content 'kv-lines'"),
-        ({"open_pattern": r"<tool_call>(?P<name>\w+)(?(1)a|b)"}, "has the open of calls with '(?(1'"),
+        ({"tool_choice": pb.ToolChoice(name="forecast")}, "tool_choice"),
+        ({"tool_choice": pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)}, "tool_choice"),
+        ({}, "tools[0].strict"),
     ],
 )
-async def test_what_is_in_the_way_of_an_own_form_is_named(calls: dict[str, Any], said: str) -> None:
-    worker = worker_of(own_files(**calls))
+async def test_own_form_with_other_calls_is_read_and_refused_by_name(asked: dict[str, Any], field: str) -> None:
+    answer = '<tool_call>call  forecast -> {"city": "Oslo", "days": 3}</tool_call>'
+    worker = worker_of(own_files({**QWEN["fields"], "tool_calls": OWN_CALLS}), answer=answer)
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
     async with bench(worker) as b:
-        error = await error_of(b.stub.Chat(asking(tool_choice=pb.ToolChoice(name="forecast"))))
+        error = await error_of(b.stub.Chat(asking(**asked)))
+        assert error.code().name == "INVALID_ARGUMENT"
         (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
-        assert violation.field == "tool_choice"
-        assert f"its response_template {said}" in violation.description
-        # Its reasoning is held all the same.
-        budget = asking(tools=[], reasoning=pb.ReasoningOptions(max_tokens=5))
-        await collect(b.stub.Chat(budget))
+        assert violation.field == field
+        assert "its response_template has calls of no built-in form" in violation.description
+        assert "leave it out" in violation.description
+        free = [pb.Tool(name="forecast", parameters_json=json.dumps(SCHEMA))]
+        assert check_call(await collect(b.stub.Chat(asking(tools=free))), "forecast")
+        # No call is held, so a budget of reasoning can be.
+        await collect(b.stub.Chat(asking(tools=[], reasoning=pb.ReasoningOptions(max_tokens=5))))
         assert "thought[max_tokens=5]" in worker.submitted[-1].params.grammar
+        await b.empty()
+
+
+async def test_budget_refused_if_own_reasoning_begins_with_a_pattern_of_no_family() -> None:
+    thinking = {"open_pattern": "<think>|<mull>", "close": "</done>"}
+    worker = worker_of(own_files({"thinking": thinking, "content": {}}))
+    worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
+    async with bench(worker) as b:
+        error = await error_of(b.stub.Chat(asking(tools=[], reasoning=pb.ReasoningOptions(max_tokens=5))))
+        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == "reasoning.max_tokens"
+        assert "leave it out" in violation.description
         await b.empty()
 
 

@@ -43,21 +43,6 @@ class ArgumentError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
-    """Limits of what stands between the tags of a family.
-
-    Attributes:
-        end: text that ends a value and that a value could spell; empty where no text can.
-        strip: True if blanks around a value are no part of it.
-        hold_json: True if every value is JSON, texts too.
-    """
-
-    end: str = ""
-    strip: bool = False
-    hold_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Argument:
     """An argument between tags.
 
@@ -76,23 +61,21 @@ class Argument:
     text: str = ""
 
 
-def declared(schema: Mapping[str, Any], tags: Tags) -> list[Argument]:
+def declared(schema: Mapping[str, Any]) -> list[Argument]:
     """The arguments that a schema declares, in order, of which nothing is promised but their names."""
     return [
-        Argument(name, is_required, False, "{}")
-        if tags.hold_json
-        else Argument(name, is_required, _is_text(types_of(inner, schema)))
+        Argument(name, is_required, _is_text(types_of(inner, schema)))
         for name, inner, is_required in _properties(schema)
         if _is_key(name)
     ]
 
 
-def strict(schema: Mapping[str, Any], tags: Tags) -> list[Argument]:
+def strict(schema: Mapping[str, Any], tag_end: str) -> list[Argument]:
     """The arguments that a schema declares, held to it.
 
     Args:
         schema: of an object, that grammars serve.
-        tags: between which they stand.
+        tag_end: text that ends a value and that a value could spell; empty where the end is a token.
 
     Raises:
         ArgumentError: they cannot be held.
@@ -104,7 +87,7 @@ def strict(schema: Mapping[str, Any], tags: Tags) -> list[Argument]:
     for name in schema.get("required", []):
         if name not in names:
             raise ArgumentError("/required", f"{name!r} is none of the properties")
-    return [_strict(Argument(name, needed), inner, schema, tags) for name, inner, needed in _properties(schema)]
+    return [_strict(Argument(name, needed), inner, schema, tag_end) for name, inner, needed in _properties(schema)]
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -124,35 +107,33 @@ def _is_text(types: Iterable[str]) -> bool | None:
     return every == {TEXT}
 
 
-def _strict(argument: Argument, schema: Any, root: Mapping[str, Any], tags: Tags) -> Argument:
+def _strict(argument: Argument, schema: Any, root: Mapping[str, Any], tag_end: str) -> Argument:
     name, place = argument.name, f"/properties/{argument.name}"
     if not _is_key(name):
         raise ArgumentError(place, "its name cannot stand in a tag")
     try:
         found = alternatives(schema, root)
         types = types_of(schema, root)
-        if TEXT in types and not tags.hold_json:
-            text = _text(found, types, tags)
+        if TEXT in types:
+            text = _text(found, types, tag_end)
             return Argument(name, argument.is_required, _is_text(types), text=text)
-        _check_json(types, tags)
+        _check_json(types, tag_end)
         return Argument(name, argument.is_required, False, json.dumps(with_root(schema, root), ensure_ascii=False))
     except (SchemaTypeError, raw_texts.TextError) as error:
         raise ArgumentError(place, str(error)) from None
 
 
-def _check_json(types: tuple[str, ...], tags: Tags) -> None:
+def _check_json(types: tuple[str, ...], tag_end: str) -> None:
     """Refuses what is not read from JSON as it was meant."""
-    if tags.hold_json and TEXT in types and len(types) > 1:
-        raise SchemaTypeError("a string could be taken for another of its types")
-    if not types and not tags.hold_json:
+    if not types:
         raise SchemaTypeError("its 'type' does not say whether it is a string")
-    if "boolean" in types and _SCALARS & {*types} - {"boolean", "null"} and not tags.hold_json:
+    if "boolean" in types and _SCALARS & {*types} - {"boolean", "null"}:
         raise SchemaTypeError("a boolean and a number are not told apart between tags")
-    if tags.end and not (types and set(types) <= _SCALARS):
+    if tag_end and not (types and set(types) <= _SCALARS):
         raise SchemaTypeError("an array or an object could have a text in it that ends the argument")
 
 
-def _text(found: list[Alternative], types: tuple[str, ...], tags: Tags) -> str:
+def _text(found: list[Alternative], types: tuple[str, ...], tag_end: str) -> str:
     """Terminals of an argument that is a string, or may be one."""
     made = [_of_alternative(each, types) for each in found if TEXT in (each.types or ())]
     others = {kind for each in found for kind in (each.types or ())} - {TEXT}
@@ -168,16 +149,14 @@ def _text(found: list[Alternative], types: tuple[str, ...], tags: Tags) -> str:
         if unknown := others - raw_texts.SCALARS.keys():
             raise SchemaTypeError(f"a string that is held and an {min(unknown)} are not told apart between tags")
         texts += [raw_texts.SCALARS[kind] for kind in sorted(others) if not _has_choices(kind, found)]
-    return _within(texts, tags)
+    return _within(texts, tag_end)
 
 
-def _within(texts: list[str], tags: Tags) -> str:
+def _within(texts: list[str], tag_end: str) -> str:
     """The terminals of what can stand between tags."""
     if texts == [""]:
         return ""
-    narrowed = [raw_texts.WITHOUT_BLANKS] if tags.strip else []
-    narrowed += [raw_texts.without(tags.end)] if tags.end else []
-    return " & ".join([f"({' | '.join(texts)})", *narrowed])
+    return " & ".join([f"({' | '.join(texts)})", *([raw_texts.without(tag_end)] if tag_end else [])])
 
 
 def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | None:

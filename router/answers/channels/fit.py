@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Final
 
 import regex
 
-from router.answers.channels.grammar import IS_TEXT, KEY, NAME, CallStyle, every
-from router.answers.channels.spelling import DIGITS, WORD
+from router.answers.channels.grammar import DIGITS, IS_TEXT, KEY, NAME, WORD, CallStyle
 
 _BLANKS: Final = regex.compile(r"\s+")
 # Chat templates write the ids of earlier calls; models write none.
 _ID: Final = r'(?:,\s*"id":\s*"[^"]*")?'
-_PARTS: Final = ("before", "begin", "key", "value_after", "key_end", "key_after", "end", "after")
+_PARTS: Final = ("before", "key", "value_after", "key_end", "key_after", "end", "after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +40,11 @@ class WrittenCalls:
 
 def fitted(style: CallStyle, written: WrittenCalls) -> CallStyle | None:
     """Adapts `style` to the blanks of `written`; None if the chat template writes calls in another style."""
-    for texts in product(*(every(getattr(style, part)) for part in _PARTS)):
-        parts = _fitted_parts(dict(zip(_PARTS, texts, strict=True)), written)
-        if parts is None:
-            continue
-        between = _between(style, parts, written)
-        if between is not None:
-            return replace(style, **parts, between=between)
+    for begin in style.begins:
+        parts = _fitted_parts({"begin": begin, **{part: getattr(style, part) for part in _PARTS}}, written)
+        between = None if parts is None else _between(style, parts, written)
+        if parts is not None and between is not None:
+            return replace(style, begins=(parts.pop("begin"),), **parts, between=between)
     return None
 
 
@@ -89,7 +85,7 @@ def _spaced(parts: Mapping[str, str], match: Any) -> dict[str, Any] | None:
 
 def _between(style: CallStyle, parts: Mapping[str, str], written: WrittenCalls) -> str | None:
     """The text between two calls, with its blanks; None if it differs from the family's text."""
-    usual = every(style.between)[0]
+    usual = style.between
     if not written.two:
         return usual
     filled = {NAME: regex.escape(written.names[1])}

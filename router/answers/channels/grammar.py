@@ -7,73 +7,66 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
-from router.answers.channels.arguments import Argument, Tags
-from router.answers.channels.spelling import BLANKS, DIGITS, WORD
+from router.answers.channels.arguments import Argument
 
 _TEXT: Final = r"/(.|\n)*/"
 _BLANKS: Final = r"/[ \n]*/"
-# What stands for characters that a text does not name, as rules; blanks as between the tokens of JSON.
-_PLACES: Final = {BLANKS: "gap", WORD: "word", DIGITS: "digits"}
+# Placeholders for characters that the model chooses, and their rules.
+WORD: Final = "{word}"
+DIGITS: Final = "{digits}"
+_PLACES: Final = {WORD: "word", DIGITS: "digits"}
 _PLACE: Final = re.compile("|".join(map(re.escape, _PLACES)))
 _PLACE_RULES: Final = (
-    ("gap", r"/[ \n]{0,20}/"),
     ("word", "/[A-Za-z0-9_]{1,64}/"),
     ("digits", "/[0-9]{1,20}/"),
 )
-_NOTHING: Final = '""'
 # A rule's name among what else a rule has, of which texts may look like some.
 _RULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = "{name}"
 KEY: Final = "{key}"
 IS_TEXT: Final = "{is_text}"
-# One text, or several that may stand there.
-Texts: TypeAlias = str | tuple[str, ...]
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """The text of calls, as a family writes it. `{name}` and `{key}` stand for names, `{blanks}` for any blanks.
+    """Text of calls, reasoning and content as a family writes them.
+
+    `{name}` and `{key}` stand for names of tools and arguments, `{word}` and `{digits}` for text of the model's choice.
 
     Attributes:
-        begin: of a call, up to its arguments.
-        end: of a call.
-        before: all calls.
-        between: two calls.
-        after: all calls.
+        begins: texts that may begin a call, up to its arguments.
+        end: end of a call.
+        before: text before the first call.
+        between: text between two calls.
+        after: text after the last call.
         is_one: True if an answer has one call at most.
-        tells: False if text without a token may begin a call, beside what is written here.
-        key: begins an argument, where each stands between tags; empty where arguments are JSON. `{is_text}` stands for
-            `true` if it is a text as it is.
-        value_after: stands behind a value, in front of `key_end`, and is no part of it.
-        key_end: ends an argument, wherever it stands.
-        key_after: stands behind it.
-        strips_values: True if blanks around a value are no part of it.
-        has_json_values: True if all values are JSON, texts too.
-        reasoning: stands around reasoning; empty where there is none.
-        content: begins content.
-        delimiters: that must be tokens of their own: elsewhere text could be taken for one.
+        key: begin of an argument between tags; empty if arguments are JSON. `{is_text}` stands for `true` or `false`:
+            whether the value is raw text.
+        value_after: text between a value and `key_end`, not a part of the value.
+        key_end: end of an argument.
+        key_after: text after an argument.
+        reasoning: begin and end of reasoning; empty without reasoning.
+        content: begin of content.
+        delimiters: texts that must be tokens of their own, so that no other text is taken for a delimiter.
     """
 
-    begin: Texts
-    end: Texts
-    before: Texts = ""
+    begins: tuple[str, ...]
+    end: str
+    before: str = ""
     between: str = "\n"
-    after: Texts = ""
+    after: str = ""
     is_one: bool = False
-    tells: bool = True
-    key: Texts = ""
+    key: str = ""
     value_after: str = ""
     key_end: str = ""
     key_after: str = "\n"
-    strips_values: bool = False
-    has_json_values: bool = False
-    reasoning: tuple[Texts, str] = ("<think>", "</think>")
-    content: Texts = ""
+    reasoning: tuple[str, str] = ("<think>", "</think>")
+    content: str = ""
     delimiters: tuple[str, ...] = ("<tool_call>", "</tool_call>")
 
 
@@ -85,7 +78,7 @@ _DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<
 
 def _dsml(around: str) -> CallStyle:
     return CallStyle(
-        '<｜DSML｜invoke name="{name}">\n',
+        ('<｜DSML｜invoke name="{name}">\n',),
         "</｜DSML｜invoke>",
         before=f"<｜DSML｜{around}>\n",
         after=f"\n</｜DSML｜{around}>",
@@ -96,34 +89,34 @@ def _dsml(around: str) -> CallStyle:
 
 
 def _array(begin: str, end: str, delimiters: tuple[str, ...]) -> CallStyle:
-    return CallStyle(_OBJECT_BEGIN, "}", before=f"{begin}[", between=", ", after=f"]{end}", delimiters=delimiters)
+    return CallStyle((_OBJECT_BEGIN,), "}", before=f"{begin}[", between=", ", after=f"]{end}", delimiters=delimiters)
 
 
 STYLES: Final[Mapping[str, CallStyle]] = {
-    "qwen": CallStyle(f"<tool_call>\n{_OBJECT_BEGIN}", "}\n</tool_call>"),
+    "qwen": CallStyle((f"<tool_call>\n{_OBJECT_BEGIN}",), "}\n</tool_call>"),
     "qwen_coder": CallStyle(
-        "<tool_call>\n<function={name}>\n",
+        ("<tool_call>\n<function={name}>\n",),
         "</function>\n</tool_call>",
         key="<parameter={key}>\n",
         value_after="\n",
         key_end="</parameter>",
     ),
     "glm": CallStyle(
-        "<tool_call>{name}\n",
+        ("<tool_call>{name}\n",),
         "</tool_call>",
         key="<arg_key>{key}</arg_key>\n<arg_value>",
         key_end="</arg_value>",
         delimiters=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "deepseek_v3": CallStyle(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",),
         "\n```<｜tool▁call▁end｜>",
         before=_DEEPSEEK[0],
         after=_DEEPSEEK[1],
         delimiters=(*_DEEPSEEK, *_DEEPSEEK_CALL),
     ),
     "deepseek_v31": CallStyle(
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        ("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",),
         "<｜tool▁call▁end｜>",
         before=_DEEPSEEK[0],
         between="",
@@ -144,17 +137,17 @@ STYLES: Final[Mapping[str, CallStyle]] = {
     "jamba": _array("<tool_calls>", "</tool_calls>", ("<tool_calls>", "</tool_calls>")),
     "xlam": replace(_array("", "", ()), reasoning=("", "")),
     "kimi": CallStyle(
-        f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",
+        (f"<|tool_call_begin|>functions.{{name}}:{DIGITS}<|tool_call_argument_begin|>",),
         "<|tool_call_end|>",
         before=_KIMI[0],
         between="",
         after=_KIMI[1],
         delimiters=(*_KIMI, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    "gigachat": CallStyle(f"<|function_call|>{_OBJECT_BEGIN}", "}", is_one=True, delimiters=("<|function_call|>",)),
-    "llama": CallStyle('{"name": "{name}", "parameters": ', "}", is_one=True, reasoning=("", ""), delimiters=()),
+    "gigachat": CallStyle((f"<|function_call|>{_OBJECT_BEGIN}",), "}", is_one=True, delimiters=("<|function_call|>",)),
+    "llama": CallStyle(('{"name": "{name}", "parameters": ',), "}", is_one=True, reasoning=("", ""), delimiters=()),
     "harmony": CallStyle(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        ("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",),
         "<|call|>",
         is_one=True,
         reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
@@ -216,14 +209,12 @@ class AnswerGrammar:
     @property
     def tells_calls(self) -> bool:
         """True if no text is a call: calls begin with a token of their own, or content does and calls have one."""
-        return self._style.tells and (bool(self._style.content) or self._before_token is not None)
+        return bool(self._style.content) or self._before_token is not None
 
     @property
-    def tags(self) -> Tags:
-        """Limits of what stands between the tags of arguments."""
-        style = self._style
-        end = "" if self._has_token(style.key_end) else style.key_end
-        return Tags(end, style.strips_values, style.has_json_values)
+    def tag_end(self) -> str:
+        """Text that ends an argument between tags; empty if a token does, which no value can spell."""
+        return "" if self._has_token(self._style.key_end) else self._style.key_end
 
     @property
     def ends_reasoning(self) -> bool:
@@ -244,7 +235,7 @@ class AnswerGrammar:
             is_required: True if it calls, False if it may.
             is_one: True for one call at most.
         """
-        content = f"{self._choice(self._style.content)} text"
+        content = f"{self._literal(self._style.content)} text"
         if not tools:
             return self._written([("answer", content)], thinking)
         answer = "calls" if is_required else self._may_call(content)
@@ -260,7 +251,7 @@ class AnswerGrammar:
             thinking: before it; None for none.
             calls: grammar of calls, that may come instead; empty for none.
         """
-        answer = f"{self._choice(self._style.content)} %lark {{\n{grammar}\n}}"
+        answer = f"{self._literal(self._style.content)} %lark {{\n{grammar}\n}}"
         if calls:
             answer += f" | %lark {{\n{calls}\n}}"
         return self._written([("answer", answer)], thinking)
@@ -268,7 +259,7 @@ class AnswerGrammar:
     @property
     def _before_token(self) -> str | None:
         """The text in front of the token that calls begin with; None where they begin in several ways, or with text."""
-        firsts = every(self._style.before or self._style.begin)
+        firsts = (self._style.before,) if self._style.before else self._style.begins
         tokens = [self._marker.search(first) for first in firsts]
         known = {first[: token.start()] for first, token in zip(firsts, tokens, strict=True) if token is not None}
         text = next(iter(known), "")
@@ -282,72 +273,62 @@ class AnswerGrammar:
     def _call_rules(self, tools: Sequence[CalledTool], is_one: bool, *, after_text: bool) -> list[tuple[str, str]]:
         style, known = self._style, (self._before_token or "") if after_text else ""
         # Of the first call that part is with the text before it.
-        cut = [text.removeprefix(known) for text in every(style.before or style.begin)]
+        first_begins = style.begins if style.before else tuple(text.removeprefix(known) for text in style.begins)
         first = "first" if known and not style.before else "call"
-        more = "" if is_one or self._is_one else f" ({self._literal(style.between)} call)*"
-        before = self._choice(tuple(cut)) if style.before else ""
+        has_one = is_one or style.is_one or self._ends_answer(style.end)
+        more = "" if has_one else f" ({self._literal(style.between)} call)*"
+        before = self._literal(style.before.removeprefix(known))
         rules = [
             ("text_before", f"/(.|\\n)*{re.escape(known)}/"),
-            ("calls", f"{before} {first}{more} {self._choice(style.after)}"),
+            ("calls", f"{before} {first}{more} {self._literal(style.after)}"),
         ]
         for i, tool in enumerate(tools):
             rules += self._argument_rules(f"arguments_{i}", tool)
-        for rule, begin in {first: tuple(cut) if not style.before else style.begin, "call": style.begin}.items():
+        for rule, begins in {first: first_begins, "call": style.begins}.items():
             rules.append((rule, " | ".join(f"{rule}_{i}" for i in range(len(tools)))))
-            rules += self._parts(f"begin_{rule}", begin, NAME)
+            rules += self._begin_rules(f"begin_{rule}", begins)
             for i, tool in enumerate(tools):
-                body = f"{self._filled(f'begin_{rule}', begin, NAME, tool.name)} arguments_{i} {self._end(tool.name)}"
-                rules.append((f"{rule}_{i}", body))
+                begin = self._begin(f"begin_{rule}", begins, tool.name)
+                rules.append(
+                    (f"{rule}_{i}", f"{begin} arguments_{i} {self._literal(style.end.replace(NAME, tool.name))}")
+                )
         return rules
-
-    @property
-    def _is_one(self) -> bool:
-        return self._style.is_one or any(self._ends_answer(end) for end in every(self._style.end))
 
     def _ends_answer(self, text: str) -> bool:
         return any(match[0] in self._ends for match in self._marker.finditer(text))
 
-    def _end(self, name: str) -> str:
-        """The end of a call: one that ends the answer, where there is such a one."""
-        ends = every(self._style.end)
-        last = tuple(end for end in ends if self._ends_answer(end))
-        return self._choice(tuple(end.replace(NAME, name) for end in last or ends))
-
-    def _parts(self, rule: str, texts: Texts, hole: str) -> list[tuple[str, str]]:
-        """Rules for what stands around a hole, where that may be several texts."""
-        if len(every(texts)) == 1:
+    def _begin_rules(self, rule: str, begins: Sequence[str]) -> list[tuple[str, str]]:
+        """Rules for the texts around the name of a tool, if a call may begin with several texts."""
+        if len(begins) == 1:
             return []
         return [
             (f"{rule}_{k}{side}", self._choice(part))
-            for k, group in enumerate(_around(every(texts), hole))
+            for k, group in enumerate(_around_name(begins))
             for side, part in zip("ab", group, strict=True)
         ]
 
-    def _filled(self, rule: str, texts: Texts, hole: str, value: str) -> str:
-        """The texts with a value in the hole, by the rules of `_parts`."""
-        if len(every(texts)) == 1:
-            return self._literal(every(texts)[0].replace(hole, value))
-        groups = range(len(_around(every(texts), hole)))
-        return f"({' | '.join(f'{rule}_{k}a {_quoted(value)} {rule}_{k}b' for k in groups)})"
+    def _begin(self, rule: str, begins: Sequence[str], name: str) -> str:
+        """The begin of a call of the tool `name`, by the rules of `_begin_rules`."""
+        if len(begins) == 1:
+            return self._literal(begins[0].replace(NAME, name))
+        groups = range(len(_around_name(begins)))
+        return f"({' | '.join(f'{rule}_{k}a {_quoted(name)} {rule}_{k}b' for k in groups)})"
 
     def _argument_rules(self, rule: str, tool: CalledTool) -> list[tuple[str, str]]:
         if self.has_json:
             return [(rule, f"%json {tool.schema or _ANY_OBJECT}")]
-        parts, rules = [], self._parts(f"{rule}_key", self._style.key, KEY)
+        parts, rules = [], list[tuple[str, str]]()
         for j, argument in enumerate(tool.arguments):
             parts.append(f"{rule}_{j}{'' if argument.is_required else '?'}")
             value, more = self._value(f"{rule}_{j}_value", argument)
             rules += [
-                (f"{rule}_{j}", f"{self._key(f'{rule}_key', argument)} {value} {self._literal(self._style.key_after)}"),
+                (f"{rule}_{j}", f"{self._key(argument)} {value} {self._literal(self._style.key_after)}"),
                 *more,
             ]
         return [(rule, " ".join(parts) or '""'), *rules]
 
-    def _key(self, rule: str, argument: Argument) -> str:
-        keys = every(self._style.key)
-        if len(keys) > 1:
-            return self._filled(rule, keys, KEY, argument.name)
-        text = keys[0].replace(KEY, argument.name)
+    def _key(self, argument: Argument) -> str:
+        text = self._style.key.replace(KEY, argument.name)
         if argument.is_text is not None or IS_TEXT not in text:
             return self._literal(text.replace(IS_TEXT, "true" if argument.is_text else "false"))
         before, after = map(self._literal, text.split(IS_TEXT))
@@ -390,7 +371,7 @@ class AnswerGrammar:
                 text = self._literal(end)
             else:
                 text, more = self._until("thought", end, thinking.max_tokens)
-            opening = "" if thinking.has_begun else self._choice(begin)
+            opening = "" if thinking.has_begun else self._literal(begin)
             blanks = "" if self._style.content else "blanks"
             more = [("reasoning", f"{opening} {text} {blanks}"), *more]
             start = "reasoning answer" if thinking.has_begun else "reasoning? answer"
@@ -404,10 +385,10 @@ class AnswerGrammar:
     def _has_token(self, text: str) -> bool:
         return self._marker.search(text) is not None
 
-    def _choice(self, texts: Texts) -> str:
-        """One of some texts."""
-        literals = list(dict.fromkeys(map(self._literal, every(texts))))
-        return literals[0] if len(literals) == 1 else f"({' | '.join(literal or _NOTHING for literal in literals)})"
+    def _choice(self, texts: Sequence[str]) -> str:
+        """Expression of one of the texts."""
+        literals = list(dict.fromkeys(map(self._literal, texts)))
+        return literals[0] if len(literals) == 1 else f"({' | '.join(literals)})"
 
     def _literal(self, text: str) -> str:
         """A text with its tokens named; one that ends an answer is left to the end."""
@@ -426,16 +407,20 @@ class AnswerGrammar:
         return [*parts, *([_quoted(text[at:])] if at < len(text) else [])]
 
 
-def every(texts: Texts) -> tuple[str, ...]:
-    """All texts that may stand there."""
-    return (texts,) if isinstance(texts, str) else texts
+def one_call(style: CallStyle, name: str, keys: Iterable[str]) -> str:
+    """An answer with one call of the tool `name`, with an argument for each of `keys` if a style has tags."""
+    value_end = style.value_after + style.key_end + style.key_after
+    arguments = "".join(f"{style.key.replace(KEY, key).replace(IS_TEXT, 'true')}x{value_end}" for key in keys)
+    call = f"{style.begins[0]}{arguments if style.key else '{}'}{style.end}{style.after}"
+    filled = (style.before + call).replace(NAME, name)
+    return filled.replace(WORD, "x").replace(DIGITS, "0")
 
 
-def _around(texts: Sequence[str], hole: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Texts before and behind a hole: all of the first with all of the second, of each pair."""
+def _around_name(begins: Sequence[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Groups of texts before and texts after the name; within a group each text before goes with each one after."""
     behind: dict[str, list[str]] = {}
-    for text in texts:
-        before, _, after = text.partition(hole)
+    for text in begins:
+        before, _, after = text.partition(NAME)
         behind.setdefault(before, []).append(after)
     groups: dict[tuple[str, ...], list[str]] = {}
     for before, afters in behind.items():

@@ -157,6 +157,11 @@ def shows_tools(template: ChatTemplate) -> bool:
     return _Probe(template).shows_tools()
 
 
+def reads_calls(template: ChatTemplate, response: ResponseTemplate, family: str) -> bool:
+    """True if a response template reads back the calls that the chat template of a `family` writes."""
+    return _Probe(template).reads_calls(response, family)
+
+
 def find_form(template: ChatTemplate) -> FoundForm | None:
     """Finds the form of a model's answers by its chat template; None if neither calls nor reasoning are known."""
     return _Probe(template).find()
@@ -206,9 +211,17 @@ class _Probe:
             return found
         return FoundForm("", reading.spec({"content": {}}), _plain_style(marks))
 
+    def reads_calls(self, response: ResponseTemplate, family: str) -> bool:
+        reader, tail = _Reader(response), self._tail()
+        return any(
+            # In messages of such families, content before a call is reasoning.
+            all(reader.reads(each, tail) for each in answers if not (each.content and family in WHOLE))
+            for answers in self._calls()
+        )
+
     def _find_whole(self, name: str, spec: Mapping[str, Any], *, has_tools: bool) -> FoundForm | None:
         """The form of a family with a message format of its own; None if its reasoning is not read back."""
-        reader = _Reader(spec)
+        reader = _Reader(ResponseTemplate(spec))
         reasons = [each for each in self._answers(_PLAIN, _REASONING) if not (each.calls and each.content)]
         if not reasons or not all(reader.reads(each, self._tail()) for each in reasons):
             return None
@@ -227,7 +240,7 @@ class _Probe:
                 if name in WHOLE:
                     continue
                 spec = reading.spec(family["fields"])
-                reader = _Reader(spec)
+                reader = _Reader(ResponseTemplate(spec))
                 if self._reads_content(reader) and all(reader.reads(each, tail) for each in answers):
                     style = _fitted_style(name, reading.marks, answers)
                     return FoundForm(name, spec, style or _plain_style(reading.marks), "" if style else _UNHELD)
@@ -276,7 +289,7 @@ class _Probe:
     def _reasons(self, marks: tuple[str, str]) -> bool:
         """True if the model writes its reasoning between these marks."""
         reading = _Reading(self._anchor(marks), marks)
-        reader = _Reader(reading.spec({"content": {}}))
+        reader = _Reader(ResponseTemplate(reading.spec({"content": {}})))
         answers = [
             each
             for variant in (_PLAIN, replace(_PLAIN, has_results=True))
@@ -364,10 +377,8 @@ class _Reading:
 class _Reader:
     """Reads rendered answers with one response template."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._template = ResponseTemplate(spec)
-        anchor = spec.get("start_anchor_pattern") or regex.escape(spec["start_anchor"])
-        self._begins = regex.compile(anchor)
+    def __init__(self, template: ResponseTemplate) -> None:
+        self._template = template
 
     def reads(self, written: _Written, tail: _Tail) -> bool:
         """True if an answer is read back unchanged, apart from the template's text after it."""
@@ -393,20 +404,20 @@ class _Reader:
     def _is_split(self, written: _Written, tail: _Tail) -> bool:
         """True if content and calls are written as two messages, so that they are not one answer."""
         behind = written.text.partition(written.content)[2].lstrip() if written.content and written.calls else ""
-        return bool(behind) and (
-            bool(tail.every and behind.startswith(tail.every)) or self._begins.match(behind) is not None
-        )
+        if tail.every and behind.startswith(tail.every):
+            return bool(behind)
+        return bool(behind) and self._template.behind_anchor(behind, at_start=True) is not None
 
     def _begin(self, written: _Written) -> tuple[str, str | None]:
         """Splits an answer into the part that a prompt contains, and the rest; None if no beginning is found."""
         if written.begun and written.text.startswith(written.begun):
-            return _behind(self._begins, written.begun) or "", written.text[len(written.begun) :]
-        return "", _behind(self._begins, written.text)
+            return self._template.behind_anchor(written.begun) or "", written.text[len(written.begun) :]
+        return "", self._template.behind_anchor(written.text)
 
 
 def _plain_style(marks: tuple[str, str] | None) -> CallStyle:
     """Call style without calls, with the reasoning marks alone."""
-    return CallStyle("", "", reasoning=marks or ("", ""), delimiters=())
+    return CallStyle((), "", reasoning=marks or ("", ""), delimiters=())
 
 
 def _fitted_style(family: str, marks: tuple[str, str] | None, answers: Sequence[_Written]) -> CallStyle | None:
@@ -424,12 +435,6 @@ def _is(text: str, arguments: Mapping[str, Any]) -> bool:
         return bool(json.loads(text) == arguments)
     except ValueError:
         return False
-
-
-def _behind(begins: Any, text: str) -> str | None:
-    """The text after the first match of `begins`; None without a match."""
-    match = begins.search(text)
-    return None if match is None else text[match.end() :]
 
 
 def _user(word: str = _USERS[0]) -> dict[str, Any]:

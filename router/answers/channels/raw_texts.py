@@ -17,9 +17,6 @@ from common.constraints.formats import INSTEAD
 from common.constraints.library import lark_of_regex
 
 ANY: Final = r"/(.|\n)*/"
-# Neither Python's nor Rust's blanks.
-_INNER: Final = r"[^\s\x1c-\x1f]"
-WITHOUT_BLANKS: Final = rf"/({_INNER}((.|\n)*{_INNER})?)?/"
 _OCTET: Final = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DATE: Final = (

@@ -40,13 +40,16 @@ class Delimiter:
 
     Attributes:
         pattern: matches it.
-        is_literal: True if it is one of some texts.
-        can_extend: True if one of the texts begins another one.
+        texts: the texts that it may be; none if a pattern says that.
     """
 
     pattern: Any
-    is_literal: bool
-    can_extend: bool
+    texts: tuple[str, ...] = ()
+
+    @property
+    def can_extend(self) -> bool:
+        """True if one of the texts begins another one."""
+        return any(one != other and one.startswith(other) for one in self.texts for other in self.texts)
 
     def search(self, text: str, start: int, *, final: bool) -> Any:
         """The first match from `start` on, a partial one too unless the text is `final`; None without one."""
@@ -57,8 +60,8 @@ class Delimiter:
     def may_change(self, text: str, match: Any) -> bool:
         """True if more text may make another match of a whole one."""
         if match.end() == len(text):
-            return match.start() == match.end() or not self.is_literal or self.can_extend
-        if self.is_literal:
+            return match.start() == match.end() or not self.texts or self.can_extend
+        if self.texts:
             return False
         # With a character that is no end of line behind it: `$` and its like no longer match.
         longer = self.pattern.match(text + "\0", match.start())
@@ -181,6 +184,12 @@ class ResponseTemplate:
         ends = [match.end() for match in self._anchor.pattern.finditer(prompt, timeout=_SEARCH_S)]
         return prompt[ends[-1] :] if ends else ""
 
+    def behind_anchor(self, text: str, *, at_start: bool = False) -> str | None:
+        """The text after the first start anchor; None without one, or if it has to be `at_start` and is not."""
+        assert self._anchor is not None
+        match = self._anchor.search(text, 0, final=True)
+        return None if match is None or (at_start and match.start()) else text[match.end() :]
+
     def names(self, token: str) -> bool:
         """True if a delimiter, or a pattern within a region, has this text in it."""
         return any(token in text for text in self._texts)
@@ -208,7 +217,7 @@ def _delimiter(scope: str, given: Mapping[str, Any], key: str) -> Delimiter | No
         raise ResponseTemplateError(f"{scope} has both {key} and {pattern_key}")
     if pattern_key in given:
         try:
-            return Delimiter(regex.compile(given[pattern_key], regex.DOTALL), is_literal=False, can_extend=False)
+            return Delimiter(regex.compile(given[pattern_key], regex.DOTALL))
         except (regex.error, TypeError) as error:
             raise ResponseTemplateError(f"{scope} has a {pattern_key} that is not a pattern: {error}") from None
     if key not in given:
@@ -218,8 +227,7 @@ def _delimiter(scope: str, given: Mapping[str, Any], key: str) -> Delimiter | No
         raise ResponseTemplateError(f"{scope} has a {key} that is neither a text nor a list of texts")
     # The longer of two that begin alike.
     pattern = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
-    can_extend = any(one != other and one.startswith(other) for one in texts for other in texts)
-    return Delimiter(regex.compile(pattern, regex.DOTALL), is_literal=True, can_extend=can_extend)
+    return Delimiter(regex.compile(pattern, regex.DOTALL), tuple(texts))
 
 
 def _field(name: str, given: Any) -> Field:

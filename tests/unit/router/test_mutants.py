@@ -157,7 +157,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("on_its_way", WorkerLoad, "has_waiting", " or self.unseen_seqs > 0", ""), (_GATE,)),
     (Mutant("last_start", StreamAssembly, "begin", "if self.first_token_time is None", "if True"), (_START,)),
     (Mutant("min", AnswerText, "__init__", _UNSEARCHED, "min_tokens"), (_FRAMING, _MIN)),
-    (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(text)", "text"), (_CHANNELS,)),
+    (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(piece.text)", "piece.text"), (_CHANNELS,)),
     (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
     (Mutant("left_in", StreamAssembly, "_append_delivered", "self._unread.clear()", "pass"), (_COMES_AGAIN,)),
     (Mutant("any_tokens", StreamAssembly, "_check_delivered", "delivered.push(token_ids)", _UNLOOKED), (_COMES_AGAIN,)),

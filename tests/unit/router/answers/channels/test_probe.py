@@ -12,7 +12,7 @@ from common.text.tokenizer import Tokenizer
 from router.answers.channels.families import QWEN
 from router.answers.channels.fit import WrittenCalls, fitted
 from router.answers.channels.form import ResponseForm, response_form
-from router.answers.channels.grammar import STYLES, every
+from router.answers.channels.grammar import STYLES
 from router.answers.channels.probe import FoundForm, find_form, shows_tools
 from router.answers.channels.template import ResponseTemplate
 from tests.covering import SAMPLED
@@ -200,10 +200,8 @@ def test_grammars_write_calls_as_the_chat_template_does(calls: str) -> None:
     call = {"type": "function", "id": "functions.f:0", "function": {"name": "f", "arguments": {}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     written = chat.render([{"role": "user", "content": "hm"}, message], add_generation_prompt=False)
-    begin = (
-        every(form.style.begin)[0].replace("{name}", "f").replace("{digits}", "0").replace("{word}", "functions.f:0")
-    )
-    assert every(form.style.before)[0] + begin in written
+    begin = form.style.begins[0].replace("{name}", "f").replace("{digits}", "0").replace("{word}", "functions.f:0")
+    assert form.style.before + begin in written
 
 
 def test_calls_without_a_grammar_are_read_and_marked_unheld() -> None:
@@ -243,3 +241,68 @@ def test_checkpoint_can_call_tools_only_if_prompts_show_them() -> None:
 @pytest.mark.parametrize("calls", UNREAD_CALLS)
 def test_checkpoint_with_unread_calls_has_no_form(calls: str) -> None:
     assert form_of(source("llama", "", UNREAD_CALLS[calls])) is None
+
+
+@pytest.mark.parametrize("family", ["qwen", "glm", "mistral_named"])
+def test_own_template_of_a_familys_calls_has_the_familys_style(family: str) -> None:
+    text = source("chatml", "", CALLS[family])
+    own = {**found(text).spec}
+
+    form = form_of(text, own)
+
+    assert form is not None
+    assert form.is_own
+    assert not form.unheld
+    assert form.style is not None
+    assert form.style.begins == found(text).style.begins
+
+
+def test_own_template_of_other_calls_is_unheld_and_keeps_its_reasoning() -> None:
+    calls = {**QWEN["fields"]["tool_calls"], "open": "<call>", "close": "</call>"}
+    own = {"start_anchor": "assistant\n", "fields": {**QWEN["fields"], "tool_calls": calls}}
+
+    form = form_of(source("chatml", REASONING["<think>"], CALLS["qwen"]), own)
+
+    assert form is not None
+    assert form.unheld == "has calls of no built-in form"
+    assert form.style is not None
+    assert form.style.reasoning == ("<think>", "</think>")
+    assert not form.style.begins
+
+
+@pytest.mark.parametrize(
+    ("thinking", "marks"),
+    [
+        ({"open": "<mull>", "close": "</mull>"}, ("<mull>", "</mull>")),
+        ({"open_pattern": r"<think>\s*", "close": "</think>"}, ("<think>", "</think>")),
+        ({"open_pattern": r"<mull>\s*", "close": "</mull>"}, None),
+        ({"open": ["<mull>", "<think>"], "close": ["</mull>", "</done>"]}, None),
+    ],
+)
+def test_own_reasoning_is_held_if_its_marks_are_single_or_a_familys(
+    thinking: dict[str, object], marks: tuple[str, str] | None
+) -> None:
+    own = {"start_anchor": "assistant\n", "fields": {"thinking": thinking, "content": {}}}
+
+    form = form_of(source("chatml", REASONING["<think>"], ""), own)
+
+    assert form is not None
+    assert (form.style and form.style.reasoning) == marks
+    assert bool(form.unheld) == (marks is None)
+
+
+def test_own_template_refuses_names_that_it_does_not_read() -> None:
+    calls = {
+        **QWEN["fields"]["tool_calls"],
+        "open_pattern": r'<tool_call>\n\{"name": "(?P<name>\w+)", "arguments": ',
+        "close": "}\n</tool_call>",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    calls.pop("open", None)
+    own = {"start_anchor": "assistant\n", "fields": {"tool_calls": calls, "content": {}}}
+
+    form = form_of(source("chatml", "", CALLS["qwen"]), own)
+
+    assert form is not None
+    assert not form.unheld
+    assert (form.can_call("look", ["a"]), form.can_call("a.b", [])) == (True, False)

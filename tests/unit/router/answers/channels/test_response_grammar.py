@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import jsonschema
@@ -18,9 +17,8 @@ from common.constraints.forms import GRAMMAR, Constraint
 from router.answers.channels import arguments
 from router.answers.channels.calls import Tools
 from router.answers.channels.families import SPECS
-from router.answers.channels.grammar import STYLES, AnswerGrammar, CalledTool, CallStyle, Thinking, every
+from router.answers.channels.grammar import STYLES, AnswerGrammar, CalledTool, CallStyle, Thinking
 from router.answers.channels.markers import SpelledMarkers
-from router.answers.channels.own_styles import own_calls, own_style
 from router.answers.channels.parser import Channel, Part, ResponseParser
 from router.answers.channels.template import ResponseTemplate
 
@@ -64,24 +62,16 @@ SPELLED: Final[dict[str, Any]] = {
 NAMES: Final = ("look", "other")
 
 
-@cache
-def _own_style(model: Model) -> CallStyle:
-    template = ResponseTemplate(SPECS[model.family])
-    return own_calls(template, (names := model.markers.values()), own_style(template, names))
-
-
 @dataclass(frozen=True)
 class Model:
     """A vocabulary of single bytes, with or without tokens for delimiters, and how its family writes."""
 
     family: str
     with_tokens: bool = True
-    is_own: bool = False
 
     @property
     def style(self) -> CallStyle:
-        """The family's, or what is made of its response template as of a checkpoint's own."""
-        return _own_style(self) if self.is_own else STYLES[self.family]
+        return STYLES[self.family]
 
     @property
     def markers(self) -> Mapping[int, str]:
@@ -100,13 +90,13 @@ class Model:
     def schema(self) -> dict[str, Any]:
         if self.grammar.has_json:
             return SCHEMA
-        return SPELLED if self.grammar.tags.end else TAGGED
+        return SPELLED if self.grammar.tag_end else TAGGED
 
     def tools(self, *, strict: bool) -> list[CalledTool]:
         if self.grammar.has_json:
             return [CalledTool(name, json.dumps(SCHEMA) if strict else "") for name in NAMES]
-        made = arguments.strict if strict else arguments.declared
-        return [CalledTool(name, "", made(self.schema, self.grammar.tags)) for name in NAMES]
+        held = arguments.strict(self.schema, self.grammar.tag_end) if strict else arguments.declared(self.schema)
+        return [CalledTool(name, "", held) for name in NAMES]
 
     def matcher(self, text: str) -> library.Matcher:
         return self.compiled(lark.canonical(Constraint(GRAMMAR, (text,))))
@@ -181,15 +171,10 @@ def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bo
     return len(calls)
 
 
-# A checkpoint's own form allows no calls that begin without a delimiter, or that end at the next call.
-BUILT_IN: Final = ("mistral_named", "xlam")
-OWN: Final = [Model(family, is_own=True) for family in STYLES if family not in BUILT_IN]
-MODELS: Final = [*map(Model, STYLES), Model("qwen", False), *OWN]
-by_model = pytest.mark.parametrize(
-    "model", MODELS, ids=lambda m: m.family + "-own" * m.is_own + "-spelled" * (not m.with_tokens)
-)
+MODELS: Final = [*map(Model, STYLES), Model("qwen", False)]
+by_model = pytest.mark.parametrize("model", MODELS, ids=lambda m: m.family + "-spelled" * (not m.with_tokens))
 TELLING: Final = [model for model in MODELS if model.family not in ("llama", "xlam") and model.with_tokens]
-by_telling = pytest.mark.parametrize("model", TELLING, ids=lambda m: m.family + "-own" * m.is_own)
+by_telling = pytest.mark.parametrize("model", TELLING, ids=lambda m: m.family)
 
 
 @pytest.mark.each_value
@@ -228,7 +213,7 @@ def test_calls_that_are_made_at_will_are_strict(model: Model) -> None:
 def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
     if not STYLES[model.family].reasoning[1] or (has_begun and model.family == "harmony"):
         return
-    opening = f"{every(STYLES[model.family].reasoning[0])[0]}\n" if has_begun else ""
+    opening = f"{STYLES[model.family].reasoning[0]}\n" if has_begun else ""
     text = model.grammar.calls(model.tools(strict=False), Thinking(has_begun), is_required=True, is_one=True)
     reasons = 0
     matcher = model.matcher(text)
@@ -294,10 +279,10 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
 def test_what_tags_do_not_tell_is_refused(argument: dict[str, Any], said: str) -> None:
     schema = {"type": "object", "properties": {"a": argument}}
     if not said:
-        arguments.strict(schema, arguments.Tags())
+        arguments.strict(schema, "")
         return
     with pytest.raises(arguments.ArgumentError) as refused:
-        arguments.strict(schema, arguments.Tags())
+        arguments.strict(schema, "")
     assert said in str(refused.value)
 
 
@@ -312,7 +297,7 @@ def test_what_tags_do_not_tell_is_refused(argument: dict[str, Any], said: str) -
 )
 def test_what_is_not_of_one_argument_is_refused(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(arguments.ArgumentError) as refused:
-        arguments.strict({"type": "object", **schema}, arguments.Tags())
+        arguments.strict({"type": "object", **schema}, "")
     assert said in str(refused.value)
 
 
@@ -321,9 +306,9 @@ def test_what_is_not_of_one_argument_is_refused(schema: dict[str, Any], said: st
 )
 def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": argument}}
-    arguments.strict(schema, arguments.Tags())
+    arguments.strict(schema, "")
     with pytest.raises(arguments.ArgumentError) as refused:
-        arguments.strict(schema, arguments.Tags("</parameter>"))
+        arguments.strict(schema, "</parameter>")
     assert "could have a text in it that ends the argument" in str(refused.value)
 
 
