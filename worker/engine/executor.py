@@ -23,14 +23,14 @@ Tokens = Callable[[], ScheduledBatchOutput]
 Launch = Callable[[ScheduledBatch], Tokens]
 
 
-class Executed(NamedTuple):
+class TimedOutput(NamedTuple):
     """Output of a step, and its duration in seconds."""
 
     output: ScheduledBatchOutput
     duration_s: float
 
 
-class Launched(NamedTuple):
+class StepLaunch(NamedTuple):
     """A launched step, and the time of the launch, monotonic seconds."""
 
     begin: float
@@ -40,7 +40,7 @@ class Launched(NamedTuple):
 class Executor(Protocol):
     """Computes batches in the order of submission."""
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Computes a batch after those submitted before; the future raises the runner's error."""
         ...
 
@@ -60,9 +60,9 @@ class InlineExecutor:
         self._forward = forward
         self._clock = clock
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Computes a batch; the future is done, also after an interrupt."""
-        future: Future[Executed] = Future()
+        future: Future[TimedOutput] = Future()
         try:
             future.set_result(_execute(self._forward, batch, self._clock))
         except BaseException as error:
@@ -85,7 +85,7 @@ class ThreadExecutor:
         self._clock = clock
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Returns at once."""
         return self._pool.submit(_execute, self._forward, batch, self._clock)
 
@@ -114,7 +114,7 @@ class TokenWaiter:
         self._ended = -math.inf
         self._pool = ThreadPoolExecutor(1, "waiter", initializer=prepare)
 
-    def submit(self, launched: Callable[[], Launched]) -> Future[Executed]:
+    def submit(self, launched: Callable[[], StepLaunch]) -> Future[TimedOutput]:
         """Waits for a step after those submitted before; the future raises the error of its launch or its tokens.
 
         Args:
@@ -136,11 +136,11 @@ class TokenWaiter:
         """Ends the thread after its submitted steps."""
         self._pool.shutdown(wait=False)
 
-    def _wait(self, launched: Callable[[], Launched]) -> Executed:
+    def _wait(self, launched: Callable[[], StepLaunch]) -> TimedOutput:
         begin, tokens = launched()
         output = tokens()
         begin, self._ended = max(begin, self._ended), self._clock()
-        return Executed(output, self._ended - begin)
+        return TimedOutput(output, self._ended - begin)
 
 
 class PipelinedExecutor:
@@ -160,7 +160,7 @@ class PipelinedExecutor:
         self._launching = ThreadPoolExecutor(1, "launcher", initializer=prepare)
         self._waiter = TokenWaiter(clock, prepare)
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Returns at once."""
         return self._waiter.submit(self._launching.submit(self._begin, batch).result)
 
@@ -173,11 +173,11 @@ class PipelinedExecutor:
         self._launching.shutdown(wait=False)
         self._waiter.close()
 
-    def _begin(self, batch: ScheduledBatch) -> Launched:
-        return Launched(self._clock(), self._launch(batch))
+    def _begin(self, batch: ScheduledBatch) -> StepLaunch:
+        return StepLaunch(self._clock(), self._launch(batch))
 
 
-def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> Executed:
+def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> TimedOutput:
     start = clock()
     output = forward(batch)
-    return Executed(output, clock() - start)
+    return TimedOutput(output, clock() - start)

@@ -9,7 +9,7 @@ from common.config import MIXED, Config
 from common.errors import InvalidFieldError
 from common.limits import PREFILL_SHARE
 from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
-from worker.engine.executor import Executed
+from worker.engine.executor import TimedOutput
 from worker.engine.prefix_cache import Fronts
 from worker.engine.sequence import Sequence, SequenceType
 
@@ -96,7 +96,7 @@ class Step:
         self.has_preempted = False
         self.block_copies: list[BlockCopy] = []
         self.batch: ScheduledBatch
-        self.result: Future[Executed]
+        self.result: Future[TimedOutput]
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Adds the next `num_tokens` of `seq`."""

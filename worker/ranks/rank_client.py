@@ -32,7 +32,7 @@ from common.limits import (
 )
 from worker.config.model_config import ModelError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.executor import Executed
+from worker.engine.executor import TimedOutput
 from worker.progress import Progress
 from worker.ranks.batch_delta import BatchEncoder
 from worker.ranks.frames import FrameError, encode, receive
@@ -149,9 +149,9 @@ class RankGroup:
         """
         self._is_ready, self._shares_sums = True, shares_sums
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
-        result: Future[Executed] = Future()
+        result: Future[TimedOutput] = Future()
         try:
             answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
         except (RankLostError, ModelError) as error:
@@ -294,9 +294,9 @@ class RankGroup:
         self._calls.fail(error)
 
 
-def _pass_on(done: Future[dict[int, Any]], result: Future[Executed]) -> None:
+def _pass_on(done: Future[dict[int, Any]], result: Future[TimedOutput]) -> None:
     error = done.exception()
     if error is not None:
         result.set_exception(error)
     else:
-        result.set_result(Executed(*done.result()[0]))
+        result.set_result(TimedOutput(*done.result()[0]))

@@ -29,7 +29,7 @@ from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.executor import Executed, Launched, TokenWaiter
+from worker.engine.executor import StepLaunch, TimedOutput, TokenWaiter
 from worker.garbage import Collector
 from worker.ranks.batch_delta import BatchDecoder
 from worker.ranks.door import SECRET_VARIABLE, knock_until_admitted
@@ -232,19 +232,19 @@ class Rank:
         self._collector.start()
         return known
 
-    def forward(self, *sent: Any) -> Future[Executed] | Executed | None:
+    def forward(self, *sent: Any) -> Future[TimedOutput] | TimedOutput | None:
         """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds.
 
         Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the
         step is launched.
         """
         begin = time.perf_counter()
-        launched = Launched(begin, self.runner.launch(self._decoder.decode(*sent)))
+        launched = StepLaunch(begin, self.runner.launch(self._decoder.decode(*sent)))
         if self._rank:
             return None
         if self._waiter is not None:
             return self._waiter.submit(lambda: launched)
-        return Executed(launched.tokens(), time.perf_counter() - begin)
+        return TimedOutput(launched.tokens(), time.perf_counter() - begin)
 
     def collect_garbage(self) -> None:
         """Collects a little when enough has been allocated. Not a call: after a step, when its answer is out."""
@@ -305,7 +305,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.collect_garbage()
 
 
-def _answer(link: Link, serial: int, step: Future[Executed]) -> None:
+def _answer(link: Link, serial: int, step: Future[TimedOutput]) -> None:
     error = step.exception()
     if error is None:
         link.send("done", serial, step.result())

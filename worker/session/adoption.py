@@ -17,7 +17,7 @@ from common.wire.adoption import delivered_digest
 
 
 @dataclass(frozen=True, slots=True)
-class Adoptable:
+class AdoptionFacts:
     """Facts that an adopter must match to continue a sequence.
 
     Attributes:
@@ -37,7 +37,7 @@ class Adoptable:
         return 0 <= count <= len(own) and delivered_digest(self.given + own[:count]) == digest
 
 
-class Abandoned(Protocol):
+class OrphanOwner(Protocol):
     """The sequences of a router without a stream."""
 
     def adoptables(self) -> Iterable[tuple[bytes, int]]:
@@ -45,7 +45,7 @@ class Abandoned(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Abandoned)
+T = TypeVar("T", bound=OrphanOwner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_SENT_LOGPROBS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.engine.outputs import GivenLogprobs, RequestOutput
-from worker.session.adoption import Adoptable
+from worker.session.adoption import AdoptionFacts
 from worker.session.output_protos import end_proto, start_proto
 
 # Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; logprob
@@ -58,7 +58,7 @@ class OutboxRun:
     """
 
     first_pos: int
-    adoptable: Adoptable | None = None
+    adoptable: AdoptionFacts | None = None
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     sent: int = 0
     # Another router has adopted the sequence; it gets the start with its first tokens.
@@ -161,7 +161,7 @@ class Outbox:
         """True if the sequence has output here, sent or not."""
         return rid in self._runs
 
-    def add(self, rid: int, output: RequestOutput, adoptable: Adoptable | None = None) -> None:
+    def add(self, rid: int, output: RequestOutput, adoptable: AdoptionFacts | None = None) -> None:
         """Adds a sequence's output, in order; its first one may say how it can be adopted.
 
         Raises:

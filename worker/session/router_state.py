@@ -24,7 +24,7 @@ from worker.engine.load import EngineLoad
 from worker.engine.outputs import End, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import TicketReceipt
-from worker.session.adoption import Adoptable, Orphans
+from worker.session.adoption import AdoptionFacts, Orphans
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import OwnedSequence
 from worker.session.intake import Arrival, Refusal, SequenceGroup
@@ -89,7 +89,7 @@ class ActiveSequence:
         seq: Sequence,
         owner: RouterSequences,
         trace: RequestTrace,
-        adoptable: Adoptable | None = None,
+        adoptable: AdoptionFacts | None = None,
     ) -> None:
         self.rid = rid
         self.seq = seq
@@ -328,7 +328,7 @@ class RouterSequences:
         adoptable = None
         if arrival.adoption_key:
             given = array("I", seq.token_ids[seq.num_prompt_tokens :])
-            adoptable = Adoptable(arrival.adoption_key, seq.num_prompt_tokens, given)
+            adoptable = AdoptionFacts(arrival.adoption_key, seq.num_prompt_tokens, given)
         return ActiveSequence(arrival.rid, seq, self, trace, adoptable)
 
 

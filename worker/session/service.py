@@ -53,7 +53,7 @@ from worker.session.request_trace import RequestTrace
 from worker.session.router_state import RouterSequences
 from worker.session.sequence_builder import build_sequence, check_sequence
 from worker.session.session import check_bounds, check_hello, check_owner
-from worker.session.session_stream import Context, Ending, SessionStream
+from worker.session.session_stream import Context, SessionStream, StreamEnd
 from worker.session.worker_info import WorkerFacts
 
 SERVICE = "fissile.worker.v1.WorkerService"
@@ -300,11 +300,11 @@ class WorkerService(WorkerServiceServicer):
         """Ends the router's sequences, or keeps them for the rest of its lease (S6)."""
         router_id = session.state.router_id
         log.info("session ended", router=router_id, how=session.ending.name.lower())
-        if session.ending is Ending.FENCED:
+        if session.ending is StreamEnd.FENCED:
             return
         del self._sessions[router_id]
         left = session.state.lease_left(self._clock())
-        if session.ending is Ending.OVER or left <= 0 or self._routers[router_id].is_empty:
+        if session.ending is StreamEnd.OVER or left <= 0 or self._routers[router_id].is_empty:
             self._routers.pop(router_id).end()
             return
         self._routers[router_id].detach(self._clock() + left)

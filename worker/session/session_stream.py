@@ -1,7 +1,7 @@
 """I/O of a Session: one task reads frames, one writes them, one watches the lease.
 
 WorkerSession decides. The fate of the router's sequences depends on how the stream ended: a router that closes it is
-done with them, a broken stream may be resumed (`Ending`).
+done with them, a broken stream may be resumed (`StreamEnd`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEASE_GRACE_S = 0.05
 _GOODBYE_GRACE_S = 0.05
 
 
-class Ending(enum.Enum):
+class StreamEnd(enum.Enum):
     """End of a stream."""
 
     OVER = enum.auto()
@@ -62,7 +62,7 @@ class SessionStream:
         self._to_write = asyncio.Event()
         self._finishing = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ending = Ending.BREAK
+        self.ending = StreamEnd.BREAK
         self.state = WorkerSession(hello, sequences, facts, engine, lanes, clock(), self._to_write.set, intake)
 
     async def run(self, context: Context) -> None:
@@ -77,10 +77,10 @@ class SessionStream:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            self.ending = Ending.OVER
+            self.ending = StreamEnd.OVER
         except ApiError:
-            if self.ending is Ending.BREAK:
-                self.ending = Ending.OVER
+            if self.ending is StreamEnd.BREAK:
+                self.ending = StreamEnd.OVER
             raise
         finally:
             self.state.close()
@@ -95,13 +95,13 @@ class SessionStream:
 
     def fence(self) -> None:
         """Ends the stream because its router has opened a newer one. It reads and writes nothing from now on (S4)."""
-        self.ending = Ending.FENCED
+        self.ending = StreamEnd.FENCED
         message = f"router {self.state.router_id} has opened a newer session"
         self._stop(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
 
     def cut(self) -> None:
         """Ends the stream at once, with unwritten output, because its engine has failed."""
-        self.ending = Ending.OVER
+        self.ending = StreamEnd.OVER
         self._stop(NoWorkerError("the engine has failed, and another one starts"))
 
     def _stop(self, error: ApiError) -> None:

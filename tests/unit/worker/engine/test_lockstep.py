@@ -17,7 +17,7 @@ from common.params.sampling_params import SamplingParams
 from worker.engine import core as engine_core
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import DPEngineCoreProc, EngineDeadError
-from worker.engine.executor import Executed
+from worker.engine.executor import TimedOutput
 from worker.engine.sequence import Sequence
 from worker.model.forward_context import DPMetadata
 from worker.model.sharding import Alone, DataParallel
@@ -62,10 +62,10 @@ class Group:
         self.made.append("dummy" if batch.is_dummy_run else "batch")
         return ScheduledBatchOutput({}) if batch.is_dummy_run else self.runner.forward(batch)
 
-    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
-        future: Future[Executed] = Future()
+    def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
+        future: Future[TimedOutput] = Future()
         try:
-            future.set_result(Executed(self.forward(batch), 0.001))
+            future.set_result(TimedOutput(self.forward(batch), 0.001))
         except Exception as error:
             future.set_exception(error)
         return future

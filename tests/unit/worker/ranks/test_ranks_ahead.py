@@ -19,7 +19,7 @@ from tests.checkpoints import make_checkpoint
 from tests.processes import is_alive
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
-from worker.engine.executor import Executed
+from worker.engine.executor import TimedOutput
 from worker.engine.sequence import Sequence
 from worker.llm_engine import default_config
 from worker.progress import Progress
@@ -103,7 +103,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def two_launched(group: HeldGroup) -> tuple[Future[Executed], Future[Executed]]:
+def two_launched(group: HeldGroup) -> tuple[Future[TimedOutput], Future[TimedOutput]]:
     steps = group.submit(step(7)), group.submit(step(11))
     until(lambda: group.launched() == {"launched-0", "launched-1"})
     assert not any(each.done() for each in steps)
