@@ -24,7 +24,7 @@ Invariants of decodes:
   lowest class, so the oldest running sequence of the highest class is never preempted;
 - decodes that a step has no room for go first in the next one;
 - the number of accepted drafts decides where the next step begins. With a runner that drafts, a sequence with drafts in
-  flight goes on as if all were right (speculation/drafter.py); otherwise it waits for its output. A sequence also waits
+  flight continues as if all were accepted (speculation/drafter.py); else it waits for its output. A sequence also waits
   if drafts of the scheduler's own proposer are expected behind its token in flight.
 
 Invariants of the whole, checked by `check_integrity`:
