@@ -35,7 +35,7 @@ from router.workers.session_state import ProtocolError
 from router.workers.worker_pool import WorkerPool
 from tests.sim.virtual_time import VirtualLoop
 from worker.engine.core import EngineCore
-from worker.engine.load import EngineLoad
+from worker.engine.outputs import EngineLoad
 from worker.engine.turns import Cancel, Command, EngineTurns, SetDeadline, Submit, TicketReceipt
 from worker.session.adoption import Orphans
 from worker.session.cache_events import KvLog

@@ -22,8 +22,7 @@ from common.errors import InvalidFieldError
 from common.limits import MAX_HOLD_S
 from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.engine.executor import Executor, InlineExecutor, ThreadExecutor
-from worker.engine.load import EngineLoad
-from worker.engine.outputs import RequestOutput
+from worker.engine.outputs import EngineLoad, RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.speculation.cost_probe import measure_costs

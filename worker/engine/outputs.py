@@ -1,6 +1,7 @@
-"""Outputs of steps for each sequence, unchanged from the scheduler to the frame that a router gets.
+"""Records that leave the engine: outputs of each sequence, totals and load.
 
-A record holds copies, so that no live sequence is read on two threads.
+A record holds copies, so that no live sequence is read on two threads. Outputs stay the same from the scheduler to the
+frame that a router gets.
 """
 
 from __future__ import annotations
@@ -112,3 +113,32 @@ class EngineTotals:
     generated_tokens: int = 0
     taken_tokens: int = 0
     ended: Counter[EndReason] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Load of a worker, for the router's delay gate and placement.
+
+    Attributes:
+        decoding_seqs: running sequences whose prompt is computed.
+        waiting_seqs: gated and waiting sequences.
+        waiting_tokens: tokens to compute before every sequence decodes, without cache hits.
+        room_tokens: further prompt tokens that fit the next prefill; under `mixed` beside the decodes.
+        room_seqs: further sequences that may run.
+        free_blocks: KV blocks that are free or can be evicted.
+        total_blocks: all KV blocks.
+        last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
+        prefill_rate: prompt tokens per second, weighted mean; 0 until a step was large enough to measure it.
+        prefill_samples: number of steps that were large enough.
+    """
+
+    decoding_seqs: int
+    waiting_seqs: int
+    waiting_tokens: int
+    room_tokens: int
+    room_seqs: int
+    free_blocks: int
+    total_blocks: int
+    last_prompt_latency_s: float
+    prefill_rate: float
+    prefill_samples: int = 0

@@ -50,8 +50,7 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.constraint_pace import ConstraintPace
 from worker.engine.integrity import check_lifecycle
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.load import EngineLoad, load_report
-from worker.engine.outputs import RequestOutput
+from worker.engine.outputs import EngineLoad, RequestOutput
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus, SequenceType
@@ -413,7 +412,7 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """The current load; O(1) apart from unfinished prefills."""
-        return load_report(self.limits, self.lifecycle, self.meter)
+        return _load(self.limits, self.lifecycle, self.meter)
 
     def check_integrity(self) -> None:
         """Checks the invariants between steps. O(blocks): for tests and idle time.
@@ -431,3 +430,23 @@ def _in_turn(rows: list[Sequence], most: int, first: list[int]) -> tuple[list[Se
     left_out = [seq.id for seq in [*rows[start:], *rows[:start]][most:]]
     missing = set(left_out)
     return [seq for seq in rows if seq.id not in missing], left_out
+
+
+def _load(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> EngineLoad:
+    gated, waiting, blocks = lifecycle.gated, lifecycle.waiting, lifecycle.block_manager
+    waiting_seqs = len(gated) + len(waiting)
+    waiting_tokens = gated.num_tokens + waiting.num_tokens + lifecycle.unfinished_tokens
+    decodes = lifecycle.num_decoding * (limits.mtp_k + 1) if limits.mixes else 0
+    budget = max(limits.min_prefill_tokens, limits.max_num_batched_tokens - decodes)
+    return EngineLoad(
+        decoding_seqs=lifecycle.num_decoding,
+        waiting_seqs=waiting_seqs,
+        waiting_tokens=waiting_tokens,
+        room_tokens=max(0, budget - waiting_tokens),
+        room_seqs=max(0, limits.max_num_seqs - len(lifecycle.running) - waiting_seqs),
+        free_blocks=blocks.num_free_blocks,
+        total_blocks=blocks.num_blocks,
+        last_prompt_latency_s=meter.last_prompt_latency,
+        prefill_rate=meter.rate,
+        prefill_samples=meter.num_samples,
+    )

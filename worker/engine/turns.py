@@ -15,8 +15,7 @@ from common.errors import ApiError
 from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
-from worker.engine.load import EngineLoad
-from worker.engine.outputs import End, RequestOutput, sequence_times
+from worker.engine.outputs import End, EngineLoad, RequestOutput, sequence_times
 from worker.engine.sequence import EndReason, Sequence
 
 

@@ -18,7 +18,7 @@ from common.errors import EngineError
 from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
-from worker.engine.load import EngineLoad
+from worker.engine.outputs import EngineLoad
 from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, OwnedSequence

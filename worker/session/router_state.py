@@ -20,8 +20,7 @@ import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing, trace_id_of
-from worker.engine.load import EngineLoad
-from worker.engine.outputs import End, RequestOutput
+from worker.engine.outputs import End, EngineLoad, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import TicketReceipt
 from worker.session.adoption import AdoptionFacts, Orphans

@@ -16,7 +16,7 @@ from common.wire.peer_numbers import as_uint32, as_uint64
 from common.wire.pooling_protos import worker_pooling
 from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
 from worker.config.vector_config import RelevanceTokens
-from worker.engine.load import EngineLoad
+from worker.engine.outputs import EngineLoad
 from worker.session.sequence_builder import EngineLimits
 
 

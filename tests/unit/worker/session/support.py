@@ -13,8 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.config import Config
 from common.wire.block_hash import hash_chain
 from worker.engine.core import EngineCore
-from worker.engine.load import EngineLoad
-from worker.engine.outputs import RequestOutput
+from worker.engine.outputs import EngineLoad, RequestOutput
 from worker.engine.sequence import Sequence
 from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, SetDeadline, StepListener, Submit, TicketReceipt
 from worker.session.cache_events import KvLog
