@@ -69,8 +69,14 @@ _TEXT_COST: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids (uint32), the hash of the last full block of them (0 when there is none), their granules' names, and
-    the terms on which answers are read, None where they are content alone."""
+    """An encoded prompt.
+
+    Attributes:
+        token_ids: uint32.
+        chain_hash: hash of the last full block of the tokens; 0 without a full block.
+        granules: names of the tokens' granules.
+        reading: how answers are separated into channels; None for answers of content only.
+    """
 
     token_ids: array[int]
     chain_hash: int

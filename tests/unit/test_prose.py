@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_prose import problems
+from scripts.check_prose import num_markers, problems
 
 
 def found(source: str, folder: Path) -> list[str]:
@@ -31,6 +31,13 @@ def found(source: str, folder: Path) -> list[str]:
         ('option("--a", help="Number of things")', "is not a sentence"),
         ('log.info("Worker up")', "is not a phrase"),
         ('log.warning("worker is up.")', "is not a phrase"),
+        ('def _drop(x):\n    """Drops it."""\n    return x', "says no more than the name"),
+        (
+            'class A:\n    @property\n    def p(self):\n        """See B."""\n        return 1',
+            "says no more than the name",
+        ),
+        (f'"""{"Word " * 26}"""', "has 26 words; at most 25"),
+        (f'"""{"Word " * 26}.\n\nMore."""', "at most 25"),
         ('raise ValueError("a key is no string")', "has 'is no': say that it is not one"),
         ('raise ValueError(f"{path}: these are no numbers")', "has 'are no': say that it is not one"),
     ],
@@ -50,7 +57,15 @@ def test_what_breaks_a_rule_is_found(source: str, problem: str, tmp_path: Path) 
         'log.info("worker up", worker=1)\nlog.info("API keys reloaded")\nother.info("Worker up.")',
         'raise ValueError("a key is not a string; there is no other, and it is no longer there")',
         'print("0 is no limit")',
+        'def shape(self):\n    """See B."""\n    return 1',
+        'class A:\n    @property\n    def _shape(self):\n        """int64 [N]."""\n        return 1',
+        f'"""{"Word " * 24}end.\n\n{"More " * 30}"""',
     ],
 )
 def test_prose_that_keeps_the_rules_is_left(source: str, tmp_path: Path) -> None:
     assert found(source, tmp_path) == []
+
+
+def test_marker_words_of_docstrings_and_comments_are_counted() -> None:
+    source = '"""Nobody waits, and nothing brings it."""\nx = "nobody"  # Likewise, as of now.\n# noqa: nothing\n'
+    assert num_markers([source, source]) == 10

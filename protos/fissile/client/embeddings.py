@@ -65,7 +65,7 @@ class Embeddings(Sequence[list[float]]):
 
     @property
     def usage(self) -> pb.Usage:
-        """Token counts."""
+        """Token counts of the request."""
         return self.message.usage
 
     @property

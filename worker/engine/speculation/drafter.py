@@ -181,8 +181,10 @@ class Drafter:
         batch.want_drafts(wanted)
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """Notes a step that is launched, before its output is counted as in flight, and which of its sequences cannot
-        go on before that is there."""
+        """Notes a launched step, before its output counts as in flight.
+
+        Also notes which of its sequences have to wait for that output.
+        """
         drafts, self._coming = batch.scheduled_spec_decode_tokens, batch.drafts_wanted
         seqs = batch.columns.by_id
         for seq_id, own in drafts.items():
