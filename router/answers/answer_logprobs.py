@@ -1,8 +1,8 @@
-"""Logprobs of one answer on their way to the client, in step with its tokens.
+"""Collects the logprobs of one answer for its client, in step with the tokens.
 
-Rows (common/wire/logprob_rows.py) stay bytes until a message is made of them. Invariants:
-  * Rows of given tokens are taken iff they continue what is there; all of them are there before the first token.
-  * Of generated tokens there is a row for each that the client gets, and none else.
+Rows (common/wire/logprob_rows.py) stay bytes until they go into a message. Invariants:
+  * Rows of given tokens are added iff they continue the earlier ones. All are there before the first generated token.
+  * There is exactly one row for each generated token that the client gets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.wire.logprob_rows import added, raw_logprobs
 
 
 class LogprobRows(NamedTuple):
-    """Rows of tokens that follow each other, and how long they are."""
+    """Rows of consecutive tokens, with their layout."""
 
     token_ids: tuple[int, ...]
     rows: bytes
@@ -25,24 +25,24 @@ class LogprobRows(NamedTuple):
 
 
 class ChunkLogprobs(NamedTuple):
-    """Logprobs of one part: of the prompt, in the first parts only, and of generated tokens."""
+    """Logprobs of one message: those of the prompt, in the first messages only, and those of generated tokens."""
 
     prompt: LogprobRows | None
     generated: LogprobRows | None
 
 
 class LogprobGapError(Exception):
-    """The worker's logprobs do not fit its tokens: it is of a version that has none, or breaks the protocol."""
+    """The worker's logprobs do not fit its tokens: its version has none, or it breaks the protocol."""
 
 
 class AnswerLogprobs:
     """Logprobs of one answer.
 
     Args:
-        params: of its sequence; `prompt_logprobs` is wanted of given tokens from `prompt_logprobs_start` on, of which
-            those behind the prompt, of an answer that is resumed, are summed up and not sent.
-        prompt: its token ids.
-        num_given: prompt tokens, and those that the client has already.
+        params: parameters of the sequence. Given tokens have logprobs from `prompt_logprobs_start` on. Those behind the
+            prompt, in a resumed answer, are added to the total and not sent.
+        prompt: token ids of the prompt.
+        num_given: number of given tokens: the prompt, and tokens that an earlier call delivered.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], num_given: int) -> None:
@@ -55,7 +55,7 @@ class AnswerLogprobs:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what has come: another worker begins, and nothing has been generated."""
+        """Discards all rows, because another worker sends them again. No token may have been generated."""
         self._next_given = self._start
         self._total = 0.0
         self._rows = bytearray()
@@ -65,19 +65,19 @@ class AnswerLogprobs:
 
     @property
     def total(self) -> float | None:
-        """Sum of the raw logprobs of the whole answer; None where they are not wanted."""
+        """Sum of the raw logprobs of the whole answer; None if logprobs were not requested."""
         return None if self._layout is None else self._total
 
     @property
     def has_prompt(self) -> bool:
-        """True if logprobs of the prompt have not been handed out."""
+        """True if logprobs of the prompt are still to be sent."""
         return bool(self._prompt_rows)
 
     def add_given(self, first_pos: int, rows: bytes) -> None:
-        """Takes rows of given tokens; repeated ones are dropped.
+        """Adds rows of given tokens; drops repeated ones.
 
         Raises:
-            LogprobGapError: they leave a gap, or are not whole.
+            LogprobGapError: the rows leave a gap, or the last one is cut.
         """
         width = self._given_layout.width
         if len(rows) % width or first_pos > self._next_given:
@@ -89,17 +89,17 @@ class AnswerLogprobs:
         self._next_given += len(rows) // width
 
     def check(self, num_tokens: int, rows: bytes) -> None:
-        """Checks the rows that come with so many tokens.
+        """Checks that `rows` has a row for each of `num_tokens` generated tokens.
 
         Raises:
-            LogprobGapError: some are missing, or of given tokens.
+            LogprobGapError: rows of these or of given tokens are missing.
         """
         expected = 0 if self._layout is None else num_tokens * self._layout.width
         if len(rows) != expected or (num_tokens and self._next_given < self._num_given):
             raise LogprobGapError("tokens without their logprobs")
 
     def add(self, token_ids: tuple[int, ...], rows: bytes) -> None:
-        """Takes the tokens that the client gets, and rows that `check` has passed; the first ones are theirs."""
+        """Adds tokens for the client with checked rows; rows of further tokens are ignored."""
         if self._layout is not None:
             own = rows[: len(token_ids) * self._layout.width]
             self._rows += own
@@ -107,13 +107,13 @@ class AnswerLogprobs:
             self._total = added(self._total, raw_logprobs(self._layout, own))
 
     def clear(self) -> None:
-        """Drops what has not been handed out."""
+        """Discards the rows that were not sent."""
         self._rows.clear()
         self._prompt_rows.clear()
         self._ids.clear()
 
     def take_prompt(self) -> LogprobRows | None:
-        """Hands out rows of the prompt, as many as a message takes; None when none are left."""
+        """Returns rows of the prompt for the next message; None if none are left."""
         if not self._prompt_rows:
             return None
         rows, count = _cut(self._prompt_rows, self._given_layout, MAX_MESSAGE_LOGPROBS)
@@ -122,7 +122,7 @@ class AnswerLogprobs:
         return LogprobRows(ids, rows, self._given_layout)
 
     def take(self, most: int = MAX_MESSAGE_LOGPROBS) -> LogprobRows | None:
-        """Hands out rows of generated tokens, at most so many; None when none are left."""
+        """Returns at most `most` rows of generated tokens for the next message; None if none are left."""
         if not self._rows or self._layout is None:
             return None
         rows, count = _cut(self._rows, self._layout, most)
@@ -132,12 +132,12 @@ class AnswerLogprobs:
 
     @property
     def num_waiting(self) -> int:
-        """Generated tokens whose rows have not been handed out."""
+        """Number of generated tokens whose rows are still to be sent."""
         return len(self._ids)
 
 
 def _cut(rows: bytearray, layout: LogprobLayout, most: int) -> tuple[bytes, int]:
-    """Takes at most so many rows off the front, and counts them."""
+    """Removes at most `most` rows from the front. Returns them and their number."""
     size = min(len(rows), most * layout.width)
     cut = bytes(rows[:size])
     del rows[:size]

@@ -1,4 +1,4 @@
-"""The grammar that confines an answer to a conversation: its calls, its reasoning and its constraint."""
+"""The grammar of an answer to a conversation: calls, reasoning and constraint together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from router.answers.channels.grammar import AnswerGrammar, Thinking
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """Forms that an answer is held to.
+    """Grammar that holds an answer to its tools and its reasoning budget.
 
     Attributes:
-        grammar: of its calls or its budget of reasoning, without a header; "" where its constraint alone confines it.
-        is_beside: True if the grammar is of calls that may come instead of content that satisfies a constraint.
-        field: that asks for it.
-        schemas: of arguments, with the paths of their fields.
-        writer: writes grammars of the model.
-        thinking: that may come before; None for none.
+        grammar: grammar of calls and reasoning, without a header; "" if only the request's constraint holds the answer.
+        field: path of the request field that requires the grammar.
+        schemas: path and text of each schema of arguments.
+        writer: writer of the model's grammars.
+        thinking: limits of reasoning before the answer; None without reasoning.
+        is_beside: True if the grammar holds calls that may replace content with a constraint.
     """
 
     grammar: str
@@ -29,13 +29,13 @@ class Confinement:
     is_beside: bool = False
 
     def around(self, grammar: str, calls: str) -> str:
-        """The grammar of an answer with a constraint of its own: of its content, behind reasoning.
+        """Returns the grammar of an answer whose content has a constraint, behind reasoning.
 
         Args:
-            grammar: of the constraint, without its header.
-            calls: `self.grammar` as workers get it, without its header.
+            grammar: grammar of the constraint, without its header.
+            calls: `self.grammar` in the form that workers get, without its header.
         """
         if calls and not self.is_beside:
-            # Calls alone, which have no content.
+            # The answer is calls alone, without content.
             return calls
         return grammar if self.thinking is None and not calls else self.writer.around(grammar, self.thinking, calls)

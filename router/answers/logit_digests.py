@@ -12,22 +12,22 @@ from fissile.v1 import inference_pb2 as pb
 
 
 class LogitChain:
-    """Running digests of logits, made as the tokens come: of each row's own digest, with the one before as the seed.
+    """Computes running digests of logits: each digest hashes a row's digest with the previous one as the seed.
 
     Args:
         first_pos: absolute position of the first token.
-        every: the logits of every n-th token count.
+        every: distance in tokens between digested rows of logits.
     """
 
     def __init__(self, first_pos: int, every: int) -> None:
         self._every = every
         self._next = first_pos
         self._running = 0
-        # Lists of protos take eight bytes for each, and are copied at once.
+        # Lists of protos take eight bytes per digest and are copied in one call.
         self._made = pb.Receipt(logits_every=every)
 
     def add(self, positions: Iterable[int], row_digests: Iterable[int]) -> None:
-        """Takes the digests of rows, by the positions of their tokens; those that have come before count no more."""
+        """Adds the digests of rows, by the positions of their tokens; ignores repeated ones."""
         for position, digest in zip(positions, row_digests, strict=True):
             if position == self._next:
                 self._running = xxhash.xxh3_64_intdigest(struct.pack("<Q", digest), self._running)
@@ -35,16 +35,16 @@ class LogitChain:
                 self._next += self._every
 
     def of_answer(self, num_tokens: int) -> pb.Receipt | None:
-        """The part of a receipt that says how the logits of so many tokens were; None where one has not come."""
+        """Returns the digests of the first `num_tokens` tokens as a part of a receipt; None if one is missing."""
         wanted = -(-num_tokens // self._every)
-        # A worker may have computed tokens behind those of the answer.
+        # A worker may have computed tokens behind the end of the answer.
         del self._made.logit_digests[wanted:]
         return self._made if len(self._made.logit_digests) == wanted else None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a comparison: the verdict, the first generated token that differs if it is known, and a sentence."""
+    """Result of a comparison: the verdict, a sentence, and the first generated token that differs, if known."""
 
     verdict: pb.ReplayVerdict.ValueType
     detail: str
@@ -52,12 +52,12 @@ class Finding:
 
 
 def compare_request(receipt: pb.Receipt, request: RequestDigest, num_answers: int) -> Finding | None:
-    """Difference between a request and the one that a receipt is of; None when they are the same.
+    """Compares a request with that of a receipt; returns None if they are the same.
 
     Args:
         receipt: the receipt.
-        request: the request with which it is to be replayed.
-        num_answers: its `n`.
+        request: the request to replay.
+        num_answers: `n` of the request.
     """
     problem = ""
     if receipt.index >= num_answers:
@@ -74,20 +74,20 @@ def compare_request(receipt: pb.Receipt, request: RequestDigest, num_answers: in
 def compare_answer(
     receipt: pb.Receipt, token_ids: Sequence[int], replay: pb.Receipt, replayed_ids: Sequence[int]
 ) -> Finding:
-    """Comparison of a replay of the same request with a receipt.
+    """Compares the answer of a replay with a receipt of the same request.
 
     Args:
         receipt: the receipt.
-        token_ids: the answer that it is of; empty where that is not known.
+        token_ids: the original answer; empty if unknown.
         replay: the receipt of the replay.
-        replayed_ids: what the replay has generated.
+        replayed_ids: tokens that the replay generated.
     """
     logits = _first_difference(receipt.logit_digests, replay.logit_digests)
     logits = None if logits is None else logits * receipt.logits_every
     is_same = receipt.output_sha256 == replay.output_sha256 and receipt.output_tokens == replay.output_tokens
     choice = None if is_same or not token_ids else _first_difference(token_ids, replayed_ids)
     if choice is None and not is_same and token_ids:
-        # One is the beginning of the other.
+        # One answer is the beginning of the other.
         choice = min(len(token_ids), len(replayed_ids))
     if logits is not None and (choice is None or logits <= choice):
         return Finding(pb.REPLAY_VERDICT_LOGITS_DIFFER, f"the logits of generated token {logits} differ", logits)
@@ -108,5 +108,5 @@ def _choice_detail(
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where both have an entry and these differ."""
+    """Index of the first entries that differ, among those that both have."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)

@@ -1,4 +1,4 @@
-"""Tools of a conversation: checks, and the forms that chat templates and the reader of answers take."""
+"""Checks the tools of a conversation, and converts them for chat templates and for the reader of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.json_text import json_object
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VALID_NAME: Final = "1 to 64 letters, digits, `_`, `-` and `.`"
-# Characters of a name that an error repeats.
+# Most characters of a name in an error.
 _QUOTED: Final = 64
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 
@@ -32,10 +32,10 @@ def ends_with_first_call(request: pb.ChatRequest) -> bool:
 
 
 def check_tools(request: pb.ChatRequest) -> None:
-    """Checks what needs no model, and is not valid JSON: names, the choice, and which messages have calls.
+    """Checks names, the tool choice and messages with calls: everything that needs neither a model nor JSON.
 
     Raises:
-        ApiError: a value is not served, or invalid.
+        ApiError: a value is not served or not valid.
     """
     _check_declared(request)
     _check_choice(request)
@@ -83,7 +83,7 @@ def _check_name(path: str, name: str) -> None:
 
 
 def template_tools(request: pb.ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools of a request as transformers has them; None where none is in force.
+    """Converts the tools of a request to transformers' form; None if no tool may be called.
 
     Raises:
         InvalidFieldError: a schema is not a JSON object.
@@ -103,10 +103,10 @@ def _template_tool(path: str, tool: pb.Tool) -> dict[str, Any]:
 
 
 def template_calls(path: str, message: pb.ChatMessage) -> list[dict[str, Any]]:
-    """The calls of a message as transformers has them.
+    """Converts the calls of a message to transformers' form.
 
     Raises:
-        InvalidFieldError: arguments are no JSON object.
+        InvalidFieldError: arguments are not a JSON object.
     """
     calls = []
     for j, call in enumerate(message.tool_calls):
@@ -117,10 +117,10 @@ def template_calls(path: str, message: pb.ChatMessage) -> list[dict[str, Any]]:
 
 
 def declared(tools: list[dict[str, Any]]) -> Tools:
-    """The tools as the reader of answers takes them, with the types of arguments also where a schema refers to others.
+    """Converts tools for the reader of answers, with the types of arguments resolved through references.
 
     Args:
-        tools: of `template_tools`.
+        tools: result of `template_tools`.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:

@@ -1,7 +1,7 @@
-"""Arguments that stand between tags, one by one, as grammars write them.
+"""Prepares arguments between tags for grammars: name, type and schema of each.
 
-What stands there is read by the types that the schema declares (values.py): a text as it is, everything else as JSON.
-So an argument can be held to its schema where the schema says which of them it is.
+A value between tags is read by the types in its schema (values.py): a string as raw text, any other value as JSON. So a
+grammar can hold an argument to its schema if the schema determines whether it is a string.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from router.answers.channels.values import typed
 
 _SCALARS: Final = frozenset({"integer", "number", "boolean", "null"})
 _OF_ROOT: Final = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-# Signs that end a key.
+# Characters that end a key.
 _OF_TAGS: Final = frozenset('<>"\n')
 
 
 class ArgumentError(Exception):
-    """A schema cannot be guaranteed where arguments stand between tags.
+    """A schema cannot be guaranteed for arguments between tags.
 
     Attributes:
         place: JSON Pointer of the subschema.
@@ -47,11 +47,11 @@ class Argument:
     """An argument between tags.
 
     Attributes:
-        name: its key.
+        name: name of the argument.
         is_required: True if every call has it.
-        is_text: True for a text as it is, False for JSON, None for either.
-        schema: of its JSON; empty for a text, or where anything may stand.
-        text: terminals that a text is one of; empty for any.
+        is_text: True for raw text, False for JSON, None for either.
+        schema: JSON Schema of the value; empty for raw text or any value.
+        text: terminals of the raw text; empty for any text.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Argument:
 
 
 def declared(schema: Mapping[str, Any]) -> list[Argument]:
-    """The arguments that a schema declares, in order, of which nothing is promised but their names."""
+    """Returns the arguments of a schema in order, for tools without `strict`: only their names are held."""
     return [
         Argument(name, is_required, _is_text(types_of(inner, schema)))
         for name, inner, is_required in _properties(schema)
@@ -71,14 +71,14 @@ def declared(schema: Mapping[str, Any]) -> list[Argument]:
 
 
 def strict(schema: Mapping[str, Any], tag_end: str) -> list[Argument]:
-    """The arguments that a schema declares, held to it.
+    """Returns the arguments of a schema in order, for `strict` tools: values are held to the schema.
 
     Args:
-        schema: of an object, that grammars serve.
+        schema: schema of an object, which grammars support.
         tag_end: text that ends a value and that a value could spell; empty where the end is a token.
 
     Raises:
-        ArgumentError: they cannot be held.
+        ArgumentError: an argument cannot be held.
     """
     for name in schema:
         if name not in _OF_ROOT:
@@ -124,7 +124,7 @@ def _strict(argument: Argument, schema: Any, root: Mapping[str, Any], tag_end: s
 
 
 def _check_json(types: tuple[str, ...], tag_end: str) -> None:
-    """Refuses what is not read from JSON as it was meant."""
+    """Refuses types whose JSON could be read as another value between tags."""
     if not types:
         raise SchemaTypeError("its 'type' does not say whether it is a string")
     if "boolean" in types and _SCALARS & {*types} - {"boolean", "null"}:
@@ -134,7 +134,7 @@ def _check_json(types: tuple[str, ...], tag_end: str) -> None:
 
 
 def _text(found: list[Alternative], types: tuple[str, ...], tag_end: str) -> str:
-    """Terminals of an argument that is a string, or may be one."""
+    """Returns the terminals of an argument that may be a string."""
     made = [_of_alternative(each, types) for each in found if TEXT in (each.types or ())]
     others = {kind for each in found for kind in (each.types or ())} - {TEXT}
     for kind in sorted(others):
@@ -143,7 +143,7 @@ def _text(found: list[Alternative], types: tuple[str, ...], tag_end: str) -> str
     if not texts and any(_choices(each) is not None for each in found):
         raise SchemaTypeError("no string satisfies it, or a string of it could be taken for another of its types")
     if "" in texts:
-        # Any text: also one that is read as a value of another type.
+        # Any text is allowed, also one that is read as a value of another type.
         texts = [""]
     else:
         if unknown := others - raw_texts.SCALARS.keys():
@@ -153,18 +153,18 @@ def _text(found: list[Alternative], types: tuple[str, ...], tag_end: str) -> str
 
 
 def _within(texts: list[str], tag_end: str) -> str:
-    """The terminals of what can stand between tags."""
+    """Excludes texts that contain the end of the tag."""
     if texts == [""]:
         return ""
     return " & ".join([f"({' | '.join(texts)})", *([raw_texts.without(tag_end)] if tag_end else [])])
 
 
 def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | None:
-    """A terminal of the texts of one alternative, empty for any; None where there is none."""
+    """Returns a terminal of the strings of one alternative; empty for any string, None if no string fits."""
     terminals = [each for keywords in alternative.keywords for each in raw_texts.expression(keywords)]
     choices = _choices(alternative)
     if choices is not None:
-        # Each as the text that is read as it.
+        # For each choice, the text that is read as that choice.
         right = [text for choice in choices if (text := _read_as(choice, types)) is not None]
         if not right:
             return None
@@ -173,7 +173,7 @@ def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | N
 
 
 def _choices(alternative: Alternative) -> list[Any] | None:
-    """The values that all of `enum` and `const` allow; None for any."""
+    """Returns the values that `enum` and `const` allow; None if neither is given."""
     sets = [keywords["enum"] for keywords in alternative.keywords if "enum" in keywords]
     if not all(isinstance(each, list) for each in sets):
         raise SchemaTypeError("its 'enum' is not a list")
@@ -188,7 +188,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _read_as(value: Any, types: tuple[str, ...]) -> str | None:
-    """The text that is read as a value; None where there is none."""
+    """Returns the text that is read as `value`; None if no text is."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if _equal(typed(text, types), value) else None
 
@@ -198,7 +198,7 @@ def _has_choices(kind: str, found: list[Alternative]) -> bool:
 
 
 def _check_other(kind: str, found: list[Alternative]) -> None:
-    """Refuses another type beside strings that is held: a text of it might not satisfy the schema."""
+    """Refuses a restricted type beside strings: its text would pass as a string without satisfying the schema."""
     for each in found:
         if kind not in (each.types or ()):
             continue

@@ -1,7 +1,7 @@
-"""Calls of tools out of the text of one region, as it comes.
+"""Reads calls of tools from the text of one region as it arrives.
 
-A call begins when its name and the first character of its arguments are known, and has at least that one: so nothing of
-it has to be taken back. What is no call, or stands around one, is left for others (`left`).
+A call is reported when its name and the first character of its arguments are known, so that no part has to be taken
+back. Text that belongs to no call is kept in `left`.
 """
 
 from __future__ import annotations
@@ -19,72 +19,72 @@ from router.answers.channels.template import CallForm, Field
 from router.answers.channels.values import part_value, python_value, schema_types, typed
 
 _BLANKS: Final = " \t\n\r"
-# Keys beside name and arguments that say nothing more.
+# Keys beside name and arguments that are ignored.
 _EXTRA_KEYS: Final = frozenset({"id", "type"})
 _IN_STRING: Final = regex.compile(r'["\\]')
 _IN_VALUE: Final = regex.compile(r'["\[\]{}]')
-# Behind the last character that may mean something else in a pattern, and what may belong to it.
+# Matches the literal text at the end of a pattern.
 _LITERAL_END: Final = regex.compile(r"(?:\A|[()\[\]{}*+?.^$|]|\\.)([^\\()\[\]{}*+?.^$|]*)\Z")
 _SCALAR: Final = regex.compile(r"[^\s,\]}]+")
 NO_ARGUMENTS: Final = "{}"
 # First characters of values that can be arguments: an object, a string that contains one, or `null`.
 _ARGUMENTS_BEGIN: Final = '{"n'
-# Of a tool: the schema of each argument.
+# Schema of each argument of a tool.
 Properties = Mapping[str, Any]
 
 
 class CallPart(NamedTuple):
-    """The next part of a call: its name where it begins, then more of its arguments."""
+    """The next part of a call: the name in the first part, and text of the arguments."""
 
     name: str
     arguments: str
 
 
 class CallRegion(Protocol):
-    """Reads one region.
+    """Reads the calls of one region.
 
     Attributes:
-        is_whole: True if the last call that has begun has all its arguments.
+        is_whole: True if the last call is complete.
     """
 
     is_whole: bool
 
     @property
     def left(self) -> str:
-        """Text that no call has."""
+        """Text that belongs to no call."""
 
     def push(self, text: str) -> list[CallPart]:
-        """Takes the next piece of the region."""
+        """Reads the next piece of the region. Returns parts of calls."""
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Takes the end of the region."""
+        """Ends the region. Returns the last parts of calls."""
 
 
 class Tools:
-    """The tools that a request has.
+    """Schemas of a request's tools.
 
     Args:
-        properties: schemas of their arguments, by the names of tools and arguments.
+        properties: schemas of arguments, by the names of tools and arguments.
     """
 
     def __init__(self, properties: Mapping[str, Properties]) -> None:
         self._properties = properties
 
     def knows(self, name: str) -> bool:
-        """True if there is a tool of this name."""
+        """True if the request has a tool `name`."""
         return name in self._properties
 
     def typed(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of which texts have the types that the tool's schema declares."""
+        """Converts arguments that are texts to the types in the tool's schema."""
         return {key: self.typed_value(name, key, value) for key, value in arguments.items()}
 
     def typed_value(self, name: str, key: str, value: Any) -> Any:
-        """One argument."""
+        """Converts one argument to a type in the tool's schema."""
         types = schema_types(self._properties.get(name, {}).get(key))
         if isinstance(value, str):
             return _with_python(typed(value, types), types)
         if types and isinstance(value, list) and "array" not in types:
-            # A name that stood several times.
+            # The argument was written several times.
             return [typed(item, types) if isinstance(item, str) else item for item in value]
         return value
 
@@ -101,8 +101,8 @@ def _with_python(value: Any, types: Sequence[str]) -> Any:
 
 
 def call_region(opened: Opened, tools: Tools) -> CallRegion:
-    """Reader of a region that begins."""
-    # Without a delimiter any JSON could be a call.
+    """Returns the reader of a region by the form of its calls."""
+    # Without a delimiter any JSON could look like a call, so its name must be that of a tool.
     accepts = _any if opened.delimiter.strip() else tools.knows
     form = opened.field.form
     if form is CallForm.WHOLE:
@@ -120,12 +120,12 @@ def _any(name: str) -> bool:
 
 
 def dumps(value: Any) -> str:
-    """JSON as templates write it; half of a surrogate pair stays the escape that the model wrote."""
+    """Writes JSON as templates do; a single surrogate stays an escape, as the model wrote it."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 class _WholeRegion:
-    """A region whose value is known when it ends."""
+    """Reads a region whose value is known when it ends."""
 
     def __init__(self, opened: Opened, tools: Tools, accepts: Callable[[str], bool]) -> None:
         self.left = ""
@@ -139,7 +139,7 @@ class _WholeRegion:
         return []
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Takes all calls, or none."""
+        """Returns all calls of the region, or none if one is not valid."""
         try:
             value = self._opened.field.value(self.left, {**self._opened.captures, **closed.captures})
             parts = [self._part(call) for call in (value if isinstance(value, list) else [value])]
@@ -159,14 +159,14 @@ class _WholeRegion:
 
 
 class _TagRegion:
-    """A region with each argument between tags."""
+    """Reads a region with arguments between tags."""
 
     def __init__(self, field: Field, name: str, tools: Tools, accepts: Callable[[str], bool]) -> None:
         self.is_whole = False
         self._name = name
         self._tools = tools
         self._pattern = regex.compile(field.content_args["tag_pattern"], regex.DOTALL)
-        # A tag ends with it: without one that is new, a long text need not be searched again.
+        # Literal end of each tag. A long text is searched again only after a new one.
         self._tag_end = _literal_end(field.content_args["tag_pattern"])
         self._may_match = True
         self._parser = field.content_args.get("value_parser")
@@ -178,19 +178,19 @@ class _TagRegion:
 
     @property
     def left(self) -> str:
-        """Text that is no argument."""
+        """Text that belongs to no argument."""
         text = self._between + self._text
         return text if text.strip() else ""
 
     def push(self, text: str) -> list[CallPart]:
-        """Gives the arguments that are whole."""
+        """Reads the next piece. Returns complete arguments."""
         seen = self._text[max(0, len(self._text) - len(self._tag_end) + 1) :]
         self._may_match |= self._tag_end in seen + text
         self._text += text
         return self._take(final=False)
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Gives the rest; a region that is cut off has not told all."""
+        """Returns the rest of the call; a region that was cut off is not complete."""
         parts = self._take(final=True)
         is_short = closed.is_cut or (closed.delimiter is None and self.left)
         if is_short or self._is_refused or (self.left and not self._has_begun):
@@ -217,7 +217,7 @@ class _TagRegion:
         return parts
 
     def _may_be_argument(self) -> bool:
-        """True if the text begins as an argument does: with the same character."""
+        """True if the text begins with the first character of an argument."""
         first = self.left.lstrip()[:1]
         return bool(first) and self._pattern.match(first, partial=True) is not None
 
@@ -233,17 +233,17 @@ class _TagRegion:
 
 
 def _literal_end(pattern: str) -> str:
-    """Text that every match of a pattern ends with; "" where it is not known."""
+    """Returns the text that every match of a pattern ends with; "" if unknown."""
     match = _LITERAL_END.search(pattern)
     means_more = regex.compile(pattern).flags & (regex.IGNORECASE | regex.VERBOSE)
     return "" if match is None or means_more else str(match[1])
 
 
 class _Copy:
-    """Follows one JSON value to its end, by its strings and brackets.
+    """Finds the end of one JSON value, by its strings and brackets.
 
     Attributes:
-        is_done: True once the value is whole.
+        is_done: True once the value is complete.
     """
 
     def __init__(self, first: str) -> None:
@@ -254,7 +254,7 @@ class _Copy:
         self._is_scalar = first not in '"[{'
 
     def push(self, text: str, start: int) -> int:
-        """Place behind the part of `text` from `start` on that belongs to the value."""
+        """Returns the end of the part of `text`, from `start` on, that belongs to the value."""
         if self._is_scalar:
             match = _SCALAR.match(text, start)
             end = start if match is None else int(match.end())
@@ -293,7 +293,7 @@ def _is_object(text: str) -> bool:
 
 
 def _object_text(value: str) -> str:
-    """JSON text of the object in a JSON value: the object itself, {} for `null`, a string's content; else empty."""
+    """Returns the JSON object of a value: the object itself, {} for `null`, or the content of a string; else empty."""
     if value.startswith("{"):
         return value
     text = NO_ARGUMENTS if value == "null" else _string(value)
@@ -301,7 +301,7 @@ def _object_text(value: str) -> str:
 
 
 class _BodyRegion:
-    """A region that is the arguments."""
+    """Reads a region that consists of the arguments."""
 
     def __init__(self, name: str, accepts: Callable[[str], bool]) -> None:
         self.left = ""
@@ -312,7 +312,7 @@ class _BodyRegion:
         self._arguments = ""
 
     def push(self, text: str) -> list[CallPart]:
-        """Gives the arguments as they come."""
+        """Returns the next text of the arguments."""
         start = 0
         name = ""
         if self._copy is None:
@@ -343,7 +343,7 @@ class _BodyRegion:
 
 
 class _Expected(Enum):
-    """The next thing in an object, or in a list of objects."""
+    """Expected syntax at a place in an object, or in a list of objects."""
 
     OBJECT = auto()
     KEY = auto()
@@ -355,15 +355,15 @@ class _Expected(Enum):
     NEXT_OBJECT = auto()
     END = auto()
     NOTHING = auto()
-    """Something has come that is not JSON of this form."""
+    """The text is not JSON of this form."""
 
 
 class _ObjectRegion:
-    """A region with one JSON object, or a list of them, of which each is a call."""
+    """Reads a region with one JSON object, or a list of objects; each object is a call."""
 
     def __init__(self, field: Field, accepts: Callable[[str], bool]) -> None:
         self.is_whole = False
-        # Text that no call has for certain, and text that one may still take.
+        # Text that belongs to no call, and text that may still belong to one.
         self._lost = ""
         self._pending = ""
         self._is_list = field.form is CallForm.LIST
@@ -378,7 +378,7 @@ class _ObjectRegion:
 
     @property
     def left(self) -> str:
-        """Text that no call has."""
+        """Text that belongs to no call."""
         return self._lost + self._pending
 
     def _begin_object(self) -> None:
@@ -386,13 +386,13 @@ class _ObjectRegion:
         self._has_others = False
         self._value = ""
         self._name: str | None = None
-        # Arguments that came before the name.
+        # Arguments that precede the name.
         self._early = ""
         self._has_begun = False
         self._has_entries = False
 
     def push(self, text: str) -> list[CallPart]:
-        """Gives names and arguments as they come."""
+        """Returns names and the next text of arguments."""
         parts: list[CallPart] = []
         at = 0
         while at < len(text):
@@ -403,11 +403,11 @@ class _ObjectRegion:
         return parts
 
     def finish(self, closed: Closed) -> list[CallPart]:
-        """Leaves what is no call."""
+        """Returns no call: the rest stays in `left`."""
         return []
 
     def _copied(self, text: str, at: int, parts: list[CallPart]) -> int:
-        """Takes a key or a value as far as it has come."""
+        """Reads the next text of a key or value. Returns the place behind it."""
         assert self._copy is not None
         end = self._copy.push(text, at)
         piece = text[at:end]
@@ -459,26 +459,26 @@ class _ObjectRegion:
         parts.append(CallPart(self._name or "", arguments))
 
     def _structured(self, text: str, at: int, parts: list[CallPart]) -> int:
-        """Takes a character between keys and values."""
+        """Reads a character between keys and values. Returns the next place."""
         char = text[at]
         if char in _BLANKS:
             self._pending += char
             return at + 1
         step = self._step(char, parts)
         if step is _Expected.VALUE_TEXT or step is _Expected.KEY_TEXT:
-            # Its first character is part of it.
+            # This character is the first of the key or value.
             self._expected, self._value, self._copy = step, "", _Copy(char)
             return at
         self._pending += char
         if step is _Expected.END or (char == "}" and step is _Expected.NEXT_OBJECT):
-            # What ends an object or the list is of the calls.
+            # The end of an object or of the list belongs to the calls.
             self._lost += self._pending if self._has_others else ""
             self._pending, self._has_others = "", False
         self._expected = step
         return at + 1
 
     def _step(self, char: str, parts: list[CallPart]) -> _Expected:
-        """The next thing behind a character between keys and values; a text where it begins one."""
+        """Returns the expected syntax after a character between keys and values."""
         match self._expected:
             case _Expected.NEXT_OBJECT:
                 return self._in_list(char)
@@ -501,7 +501,7 @@ class _ObjectRegion:
         return _Expected.NOTHING
 
     def _in_list(self, char: str) -> _Expected:
-        """The list begins, ends, or has another object."""
+        """Returns the expected syntax after a character between the objects of a list."""
         if not self._has_list:
             self._has_list = char == "["
             return _Expected.NEXT_OBJECT if self._has_list else _Expected.NOTHING
@@ -533,7 +533,7 @@ class _ObjectRegion:
 
 
 def _string(text: str) -> str:
-    """The value of a JSON string; empty for what is none."""
+    """Parses a JSON string; returns an empty text for any other value."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,8 +1,8 @@
 """Response templates of model families, for checkpoints without a response template of their own.
 
 probe.py finds the family of a checkpoint: it renders calls and reasoning with the chat template and reads them back.
-It also finds the beginning of an answer and the reasoning marks. So a `start_anchor` here is only that
-of the family's first model, and the reasoning marks are those of most of its models.
+It also finds the beginning of an answer and the reasoning marks. So a `start_anchor` here is that of the
+family's first model, and the reasoning marks are those of most of its models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHATML: Final = "<|im_start|>assistant\n"
 _DEEPSEEK_ANCHOR: Final = r"<｜Assistant｜>(?:</think>)?"
 _DEEPSEEK_CALL: Final = r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
 _DEEPSEEK_END: Final = "<｜tool▁call▁end｜>"
-# Stands behind the last call, where it would be content.
+# Text after the last call, which would be content otherwise.
 _DEEPSEEK_CONTENT: Final = {"close": "<｜tool▁calls▁end｜>"}
 _HARMONY_START: Final = r"(?:<\|start\|>assistant)?"
 _HARMONY_KIND: Final = r"\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>"
@@ -288,7 +288,7 @@ SPECS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": LLAMA,
     "xlam": XLAM,
 }
-# Families with a message format of their own, which has no place for other reasoning marks.
+# Families with a message format of their own, which allows no other reasoning marks.
 WHOLE: Final = frozenset({"harmony"})
 # Marks around reasoning, the most usual ones first.
 REASONING_MARKS: Final = (

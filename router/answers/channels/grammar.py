@@ -1,6 +1,7 @@
-"""Grammars of answers with calls and reasoning, in the forms of families (llguidance's Lark, without its header).
+"""Writes grammars of answers with calls and reasoning, in the forms of model families.
 
-Where a delimiter is a token of its own a grammar names the token, so that no text is taken for it.
+Grammars are llguidance's Lark, without the header. If a delimiter is a token, the grammar names the token, so that no
+text is taken for the delimiter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PLACE_RULES: Final = (
     ("word", "/[A-Za-z0-9_]{1,64}/"),
     ("digits", "/[0-9]{1,20}/"),
 )
-# A rule's name among what else a rule has, of which texts may look like some.
+# Matches rule names. It may also match text in a rule, which then only keeps an unused rule.
 _RULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = "{name}"
 KEY: Final = "{key}"
@@ -162,9 +163,9 @@ class CalledTool:
     """A tool that may be called.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
         schema: JSON Schema of the arguments, as text; empty for any object.
-        arguments: in order, for families with tags.
+        arguments: arguments in order, for families with tags.
     """
 
     name: str
@@ -174,11 +175,11 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Reasoning that an answer begins with.
+    """Limits of the reasoning in front of an answer.
 
     Attributes:
-        has_begun: True if the prompt has begun it; else the model may leave it out.
-        max_tokens: most tokens of it, None for any number.
+        has_begun: True if the prompt begins the reasoning; otherwise the model may leave it out.
+        max_tokens: most tokens of reasoning; None for no limit.
     """
 
     has_begun: bool = False
@@ -189,7 +190,7 @@ class AnswerGrammar:
     """Writes the grammars of one model's answers.
 
     Args:
-        style: of its family.
+        style: style of the model's family.
         markers: texts of tokens that stand for delimiters, by id.
         eos_token_ids: tokens that end an answer, which grammars do not name.
     """
@@ -203,12 +204,12 @@ class AnswerGrammar:
 
     @property
     def holds(self) -> bool:
-        """True if no text of an answer can be taken for a delimiter of calls."""
+        """True if all delimiters of calls are tokens, so that no text can be taken for one."""
         return all(delimiter in self._ids for delimiter in self._style.delimiters)
 
     @property
     def tells_calls(self) -> bool:
-        """True if no text is a call: calls begin with a token of their own, or content does and calls have one."""
+        """True if content and calls can be told apart by a token that begins either."""
         return bool(self._style.content) or self._before_token is not None
 
     @property
@@ -227,12 +228,12 @@ class AnswerGrammar:
         return not self._style.key
 
     def calls(self, tools: Sequence[CalledTool], thinking: Thinking | None, *, is_required: bool, is_one: bool) -> str:
-        """Grammar of an answer that calls tools.
+        """Returns the grammar of an answer that may or must call tools.
 
         Args:
-            tools: that may be called; none where content alone may come.
-            thinking: before it; None for none.
-            is_required: True if it calls, False if it may.
+            tools: tools that may be called; empty if the answer is content alone.
+            thinking: limits of reasoning before the answer; None without reasoning.
+            is_required: True if the answer must call.
             is_one: True for one call at most.
         """
         content = f"{self._literal(self._style.content)} text"
@@ -244,12 +245,12 @@ class AnswerGrammar:
         )
 
     def around(self, grammar: str, thinking: Thinking | None, calls: str = "") -> str:
-        """A grammar, of which nothing is read, behind reasoning.
+        """Puts a grammar of content behind reasoning, without parsing it.
 
         Args:
-            grammar: of content.
-            thinking: before it; None for none.
-            calls: grammar of calls, that may come instead; empty for none.
+            grammar: grammar of content.
+            thinking: limits of reasoning before the answer; None without reasoning.
+            calls: grammar of calls that may replace content; empty for none.
         """
         answer = f"{self._literal(self._style.content)} %lark {{\n{grammar}\n}}"
         if calls:
@@ -258,7 +259,7 @@ class AnswerGrammar:
 
     @property
     def _before_token(self) -> str | None:
-        """The text in front of the token that calls begin with; None where they begin in several ways, or with text."""
+        """Text in front of the first token of calls; None if calls begin without a token or in several ways."""
         firsts = (self._style.before,) if self._style.before else self._style.begins
         tokens = [self._marker.search(first) for first in firsts]
         known = {first[: token.start()] for first, token in zip(firsts, tokens, strict=True) if token is not None}
@@ -272,7 +273,7 @@ class AnswerGrammar:
 
     def _call_rules(self, tools: Sequence[CalledTool], is_one: bool, *, after_text: bool) -> list[tuple[str, str]]:
         style, known = self._style, (self._before_token or "") if after_text else ""
-        # Of the first call that part is with the text before it.
+        # The rule `text_before` has this part of the first call.
         first_begins = style.begins if style.before else tuple(text.removeprefix(known) for text in style.begins)
         first = "first" if known and not style.before else "call"
         has_one = is_one or style.is_one or self._ends_answer(style.end)
@@ -335,7 +336,7 @@ class AnswerGrammar:
         return f'{before} ("true" | "false") {after}'
 
     def _value(self, rule: str, argument: Argument) -> tuple[str, list[tuple[str, str]]]:
-        """The value of an argument and its end, and the rules for them."""
+        """Returns the expression of an argument's value and end, and the rules that it needs."""
         end = self._literal(self._style.value_after + self._style.key_end)
         if argument.schema:
             return f"{rule} {end}", [(rule, f"%json {argument.schema}")]
@@ -344,22 +345,22 @@ class AnswerGrammar:
         return self._held(rule.upper(), argument.text)
 
     def _held(self, terminal: str, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """A text of some terminals and its end, and the rules for them."""
+        """Returns the expression of raw text by its terminals, with its end, and the rules that it needs."""
         end = self._style.value_after + self._style.key_end
         token = self._marker.search(end)
-        # What stands in front of the token, or all of the end, is a part of the terminal.
+        # Text of the end in front of its token is part of the terminal.
         of_text, of_tokens = (end, "") if token is None else (end[: token.start()], end[token.start() :])
         return f"{terminal} {self._literal(of_tokens)}", [
             (terminal, f"({text}) {_quoted(of_text)}".removesuffix(' ""'))
         ]
 
     def _until(self, rule: str, end: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
-        """Any text up to its end, and the rules for it."""
+        """Returns the expression of any text up to `end`, and the rules that it needs."""
         token = self._marker.search(end)
         if token is None:
             return rule, [(f"{rule}[suffix={_quoted(end)}]", _TEXT)]
         limit = "" if most is None else f"[max_tokens={most}]"
-        # What stands in front of the token is a part of the text, which is as long as it can be.
+        # Text of the end in front of its token is part of the text.
         expression = r"(.|\n)*" + re.escape(end[: token.start()]).replace("/", r"\/")
         return f"{rule} {self._literal(end[token.start() :])}", [(f"{rule}{limit}", f"/{expression}/")]
 
@@ -391,7 +392,7 @@ class AnswerGrammar:
         return literals[0] if len(literals) == 1 else f"({' | '.join(literals)})"
 
     def _literal(self, text: str) -> str:
-        """A text with its tokens named; one that ends an answer is left to the end."""
+        """Returns the expression of a text, with its tokens named. A token that ends answers is left out."""
         parts, at = [], 0
         for match in _PLACE.finditer(text):
             parts += [*self._named(text[at : match.start()]), _PLACES[match[0]]]

@@ -1,8 +1,8 @@
-"""Tokens that stand for delimiters, told from the same text spelled out of other tokens.
+"""Distinguishes tokens that stand for delimiters from the same text spelled with other tokens.
 
-A model that quotes `<tool_call>` writes it as text, with several tokens; one that begins a call writes the token.
-Templates see text alone, so what is only spelled gets a mark inside, with which no delimiter matches, and which is
-taken out again.
+A model that quotes `<tool_call>` writes it with several tokens; a model that begins a call writes the one token.
+Response templates see text alone. So a spelled delimiter gets a mark inside, which no delimiter matches. The mark is
+removed later.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ UNMARKED: Final = {ord(MARK): None}
 
 
 class SpelledMarkers:
-    """Marks delimiters in one text that no token of their own stands for.
+    """Marks the delimiters in one text that are spelled instead of written as their token.
 
     Args:
-        markers: texts of the tokens; none lets everything pass.
+        markers: texts of the tokens; without any, all text passes.
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
         self._pattern = regex.compile("|".join(map(regex.escape, longest_first)) or "(?!)")
         self._reach = max(map(len, longest_first), default=1) - 1
-        # Places of tokens that have not come by, and how much text has been announced, and has come by.
+        # Places of announced tokens that are still ahead, and the lengths of announced text and of text read so far.
         self._tokens: deque[int] = deque()
         self._announced = 0
         self._passed = 0
         self._tail = ""
 
     def announce(self, text: str, *, marker: str = "") -> None:
-        """Says that `text` will come by, and that a token stands for the marker at its end."""
+        """Announces text that `mark` will get; `marker` is the text at its end that one token stands for."""
         self._announced += len(text)
         if marker:
             self._tokens.append(self._announced - len(marker))
 
     def mark(self, text: str) -> str:
-        """The next piece of the text, announced before, with a mark in each spelled delimiter that ends in it."""
+        """Returns the next piece of announced text, with a mark in each spelled delimiter that ends in it."""
         seen = self._tail + text
         start = self._passed - len(self._tail)
         self._passed += len(text)
@@ -52,7 +52,7 @@ class SpelledMarkers:
                 continue
             if self._is_token(start + match.start()):
                 continue
-            # Before its last character: what came by already stays as it is.
+            # In front of the last character: earlier text was returned already.
             place = max(match.end() - 1, at)
             marked += [seen[at:place], MARK]
             at = place

@@ -1,10 +1,10 @@
-"""A model's answer, as its text comes, in channels: reasoning, content and calls of tools. Pure.
+"""Separates the text of a model's answer into channels as it arrives: reasoning, content and calls of tools. Pure.
 
 Invariants:
-  * What has come out depends on the text so far and not on how it was cut into pieces.
-  * Nothing is lost: text that is no reasoning and no call, or a call that breaks its form before it has begun, is
-    content with its delimiters. What breaks its form later stands where it came: in the call's arguments, or as content
-    behind. Blanks around reasoning, content and calls are left out, as transformers leaves them out.
+  * The parts depend on the text so far, not on how it was cut into pieces.
+  * No text is lost. Text outside reasoning and calls is content, and so is a call that breaks its form before it
+    begins, with its delimiters. If a call breaks its form later, the text stays in its arguments, or is content behind
+    the call. Only blanks around reasoning, content and calls are left out, as in transformers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from router.answers.channels.markers import UNMARKED
 from router.answers.channels.regions import Closed, Opened, RegionEvent, Regions, Within
 from router.answers.channels.template import CALLS_FIELD, CONTENT_FIELD, REASONING_FIELDS, Field, ResponseTemplate
 
-# Around a call, these alone say nothing.
+# Characters that are dropped if a call leaves nothing else around it.
 _SYNTAX: Final = " \t\r\n,]}"
 
 
 class Channel(Enum):
-    """Parts of a message of the assistant."""
+    """Channels of an assistant's message."""
 
     REASONING = auto()
     CONTENT = auto()
@@ -32,7 +32,7 @@ class Channel(Enum):
 
 
 class Part(NamedTuple):
-    """The next part of a channel; of a call its number, and its name where it begins."""
+    """The next text of a channel. For a call: its number, and its name in the call's first part."""
 
     channel: Channel
     text: str
@@ -48,12 +48,12 @@ class _Text:
     waiting: str = ""
 
     def begin_region(self, field: Field | None) -> None:
-        """A further region of the channel begins."""
+        """Begins another region of the channel."""
         if self.has_any and field is not None and field.join is not None:
             self.waiting = field.join if field.strips else self.waiting + field.join
 
     def push(self, text: str, field: Field | None, *, is_first: bool) -> str:
-        """Takes text; gives what is certain to be no blank at the end."""
+        """Adds text. Returns the text so far, without blanks that may be the last ones."""
         if field is not None and not field.strips:
             self.has_any, text, self.waiting = True, self.waiting + text, ""
             return text
@@ -68,17 +68,17 @@ class _Text:
 
 
 class ResponseParser:
-    """Reads one answer.
+    """Reads the text of one answer.
 
     Args:
-        template: how the model writes.
-        tools: that the request has; None for none, and then text that looks like a call is content.
-        separates_reasoning: False makes reasoning content.
-        opening: what the prompt has written of the answer already; nothing of it comes out.
-        keeps_blanks: True if blanks around content are part of it, but for those behind reasoning.
+        template: response template of the model.
+        tools: tools of the request; None for none, and then text that looks like a call is content.
+        separates_reasoning: True if reasoning is a channel; False makes it content.
+        opening: text of the answer that the prompt ends with; it is read, and its parts are dropped.
+        keeps_blanks: True if blanks around content are part of it, except those behind reasoning.
 
     Attributes:
-        num_calls: calls that have begun.
+        num_calls: number of calls that have begun.
     """
 
     def __init__(
@@ -109,26 +109,26 @@ class ResponseParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """True if text is reasoning now."""
+        """True if the next text is reasoning."""
         current = self._regions.current
         return current is not None and current.name in REASONING_FIELDS
 
     @property
     def has_had_call(self) -> bool:
-        """True if a call has all its arguments, or its region has ended without them."""
+        """True if a call is complete, or its region ended without all its arguments."""
         return self.num_calls > 0 and (self._call is None or self._call.is_whole or self._calls_before > 0)
 
     @property
     def ends_with_call(self) -> bool:
-        """True if the last thing that has come is a call with all its arguments."""
+        """True if the answer so far ends with a complete call."""
         return self._ends_with_call
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next piece of the answer."""
+        """Reads the next piece of the answer. Returns its parts."""
         return merged(part for event in self._regions.push(text) for part in self._parts(event))
 
     def finish(self, *, is_cut: bool = False, token: str = "") -> list[Part]:
-        """Takes the end of the answer; arguments as of `Regions.finish`."""
+        """Ends the answer. Returns the parts that were held back; arguments as in `Regions.finish`."""
         events = self._regions.finish(is_cut=is_cut, token=token)
         return merged(part for event in events for part in self._parts(event))
 
@@ -194,7 +194,7 @@ class ResponseParser:
         return [Part(channel, _plain(out))]
 
     def _kept(self, text: str) -> str:
-        """Content as it is, but for blanks between it and reasoning."""
+        """Returns content unchanged, except for blanks between reasoning and content."""
         content = self._texts[Channel.CONTENT]
         if self._texts[Channel.REASONING].has_any and not content.has_any:
             text = text.lstrip()
@@ -215,7 +215,7 @@ def _channel(field: Field) -> Channel:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbours of one channel, or of one call, as one."""
+    """Merges neighbouring parts of one channel, or of one call."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

@@ -1,7 +1,7 @@
-"""Expressions of the texts that schemas of strings allow, as they stand by themselves and not in JSON.
+"""Translates string schemas to grammar terminals for raw text, outside of JSON.
 
-Grammars have schemas of JSON alone. Where an argument stands between tags, what its schema says of a string becomes
-terminals of llguidance's Lark: each keyword one, all of them together by `&`.
+Grammars support schemas for JSON only. For a string between tags, each keyword of its schema becomes a terminal of
+llguidance's Lark, and all of them are combined with `&`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIME: Final = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
 _COUNT: Final = "[0-9]{1,9}"
 _OF_DAY: Final = f"({_COUNT}H({_COUNT}M({_COUNT}S)?)?|{_COUNT}M({_COUNT}S)?|{_COUNT}S)"
 _DAYS: Final = f"({_COUNT}Y({_COUNT}M({_COUNT}D)?)?|{_COUNT}M({_COUNT}D)?|{_COUNT}D)"
-# At most 60 characters, of host names 243, and never two hyphens in a row: bounds of their own would be too much work.
+# At most 60 characters (host names 243) without two hyphens in a row. Exact bounds would make the automaton too large.
 _LABEL: Final = "[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,19}){0,2}"
 _HOST: Final = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
 _HEX: Final = "[0-9a-fA-F]"
@@ -45,7 +45,7 @@ _OF_PATH: Final = f"([A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
 _BEHIND_PATH: Final = rf"(\?{_OF_PATH}*)?(#{_OF_PATH}*)?"
 _OF_HOST: Final = rf"\/\/{_HOST}(:[0-9]{{1,4}})?"
 _NO_YEAR: Final = "~/0000(.|\\n)*/"
-# Of JSON Schema's formats those of `common.constraints.formats`; some of their texts are left out as there.
+# The formats of `common.constraints.formats`; as there, some valid texts are not allowed.
 FORMATS: Final[Mapping[str, str]] = {
     "date": f"/{_DATE}/ & {_NO_YEAR}",
     "time": f"/{_TIME}/",
@@ -58,25 +58,25 @@ FORMATS: Final[Mapping[str, str]] = {
     "uri": rf"/[A-Za-z][A-Za-z0-9+.-]*:({_OF_HOST}|({_OF_HOST})?((\/{_OF_PATH}+)+\/?|\/)){_BEHIND_PATH}/",
     "uuid": f"/{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}/",
 }
-# Of values that are no strings, as texts.
+# Raw texts of values that are not strings.
 SCALARS: Final[Mapping[str, str]] = {
     "null": '"null"',
     "boolean": '("true" | "false")',
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
 }
-# Pieces of a pattern in which nothing is an anchor, and those that are looked for.
+# Pieces of a pattern: escapes and sets, which contain no anchor, and signs, which may be one.
 _PIECES: Final = regex.compile(
     r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<sign>[()|^$])|(?P<other>.)", regex.DOTALL
 )
 
 
 class TextError(ValueError):
-    """A keyword of a string cannot be held outside of JSON; says which and why."""
+    """A keyword cannot be held for raw text; the message says which and why."""
 
 
 def expression(keywords: Mapping[str, Any]) -> list[str]:
-    """Terminals that a string has to match all, by the keywords of one schema."""
+    """Returns the terminals that a string has to match, one for each keyword of a schema."""
     return [*_expressions(keywords)]
 
 
@@ -100,17 +100,17 @@ def _length(keywords: Mapping[str, Any], name: str) -> int | None:
 
 
 def one_of(texts: Sequence[str]) -> str:
-    """A terminal of some texts."""
+    """Returns a terminal that matches one of `texts`."""
     return f"({' | '.join(map(quoted, texts))})"
 
 
 def quoted(text: str) -> str:
-    """A text as a terminal."""
+    """Returns a terminal that matches `text`."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def without(text: str) -> str:
-    """A terminal of what does not have a text in it."""
+    """Returns a terminal of all texts that do not contain `text`."""
     return rf"~/(.|\n)*{_escaped(text)}(.|\n)*/"
 
 
@@ -119,7 +119,7 @@ def _escaped(text: str) -> str:
 
 
 def found(pattern: str) -> str:
-    """A terminal of the texts in which a pattern is found, as JSON Schema looks for it.
+    """Returns a terminal of all texts in which JSON Schema finds `pattern`.
 
     Raises:
         TextError: the pattern has an anchor where a terminal cannot have one, or cannot be rewritten.

@@ -1,7 +1,7 @@
-"""The regions of a response, as its text comes (`router.answers.channels.template`).
+"""Finds the regions of a response as its text arrives (`router.answers.channels.template`).
 
-Invariant: what has come out, and where a region has begun or ended, depends on the text so far and not on how it was
-cut into pieces. Text is held back exactly while it may be the beginning of a delimiter.
+Invariant: the events depend on the text so far, not on how it was cut into pieces. Text is held back exactly while it
+may begin a delimiter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Final, TypeAlias
 
 from router.answers.channels.template import Delimiter, Field
 
-# Text before the place that is looked at: a pattern may look behind itself.
+# Characters kept in front of the current place, since a pattern may look behind.
 _BEHIND: Final = 256
 _LONGEST: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A region begins, with this delimiter and the named groups of it."""
+    """A region begins, with its delimiter and the delimiter's named groups."""
 
     field: Field
     delimiter: str = ""
@@ -29,7 +29,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The next part of the text of a region; of none where `field` is None."""
+    """Next text of a region; `field` is None outside all regions."""
 
     field: Field | None
     text: str
@@ -37,7 +37,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A region ends, with this delimiter and the named groups of it; without one the text has ended, or is cut off."""
+    """A region ends, with its delimiter and the delimiter's groups, or without one at the end of the text."""
 
     field: Field
     delimiter: str | None = None
@@ -50,7 +50,7 @@ RegionEvent: TypeAlias = Opened | Within | Closed
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A delimiter in the text, with its sort key: the first one, of those the longest one, wins."""
+    """A delimiter in the text, with its sort key: the first one wins, and the longest of several at one place."""
 
     key: tuple[int, int, int, str]
     field: Field
@@ -62,10 +62,10 @@ class Regions:
     """Finds the regions of one text.
 
     Args:
-        fields: of the template, by name.
+        fields: fields of the template, by name.
 
     Attributes:
-        current: the field that text belongs to now; None where there is none.
+        current: field of the next text; None outside all regions.
     """
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
@@ -77,17 +77,17 @@ class Regions:
         self._is_open = False
 
     def push(self, text: str) -> list[RegionEvent]:
-        """Takes the next piece of the text."""
+        """Adds the next piece of the text. Returns the events that it causes."""
         self._forget()
         self._text += text
         return self._advance(final=False)
 
     def finish(self, *, is_cut: bool = False, token: str = "") -> list[RegionEvent]:
-        """Takes the end of the text; one that is cut off would have gone on.
+        """Ends the text. Returns the last events.
 
         Args:
-            is_cut: True if it is.
-            token: text of the token that has ended it, which may end a region, and is no text otherwise.
+            is_cut: True if the answer was cut at its length limit.
+            token: text of the token that ended the answer. It may end a region, and is dropped otherwise.
         """
         self._text += token
         events = self._advance(final=True)
@@ -99,7 +99,7 @@ class Regions:
         return events
 
     def _forget(self) -> None:
-        """Lets go of text that nothing looks at any more."""
+        """Drops text that no pattern looks at any more."""
         if self._at > _LONGEST:
             self._text, self._at = self._text[self._at - _BEHIND :], _BEHIND
 
@@ -119,12 +119,12 @@ class Regions:
                 was_open = self._is_open
                 self._close(events, found.match)
                 if not was_open and found.match.start() == found.match.end():
-                    # It would be found here again and again.
+                    # An empty match would be found here again and again.
                     self._pass_on(events, hold)
                     return events
 
     def _next(self, *, final: bool) -> tuple[_Found | None, int]:
-        """The next delimiter that is certain, and the place up to which there is none even if more text comes."""
+        """Returns the next certain delimiter, and the place in front of which no more text can create one."""
         best: _Found | None = None
         hold = len(self._text)
         for field_, delimiter, opens in self._watched():
@@ -142,7 +142,7 @@ class Regions:
         return best, hold
 
     def _watched(self) -> list[tuple[Field, Delimiter, bool]]:
-        """Delimiters that may come now, and whether each opens a region."""
+        """Returns the delimiters that may be next, and whether each opens a region."""
         current, implicit = self.current, self._implicit
         if current is not None and current is not implicit:
             return [] if current.close is None else [(current, current.close, False)]

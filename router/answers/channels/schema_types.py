@@ -1,4 +1,4 @@
-"""Types that a JSON Schema declares, also where it refers to others or puts several together."""
+"""Finds the types that a JSON Schema allows, through references and combined subschemas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.constraints import subschemas
 from router.answers.channels.values import schema_types
 
 TEXT: Final = "string"
-# In the order in which a text is tried, behind that of the schema.
+# Order in which types are tried, after the types in the schema's own order.
 TYPES: Final = ("integer", "number", "boolean", "null", "object", "array", TEXT)
 NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 _OF_NUMBERS: Final = {"multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"}
@@ -30,16 +30,16 @@ _MOST_SUBSCHEMAS: Final = 1_000
 
 
 class SchemaTypeError(ValueError):
-    """The types of a schema's values are not known; says why."""
+    """The types of a schema's values cannot be determined; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of the ways in which a value satisfies a schema.
+    """One way to satisfy a schema.
 
     Attributes:
-        types: of the value; None for any.
-        keywords: what else it has to satisfy, by the subschemas that say so.
+        types: types of the value; None for any.
+        keywords: further keywords that the value has to satisfy, for each subschema.
     """
 
     types: tuple[str, ...] | None
@@ -47,16 +47,16 @@ class Alternative:
 
 
 def relevant(kind: str) -> frozenset[str]:
-    """Keywords that say something of the values of a type."""
+    """Returns the keywords that restrict values of a type."""
     return _RELEVANT.get(kind, frozenset()) | {"enum", "const"}
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
-    """Types of a schema's values, those that it says itself first; empty where any may come, or that is not known.
+    """Returns the types that a schema allows, its own `type` first; empty if it allows any type or types are unknown.
 
     Args:
-        schema: within `root`.
-        root: that its references are of.
+        schema: a subschema of `root`.
+        root: the whole schema, for references.
     """
     own = schema_types(schema)
     if own and not _refers(schema):
@@ -72,7 +72,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _refers(schema: Any) -> bool:
-    """True if a schema says its types by other keywords than `type` and its unions."""
+    """True if keywords other than `type`, `anyOf` and `oneOf` decide on the types of a schema."""
     if not isinstance(schema, Mapping):
         return False
     branches = (each for union in ("anyOf", "oneOf") for each in _list(schema, union))
@@ -80,20 +80,20 @@ def _refers(schema: Any) -> bool:
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
-    """The ways in which a value satisfies a schema.
+    """Returns all ways to satisfy a schema.
 
     Args:
-        schema: within `root`.
-        root: that its references are of.
+        schema: a subschema of `root`.
+        root: the whole schema, for references.
 
     Raises:
-        SchemaTypeError: it refers to itself, or to what is not there, or to too much.
+        SchemaTypeError: the schema refers to itself, to a missing subschema, or has too many alternatives.
     """
     return _Walk(root).alternatives(schema)
 
 
 class _Walk:
-    """Goes through a schema, whatever it refers to, within bounds."""
+    """Walks through a schema and its references, within bounds of depth and number."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -113,7 +113,7 @@ class _Walk:
         return merged
 
     def _parts(self, schema: Mapping[str, Any], depth: int) -> Iterator[list[Alternative]]:
-        """Subschemas that a value has to satisfy besides, each as one of some alternatives."""
+        """Yields the alternatives of each subschema that a value has to satisfy besides."""
         if "$ref" in schema:
             yield self.alternatives(referred(schema["$ref"], self._root), depth)
         for each in _list(schema, "allOf"):
@@ -150,7 +150,7 @@ def _type_of(value: Any) -> str:
 
 
 def _merged(chosen: Sequence[Alternative]) -> Alternative | None:
-    """The alternative that satisfies all of some alternatives; None where nothing does."""
+    """Merges alternatives into one that satisfies all; None if their types exclude each other."""
     types: tuple[str, ...] | None = None
     for each in chosen:
         types = each.types if types is None else types if each.types is None else _common(types, each.types)
@@ -168,17 +168,17 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_apart(found: Sequence[Sequence[Alternative]]) -> None:
-    """Refuses branches of which a string could satisfy two."""
+    """Refuses `oneOf` branches if a string could satisfy two of them."""
     may_be_text = [any(each.types is None or TEXT in each.types for each in branch) for branch in found]
     if any(a and b for a, b in combinations(may_be_text, 2)):
         raise SchemaTypeError("a string could satisfy several branches of its 'oneOf'")
 
 
 def referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """The subschema that a reference means.
+    """Resolves a reference to its subschema.
 
     Raises:
-        SchemaTypeError: there is none.
+        SchemaTypeError: the reference is not supported, or its target is missing.
     """
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise SchemaTypeError(
@@ -197,7 +197,7 @@ def referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def with_root(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A subschema that stands alone, with what its references mean."""
+    """Makes a subschema self-contained: adds the definitions that its references need."""
     if not isinstance(schema, Mapping):
         return schema
     references = [*_references(schema)]
@@ -206,7 +206,7 @@ def with_root(schema: Any, root: Mapping[str, Any]) -> Any:
     known = subschemas.definitions(root)
     if all(each.startswith(("#/$defs/", "#/definitions/")) for each in [*references, *_references(known)]):
         return {**schema, **known}
-    # The references of a part are those of the whole, which comes along.
+    # References point into the whole schema, so it becomes a definition.
     own = {name: value for name, value in _moved(schema).items() if name not in ("$defs", "definitions")}
     return {**own, "$defs": {"root": _moved(root)}}
 
@@ -217,7 +217,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _moved(schema: Any) -> Any:
-    """A schema whose references are of a root that has become a definition."""
+    """Rewrites the references of a schema to a root that has become a definition."""
     if isinstance(schema, Mapping):
         return {
             name: f"#/$defs/root{value[1:]}" if name == "$ref" and isinstance(value, str) else _moved(value)

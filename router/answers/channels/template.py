@@ -1,7 +1,7 @@
-"""Response templates: a declaration, in `tokenizer_config.json`, of how a model writes reasoning, content and calls.
+"""Response templates declare how a model writes reasoning, content and calls (`tokenizer_config.json`).
 
-Version 1 of transformers' format. A template is a set of fields, each a region of the text between delimiters; text
-that is in no region belongs to the field without an opening delimiter.
+The format is version 1 of transformers'. A template has fields. Each field is a kind of region of the text between two
+delimiters. Text outside all regions belongs to the field without an opening delimiter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import regex
 
 from router.answers.channels.values import PARSERS, has_mixed_text, placeholder, transformed
 
-# Names that transformers' templates and messages have for the field of reasoning.
+# Names of the field of reasoning in transformers' templates and messages.
 REASONING_FIELDS: Final = frozenset({"thinking", "reasoning_content", "reasoning"})
 CONTENT_FIELD: Final = "content"
 CALLS_FIELD: Final = "tool_calls"
-# Longest time that one search for a delimiter may take: a pattern of a checkpoint may be any.
+# Time limit of one search for a delimiter, in seconds: a checkpoint may bring a slow pattern.
 _SEARCH_S: Final = 1.0
 _TEMPLATE_KEYS: Final = frozenset({"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"})
 _FIELD_KEYS: Final = frozenset(
@@ -39,8 +39,8 @@ class Delimiter:
     """The beginning or end of a region.
 
     Attributes:
-        pattern: matches it.
-        texts: the texts that it may be; none if a pattern says that.
+        pattern: compiled pattern.
+        texts: the possible texts; empty if the template gives a pattern.
     """
 
     pattern: Any
@@ -48,31 +48,31 @@ class Delimiter:
 
     @property
     def can_extend(self) -> bool:
-        """True if one of the texts begins another one."""
+        """True if one of the texts is the beginning of another."""
         return any(one != other and one.startswith(other) for one in self.texts for other in self.texts)
 
     def search(self, text: str, start: int, *, final: bool) -> Any:
-        """The first match from `start` on, a partial one too unless the text is `final`; None without one."""
+        """Returns the first match from `start` on, or a partial match unless the text is `final`; None without one."""
         if final:
             return self.pattern.search(text, start, timeout=_SEARCH_S)
         return self.pattern.search(text, start, partial=True, timeout=_SEARCH_S)
 
     def may_change(self, text: str, match: Any) -> bool:
-        """True if more text may make another match of a whole one."""
+        """True if more text could change a full match."""
         if match.end() == len(text):
             return match.start() == match.end() or not self.texts or self.can_extend
         if self.texts:
             return False
-        # With a character that is no end of line behind it: `$` and its like no longer match.
+        # Tries with a further character that is not an end of line, so that `$` no longer matches.
         longer = self.pattern.match(text + "\0", match.start())
         return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
 
 
 class CallForm(Enum):
-    """Forms in which name and arguments of a call stand in its region."""
+    """Forms of name and arguments of a call within its region."""
 
     WHOLE = auto()
-    """Any: known when the region ends."""
+    """Any form, which is known when the region ends."""
     BODY = auto()
     """The name in the opening delimiter, the arguments as JSON."""
     OBJECT = auto()
@@ -85,21 +85,21 @@ class CallForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A kind of region.
+    """A kind of region of an answer's text.
 
     Attributes:
-        name: in messages.
-        open: its beginning; None for the field of what is in no region.
-        close: its end; None for a region that reaches to the end.
-        content: name of the parser of its text.
+        name: name of the field in messages.
+        open: opening delimiter; None for the field of text outside all regions.
+        close: closing delimiter; None for a region that reaches to the end.
+        content: name of the parser of the region's text.
         content_args: arguments of the parser.
-        transform: shape of its value, None for the value itself.
-        transform_each: True if the shape is that of each entry.
-        join: stands between the texts of several regions; None for what the model has written there.
-        repeats: True if an answer may have several regions of it.
-        form: of calls.
-        name_key: where the name stands: a group of the delimiter, or a key.
-        arguments_key: where the arguments stand in an object.
+        transform: shape of the value; None for the parsed value.
+        transform_each: True if each entry of a list has the shape.
+        join: text between the texts of several regions; None for the model's own text between them.
+        repeats: True if an answer may have several such regions.
+        form: form of calls.
+        name_key: group of the delimiter, or key, that holds the name of a call.
+        arguments_key: key that holds the arguments of a call.
     """
 
     name: str
@@ -117,14 +117,14 @@ class Field:
 
     @property
     def strips(self) -> bool:
-        """True if blanks around its text are not part of it."""
+        """True if blanks around the text of a region are dropped."""
         return bool(self.content_args.get("strip", True))
 
     def value(self, text: str, captures: Mapping[str, str]) -> Any:
-        """The value of a region.
+        """Parses the text of a region to its value.
 
         Raises:
-            ValueError: its text is not what the template says.
+            ValueError: the text does not have the declared form.
         """
         value = PARSERS[self.content](text, self.content_args)
         if self.transform is None:
@@ -137,16 +137,16 @@ class Field:
 
 
 class ResponseTemplate:
-    """The form in which a model writes its answers.
+    """Describes how a model writes its answers.
 
     Args:
-        spec: the declaration, as JSON has it.
+        spec: the declaration, as parsed JSON.
 
     Attributes:
-        fields: by name.
+        fields: fields by name.
 
     Raises:
-        ResponseTemplateError: it is none, or of a version that is not known.
+        ResponseTemplateError: `spec` is not a response template, or has an unknown version.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -166,37 +166,37 @@ class ResponseTemplate:
 
     @property
     def has_calls(self) -> bool:
-        """True if it says how calls of tools are written."""
+        """True if the template has a field of calls."""
         return CALLS_FIELD in self.fields
 
     @property
     def has_reasoning(self) -> bool:
-        """True if it says how reasoning is written."""
+        """True if the template has a field of reasoning."""
         return not REASONING_FIELDS.isdisjoint(self.fields)
 
     def without(self, names: Collection[str]) -> Mapping[str, Field]:
-        """The fields but some: what would be in these is then as any other text."""
+        """Returns the fields except `names`; text of those is then plain text."""
         return {name: field for name, field in self.fields.items() if name not in names}
 
     def opening(self, prompt: str) -> str:
-        """The part of a prompt that is of the answer already; empty where it does not say where that begins."""
+        """Returns the end of a prompt that is part of the answer: the text after the last start anchor, or \"\"."""
         assert self._anchor is not None
         ends = [match.end() for match in self._anchor.pattern.finditer(prompt, timeout=_SEARCH_S)]
         return prompt[ends[-1] :] if ends else ""
 
     def behind_anchor(self, text: str, *, at_start: bool = False) -> str | None:
-        """The text after the first start anchor; None without one, or if it has to be `at_start` and is not."""
+        """Returns the text after the first start anchor; None without one, or if `at_start` and text precedes it."""
         assert self._anchor is not None
         match = self._anchor.search(text, 0, final=True)
         return None if match is None or (at_start and match.start()) else text[match.end() :]
 
     def names(self, token: str) -> bool:
-        """True if a delimiter, or a pattern within a region, has this text in it."""
+        """True if a delimiter, or a pattern within a region, contains `token`."""
         return any(token in text for text in self._texts)
 
 
 def _texts(spec: Any) -> Iterator[str]:
-    """All texts of a declaration, patterns without their escapes."""
+    """Yields all strings of a declaration, without the escapes of patterns."""
     if isinstance(spec, dict | list):
         for item in spec.values() if isinstance(spec, dict) else spec:
             yield from _texts(item)
@@ -225,7 +225,7 @@ def _delimiter(scope: str, given: Mapping[str, Any], key: str) -> Delimiter | No
     texts = [given[key]] if isinstance(given[key], str) else given[key]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise ResponseTemplateError(f"{scope} has a {key} that is neither a text nor a list of texts")
-    # The longer of two that begin alike.
+    # Longest first, so that the longer of two matches wins.
     pattern = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
     return Delimiter(regex.compile(pattern, regex.DOTALL), tuple(texts))
 
@@ -262,12 +262,12 @@ def _check_field(scope: str, field: Field) -> None:
 
 
 def groups_of(delimiter: Delimiter | None) -> set[str]:
-    """Names of the groups of a delimiter."""
+    """Returns the names of a delimiter's groups."""
     return set() if delimiter is None else set(delimiter.pattern.groupindex)
 
 
 def _with_form(field: Field) -> Field:
-    """The field with the form of its calls, as far as those can be told apart before they end."""
+    """Sets the form of calls, if calls of this field can be read before their region ends."""
     function = field.transform.get("function") if isinstance(field.transform, dict) else None
     name, arguments = call_places(function)
     in_opening = name in groups_of(field.open) - groups_of(field.close)
@@ -289,7 +289,7 @@ def _with_form(field: Field) -> Field:
 
 
 def call_places(function: Any) -> tuple[str, str]:
-    """Placeholders of a call's name and arguments; empty where they are none."""
+    """Returns the placeholders of a call's name and arguments; empty texts without placeholders."""
     if placeholder(function) == "content":
         return "content.name", "content.arguments"
     if not isinstance(function, dict):

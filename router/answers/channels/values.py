@@ -1,6 +1,6 @@
-"""Values of regions of a response: parsers of their texts, the shapes that templates give them, and types of arguments.
+"""Parses the text of a region to its value, gives it the shape of the template, and types arguments.
 
-Equal to those of transformers (`utils/chat_parsing`), where each raises ValueError alike.
+Values and ValueErrors are the same as those of transformers (`utils/chat_parsing`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Final, NoReturn
 import regex
 
 Arguments = Mapping[str, Any]
-# A text that a model has put between delimiters of its own, while the JSON around it is read.
+# Placeholder of a string between a model's own delimiters, while the JSON around it is parsed.
 _HELD: Final = "\x01{}\x02"
 _BARE_KEY: Final = regex.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _PLACEHOLDER: Final = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 def text_value(text: str, arguments: Arguments) -> str:
-    """The text, without blanks around it unless `strip` is false."""
+    """Returns the text, without blanks around it unless `strip` is false."""
     return text.strip() if arguments.get("strip", True) else text
 
 
 def json_value(text: str, arguments: Arguments) -> Any:
-    """JSON, with a model's own delimiters of strings, bare keys, or no JSON at all where the arguments allow it."""
+    """Parses JSON; by its arguments also with other string delimiters, bare keys, or no JSON at all."""
     try:
         return json.loads(_strict_json(text, arguments))
     except json.JSONDecodeError as error:
@@ -55,7 +55,7 @@ def _strict_json(text: str, arguments: Arguments) -> str:
 
 
 def part_value(text: str, parser: Mapping[str, Any] | None) -> Any:
-    """The value of a text within a region."""
+    """Parses a text within a region."""
     return text if parser is None else PARSERS[parser.get("name", "text")](text, parser.get("args", {}))
 
 
@@ -92,7 +92,7 @@ def _line_values(text: str, arguments: Arguments) -> dict[str, Any]:
 
 
 class _CallList:
-    """Reads `[f(a=1), g()]`, the calls of Python that some models write."""
+    """Parses a list of calls in Python syntax, such as `[f(a=1), g()]`."""
 
     _BLANKS: Final = regex.compile(r"[ \t\n\r]*")
     _NAME: Final = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
@@ -113,7 +113,7 @@ class _CallList:
         self._string_pattern = self._LONG_STRING if has_line_ends else self._STRING
 
     def read(self) -> list[dict[str, Any]]:
-        """The calls, with name and arguments."""
+        """Returns the calls, with name and arguments."""
         self._expect("[")
         calls = self._items("]", self._call)
         if self._match(self._BLANKS) is not None and self._at != len(self._text):
@@ -189,7 +189,7 @@ class _CallList:
 
     def _number(self, match: Any) -> int | float:
         if match[1] is None and match[2] is None:
-            # A long one never becomes an int.
+            # A long number is refused before it becomes an int.
             if len(match[0]) > self._MOST_DIGITS or abs(int(match[0])) > self._MOST_INTEGER:
                 self._fail("an integer is too large")
             return int(match[0])
@@ -212,7 +212,7 @@ class _CallList:
         if self._SURROGATE.search(body):
             self._fail("a string has half a character")
         text = str(self._ESCAPE.sub(self._unescaped, body))
-        # Two escapes may be one character; half a one is an error.
+        # Two escapes may be one character; a single surrogate is an error.
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
     def _unescaped(self, match: Any) -> str:
@@ -232,7 +232,7 @@ def python_value(text: str) -> Any:
     """Parses a list or an object in Python syntax.
 
     Raises:
-        ValueError: `text` is neither.
+        ValueError: `text` is neither a list nor an object.
     """
     value = _CallList(f"[f(x={text})]").read()[0]["arguments"]["x"]
     if not isinstance(value, list | dict):
@@ -253,23 +253,23 @@ PARSERS: Final[Mapping[str, Callable[[str, Arguments], Any]]] = {
 
 
 def placeholder(template: Any) -> str:
-    """The name in a placeholder such as `{content.name}`; "" for another value."""
+    """Returns the name in a placeholder such as `{content.name}`; "" for any other value."""
     match = _PLACEHOLDER.fullmatch(template) if isinstance(template, str) else None
     return match[1] if match else ""
 
 
 def has_mixed_text(template: Any) -> bool:
-    """True if a text of a transform has a placeholder and something beside it."""
+    """True if a string of a transform has a placeholder and other text."""
     if isinstance(template, dict | list):
         return any(map(has_mixed_text, template.values() if isinstance(template, dict) else template))
     return isinstance(template, str) and not placeholder(template) and _PLACEHOLDER.search(template) is not None
 
 
 def transformed(template: Any, scope: Mapping[str, Any]) -> Any:
-    """A transform with its placeholders filled in.
+    """Fills in the placeholders of a transform.
 
     Raises:
-        ValueError: a placeholder names what there is not.
+        ValueError: a placeholder names a missing value.
     """
     if isinstance(template, dict):
         return {key: transformed(item, scope) for key, item in template.items()}
@@ -287,7 +287,7 @@ def transformed(template: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def schema_types(schema: Any) -> tuple[str, ...]:
-    """Types that a JSON Schema declares, in order."""
+    """Returns the types that a JSON Schema declares, in order."""
     if not isinstance(schema, Mapping):
         return ()
     declared = schema.get("type")
@@ -302,7 +302,7 @@ def schema_types(schema: Any) -> tuple[str, ...]:
 
 
 def typed(raw: str, types: Sequence[str]) -> Any:
-    """A text as a value of the first type that it has; the text where it has none of them."""
+    """Converts a text to the first type that fits; returns the text if no type fits."""
     for name in types:
         try:
             found, value = _TYPED.get(name, _no_value)(raw)
