@@ -1,8 +1,8 @@
-"""From the tokens of one answer to a conversation to its channels: reasoning, content and calls of tools. Pure.
+"""Reads an answer to a conversation in channels: reasoning, content and calls of tools. Pure.
 
 Invariants:
-  * What comes out depends on the tokens and on nothing else: neither on how they were framed nor on a client's reads.
-  * A delimiter that the vocabulary has a token for is one where that token stands, and text where others spell it.
+  * The parts depend on the tokens alone, not on how workers cut runs or when the client reads.
+  * If a token stands for a delimiter, only that token is the delimiter. The same text of other tokens is plain text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Reading:
     """Terms on which the answers to one request are read.
 
     Attributes:
-        form: of the model's answers.
+        form: form of the model's answers.
         opening: text of the answer that the prompt ends with.
         separates_reasoning: True if reasoning is a channel of its own.
-        tools: that may be called; None for none.
+        tools: tools that may be called; None for none.
         ends_with_first_call: True if the answer ends with its first call.
-        confinement: forms that the answer is held to; None where it may have any.
-        is_constrained: True if content satisfies the request's own constraint, so that it is left as it is.
+        confinement: grammar that the answer is held to; None for no grammar.
+        is_constrained: True if content satisfies the request's constraint, so that its blanks are kept.
     """
 
     form: ResponseForm
@@ -41,10 +41,10 @@ class Reading:
 
 
 class ChannelReader:
-    """Reads one answer.
+    """Reads one answer in channels, token by token.
 
     Args:
-        reading: the terms.
+        reading: terms of the request.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -60,7 +60,7 @@ class ChannelReader:
         self._ends_with_first_call = reading.ends_with_first_call
         self._was_reasoning = self._parser.is_reasoning
         self._num_tokens = 0
-        # Tokens of reasoning, as runs from one place up to another.
+        # Runs of reasoning tokens: first token, and the token behind the last.
         self._reasoning: list[tuple[int, int]] = []
 
     def read(self, piece: TextPiece) -> list[Part]:
@@ -70,7 +70,7 @@ class ChannelReader:
         return self._parser.push(self._spelled.mark(piece.text))
 
     def end_token(self) -> None:
-        """Counts a token, of which all that is read now has been."""
+        """Counts the token whose text was just read."""
         is_reasoning = self._parser.is_reasoning
         if is_reasoning or self._was_reasoning:
             start = self._reasoning.pop()[0] if self._continues_run() else self._num_tokens
@@ -79,27 +79,27 @@ class ChannelReader:
         self._num_tokens += 1
 
     def finish(self, *, is_cut: bool, token_id: int | None = None) -> list[Part]:
-        """Takes the end of the answer.
+        """Ends the answer. Returns the parts that were held back.
 
         Args:
-            is_cut: True if the answer would have gone on.
-            token_id: the token that has ended it; None where it is text like any other.
+            is_cut: True if the answer was cut at its length limit.
+            token_id: the token that ended the answer; None if that token is text like any other.
         """
         token = "" if token_id is None else self._markers.get(token_id, "")
         return self._parser.finish(is_cut=is_cut, token=token)
 
     @property
     def is_done(self) -> bool:
-        """True if the answer has what it ends with, whatever would come behind."""
+        """True if the answer ends here because its first call is complete."""
         return self._ends_with_first_call and self._parser.has_had_call
 
     @property
     def ends_with_call(self) -> bool:
-        """True if the last thing that has come is a whole call of a tool."""
+        """True if the answer so far ends with a complete call."""
         return self._parser.ends_with_call
 
     def reasoning_tokens(self, start: int, end: int) -> int:
-        """Number of tokens of reasoning, its delimiters included, among those from one place up to another."""
+        """Number of tokens of reasoning, delimiters included, among the tokens `start` to `end`."""
         return sum(max(0, min(end, last) - max(start, first)) for first, last in self._reasoning)
 
     def _continues_run(self) -> bool:

@@ -1,23 +1,23 @@
-"""From the tokens of one sequence to the parts of the client's stream.
+"""Turns the tokens of one sequence into the messages of the client's stream.
 
 Invariants:
-  * Tokens are appended iff they continue what is there (rule S2); an end counts iff all its tokens are there (S3).
-  * The concatenated text of all parts is the decoded text of the delivered tokens, without the token that ended the
-    sequence and without a matched stop string (unless asked for). It does not depend on how the tokens were framed.
-    Where special tokens are kept, an end-of-sequence token is text like any other.
-  * An answer that is read in channels has that text in them (`router.answers.reading`), each by itself without a gap.
-  * An echoed prompt comes with the first token: in front of all text and all token ids, and counted nowhere.
-  * `delivered` counts what the client gets, an end-of-sequence or stop token included; tokens behind a stop string are
-    dropped and not counted.
-  * Exactly one part has a finish, it is the last, and a stream that fails has none.
-  * What the client has not read is one merged part, bounded by `max_unread_tokens`.
-  * `token_ids` are the delivered tokens: behind the prompt they are what another worker needs to go on (rule S5).
+  * Tokens are appended iff they continue the answer (rule S2). An end counts iff all its tokens have arrived (S3).
+  * The concatenated text of all messages is the decoded text of the delivered tokens. It lacks the token that ended the
+    sequence, and a matched stop string unless the request includes it. It does not depend on how workers cut runs.
+    If special tokens are kept, an end-of-sequence token is text like any other.
+  * An answer that is read in channels (`router.answers.reading`) has that text in its channels, without gaps.
+  * An echoed prompt comes with the first token, in front of all text and token ids. It is not counted.
+  * `delivered` counts the tokens for the client, an end-of-sequence or stop token included. Tokens behind a stop string
+    are dropped and not counted.
+  * Exactly one message has a finish, and it is the last one. A stream that fails has none.
+  * Unread text is merged into one message, bounded by `max_unread_tokens`.
+  * `token_ids` are the delivered tokens. Behind the prompt, another worker continues the answer from them (rule S5).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fissile.v1 import inference_pb2 as pb
@@ -45,7 +45,7 @@ from router.answers.unread_parts import UnreadParts
 
 
 class GapError(Exception):
-    """The worker's tokens or end do not continue what the router has: the Session is unusable (rule S2)."""
+    """The worker's tokens or end do not continue the router's tokens: the Session is unusable (rule S2)."""
 
 
 # Ends that a client sees as a finish; the others are failures.
@@ -58,25 +58,34 @@ _STOPS = (
 
 
 class StreamAssembly:
-    """One answer on its way to the client.
+    """Assembles one answer for its client.
 
     Args:
         prompt_tokens: length of the prompt, the position of the first token.
-        text: turns the tokens into text and finds stop strings; gives a piece for each token if there is a `reader`.
-        return_token_ids: whether parts carry token ids.
-        max_unread_tokens: a client that leaves more unread is dropped.
-        delivered_text: part of the text that the client has already, None where there is none.
-        delivered_tokens: tokens that it has already and that come again; None where there are none.
-        echo: the prompt, where the client wants it in front of the answer.
-        keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
-        logprobs: takes the logprobs that are wanted; None where there are none.
-        logit_chain: takes the digests of logits that a receipt wants; None where it wants none.
-        reader: reads the text in channels; None where all is content.
+        text: decoder of the answer; gives a piece for each token if there is a `reader`.
+        return_token_ids: True if messages carry token ids.
+        max_unread_tokens: bound of unread tokens; a client that exceeds it is dropped.
+        delivered_text: text that an earlier call delivered; None for none.
+        delivered_tokens: tokens that an earlier call delivered and that the worker sends again; None for none.
+        echo: the prompt in front of the answer; None for no echo.
+        keeps_special_tokens: True if the decoder keeps special tokens in the text.
+        logprobs: collector of the requested logprobs; None for none.
+        logit_chain: digests of logits for a receipt; None for none.
+        reader: reader of the answer's channels; None if all text is content.
 
-    `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
-    prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known. `pooled`
-    has the hidden states (float32) of a prompt that is embedded. `num_left_out` counts tokens that came although the
-    client has them. `is_dropped` is true once nothing more goes to the client but a status.
+    Attributes:
+        num_tokens: tokens of prompt and answer: the position of the next token.
+        most_tokens: upper bound of `num_tokens`; 0 if unknown.
+        token_ids: the delivered tokens.
+        num_left_out: tokens that arrived although an earlier call had delivered them.
+        pooled: hidden states (float32) of an embedded prompt.
+        worker_id: worker of the current attempt.
+        start: report of the worker with the first token.
+        first_token_time: time of the first token, None before it.
+        last_token_time: time of the last token, None before it.
+        unread: the part of the answer that the client has not read.
+        error: failure of the stream; None without one.
+        is_dropped: True once the client gets nothing more but a status.
     """
 
     def __init__(
@@ -98,101 +107,79 @@ class StreamAssembly:
         self.num_tokens = prompt_tokens
         self.most_tokens = 0
         self.token_ids = array("I")
+        self.logprobs = logprobs
         self.logit_chain = logit_chain
         self.pooled = b""
         self.worker_id = ""
         self.start = FirstTokenInfo()
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
+        self.num_left_out = 0
+        self.unread = UnreadParts(logprobs, keeps_token_ids=return_token_ids, has_channels=reader is not None)
+        self.error: ApiError | None = None
+        self.is_dropped = False
         self._text = text
+        self._reader = reader
         self._max_unread_tokens = max_unread_tokens
         self._delivered_text = delivered_text
         self._delivered_tokens = delivered_tokens
-        # True while what comes is left out.
-        self._is_delivered = False
-        self.num_left_out = 0
+        # True while tokens of an earlier call arrive again.
+        self._is_repeating = False
         self._echo = echo
         self._silent_ends = {wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_EOS}
         if keeps_special_tokens:
             self._silent_ends.remove(wpb.END_REASON_EOS)
-        self._logprobs = logprobs
-        self._reader = reader
-        # Tokens that the sequence is given: the prompt, and what the client has already.
+        # Tokens that workers get with the sequence: the prompt, and tokens that an earlier call delivered.
         self._num_given = prompt_tokens
-        self._unread = UnreadParts(logprobs, keeps_token_ids=return_token_ids, has_channels=reader is not None)
-        self._sent_any = False
         self._ending: FinishInfo | None = None
-        self._error: ApiError | None = None
-        self.is_dropped = False
 
     @property
     def delivered(self) -> int:
-        """Number of tokens that the client gets, or has got."""
+        """Number of tokens for the client, read or unread."""
         return len(self.token_ids)
 
     @property
-    def taken(self) -> int:
-        """Number of tokens that have been handed out to be written."""
-        return self._unread.taken
-
-    @property
     def has_generated(self) -> bool:
-        """True if a worker has added to what the answer began with."""
+        """True if a worker generated a token behind the given ones."""
         return self.num_tokens > self._num_given
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Number of tokens of reasoning among those that the client gets, or has got."""
-        return 0 if self._reader is None else self._reader.reasoning_tokens(0, self.delivered)
-
-    @property
-    def taken_reasoning_tokens(self) -> int:
-        """Number of tokens of reasoning among those that have been handed out."""
-        end = self.delivered - self._unread.num_tokens
-        return 0 if self._reader is None else self._reader.reasoning_tokens(end - self.taken, end)
-
-    @property
-    def logprob(self) -> float | None:
-        """Sum of the raw logprobs of the answer's tokens; None where they are not wanted."""
-        return None if self._logprobs is None else self._logprobs.total
-
-    @property
-    def has_prompt_logprobs(self) -> bool:
-        """True if logprobs of the prompt have not been handed out."""
-        return self._logprobs is not None and self._logprobs.has_prompt
 
     @property
     def is_closed(self) -> bool:
         """True if the stream takes no more tokens: it has an ending or has failed."""
-        return self._ending is not None or self._error is not None
+        return self._ending is not None or self.error is not None
 
     @property
-    def error(self) -> ApiError | None:
-        """The failure of the stream, None without one."""
-        return self._error
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning among the delivered ones."""
+        return 0 if self._reader is None else self._reader.reasoning_tokens(0, self.delivered)
+
+    def written_tokens(self) -> tuple[int, int]:
+        """Number of tokens in the messages made so far, and number of tokens of reasoning among them."""
+        written, end = self.unread.taken, self.delivered - self.unread.num_tokens
+        return written, 0 if self._reader is None else self._reader.reasoning_tokens(end - written, end)
 
     def begin_attempt(self) -> None:
-        """Another worker has the request: it sends logprobs of given tokens anew if nothing has been generated."""
-        if self._logprobs is not None and not self.has_generated:
-            self._logprobs.restart()
+        """Prepares for another worker, which sends logprobs of given tokens again if no token was generated."""
+        if self.logprobs is not None and not self.has_generated:
+            self.logprobs.restart()
 
     def begin(self, start: FirstTokenInfo) -> None:
-        """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
+        """Notes the worker's report with the first token; ignores that of a later attempt."""
         if self.first_token_time is None:
             self.start = start
 
     def resume_behind(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens that the client has already: they are output for all that follows, and are not sent again."""
+        """Adds tokens that an earlier call delivered; they are not sent again."""
         self._deliver(token_ids)
         self._num_given = self.num_tokens
-        self._unread.clear()
+        self.unread.clear()
 
     def append_given_logprobs(self, first_pos: int, rows: bytes) -> None:
-        """Takes logprobs of given tokens, which come before the first generated one."""
-        if self._logprobs is None or self.is_closed or self.has_generated:
+        """Adds logprobs of given tokens, which arrive before the first generated token."""
+        if self.logprobs is None or self.is_closed or self.has_generated:
             return
         try:
-            self._logprobs.add_given(first_pos, rows)
+            self.logprobs.add_given(first_pos, rows)
         except LogprobGapError as error:
             self.fail(_no_logprobs(self.worker_id, error))
 
@@ -204,7 +191,7 @@ class StreamAssembly:
         end: wpb.SequenceEnd | None = None,
         logprobs: bytes = b"",
     ) -> None:
-        """Appends a run of tokens with their logprobs, and the end that came with the last of them.
+        """Appends a run of tokens with their logprobs, and the end that came with the last token.
 
         Repeated runs are dropped. Once a stop string matches, `is_closed` turns true and the rest is dropped.
 
@@ -216,33 +203,41 @@ class StreamAssembly:
         if first_pos > self.num_tokens:
             raise GapError(f"tokens at position {first_pos} where {self.num_tokens} were expected")
         if self._delivered_tokens is not None:
-            self._append_delivered(self._delivered_tokens, first_pos, token_ids, now, end, logprobs)
+            self._append_repeated(self._delivered_tokens, first_pos, token_ids, now, end, logprobs)
             return
-        if self._logprobs is not None:
-            if len(token_ids) > MAX_MESSAGE_LOGPROBS:
-                self._append_in_parts(first_pos, token_ids, now, end, logprobs)
+        if self.logprobs is None:
+            self._append(token_ids, now, end, b"")
+            return
+        for ids, rows in _runs(token_ids, logprobs):
+            try:
+                self.logprobs.check(len(ids), rows)
+            except LogprobGapError as error:
+                self.fail(_no_logprobs(self.worker_id, error))
+            if self.is_closed:
                 return
-            if not self._has_logprobs(len(token_ids), logprobs):
-                return
+            is_last = self.num_tokens + len(ids) == first_pos + len(token_ids)
+            self._append(ids, now, end if is_last else None, rows)
+
+    def _append(self, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None, logprobs: bytes) -> None:
         if token_ids:
             if self.first_token_time is None:
                 self.first_token_time = now
             self.last_token_time = now
             before = self.delivered
             # The token that stops the sequence is not part of its text.
-            stopper = end is not None and end.reason in self._silent_ends
-            self._deliver(token_ids[:-1] if stopper else token_ids)
-            if stopper and not self.is_closed:
+            has_stopper = end is not None and end.reason in self._silent_ends
+            self._deliver(token_ids[:-1] if has_stopper else token_ids)
+            if has_stopper and not self.is_closed:
                 self._count(token_ids[-1:])
-            if self._logprobs is not None:
-                self._logprobs.add(tuple(token_ids[: self.delivered - before]), logprobs)
-                self._unread.mark(self._logprobs.num_waiting)
-            if self._unread.num_tokens > self._max_unread_tokens:
-                self.drop_slow_client()
+            if self.logprobs is not None:
+                self.logprobs.add(tuple(token_ids[: self.delivered - before]), logprobs)
+                self.unread.mark(self.logprobs.num_waiting)
+            if self.unread.num_tokens > self._max_unread_tokens:
+                self.drop(SlowClientError(self.unread.num_tokens, None))
         if end is not None and not self.is_closed:
             self.finish(end)
 
-    def _append_delivered(
+    def _append_repeated(
         self,
         delivered: DeliveredTokens,
         first_pos: int,
@@ -251,148 +246,116 @@ class StreamAssembly:
         end: wpb.SequenceEnd | None,
         logprobs: bytes,
     ) -> None:
-        """Appends a run that begins with tokens which the client has: these are left out, if they are the same."""
+        """Appends a run that begins with tokens of an earlier call; they are checked and left out."""
         count = min(delivered.left, len(token_ids))
         size = count * len(logprobs) // max(1, len(token_ids))
         is_all = count == len(token_ids)
-        self._delivered_tokens, self._is_delivered = None, True
+        self._delivered_tokens, self._is_repeating = None, True
         self.append(first_pos, token_ids[:count], now, end if is_all else None, logprobs[:size])
-        self._is_delivered = False
-        self._check_delivered(delivered, token_ids[:count])
-        self._unread.clear()
+        self._is_repeating = False
+        self._check_repeated(delivered, token_ids[:count])
+        self.unread.clear()
         if delivered.left:
             self._delivered_tokens = delivered
         elif not is_all:
             self.append(first_pos + count, token_ids[count:], now, end, logprobs[size:])
 
-    def _check_delivered(self, delivered: DeliveredTokens, token_ids: Sequence[int]) -> None:
-        """Fails the stream if what has come is not the beginning of what has been delivered."""
+    def _check_repeated(self, delivered: DeliveredTokens, token_ids: Sequence[int]) -> None:
+        """Fails the stream if the repeated tokens or their text differ from those of the earlier call."""
         try:
             delivered.push(token_ids)
         except ResumeMismatchError as error:
-            self._ending, self._error = None, error
+            self._ending, self.error = None, error
             return
         is_short = self._ending is not None and self.delivered < delivered.count
-        # Tokens have the text that came with them, neither more nor less.
+        # The repeated tokens must have exactly the text that the earlier call delivered.
         is_other = not delivered.are_named and (
-            self._unread.has_text or (not delivered.left and self._delivered_text is not None)
+            self.unread.has_text or (not delivered.left and self._delivered_text is not None)
         )
-        if self._error is None and (is_short or is_other):
-            self._ending, self._error = None, delivered.mismatch()
-
-    def _append_in_parts(
-        self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None, logprobs: bytes
-    ) -> None:
-        """Appends a run that has more tokens than a message has logprobs."""
-        width = len(logprobs) // len(token_ids)
-        for start in range(0, len(token_ids), MAX_MESSAGE_LOGPROBS):
-            part = token_ids[start : start + MAX_MESSAGE_LOGPROBS]
-            rows = logprobs[start * width : (start + len(part)) * width]
-            is_last = start + len(part) == len(token_ids)
-            self.append(first_pos + start, part, now, end if is_last else None, rows)
+        if self.error is None and (is_short or is_other):
+            self._ending, self.error = None, delivered.mismatch()
 
     def finish(self, end: wpb.SequenceEnd) -> None:
-        """Ends the stream as the worker says; a refusal too, but no other end of `router.workers.session_state.LOSSES`.
+        """Ends the stream as the worker reports: a finish, or a failure.
+
+        Must not be called with the losses of `router.workers.session_state.LOSSES`, except for a refusal.
 
         Raises:
             GapError: the end names another number of tokens.
         """
         if self.is_closed:
             return
-        if end.reason in _STOPS or end.reason == wpb.END_REASON_LENGTH:
-            if end.end_pos != self.num_tokens:
-                raise GapError(f"an end at {end.end_pos} tokens where {self.num_tokens} arrived")
-            self._emit(self._text.flush())
-            matched = self._text.matched
-            stop_string = None if matched is None else pb.StopDetail(stop_string=matched)
-            self._end(ending_of(end) if matched is None else FinishInfo(pb.FINISH_REASON_STOP, stop_string))
-        else:
+        if end.reason not in _STOPS and end.reason != wpb.END_REASON_LENGTH:
             self.fail(error_of(end))
+            return
+        if end.end_pos != self.num_tokens:
+            raise GapError(f"an end at {end.end_pos} tokens where {self.num_tokens} arrived")
+        self._emit(self._text.flush())
+        self._end(ending_of(end) if self._text.matched is None else _stop_string_ending(self._text.matched))
 
     def lose_worker(self, why: str) -> None:
-        """Ends the stream because its worker is gone: retry-safe as long as the client has got nothing."""
+        """Ends the stream because its worker is lost; safe to retry if the client has no message yet."""
         if self.is_closed:
             return
-        if self._sent_any:
+        if self.unread.has_begun:
             self.fail(WorkerLostError(self.worker_id, self.delivered))
         else:
-            self._unread.clear()
+            self.unread.clear()
             self.fail(NoWorkerError(why))
 
     def end_with_router(self) -> None:
-        """Ends the stream because this router ends: retry-safe as long as the client has got nothing."""
+        """Ends the stream because this router ends; safe to retry if the client has no message yet."""
         if self.is_closed:
             return
-        if not self._sent_any:
-            self._unread.clear()
-        self.fail(RouterEndingError(self.delivered if self._sent_any else 0))
-
-    def drop_slow_client(self, waited_s: float | None = None) -> None:
-        """Ends the stream of a client that does not read, a finished one too: its finish has not been read either.
-
-        Args:
-            waited_s: how long a message has waited for the client, seconds; None when its unread tokens are too many.
-        """
-        self.drop(SlowClientError(self._unread.num_tokens, waited_s))
+        if not self.unread.has_begun:
+            self.unread.clear()
+        self.fail(RouterEndingError(self.delivered if self.unread.has_begun else 0))
 
     def drop(self, error: ApiError) -> None:
-        """Ends the stream with a status at once, a finished one too: what the client has not read is gone."""
+        """Ends the stream with a status at once, even a finished one, and discards the unread part."""
         self._ending = None
-        self._unread.clear()
-        self._error = error
+        self.unread.clear()
+        self.error = error
         self.is_dropped = True
 
     def fail(self, error: ApiError) -> None:
-        """Ends the stream with a status; what had arrived before is still delivered. A no-op once it is closed."""
+        """Ends the stream with a status after the unread part. No-op once the stream is closed."""
         if not self.is_closed:
-            self._error = error
+            self.error = error
 
     def next_chunk(self) -> StreamChunk | None:
-        """Everything that waits, as one part; None when nothing does.
+        """Returns the unread part as one message; None if there is none.
 
         Raises:
-            ApiError: the stream has failed and everything before that has been taken.
+            ApiError: the stream has failed and everything before that was returned.
         """
-        if self._error is not None and not self._unread.num_tokens:
-            raise self._error
-        if not self._unread.num_tokens and self._ending is None:
+        if self.error is not None and not self.unread.num_tokens:
+            raise self.error
+        if not self.unread.num_tokens and self._ending is None:
             return None
-        start = None if self._sent_any else self.start
-        self._sent_any = True
-        return self._unread.take(start, self._ending)
-
-    def _has_logprobs(self, num_tokens: int, rows: bytes) -> bool:
-        """True if tokens have the logprobs that are wanted; the stream fails if they have not."""
-        assert self._logprobs is not None
-        try:
-            self._logprobs.check(num_tokens, rows)
-        except LogprobGapError as error:
-            self.fail(_no_logprobs(self.worker_id, error))
-        return not self.is_closed
+        return self.unread.take(self.start, self._ending)
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
         """Counts tokens and adds their text, up to the token that ends the answer."""
         if self._echo is not None:
             echo, self._echo = self._echo, None
             self._add(Part(Channel.CONTENT, echo.text))
-            self._unread.add_ids(echo.token_ids)
+            self.unread.add_ids(echo.token_ids)
         for piece in self._text.push(token_ids):
             self._count(piece.token_ids)
             self._emit(piece)
             if self._text.matched is not None:
-                self._end(FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=self._text.matched)))
-            if self._reader is not None and self._end_token(self._reader):
+                self._end(_stop_string_ending(self._text.matched))
+            if self._reader is None:
+                continue
+            self._reader.end_token()
+            if self._reader.is_done and not self.is_closed:
+                self._end(FinishInfo(pb.FINISH_REASON_TOOL_CALLS))
+            if self.is_closed:
                 return
 
-    def _end_token(self, reader: ChannelReader) -> bool:
-        """Counts a token of an answer that is read in channels; True if it is the last one."""
-        reader.end_token()
-        if reader.is_done and not self.is_closed:
-            self._end(FinishInfo(pb.FINISH_REASON_TOOL_CALLS))
-        return self.is_closed
-
     def _emit(self, piece: TextPiece) -> None:
-        """Adds a piece of text to what the client gets next, in its channels."""
+        """Adds a piece of text to its channels."""
         if self._reader is None:
             self._add(Part(Channel.CONTENT, piece.text))
             return
@@ -405,9 +368,9 @@ class StreamAssembly:
             self._add(part)
 
     def _add(self, part: Part) -> None:
-        """Adds to what the client gets next, but for what it has already."""
+        """Adds a part to the unread ones, without the text that an earlier call delivered."""
         if self._delivered_text is None:
-            self._unread.add(part)
+            self.unread.add(part)
             return
         try:
             rest = self._delivered_text.push(part)
@@ -417,36 +380,46 @@ class StreamAssembly:
         if not self._delivered_text.left:
             self._delivered_text = None
         if rest is not None:
-            self._unread.add_last(rest)
+            self.unread.add_last(rest)
 
     def _end(self, ending: FinishInfo) -> None:
-        """Ends the stream; one that has not reached what was delivered has failed."""
-        if self._reader is not None and self._error is None:
-            ending = self._finish_reading(self._reader, ending)
+        """Ends the stream. It fails if it is shorter than the text that an earlier call delivered."""
+        reader = self._reader
+        if reader is not None and self.error is None and not reader.is_done:
+            eos = ending.stop.eos_token_id if ending.stop is not None and ending.stop.HasField("eos_token_id") else None
+            # A kept end-of-sequence token was read as text.
+            token_id = eos if wpb.END_REASON_EOS in self._silent_ends else None
+            for part in reader.finish(is_cut=ending.reason == pb.FINISH_REASON_LENGTH, token_id=token_id):
+                self._add(part)
+            if reader.ends_with_call and ending.reason == pb.FINISH_REASON_STOP:
+                ending = replace(ending, reason=pb.FINISH_REASON_TOOL_CALLS)
         if self._delivered_text is not None:
             self.fail(self._delivered_text.mismatch())
-        elif self._error is None:
+        elif self.error is None:
             self._ending = ending
-
-    def _finish_reading(self, reader: ChannelReader, ending: FinishInfo) -> FinishInfo:
-        """Takes what channels hold back until the end; the ending, now that all has been read."""
-        if reader.is_done:
-            return ending
-        eos = None if ending.stop is None or not ending.stop.HasField("eos_token_id") else ending.stop.eos_token_id
-        # One that is kept has been read.
-        token_id = eos if wpb.END_REASON_EOS in self._silent_ends else None
-        for part in reader.finish(is_cut=ending.reason == pb.FINISH_REASON_LENGTH, token_id=token_id):
-            self._add(part)
-        is_call = reader.ends_with_call and ending.reason == pb.FINISH_REASON_STOP
-        return replace(ending, reason=pb.FINISH_REASON_TOOL_CALLS) if is_call else ending
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
-        if self._delivered_text is not None or self._is_delivered:
+        if self._delivered_text is not None or self._is_repeating:
             self.num_left_out += len(token_ids)
             return
-        self._unread.add_tokens(token_ids)
+        self.unread.add_tokens(token_ids)
+
+
+def _runs(token_ids: Sequence[int], rows: bytes) -> Iterator[tuple[Sequence[int], bytes]]:
+    """Cuts a run into runs of at most MAX_MESSAGE_LOGPROBS tokens, with their rows of logprobs."""
+    if len(token_ids) <= MAX_MESSAGE_LOGPROBS:
+        yield token_ids, rows
+        return
+    width = len(rows) // len(token_ids)
+    for start in range(0, len(token_ids), MAX_MESSAGE_LOGPROBS):
+        part = token_ids[start : start + MAX_MESSAGE_LOGPROBS]
+        yield part, rows[start * width : (start + len(part)) * width]
+
+
+def _stop_string_ending(matched: str) -> FinishInfo:
+    return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=matched))
 
 
 def _no_logprobs(worker_id: str, error: LogprobGapError) -> ApiError:

@@ -1,4 +1,4 @@
-"""Parts of a client's stream, and how it begins and ends."""
+"""Messages of a client's stream, with their begin and end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.answers.channels.parser import Part
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenInfo:
-    """The worker's report with the first token; `prefill_s` in seconds."""
+    """The worker's report with the first token: cached prompt tokens, and the time of the prefill in seconds."""
 
     cached_tokens: int = 0
     prefill_s: float = 0.0
@@ -27,9 +27,12 @@ class FirstTokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP.
+    """End of a finished stream.
 
-    `drafts` are the verified and accepted ones by their position behind a token, where the worker has said the end.
+    Attributes:
+        reason: the finish reason.
+        stop: the stop condition, if the reason is STOP.
+        drafts: verified and accepted drafts by their position behind a token, if the worker reported the end.
     """
 
     reason: pb.FinishReason.ValueType
@@ -38,10 +41,16 @@ class FinishInfo:
 
 
 class StreamChunk(NamedTuple):
-    """Next piece for the client; `start` in the first part only, `ending` in the last one only.
+    """One message to the client.
 
-    `logprobs` are those of `token_ids`, whether those are wanted or not, and in the first parts of the prompt. Of an
-    answer that is read in channels `text` is content, and `calls` are parts of calls; each call begins with its name.
+    Attributes:
+        text: text, or the content of an answer that is read in channels.
+        token_ids: token ids, if the client wants them.
+        start: report with the first token, in the first message only.
+        ending: end of the stream, in the last message only.
+        logprobs: logprobs of the message's tokens, and of the prompt in the first messages.
+        reasoning: text of reasoning.
+        calls: parts of calls; the first part of a call has its name.
     """
 
     text: str
@@ -54,14 +63,14 @@ class StreamChunk(NamedTuple):
 
 
 class Echo(NamedTuple):
-    """The prompt that an answer begins with for its client: its text, and its token ids."""
+    """Text and token ids of the prompt, to send in front of an answer."""
 
     text: str
     token_ids: Sequence[int]
 
 
 def error_of(end: wpb.SequenceEnd) -> ApiError:
-    """The failure that a worker's end is for the client."""
+    """Returns the client's error for a failed end of a worker's sequence."""
     if end.reason == wpb.END_REASON_DEADLINE:
         return DeadlineError("at the worker")
     if end.reason == wpb.END_REASON_CONSTRAINT_FAILED:
@@ -70,7 +79,7 @@ def error_of(end: wpb.SequenceEnd) -> ApiError:
 
 
 def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
-    """The finish that a worker's end is for the client."""
+    """Returns the client's finish for the end of a worker's sequence."""
     drafts = drafts_of(end)
     if end.reason == wpb.END_REASON_LENGTH:
         return FinishInfo(pb.FINISH_REASON_LENGTH, drafts=drafts)
@@ -78,7 +87,7 @@ def ending_of(end: wpb.SequenceEnd) -> FinishInfo:
 
 
 def drafts_of(end: wpb.SequenceEnd) -> tuple[Counts, ...]:
-    """Drafts of a sequence that has ended, verified and accepted, by their position behind a token."""
+    """Returns verified and accepted drafts of an ended sequence, by their position behind a token."""
     counts = end.drafts[:MAX_SPECULATIVE_TOKENS]
     return tuple((counted(one.verified), counted(one.accepted)) for one in counts)
 

@@ -1,4 +1,4 @@
-"""Parts of an answer that its client has not read: one merged message, or several where logprobs fill more than one."""
+"""Collects the unread part of an answer: one merged message, or several if logprobs fill more than one."""
 
 from __future__ import annotations
 
@@ -14,30 +14,39 @@ _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
 
 class UnreadParts:
-    """Text, token ids and logprobs that wait for the client of one answer.
+    """Text, token ids and logprobs of one answer that its client has not read.
 
     Args:
-        logprobs: has the logprobs that wait; None where there are none.
-        keeps_token_ids: whether messages carry token ids.
+        logprobs: collector of the logprobs; None for none.
+        keeps_token_ids: True if messages carry token ids.
         has_channels: True if the answer is read in channels; otherwise all text is content.
 
-    `num_tokens` wait, and `taken` have been handed out to be written.
+    Attributes:
+        num_tokens: number of unread tokens.
+        taken: number of tokens in the messages made so far.
+        has_begun: True after the first message.
     """
 
     def __init__(self, logprobs: AnswerLogprobs | None, *, keeps_token_ids: bool, has_channels: bool) -> None:
         self.num_tokens = 0
         self.taken = 0
+        self.has_begun = False
         self._logprobs = logprobs
         self._keeps_token_ids = keeps_token_ids
         self._has_channels = has_channels
         self._parts: list[Part] = []
         self._ids: list[int] = []
-        # Where messages with logprobs can end: tokens and pieces of text up to there.
+        # Places where messages with logprobs can end: number of tokens and of parts up to each.
         self._marks: list[tuple[int, int]] = []
 
     @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if logprobs of the prompt are still to be sent."""
+        return self._logprobs is not None and self._logprobs.has_prompt
+
+    @property
     def has_text(self) -> bool:
-        """True if a part waits that has text."""
+        """True if an unread part has text."""
         return any(part.text for part in self._parts)
 
     def add(self, part: Part) -> None:
@@ -45,39 +54,41 @@ class UnreadParts:
         self._parts.append(part)
 
     def add_last(self, part: Part) -> None:
-        """Adds a part whose tokens the client has: it is to be written as if one token waited."""
+        """Adds text whose tokens the client has already; counts as one unread token, so that it is sent."""
         self._parts.append(part)
         self.num_tokens = max(1, self.num_tokens)
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens, and takes their ids where they are wanted."""
+        """Counts tokens, and keeps their ids if messages carry ids."""
         self.num_tokens += len(token_ids)
         self.add_ids(token_ids)
 
     def add_ids(self, token_ids: Sequence[int]) -> None:
-        """Takes ids that are counted nowhere, as those of an echoed prompt."""
+        """Adds ids without counting them, such as those of an echoed prompt."""
         if self._keeps_token_ids:
             self._ids.extend(token_ids)
 
     def mark(self, num_tokens: int) -> None:
-        """Notes that a message can end behind so many waiting tokens, as full ones as can be."""
+        """Notes that a message can end behind `num_tokens` unread tokens; keeps only marks that fill messages best."""
         before = self._marks[-2][0] if len(self._marks) > 1 else 0
         if self._marks and num_tokens - before <= MAX_MESSAGE_LOGPROBS:
             self._marks.pop()
         self._marks.append((num_tokens, len(self._parts)))
 
-    def take(self, start: FirstTokenInfo | None, ending: FinishInfo | None) -> StreamChunk:
-        """The next message; it has no ending where others follow."""
-        if self._logprobs is not None and (early := self._take_early(self._logprobs, start)) is not None:
+    def take(self, start: FirstTokenInfo, ending: FinishInfo | None) -> StreamChunk:
+        """Returns the next message, the first one with `start`, the last one with `ending`."""
+        begin = None if self.has_begun else start
+        self.has_begun = True
+        if self._logprobs is not None and (early := self._take_early(self._logprobs, begin)) is not None:
             return early
         logprobs = None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take())
-        chunk = self._chunk(self._parts, tuple(self._ids), logprobs, start, ending)
+        chunk = self._chunk(self._parts, tuple(self._ids), logprobs, begin, ending)
         self.taken += self.num_tokens
         self.clear()
         return chunk
 
     def clear(self) -> None:
-        """Drops everything that waits."""
+        """Discards everything unread."""
         self._parts.clear()
         self._ids.clear()
         self._marks.clear()
@@ -86,13 +97,13 @@ class UnreadParts:
             self._logprobs.clear()
 
     def _take_early(self, logprobs: AnswerLogprobs, start: FirstTokenInfo | None) -> StreamChunk | None:
-        """The next message where logprobs are of the prompt, or more than a message takes."""
+        """Returns a message with logprobs of the prompt, or one that logprobs fill; None if there is neither."""
         prompt = logprobs.take_prompt()
         if prompt is not None:
             return self._chunk((), (), ChunkLogprobs(prompt, None), start)
         if logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
             return None
-        # A client that has the ids of this part, and nothing behind it, has their text too.
+        # A client that breaks off behind this message has the text of exactly its ids.
         (count, num_texts), *marks = self._marks
         self._marks = [(tokens - count, texts - num_texts) for tokens, texts in marks]
         # Ids of an echoed prompt have no logprobs.

@@ -107,7 +107,7 @@ class AnswerWriter:
                 fill_response(message, part, stream, self._clock, has_info=is_first)
                 await stream.written(answers.write(message))
             stream.note_written()
-            if prompt_written is not None and not stream.assembly.has_prompt_logprobs:
+            if prompt_written is not None and not stream.assembly.unread.has_prompt_logprobs:
                 prompt_written.set()
             if part.ending is not None:
                 call.record.finish = finish_name(part.ending)

@@ -237,7 +237,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
         attempts=len(stream.attempts),
         exact=stream.attempts.exact,
         weights_digest=stream.request.weights_digest,
-        logprob=assembly.logprob,
+        logprob=None if assembly.logprobs is None else assembly.logprobs.total,
         receipt=receipt_of(stream, stream.request.receipt) if stream.attempts.exact else None,
         drafts=[pb.DraftCounts(verified=verified, accepted=accepted) for verified, accepted in ending.drafts],
     )

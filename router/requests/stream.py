@@ -16,7 +16,7 @@ from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.constraints.library import ENGINE
-from common.errors import ApiError, NoWorkerError
+from common.errors import ApiError, NoWorkerError, SlowClientError
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
@@ -287,8 +287,7 @@ class RequestStream:
 
     def note_written(self) -> None:
         """Counts as written what has been taken."""
-        self.written_tokens = self.assembly.taken
-        self.written_reasoning_tokens = self.assembly.taken_reasoning_tokens
+        self.written_tokens, self.written_reasoning_tokens = self.assembly.written_tokens()
 
     async def turn(self, lock: asyncio.Lock) -> None:
         """Takes a lock that the writers of one call share, or ends like `written` when the client is dropped meanwhile:
@@ -327,7 +326,7 @@ class RequestStream:
         if self._waits_since is None:
             self._waits_since = now
         elif now - self._waits_since >= timeout_s:
-            self.assembly.drop_slow_client(now - self._waits_since)
+            self.assembly.drop(SlowClientError(self.assembly.unread.num_tokens, now - self._waits_since))
             self.wake()
 
     def fail(self, error: ApiError) -> None:

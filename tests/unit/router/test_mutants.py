@@ -159,10 +159,10 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("min", AnswerText, "__init__", _UNSEARCHED, "min_tokens"), (_FRAMING, _MIN)),
     (Mutant("spelled", ChannelReader, "read", "self._spelled.mark(piece.text)", "piece.text"), (_CHANNELS,)),
     (Mutant("twice", DeliveredText, "push", "data[self.left :], min", "data, min"), (_GOES_ON,)),
-    (Mutant("left_in", StreamAssembly, "_append_delivered", "self._unread.clear()", "pass"), (_COMES_AGAIN,)),
-    (Mutant("any_tokens", StreamAssembly, "_check_delivered", "delivered.push(token_ids)", _UNLOOKED), (_COMES_AGAIN,)),
+    (Mutant("left_in", StreamAssembly, "_append_repeated", "self.unread.clear()", "pass"), (_COMES_AGAIN,)),
+    (Mutant("any_tokens", StreamAssembly, "_check_repeated", "delivered.push(token_ids)", _UNLOOKED), (_COMES_AGAIN,)),
     (
-        Mutant("all_left_out", StreamAssembly, "_append_delivered", "min(delivered.left, len", "max(0, len"),
+        Mutant("all_left_out", StreamAssembly, "_append_repeated", "min(delivered.left, len", "max(0, len"),
         (_COMES_AGAIN,),
     ),
     (Mutant("rest", AnswerText, "flush", "text = self._search(decoded)", "text = decoded"), (_REST,)),

@@ -100,7 +100,8 @@ def test_each_token_has_its_logprob_and_the_prompts_come_first() -> None:
     total = 0.0
     for number in positions(20, len(ids)):
         total += number
-    assert stream.logprob == total
+    assert stream.logprobs is not None
+    assert stream.logprobs.total == total
 
 
 def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
@@ -114,7 +115,8 @@ def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
     assert logprobs_of(parts) == positions(20, kept)
     assert parts[-1].ending is not None
     assert parts[-1].ending.reason == pb.FINISH_REASON_STOP
-    assert stream.logprob == pytest.approx(sum(positions(20, kept)))
+    assert stream.logprobs is not None
+    assert stream.logprobs.total == pytest.approx(sum(positions(20, kept)))
 
 
 @pytest.mark.parametrize("size", [1, 700, MAX_MESSAGE_LOGPROBS, 5000])
@@ -139,7 +141,7 @@ def test_more_than_a_message_takes_come_in_several_each_with_its_text(size: int,
     assert [i for part in parts for i in part.token_ids] == ([] if echo is None else PROMPT) + ids
     assert [part.ending is None for part in parts] == [True] * (len(parts) - 1) + [False]
     assert [part.start is None for part in parts] == [False] + [True] * (len(parts) - 1)
-    assert stream.taken == count
+    assert stream.unread.taken == count
     assert logprobs_of(parts) == positions(20, count)
     have = 0
     for i, part in enumerate(parts[:-1], start=1):
@@ -169,7 +171,8 @@ def test_another_worker_begins_anew_and_a_resumed_answer_counts_what_it_has() ->
     total = 0.0
     for number in positions(20, 4 + len(ids)):
         total += number
-    assert stream.logprob == total
+    assert stream.logprobs is not None
+    assert stream.logprobs.total == total
 
 
 @pytest.mark.parametrize("case", ["none", "too few", "of the prompt", "a gap"])

@@ -221,11 +221,11 @@ def test_tokens_of_reasoning_are_counted_with_their_delimiters() -> None:
             stream = assembly(reading(opening=opening))
             feed(stream, [*ids, EOS], cuts)
             assert stream.reasoning_tokens == len(ids) - len(said)
-            assert stream.taken_reasoning_tokens == stream.reasoning_tokens
+            assert stream.written_tokens()[1] == stream.reasoning_tokens
     behind = assembly(reading())
     behind.resume_behind(thought[:3])
     feed(behind, [*thought, *said, EOS])
-    assert (behind.reasoning_tokens, behind.taken_reasoning_tokens) == (len(thought), len(thought) - 3)
+    assert (behind.reasoning_tokens, behind.written_tokens()[1]) == (len(thought), len(thought) - 3)
 
 
 @pytest.mark.parametrize("include", [False, True])
