@@ -36,12 +36,10 @@ from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.text.answer_text import AnswerText, TextPiece
 from router.answers.answer_logprobs import AnswerLogprobs, LogprobGapError
 from router.answers.channels.parser import Channel, Part
-from router.answers.delivered_text import DeliveredText
-from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
 from router.answers.reading import ChannelReader
-from router.answers.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, ending_of, error_of
-from router.answers.unread_parts import UnreadParts
+from router.answers.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, UnreadParts, ending_of, error_of
 
 
 class GapError(Exception):

@@ -1,20 +1,22 @@
-"""Messages of a client's stream, with their begin and end."""
+"""Messages of a client's stream, with their begin and end, and the unread part that they are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, ConstraintFailedError, DeadlineError, EngineError
-from common.limits import MAX_SPECULATIVE_TOKENS
+from common.limits import MAX_MESSAGE_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from common.wire.draft_counts import Counts
 from common.wire.peer_numbers import counted
-from router.answers.answer_logprobs import ChunkLogprobs
-from router.answers.channels.parser import Part
+from router.answers.answer_logprobs import AnswerLogprobs, ChunkLogprobs
+from router.answers.channels.parser import Channel, Part, merged
+
+_TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,122 @@ class Echo(NamedTuple):
 
     text: str
     token_ids: Sequence[int]
+
+
+class UnreadParts:
+    """Text, token ids and logprobs of one answer that its client has not read.
+
+    Args:
+        logprobs: collector of the logprobs; None for none.
+        keeps_token_ids: True if messages carry token ids.
+        has_channels: True if the answer is read in channels; otherwise all text is content.
+
+    Attributes:
+        num_tokens: number of unread tokens.
+        taken: number of tokens in the messages made so far.
+        has_begun: True after the first message.
+    """
+
+    def __init__(self, logprobs: AnswerLogprobs | None, *, keeps_token_ids: bool, has_channels: bool) -> None:
+        self.num_tokens = 0
+        self.taken = 0
+        self.has_begun = False
+        self._logprobs = logprobs
+        self._keeps_token_ids = keeps_token_ids
+        self._has_channels = has_channels
+        self._parts: list[Part] = []
+        self._ids: list[int] = []
+        # Places where messages with logprobs can end: number of tokens and of parts up to each.
+        self._marks: list[tuple[int, int]] = []
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if logprobs of the prompt are still to be sent."""
+        return self._logprobs is not None and self._logprobs.has_prompt
+
+    @property
+    def has_text(self) -> bool:
+        """True if an unread part has text."""
+        return any(part.text for part in self._parts)
+
+    def add(self, part: Part) -> None:
+        """Adds a part of the text."""
+        self._parts.append(part)
+
+    def add_last(self, part: Part) -> None:
+        """Adds text whose tokens the client has already; counts as one unread token, so that it is sent."""
+        self._parts.append(part)
+        self.num_tokens = max(1, self.num_tokens)
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Counts tokens, and keeps their ids if messages carry ids."""
+        self.num_tokens += len(token_ids)
+        self.add_ids(token_ids)
+
+    def add_ids(self, token_ids: Sequence[int]) -> None:
+        """Adds ids without counting them, such as those of an echoed prompt."""
+        if self._keeps_token_ids:
+            self._ids.extend(token_ids)
+
+    def mark(self, num_tokens: int) -> None:
+        """Notes that a message can end behind `num_tokens` unread tokens; keeps only marks that fill messages best."""
+        before = self._marks[-2][0] if len(self._marks) > 1 else 0
+        if self._marks and num_tokens - before <= MAX_MESSAGE_LOGPROBS:
+            self._marks.pop()
+        self._marks.append((num_tokens, len(self._parts)))
+
+    def take(self, start: FirstTokenInfo, ending: FinishInfo | None) -> StreamChunk:
+        """Returns the next message, the first one with `start`, the last one with `ending`."""
+        begin = None if self.has_begun else start
+        self.has_begun = True
+        if self._logprobs is not None and (early := self._take_early(self._logprobs, begin)) is not None:
+            return early
+        logprobs = None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take())
+        chunk = self._chunk(self._parts, tuple(self._ids), logprobs, begin, ending)
+        self.taken += self.num_tokens
+        self.clear()
+        return chunk
+
+    def clear(self) -> None:
+        """Discards everything unread."""
+        self._parts.clear()
+        self._ids.clear()
+        self._marks.clear()
+        self.num_tokens = 0
+        if self._logprobs is not None:
+            self._logprobs.clear()
+
+    def _take_early(self, logprobs: AnswerLogprobs, start: FirstTokenInfo | None) -> StreamChunk | None:
+        """Returns a message with logprobs of the prompt, or one that logprobs fill; None if there is neither."""
+        prompt = logprobs.take_prompt()
+        if prompt is not None:
+            return self._chunk((), (), ChunkLogprobs(prompt, None), start)
+        if logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
+            return None
+        # A client that breaks off behind this message has the text of exactly its ids.
+        (count, num_texts), *marks = self._marks
+        self._marks = [(tokens - count, texts - num_texts) for tokens, texts in marks]
+        # Ids of an echoed prompt have no logprobs.
+        num_ids = len(self._ids) - logprobs.num_waiting + count if self._keeps_token_ids else 0
+        parts, ids = self._parts[:num_texts], tuple(self._ids[:num_ids])
+        del self._parts[:num_texts], self._ids[:num_ids]
+        self.taken += count
+        self.num_tokens -= count
+        return self._chunk(parts, ids, ChunkLogprobs(None, logprobs.take(count)), start)
+
+    def _chunk(
+        self,
+        parts: Sequence[Part],
+        token_ids: tuple[int, ...],
+        logprobs: ChunkLogprobs | None,
+        start: FirstTokenInfo | None,
+        ending: FinishInfo | None = None,
+    ) -> StreamChunk:
+        if not self._has_channels:
+            return StreamChunk("".join(part.text for part in parts), token_ids, start, ending, logprobs)
+        texts = ("".join(part.text for part in parts if part.channel is channel) for channel in _TEXTS)
+        calls = merged(part for part in parts if part.channel is Channel.CALL)
+        return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts), tuple(calls))
 
 
 def error_of(end: wpb.SequenceEnd) -> ApiError:

@@ -23,8 +23,7 @@ from common.text.stop_strings import StopStrings
 from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import GRANULE_BLOCKS
 from router.answers.answer_logprobs import AnswerLogprobs
-from router.answers.delivered_text import DeliveredText
-from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
 from router.answers.reading import ChannelReader, Reading
 from router.answers.stream_assembly import StreamAssembly

@@ -25,7 +25,7 @@ from common.wire import peer_numbers
 from router.answers.channels import parser
 from router.answers.channels.markers import SpelledMarkers
 from router.answers.channels.parser import ResponseParser
-from router.answers.delivered_text import DeliveredText
+from router.answers.delivered import DeliveredText
 from router.answers.reading import ChannelReader
 from router.answers.stream_assembly import StreamAssembly
 from router.api import pages

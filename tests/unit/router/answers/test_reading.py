@@ -17,7 +17,7 @@ from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
 from router.answers.channels.calls import Tools
 from router.answers.channels.parser import Channel, Part, ResponseParser
-from router.answers.delivered_text import DeliveredText
+from router.answers.delivered import DeliveredText
 from router.answers.reading import ChannelReader, Reading
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import FinishInfo, StreamChunk

@@ -22,8 +22,7 @@ from common.errors import (
 )
 from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
-from router.answers.delivered_text import DeliveredText
-from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.stream_assembly import GapError, StreamAssembly
 from router.answers.stream_chunk import FirstTokenInfo, StreamChunk
 from tests.unit.common.text.continuations import Continuation, continuations

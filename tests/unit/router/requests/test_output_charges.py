@@ -6,7 +6,7 @@ import pytest
 
 from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN, OUTPUT_TOKEN_COST
 from common.text.answer_text import AnswerText
-from router.answers.delivered_tokens import DeliveredTokens
+from router.answers.delivered import DeliveredTokens
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.output_charges import OutputCharges
 from router.scheduling.fair_queue import TenantShares
