@@ -1,8 +1,8 @@
-"""Generation in this process, without a service: LLMEngine and its InputOutputProcessor.
+"""Runs a model in this process, without a service: LLMEngine and its InputOutputProcessor.
 
-The same parameters, seeds, token stream and text as of Generate through router and worker: real numbers are rounded to
-float32, a missing seed is derived from the request id, the text continues the prompt's, stop strings are searched on
-text, and the token that stops a sequence is counted but is not part of the text.
+Answers have the same tokens and text as those of Generate through router and worker. Real parameters are rounded to
+float32. A missing seed is derived from the request id. The text continues the prompt's text. Stop strings are searched
+in the text. The token that stops a sequence is counted and is not part of the text.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from worker.session import request_validation
 log = structlog.get_logger(__name__)
 
 Prompt = str | Seq[int]
-# Fields of SamplingParams that are given; the others are the model's own defaults.
+# Sampling parameters of a request. A mapping may name some; the others are the model's defaults.
 Given = SamplingParams | Mapping[str, Any] | None
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """Addition of one step to one answer; a RequestOutput with the text and the caller's own request id.
+    """Tokens and text that one step adds to one answer.
 
     The `text` of all parts together is the answer's text. Text that may still become a stop string or part of a
     character comes with a later part.
 
     Attributes:
-        request_id: of the request.
-        index: of the answer among the request's `n`.
+        request_id: id of the request.
+        index: index of the answer among the request's `n`.
         output_tokens: new token ids.
         text: new text.
-        finished: whether this is the answer's last part.
-        finish_reason: as of RequestOutput, or `stop_string`; None before the last part.
+        finished: True for the answer's last part.
+        finish_reason: as in RequestOutput, or `stop_string`; None before the last part.
     """
 
     request_id: str
@@ -85,18 +85,18 @@ StreamCallback = Callable[[StreamOutput], None]
 
 
 class EngineAnswer:
-    """One answer as it grows: tokens, text, stop strings.
+    """One live answer: its sequence, and the tokens and text so far.
 
     Attributes:
-        stream_callback: gets every part; None when nobody listens.
-        request_id: of the request, shared by its `n` answers.
-        seq: the engine's side of it.
-        token_ids: what counts of the output; tokens behind a stop string do not.
-        logprobs: of `token_ids`, where they are wanted.
-        prompt_logprobs: of the prompt from `prompt_logprobs_start` on, likewise.
-        pooled: of a prompt that is embedded, its hidden states: float32.
-        text: decoded so far.
-        finish_reason: as of RequestOutput, or `stop_string`; None while it grows.
+        stream_callback: called with each part; None for no calls.
+        request_id: id of the request, shared by its `n` answers.
+        seq: sequence in the engine.
+        token_ids: tokens so far, without tokens behind a stop string.
+        logprobs: logprobs of `token_ids`, if requested.
+        prompt_logprobs: logprobs of the prompt from `prompt_logprobs_start` on, if requested.
+        pooled: hidden states (float32) of an embedded prompt.
+        text: text so far.
+        finish_reason: as in RequestOutput, or `stop_string`; None before the end.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class EngineAnswer:
         self.finish_reason = output.finish_reason if self._text.matched is None else "stop_string"
 
     def take_logprobs(self, output: RequestOutput) -> None:
-        """Takes the logprobs of the tokens that `take` has taken, and of the prompt."""
+        """Adds logprobs of the prompt and of the tokens that `take` added."""
         params = self.seq.sampling_params
         if output.given is not None:
             self.prompt_logprobs += unpack(params.prompt_logprob_layout, output.given.rows)
@@ -147,7 +147,7 @@ class EngineAnswer:
             self.logprobs += new[: len(self.token_ids) - len(self.logprobs)]
 
     def next_part(self) -> StreamOutput:
-        """Next part: everything since the last one."""
+        """Returns the tokens and text since the last part."""
         tokens, characters = self._num_streamed
         self._num_streamed = (len(self.token_ids), len(self.text))
         return StreamOutput(
@@ -161,14 +161,14 @@ class EngineAnswer:
 
 
 class InputOutputProcessor:
-    """Prompts to sequences, and finished answers to dictionaries.
+    """Turns prompts into sequences, and finished answers into dictionaries.
 
     Args:
-        tokenizer: None when the model has none; then prompts are token ids, and texts are empty.
+        tokenizer: the model's tokenizer; None if prompts are token ids and texts are empty.
         model_config: vocabulary size and generation defaults.
         block_size: tokens per KV block.
         eos_token_ids: the model's end-of-sequence ids.
-        serves_grammars: True if the engine does.
+        serves_grammars: True if the engine serves constraints.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class InputOutputProcessor:
         self.block_size = block_size
         self._eos_token_ids = eos_token_ids
         vocab_size = model_config.vocab_size
-        # Ids below it can be generated.
+        # Ids below this one can be generated.
         self._num_ids = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
 
     def sampling_params(self, given: Given) -> SamplingParams:
-        """The parameters of a request; what a mapping leaves out is taken from `generation_config.json`.
+        """Checks the parameters of a request; fills those that a mapping leaves out from `generation_config.json`.
 
         Raises:
             InvalidFieldError: a value is of another type or out of range, or a mapping names an unknown parameter.
@@ -218,7 +218,7 @@ class InputOutputProcessor:
         return params
 
     def _bad_words_token_ids(self, params: SamplingParams) -> TokenSequences:
-        """Sequences that may not come about: those of the words beside those that are given as ids."""
+        """Forbidden token sequences: those of the bad words, and those given as ids."""
         if self.tokenizer is None:
             raise NoTokenizerError(self.model_config.architecture)
         of_words = bad_words_token_ids(params.bad_words, self.tokenizer, self.model_config.vocab_size)
@@ -238,12 +238,12 @@ class InputOutputProcessor:
         arrive_time: float,
         stream_callback: StreamCallback | None = None,
     ) -> list[EngineAnswer]:
-        """One answer with its sequence for each of the `n` that `params` asks for.
+        """Builds the `n` answers of a request, each with its sequence.
 
         Raises:
             InvalidFieldError: an empty prompt, or a token id outside the vocabulary.
-            NoTokenizerError: a text, or stop strings, and the model has no tokenizer.
-            NoOutputHeadError: the model generates nothing.
+            NoTokenizerError: the request has text or stop strings, and the model has no tokenizer.
+            NoOutputHeadError: the model has no output head, so it cannot generate.
         """
         if not self.model_config.generates:
             raise NoOutputHeadError(self.model_config.architecture)
@@ -270,7 +270,7 @@ class InputOutputProcessor:
         ]
 
     def to_embed(self, prompt: Prompt, pooling: Pooling, arrive_time: float) -> EngineAnswer:
-        """An answer that has nothing but the vector of a prompt.
+        """Builds an answer that collects only the vector of a prompt.
 
         Raises:
             ApiError: as `preprocess`.
@@ -280,11 +280,11 @@ class InputOutputProcessor:
         return EngineAnswer(uuid.uuid4().hex, seq, None)
 
     def postprocess(self, answer: EngineAnswer) -> dict[str, Any]:
-        """A finished answer as a dictionary of JSON values; times in seconds.
+        """Converts a finished answer to a dictionary of JSON values; times in seconds.
 
-        `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it. `logprobs` and
-        `prompt_logprobs` are lists of dictionaries (`TokenLogprobs` with its `token_id`), one for each token, and
-        `logprob` is the sum of the raw ones; all are there where they are wanted only.
+        `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it. If logprobs were
+        requested, `logprobs` and `prompt_logprobs` are lists of dictionaries (`TokenLogprobs` with its `token_id`), one
+        for each token, and `logprob` is the sum of the raw ones.
         """
         seq, count = answer.seq, len(answer.token_ids)
         first = seq.arrive_time if seq.first_token_time is None else seq.first_token_time
@@ -342,25 +342,33 @@ def _checked_id(place: int, token_id: object, vocab_size: int) -> int:
 
 
 class LLMEngine:
-    """A model in this process, by the same objects as the service's workers; with `tensor_parallel_size` in ranks.
+    """Runs a model in this process, with the same engine as the service's workers.
 
-    Ranks are processes, which end with `close`, or with the thread that made the engine.
+    Usage::
+
+        from worker.llm_engine import LLMEngine
+
+        engine = LLMEngine("deploy/demo/checkpoint")
+        [answer] = engine.generate(["Tell me a story."], {"max_tokens": 20})
+        print(answer["text"], answer["finish_reason"])
+        engine.close()
 
     Either `generate` a list of prompts, or `add_request` at any time and `step` while `has_unfinished`, or both.
-    One thread owns an LLMEngine.
+    One thread owns an LLMEngine. With `tensor_parallel_size` the model runs in ranks: processes that end with `close`,
+    or with the thread that created the engine.
 
     Args:
         model: a checkpoint folder or `org/name[@revision]` on the Hugging Face Hub, run with prefix caching and a step
             size for CPUs; or a Config whose `model` is one.
-        runner: executes batches instead of the model, for tests; the Config must then have `num_kvcache_blocks`.
-            Requests may have constraints where it has `grammars`, as a ModelRunner.
-        clock: monotonic seconds.
+        runner: replaces the model, for tests; the Config must then have `num_kvcache_blocks`. Requests may have
+            constraints if the runner has `grammars`.
+        clock: returns monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint cannot be had from the Hub, or cannot be served.
-        TokenizerError: it has a tokenizer that cannot be used.
+        ModelError: the checkpoint cannot be downloaded or cannot be served.
+        TokenizerError: the checkpoint's tokenizer cannot be used.
         InvalidFieldError: the Config does not fit the model or the memory.
-        RankLostError: a rank has ended while it loaded.
+        RankLostError: a rank ended while it loaded.
     """
 
     def __init__(
@@ -395,7 +403,7 @@ class LLMEngine:
         self._finished: list[EngineAnswer] = []
 
     def close(self) -> None:
-        """Ends the ranks, if there are any; the engine cannot be used after that. May be called twice."""
+        """Ends the ranks; the engine cannot be used afterwards. May be called twice."""
         self.core.close()
 
     def add_request(
@@ -406,16 +414,16 @@ class LLMEngine:
         request_id: str | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> str:
-        """Takes one request, which the coming steps compute. Returns its id.
+        """Adds one request, which the next steps compute. Returns its id.
 
         Args:
             prompt: text or token ids.
-            sampling_params: a mapping gives some parameters, the model's `generation_config.json` the others.
-            request_id: what the seed derives from when there is none in the parameters; random when None.
-            stream_callback: called within `step` with every part of the request's answers.
+            sampling_params: parameters; those that a mapping leaves out come from `generation_config.json`.
+            request_id: id that the seed is derived from if the parameters have none; random if None.
+            stream_callback: called within `step` with each part of the request's answers.
 
         Raises:
-            ApiError: the prompt, a parameter or the id is not valid; nothing has been taken.
+            ApiError: the prompt, a parameter or the id is not valid; the request was not added.
         """
         if request_id:
             _check_request_id(request_id)
@@ -428,11 +436,11 @@ class LLMEngine:
         return answers[0].request_id
 
     def step(self) -> list[dict[str, Any]]:
-        """Computes one batch. Returns the answers that have ended, as `InputOutputProcessor.postprocess` makes them.
+        """Computes one batch. Returns the answers that ended, in the form of `InputOutputProcessor.postprocess`.
 
         Raises:
-            EngineDeadError: the model failed; every request is lost, and this engine is of no use any more.
-            Exception: what a callback raised, after all others have been called; its request is aborted.
+            EngineDeadError: the model failed; all requests are lost, and this engine is unusable.
+            Exception: a callback raised it; the other callbacks were called, and its request is aborted.
         """
         self._step()
         finished, self._finished = self._finished, []
@@ -443,7 +451,7 @@ class LLMEngine:
         return bool(self._live or self._finished)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now; its answers come with the next `step`. False when it is not live."""
+        """Ends a request now; the next `step` returns its answers. Returns False if the request is not live."""
         return sum(self.core.abort(answer.seq.id) for answer in self._requests.get(request_id, ())) > 0
 
     def generate(
@@ -454,19 +462,19 @@ class LLMEngine:
         request_ids: Seq[str] | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> list[dict[str, Any]]:
-        """Answers all prompts, batched; one dictionary each (`InputOutputProcessor.postprocess`), `n` for `n` > 1.
+        """Answers all prompts, batched. Returns `n` dictionaries for each (`InputOutputProcessor.postprocess`).
 
         Args:
             prompts: texts, or lists of token ids.
-            sampling_params: for all prompts, or one for each. A mapping gives some parameters, the model's
-                `generation_config.json` the others.
-            request_ids: what the seeds derive from when there is none in the parameters; random when None.
-            stream_callback: called with every part of every answer, while they come.
+            sampling_params: parameters of all prompts, or one entry for each. Those that a mapping leaves out come from
+                `generation_config.json`.
+            request_ids: ids that the seeds are derived from if the parameters have none; random if None.
+            stream_callback: called with each part of each answer.
 
         Raises:
-            ApiError: a prompt, a parameter or an id is not valid; nothing has run.
-            EngineDeadError: the model failed; this engine is of no use any more.
-            Exception: what the callback raised; all these requests are aborted.
+            ApiError: a prompt, a parameter or an id is not valid; no request has run.
+            EngineDeadError: the model failed; this engine is unusable.
+            Exception: the callback raised it; all these requests are aborted.
         """
         prompts = _listed("prompts", prompts)
         every = _for_each(sampling_params, len(prompts))
@@ -496,13 +504,13 @@ class LLMEngine:
         Args:
             prompts: texts, or lists of token ids.
             pooling: `last` or `mean`; None for the checkpoint's own, else `last`.
-            dimensions: so many of the first numbers are kept; None for all.
+            dimensions: number of leading elements to keep; None for all.
             normalize: True for vectors of length 1.
 
         Raises:
-            ApiError: a prompt or an argument is not valid; nothing has run.
+            ApiError: a prompt or an argument is not valid; no request has run.
             ModelError: the model's output for a prompt is not a number.
-            EngineDeadError: the model failed; this engine is of no use any more.
+            EngineDeadError: the model failed; this engine is unusable.
         """
         own = checkpoint_pooling(self.config.model) if pooling is None else pooling
         if own is None or own not in VECTORS:
@@ -513,17 +521,17 @@ class LLMEngine:
         return [finished(states, dimensions or size, normalize=normalize) for states in self._pooled(prompts, own)]
 
     def classify(self, prompts: Seq[Prompt]) -> list[Vectors]:
-        """Numbers of the labels of a checkpoint that classifies (`...ForSequenceClassification`), float32, batched.
+        """Returns the classifier's logits for each prompt, float32, batched; for `...ForSequenceClassification`.
 
-        They are what its classifier gives for the last token, as they are: neither softmax nor a logistic function.
+        The logits are those of the last token, without softmax or a logistic function.
 
         Args:
             prompts: texts, or lists of token ids.
 
         Raises:
-            ApiError: a prompt is not valid; nothing has run.
+            ApiError: a prompt is not valid; no request has run.
             ModelError: the checkpoint has no classifier, or the model's output for a prompt is not a number.
-            EngineDeadError: the model failed; this engine is of no use any more.
+            EngineDeadError: the model failed; this engine is unusable.
         """
         config = self.io.model_config
         if not config.num_labels:
@@ -555,8 +563,8 @@ class LLMEngine:
                 while answer.finish_reason is None:
                     self._step()
         finally:
-            # Interrupted, by Ctrl-C for example: nothing goes on in the next call. `step` returns only what it was
-            # asked for.
+            # After an interrupt such as Ctrl-C nothing may continue in the next call. `step` returns only answers of
+            # `add_request`.
             for answer in answers:
                 self.core.abort(answer.seq.id)
                 self._end(answer)
@@ -569,7 +577,7 @@ class LLMEngine:
             self._requests.setdefault(answer.request_id, []).append(answer)
 
     def _end(self, answer: EngineAnswer) -> None:
-        """Forgets a live answer; does nothing with another."""
+        """Removes a live answer; no-op for any other."""
         if self._live.pop(answer.seq.id, None) is None:
             return
         siblings = self._requests[answer.request_id]
@@ -585,7 +593,7 @@ class LLMEngine:
                 self.core.abort(answer.seq.id)
                 self._end(answer)
             raise
-        # A sequence ended by a stop string has one more output, which nobody takes.
+        # A sequence that a stop string ended has one more output, which is ignored.
         grown = [(self._live[out.request_id], out) for out in outputs if out.request_id in self._live]
         for answer, output in grown:
             self._take(answer, output)
@@ -613,7 +621,7 @@ def _listed(name: str, values: object) -> list[Any]:
 
 
 def _check_request_id(request_id: object) -> None:
-    """Refuses what no seed can be derived from."""
+    """Refuses an id that no seed can be derived from."""
     if not isinstance(request_id, str):
         raise InvalidFieldError("request_id", f"is {request_id!r}", "a string")
     try:
@@ -631,7 +639,7 @@ def _refuse_twice(request_ids: Seq[str]) -> None:
 
 
 def _stream(answers: Iterable[EngineAnswer], on_error: Callable[[EngineAnswer], None]) -> None:
-    """Calls the callbacks, all of them even if one raises, and raises the first error."""
+    """Calls all callbacks, even if one raises, and raises the first error."""
     errors: list[Exception] = []
     for answer in answers:
         if answer.stream_callback is None:
@@ -647,7 +655,7 @@ def _stream(answers: Iterable[EngineAnswer], on_error: Callable[[EngineAnswer], 
 
 
 def default_config(folder: str | Path) -> Config:
-    """Configuration of a checkpoint for which nothing else is given."""
+    """Returns the default configuration of a checkpoint."""
     return Config(
         model=str(folder),
         enable_prefix_caching=True,
@@ -667,7 +675,7 @@ def _folder(model: str, *, weights: bool) -> str:
 
 
 def _loaded_engine(config: Config, model_config: ModelConfig, clock: Callable[[], float]) -> EngineCore:
-    """The engine on the model, in ranks if there are several; says how far these are."""
+    """Loads the model into an engine, with ranks if configured, and reports the progress of ranks."""
     topology = Topology(config.tensor_parallel_size)
     progress = Progress() if topology.has_ranks else Silence()
     core = build_engine(EngineOptions(config, model_config, topology=topology), progress, clock).core

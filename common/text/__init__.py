@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, detokenizer, stop strings."""
+"""Text in and out: tokenizers, chat templates, detokenizers, stop strings."""

@@ -1,4 +1,4 @@
-"""Texts that an answer must not contain, as the tokens that they are split into."""
+"""Token sequences of words that an answer must not contain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
 
 
 def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:
-    """The tokens of each word alone and behind a blank, as they are inside of a text; each sequence once.
+    """Returns the token sequences of each word, alone and behind a blank as inside a text, without duplicates.
 
     Raises:
-        InvalidFieldError: a word cannot be tokenized, has no tokens or too many, or one that the model lacks.
+        InvalidFieldError: a word cannot be tokenized, has no or too many tokens, or a token that the model lacks.
     """
     found = dict[tuple[int, ...], None]()
     for i, word in enumerate(words):

@@ -54,7 +54,7 @@ class ChatTemplate:
     Immutable, and `render` may run in several threads.
 
     Attributes:
-        roles: those that messages may have: the usual ones, and every word that a template has in quotes.
+        roles: roles that messages may have: the usual ones, and every quoted word of a template.
         sha256: lower-case hex digest of the text of the only template, or of the names and texts of several.
 
     Raises:
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The chat templates among a tokenizer's files; None if the model has none.
+        """Builds the chat templates of a tokenizer; None if the model has none.
 
         Raises:
             TokenizerError: a template has a syntax error.
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The chat templates in the `files` of a tokenizer, by file name; None if there are none.
+        """Builds the chat templates in a tokenizer's `files`; None if there are none.
 
         Raises:
             TokenizerError: a file cannot be read, or a template has a syntax error.
@@ -104,7 +104,7 @@ class ChatTemplate:
         return rendered
 
     def render(self, messages: Messages, tools: Tools = None, **arguments: Any) -> str:
-        """The prompt for `messages`, for `Tokenizer.encode(..., allow_special=True)`.
+        """Renders `messages` to a prompt for `Tokenizer.encode(..., allow_special=True)`.
 
         `arguments` are further variables of the template; `add_generation_prompt` is true unless given. If the
         input has no special token, the text equals `apply_chat_template(..., tokenize=False)` of transformers for the
@@ -123,7 +123,7 @@ class ChatTemplate:
             raise TemplateDepthError(_deepest(messages, tools, arguments)) from None
 
     def forms(self, tools: Tools = None) -> MessageForms:
-        """The message form that the template for requests with `tools` expects.
+        """Returns the message form that the template for requests with `tools` expects.
 
         Raises:
             TemplateInputError: the model has no template for such requests.
@@ -159,7 +159,7 @@ class ChatTemplate:
         return self._templates["default"]
 
     def _mark(self, value: Any) -> Any:
-        """`value` with the special tokens in its strings marked. Keys too: templates print those of tool schemas."""
+        """Marks the special tokens in the strings of `value`, keys included: templates print keys of tool schemas."""
         if isinstance(value, str):
             if MARK_START in value or MARK_END in value:
                 raise TemplateInputError("a string has one of the noncharacters U+FDD0 and U+FDD1")
@@ -187,7 +187,7 @@ def _digest(templates: Mapping[str, str]) -> str:
 
 
 def _words(source: str) -> set[str]:
-    """The words in quotes: names of roles among them."""
+    """Quoted words of a template; names of roles are among them."""
     return {word for _, word in _QUOTED.findall(source)}
 
 

@@ -1,14 +1,14 @@
-"""Token ids to text, incrementally.
+"""Decodes token ids to text, incrementally.
 
-Every token stands for some bytes, whatever came before it; only the first token of a text differs (SentencePiece drops
-the space before it). So decoding is: concatenate the bytes, decode UTF-8 as far as whole characters go. This costs O(1)
-a token and cannot fail, where `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
-after a broken character. A text that continues another is what decoding both at once adds to decoding the first alone:
-of the text before, one thing matters, that there is some.
+Every token stands for the same bytes wherever it occurs, except that SentencePiece drops the space of a text's first
+token. So a stream concatenates the bytes of its tokens and decodes all whole UTF-8 characters. This costs O(1) per
+token and never fails, whereas `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
+after a broken character. For a text that continues another, only one fact about the earlier text matters: that it is
+not empty.
 
-Equal to `tokenizers.Tokenizer.decode` of all ids at once, with one exception: where byte-fallback tokens form invalid
-UTF-8, that decoder replaces the whole run of byte tokens, valid characters too, which no stream can take back; here
-only the invalid bytes become U+FFFD.
+The result equals `tokenizers.Tokenizer.decode` of all ids at once, with one exception. If byte-fallback tokens form
+invalid UTF-8, that decoder replaces the whole run of byte tokens, valid characters included, which a stream cannot take
+back. Here only the invalid bytes become U+FFFD.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any, Final
 import tokenizers
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# So many of the last tokens before a text are looked at, as in vLLM. One token of text is enough, and nearly always the
-# last one is; the others are for prompts that end with special tokens, such as `</s><s>`. The bound makes the cost of a
-# request independent of its prompt.
+# Number of tokens before a text that are checked for text, as in vLLM. Nearly always the last one has some; the others
+# serve prompts that end with special tokens, such as `</s><s>`. The bound makes the cost independent of the prompt.
 TAIL: Final = 5
 
 
@@ -33,22 +32,21 @@ class Detokenizer:
     """Decodes one stream of token ids. The results of all `push` calls and of `flush` make up the text.
 
     Args:
-        token_bytes: of the tokenizer.
+        token_bytes: bytes of the tokenizer's tokens.
         skip: ids that are not part of a text.
-        behind: ids that the stream continues. If any of the last `TAIL` is text, the stream has no first token, so it
-            keeps the space before its own. A character that they leave unfinished stays theirs: no byte of theirs
-            comes in this text.
+        behind: ids that the stream continues. If one of the last `TAIL` is text, the stream's first token keeps its
+            space. Bytes of a character that `behind` leaves unfinished never appear in this text.
     """
 
     def __init__(self, token_bytes: TokenBytes, *, skip: frozenset[int], behind: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._skip = skip
         self._started = any(id not in skip and token_bytes.inner(id) for id in reversed(behind[-TAIL:]))
-        # The beginning of a character that no token has ended yet.
+        # Bytes of a character that no token has completed yet.
         self._begun = b""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete: whole characters only."""
+        """Returns the text that `ids` complete, in whole characters."""
         if len(ids) == 1 and self._started and not self._begun and ids[0] not in self._skip:
             text = self._bytes.whole(ids[0])
             if text is not None:
@@ -56,7 +54,7 @@ class Detokenizer:
         return self._decode(b"".join([self._piece(id) for id in ids if id not in self._skip]), final=False)
 
     def flush(self) -> str:
-        """The rest at the end of the stream: U+FFFD for an unfinished character, usually nothing."""
+        """Returns the rest at the end of the stream: U+FFFD for an unfinished character, usually nothing."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool) -> str:
@@ -68,17 +66,17 @@ class Detokenizer:
     def _piece(self, id: int) -> bytes:
         if self._started:
             return self._bytes.inner(id)
-        # An unknown id stands for nothing: the text has not begun.
+        # An unknown id has no bytes, so the text has not begun.
         self._started = bool(self._bytes.inner(id))
         return self._bytes.first(id)
 
 
 class TokenBytes:
-    """The bytes that each token stands for, computed on first use. Shared by all streams of a tokenizer."""
+    """Bytes of each token, computed on first use. Shared by all streams of a tokenizer."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Its pickled state is its JSON; the whole tokenizer's is megabytes long.
+        # The pickled state of a decoder is its JSON. That of the whole tokenizer is megabytes long.
         decoder = tokenizer.decoder
         kinds = set() if decoder is None else _decoder_kinds(json.loads(decoder.__getstate__()))
         self._byte_level = "ByteLevel" in kinds
@@ -110,7 +108,7 @@ class TokenBytes:
     def first(self, id: int) -> bytes:
         """Bytes of a token at the beginning of a text."""
         inner = self.inner(id)
-        # A byte token of half a character cannot be decoded alone, and is no space.
+        # A byte token that is half a character cannot be decoded alone, and is not a space.
         if self._byte_level or (not inner.isascii() and self._byte_value(id) is not None):
             return inner
         return self._decode(id).encode()
@@ -132,7 +130,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
-    """Type names of a decoder and, of a Sequence, of its parts."""
+    """Type names of a decoder, and of its parts if it is a Sequence."""
     kinds = {str(decoder["type"])}
     for part in decoder.get("decoders", ()):
         kinds |= _decoder_kinds(part)
@@ -140,7 +138,7 @@ def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 def _visible_token(tokenizer: tokenizers.Tokenizer) -> int:
-    """Some token with text that does not begin with a space: what comes after it is decoded as inside a text."""
+    """A token whose text does not begin with a space: a token after it is decoded as inside a text."""
     ids = sorted(tokenizer.get_vocab().values())
     return next((id for id in ids if tokenizer.decode([id, id])[:1].strip()), ids[0])
 
@@ -158,7 +156,7 @@ BYTE_LEVEL: Final = _byte_level_table()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for."""
+    """Bytes of a token of a byte-level vocabulary."""
     values = [BYTE_LEVEL.get(char) for char in token]
     known = [value for value in values if value is not None]
     # A token with any character outside the table is an added token, written as it is.

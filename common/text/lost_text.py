@@ -124,7 +124,7 @@ def _first_doubtful(prompt: str, pieces: list[_Piece], *, is_usual: bool) -> _Pi
 
 
 def _find(prompt: str, word: str, start: int) -> tuple[str, int]:
-    """The spelling in which the prompt has a call's string, and its position; -1 if the prompt lacks it."""
+    """Spelling of a call's string in the prompt, and its position; -1 if the prompt lacks it."""
     for written in (word, json.dumps(word, ensure_ascii=False)[1:-1], word.strip()):
         if (found := prompt.find(written, start)) >= 0:
             return written, found

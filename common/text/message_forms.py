@@ -55,7 +55,7 @@ class MessageForms:
         prints_tools: False if the template leaves tools out of the prompt.
         prints_plain: True if the template prints a conversation of user and assistant completely, also after a system
             message if it accepts one.
-        prints_calls: True if the same holds for a conversation with a call and its result.
+        prints_calls: True if the template prints a conversation with a call and its result completely.
     """
 
     part_roles: frozenset[str] = frozenset()

@@ -1,8 +1,8 @@
-"""Long texts, piece by piece: how few tokens a text can be, and where it may be cut without changing them.
+"""Lower bounds of a text's number of tokens, and places where a long text can be cut without changing its tokens.
 
-The tokenizer library encodes a text in one call that nothing can interrupt, with 150 to 200 bytes of memory per byte of
-text. Both answers are worked out from a tokenizer's files, and err on the safe side where a file has anything that they
-do not know: then the fewest tokens are 0, and there is no cut.
+The tokenizer library encodes a text in one call that cannot be interrupted and takes 150 to 200 bytes of memory per
+byte of text. Both results are computed from a tokenizer's files. If a file has an unknown part, the result is the safe
+one: a lower bound of 0, and no cut.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from common.text.detokenizer import BYTE_LEVEL, BYTE_TOKEN, byte_level_bytes
 
 Ids = Callable[[str], Sequence[int]]
 
-# Characters of a piece, as far as the next cut is near; and of a look for the next cut. One takes about 10 to 30 ms.
+# Characters of a piece up to the next cut, and of one search for a cut. A piece takes about 10 to 30 ms.
 PIECE: Final = 32_768
-# Prefix of a piece that continues others: a piece is cut after a letter.
+# Prefix for encoding a piece that continues others, because each cut is after a letter.
 ANCHOR: Final = "a"
 _ASCII: Final = range(0x80)
-# Bytes of the marks in rendered chats (`tokenizer.MARK_START`), which are in no token.
+# Bytes of the marks in rendered chats (`tokenizer.MARK_START`); no token contains them.
 _MARK_BYTES: Final = b"\xef\xb7\x90\x91"
 _BLANKS: Final = b" \t\n\v\f\r"
 
 
 class TokenFloor:
-    """Fewest tokens that a text can be.
+    """Computes a lower bound of the number of tokens of a text.
 
-    A token of n bytes covers n bytes of the text, so a byte stands for at least 1 / n tokens, where n is the length of
-    the longest token that has this byte. Summed over the text that is a lower bound: digits, of which the longest token
-    has three, are held to it more tightly than letters.
+    A token of n bytes covers n bytes of text. So a byte counts for at least 1 / n tokens, where n is the length of the
+    longest token that contains this byte. The sum over a text is the bound. It is tight for digits, because tokens have
+    at most three, and loose for letters.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._weights = _byte_weights(content)
-        # Canonical composition makes one character of an ASCII one and what follows it.
+        # Canonical composition merges an ASCII character with a following mark.
         self._composes = any(kind == "NFC" for kind, _ in _parts(content.get("normalizer"), "normalizers"))
 
     def tokens(self, text: str, enough: float = float("inf")) -> int:
-        """A lower bound for the number of tokens of `text`; looks no further when it is `enough`."""
+        """Returns a lower bound for the number of tokens of `text`; stops counting at `enough`."""
         total = 0.0
         for start in range(0, len(text), PIECE):
             total += self._piece(text[start : start + PIECE])
             if total > enough + 1:
                 break
-        # Sums of floats: never above what is true.
+        # Rounds down, so that errors of float sums never exceed the true bound.
         return max(0, int(total * (1 - 1e-9)))
 
     def _piece(self, text: str) -> float:
@@ -57,22 +57,22 @@ class TokenFloor:
         if self._composes:
             wide = data >= 0x80
             before = data[:-1][wide[1:]]
-            # The last byte: what comes behind it is not looked at.
+            # The last byte has no successor.
             total -= float(self._weights[before].sum() + self._weights[data[-1:]].sum())
         return total
 
 
 class Cuts:
-    """Places at which a text may be cut so that the tokens of the pieces are those of the whole.
+    """Cuts texts at places where the tokens of the pieces are the tokens of the whole.
 
-    A cut is between a letter or digit and what no token continues it with: a space, a line's end, an ideographic comma
-    or stop. Each of these counts only if the pre-tokenizer always ends a word there, or no token goes across, and if
-    hostile probes are encoded alike whole and in pieces.
+    A cut is between a letter or digit and a character that no token appends to one: a space, an end of line, an
+    ideographic comma or stop. Such a character is used only if the pre-tokenizer always ends a word there or no token
+    crosses the place, and if hostile probes have the same tokens whole and in pieces.
 
     Args:
-        content: of tokenizer.json.
-        encoders: all ways in which pieces are encoded; without beginning-of-sequence tokens and their like.
-        pre_tokenize: the ends of a text's words; None when there is no pre-tokenizer.
+        content: content of tokenizer.json.
+        encoders: all functions that encode pieces, without a beginning-of-sequence token.
+        pre_tokenize: returns the ends of a text's words; None without a pre-tokenizer.
         added: texts of added tokens, which no cut may touch.
     """
 
@@ -87,7 +87,7 @@ class Cuts:
         self._cut = re.compile(f"[^\\W_](?=[{followers}])") if followers else None
 
     def split(self, text: str, most_bytes: int | None = None) -> Iterator[str]:
-        """The pieces of `text`, each of PIECE characters and up to the next cut.
+        """Yields the pieces of `text`, each of PIECE characters and up to the next cut.
 
         Raises:
             UncutTextError: a piece has more than `most_bytes` bytes.
@@ -101,11 +101,11 @@ class Cuts:
             yield text
 
     def _next(self, text: str, start: int, most_bytes: int | None) -> int:
-        """The end of the piece that begins at `start`."""
+        """Returns the end of the piece that begins at `start`."""
         for near in range(start + PIECE, len(text), PIECE):
             if most_bytes is not None and near - start > most_bytes:
                 raise UncutTextError(most_bytes)
-            # Step by step: while a pattern is looked for, no other thread runs.
+            # In steps, because no other thread runs during a search.
             found = None if self._cut is None else self._cut.search(text, near, min(near + PIECE, len(text)))
             if found is not None and found.end() < len(text):
                 return self._bounded(text, start, found.end(), most_bytes)
@@ -119,14 +119,14 @@ class Cuts:
 
 
 class UncutTextError(Exception):
-    """A text has so long a part without a place to cut it that it would have to be encoded at once."""
+    """A part of a text without a place to cut it is too long to be encoded at once."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"has more than {most_bytes} bytes without a letter before a space")
 
 
 def _parts(content: Any, inner: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Type and settings of a normalizer or pre-tokenizer, of a Sequence those of its parts."""
+    """Type and settings of a normalizer or pre-tokenizer, or of the parts of a Sequence."""
     if not content:
         return
     if content["type"] == "Sequence":
@@ -136,11 +136,11 @@ def _parts(content: Any, inner: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield str(content["type"]), content
 
 
-# Fewest tokens.
+# Lower bound of the number of tokens.
 
 
 def _byte_weights(content: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Least number of tokens that each byte is; 0 for a byte of which that is not known."""
+    """Part of a token that each byte counts for at least; 0 if unknown."""
     none = np.zeros(256)
     normalizers = list(_parts(content.get("normalizer"), "normalizers"))
     words = list(_parts(content.get("pre_tokenizer"), "pretokenizers"))
@@ -159,13 +159,13 @@ def _byte_weights(content: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.flo
     spelled = [_spelled(token, "ByteLevel" in kinds, bool(model.get("byte_fallback"))) for token in tokens]
     longest = _longest_with_byte([*spelled, *(str(token["content"]).encode() for token in added)])
     for byte in covered.difference(_MARK_BYTES):
-        # A space in tokens of SentencePiece is spelled as a character of three bytes, and the text may have either.
+        # SentencePiece spells a space as a character of three bytes, and a text may contain either.
         none[byte] = 1 / max(longest[byte], longest[0xE2] if byte == 0x20 else 1)
     return none
 
 
 def _keeps_all(part: tuple[str, Mapping[str, Any]]) -> bool:
-    """True if a normalizer leaves ASCII as it is, or spells spaces as SentencePiece does."""
+    """True if a normalizer keeps ASCII, or only spells spaces as SentencePiece does."""
     kind, settings = part
     if kind == "Replace":
         return bool(settings["pattern"] == {"String": " "} and settings["content"] == "▁")
@@ -173,19 +173,19 @@ def _keeps_all(part: tuple[str, Mapping[str, Any]]) -> bool:
 
 
 def _splits_only(part: tuple[str, Mapping[str, Any]]) -> bool:
-    """True if a pre-tokenizer drops nothing."""
+    """True if a pre-tokenizer splits text without dropping any of it."""
     kind, settings = part
     return kind in ("ByteLevel", "Metaspace", "Digits") or (kind == "Split" and settings["behavior"] != "Removed")
 
 
 def vocabulary(model: Mapping[str, Any]) -> list[str]:
-    """The tokens of tokenizer.json's `model`, as it spells them."""
+    """Tokens of tokenizer.json's `model`, in its spelling."""
     vocab = model["vocab"]
     return list(vocab) if isinstance(vocab, Mapping) else [str(piece) for piece, _ in vocab]
 
 
 def _covered(tokens: list[str], *, byte_level: bool, byte_fallback: bool) -> set[int]:
-    """Bytes that are never dropped, and never share an unknown token with others."""
+    """Bytes that are never dropped and never share an unknown token with others."""
     known = set(tokens)
     if byte_level:
         return set(range(256)) if known.issuperset(BYTE_LEVEL) else set()
@@ -195,7 +195,7 @@ def _covered(tokens: list[str], *, byte_level: bool, byte_fallback: bool) -> set
 
 
 def _spelled(token: str, byte_level: bool, byte_fallback: bool) -> bytes:
-    """The bytes of text that a token stands for; a space of SentencePiece counts as its character's three."""
+    """Bytes of text of a token; a space of SentencePiece counts as the three bytes of its character."""
     if byte_level:
         return byte_level_bytes(token)
     match = BYTE_TOKEN.fullmatch(token) if byte_fallback else None
@@ -203,7 +203,7 @@ def _spelled(token: str, byte_level: bool, byte_fallback: bool) -> bytes:
 
 
 def _longest_with_byte(tokens: list[bytes]) -> list[int]:
-    """Length of the longest token that has each byte; 1 for a byte in none."""
+    """Length of the longest token with each byte; 1 for a byte that no token has."""
     longest, left = [1] * 256, set(range(256))
     for token in sorted(tokens, key=len, reverse=True):
         for byte in left.intersection(token):
@@ -239,7 +239,7 @@ _LOOKS_BACK: Final = re.compile(r"\(\?<|\\[bBAzZGK]|(?<!\\)[\^$]")
 
 
 def _looks_around(content: Mapping[str, Any]) -> bool:
-    """True if a word's end may depend on what is far from it, or before it."""
+    """True if the end of a word may depend on distant or earlier text."""
     parts = [*_parts(content.get("normalizer"), "normalizers"), *_parts(content.get("pre_tokenizer"), "pretokenizers")]
     patterns = [part["pattern"].get("Regex", "") for _, part in parts if isinstance(part.get("pattern"), Mapping)]
     unknown = {kind for kind, _ in _parts(content.get("pre_tokenizer"), "pretokenizers")} - _KNOWN_WORDS
@@ -256,11 +256,11 @@ def _followers(
     pre_tokenize: Callable[[str], Iterable[int]] | None,
     added: Sequence[str],
 ) -> Iterator[str]:
-    """The characters, as of a pattern's class, before which a letter or digit may be cut off."""
+    """Characters, in the syntax of a pattern's class, in front of which a text may be cut after a letter or digit."""
     strips = any(token.get("rstrip") and token["content"][-1:].isalnum() for token in content.get("added_tokens", ()))
     for follower in _FOLLOWERS:
         cut = re.compile(f"[^\\W_](?=[{follower}])")
-        # A token that takes the blanks behind it must see them.
+        # An added token that strips the blanks behind it must see them in its piece.
         if any(map(cut.search, added)) or (strips and follower in _BLANK_FOLLOWERS):
             continue
         probes = list(_probes(follower.replace("\\n", "\n"), added))
@@ -284,7 +284,7 @@ def _probes(followers: str, added: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _crossed(content: Mapping[str, Any], cut: re.Pattern[str]) -> bool:
-    """True if a token may go across such a cut, as far as is known: always of byte-level spelling and of Unigram."""
+    """True if a token may cross such a cut. True for byte-level vocabularies and Unigram, which are not analyzed."""
     model = content["model"]
     words = _parts(content.get("pre_tokenizer"), "pretokenizers")
     if model.get("type", "BPE") != "BPE" or any(kind == "ByteLevel" for kind, _ in words):

@@ -1,8 +1,7 @@
-"""Stop strings on streamed text (Aho-Corasick).
+"""Searches streamed text for stop strings (Aho-Corasick).
 
-The match that ends first wins, of those that end together the longest: so the result does not depend on how the text
-was cut into pieces. Every character is looked at once. Text is held back exactly while it could still be the beginning
-of a stop string.
+The match that ends first wins, and the longest of several that end together. So the result does not depend on how the
+text was cut into pieces. Each character is read once. Text is held back exactly while it may begin a stop string.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class StopResult:
 
     Attributes:
         emit: text that may be sent now.
-        matched: the stop string that ended the text, None while there is none.
+        matched: the stop string that ended the text; None before a match.
     """
 
     emit: str
@@ -37,8 +36,8 @@ class StopStrings:
     """Searches one stream of text for stop strings.
 
     Args:
-        stops: non-empty strings; none at all lets everything pass.
-        include: whether the matched string stays in the text.
+        stops: non-empty stop strings; with an empty tuple all text passes.
+        include: True if the matched string stays in the text.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
@@ -48,7 +47,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Takes the next piece of text. After a match all further text is dropped."""
+        """Adds the next piece of text. After a match all further text is dropped."""
         if self._matched is not None:
             return StopResult("", self._matched)
         if not self._root.next:
@@ -64,7 +63,7 @@ class StopStrings:
         return StopResult(pending[:cut], None)
 
     def flush(self) -> str:
-        """The text held back, when the stream ends without a match."""
+        """Returns the text held back, at the end of a stream without a match."""
         held, self._held, self._state = self._held, "", self._root
         return held
 
@@ -92,7 +91,7 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
 
 
 def _link(root: _Node) -> None:
-    """Breadth first: each node's failure link, and the match it inherits through it."""
+    """Sets each node's failure link, and the match that the node inherits through it, breadth first."""
     queue = deque([root])
     while queue:
         node = queue.popleft()

@@ -60,7 +60,7 @@ class TokenizerError(Exception):
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
-    """The existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
+    """Reads the existing tokenizer files of a checkpoint folder, by name; of config.json only `CLASS_KEYS`.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, or a file cannot be read.
@@ -83,7 +83,7 @@ def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
 
 
 def files_sha256(files: Mapping[str, bytes]) -> str:
-    """Lower-case hex sha256 over name, length and bytes of every file, in order of their names."""
+    """Returns lower-case hex sha256 over name, length and bytes of each file, in order of names."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + len(files[name]).to_bytes(8, "little"))
@@ -92,10 +92,10 @@ def files_sha256(files: Mapping[str, bytes]) -> str:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """One of the files as a JSON object; empty when it is absent.
+    """Parses one of the files as a JSON object; returns an empty one for an absent file.
 
     Raises:
-        TokenizerError: it is not a JSON object.
+        TokenizerError: the file is not a JSON object.
     """
     if name not in files:
         return {}
@@ -109,7 +109,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def named_special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... of the tokenizer's configuration: what chat templates see by these names."""
+    """Returns `bos_token`, `eos_token`, ... of the tokenizer's configuration, as chat templates see them."""
     sources = (read_json(files, "tokenizer_config.json"), read_json(files, "special_tokens_map.json"))
     tokens = {}
     for name in NAMED_TOKENS:
@@ -120,7 +120,7 @@ def named_special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def check_text_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses what a text gives that the model has no embedding for: tokens added without resizing the model.
+    """Refuses a text with tokens that the model has no embedding for: tokens added without resizing the model.
 
     Raises:
         InvalidFieldError: the text has such a token.
@@ -132,33 +132,33 @@ def check_text_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None
 
 
 def mark_special(text: str, pattern: re.Pattern[str]) -> str:
-    """`text` with every match of `pattern` (see `special_pattern`) marked as text that only looks special."""
+    """Marks every match of `pattern` (see `special_pattern`) in `text` as text that only looks special."""
     return pattern.sub(f"{MARK_START}\\g<0>{MARK_END}", text)
 
 
 def unmarked(text: str) -> str:
-    """`text` without the marks of `mark_special`."""
+    """Removes the marks of `mark_special` from `text`."""
     return text.replace(MARK_START, "").replace(MARK_END, "")
 
 
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of `tokens`, the longest first; nothing when there are none."""
+    """Returns a pattern that matches any of `tokens`, the longest first; without tokens it matches nothing."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 class LongPieceError(TokenizerError):
-    """A text has a part that cannot be cut, and that is too long to be encoded at once."""
+    """A text has a part that cannot be cut and is too long to be encoded at once."""
 
 
 class Tokenizer:
-    """Text to token ids and back. Immutable; safe to use from several threads.
+    """Encodes text to token ids and decodes them. Immutable; safe to use from several threads.
 
     Attributes:
         sha256: digest of the files, lower-case hex (`files_sha256`).
         vocab_size: 1 + the highest token id.
         special_ids: ids that `decode` leaves out by default.
-        added_tokens: texts of the tokens that stand beside the vocabulary, special ones and others, by id.
+        added_tokens: texts of the tokens added to the vocabulary, special ones and others, by id.
         named_tokens: texts of `bos_token`, `eos_token`, ... by name, as chat templates see them.
         special_tokens: texts of all special tokens.
         chat_templates: chat templates by name; a single one is named `default`.
@@ -218,11 +218,11 @@ class Tokenizer:
         return cls.from_files(tokenizer_files(folder))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Encodes `text` to token ids.
 
-        Plain text gets what the tokenizer's post-processor adds (a beginning-of-sequence token with Llama), and its
-        special tokens are text. With `allow_special`, `text` is a rendered chat: special tokens are parsed except where
-        marked, and nothing is added, since the template writes its own beginning.
+        Plain text gets the tokens of the tokenizer's post-processor (a beginning-of-sequence token with Llama), and its
+        special tokens are text. With `allow_special`, `text` is a rendered chat: unmarked special tokens are parsed,
+        and no token is added, since the template writes its own beginning.
 
         Raises:
             TokenizerError: the vocabulary gives no way to write a special token as text.
@@ -232,12 +232,12 @@ class Tokenizer:
     def encode_pieces(
         self, text: str, *, allow_special: bool = False, most_bytes: int | None = None
     ) -> Iterator[list[int]]:
-        """As `encode`, with a bounded amount of work before each of the lists that make up the result.
+        """Encodes as `encode` does, in pieces with a bounded amount of work for each.
 
         Args:
             text: as for `encode`.
             allow_special: as for `encode`.
-            most_bytes: longest part of the text that is encoded at once where it cannot be cut; None is any.
+            most_bytes: most bytes of a part that cannot be cut; None for no limit.
 
         Raises:
             TokenizerError: as `encode`.
@@ -252,11 +252,12 @@ class Tokenizer:
             raise LongPieceError(str(error)) from None
 
     def encode_pair_pieces(self, text: str, *, is_first: bool, most_bytes: int | None = None) -> Iterator[list[int]]:
-        """As `encode_pieces`, of one of two texts that the post-processor puts together, such as query and document.
+        """Encodes one of a pair of texts, such as query and document, in pieces as `encode_pieces` does.
 
         Args:
-            text: the first one, with what stands before it and between both, or the second one, with what is behind it.
-            is_first: which it is.
+            text: one of the texts. The first one gets the tokens in front of the pair and between both texts, the
+                second one gets the tokens behind the pair.
+            is_first: True for the first text.
             most_bytes: as for `encode_pieces`.
 
         Raises:
@@ -270,7 +271,7 @@ class Tokenizer:
             raise LongPieceError(str(error)) from None
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of `text` where other text is before it: nothing is parsed, and nothing added.
+        """Encodes `text` that follows other text: no special token is parsed, and no token is added.
 
         Raises:
             TokenizerError: as `encode`.
@@ -278,32 +279,32 @@ class Tokenizer:
         return list(chain.from_iterable(self._text_pieces(text, None, inner=True)))
 
     def fewest_tokens(self, text: str, enough: float = float("inf")) -> int:
-        """A lower bound for the number of tokens of `text`, in little time; any from `enough` on will do."""
+        """Returns a lower bound for the number of tokens of `text`, quickly; stops counting at `enough`."""
         return self._floor.tokens(text, enough)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`; equal to what `decode_stream` gives in pieces. Unknown ids are left out."""
+        """Decodes `ids` to the text that `decode_stream` gives in pieces. Unknown ids are left out."""
         stream = self.decode_stream(skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
     def decode_stream(
         self, *, skip_special: bool = True, keep: Set[int] = frozenset(), behind: Sequence[int] = ()
     ) -> Detokenizer:
-        """A new incremental decoder, of a text that continues that of the ids `behind`; special ones of `keep` stay."""
+        """Returns an incremental decoder of a text behind the ids `behind`; special ids in `keep` stay in the text."""
         return Detokenizer(self._bytes, skip=self.special_ids - keep if skip_special else frozenset(), behind=behind)
 
     def token_bytes(self) -> list[bytes]:
-        """Bytes of every token that follows another, by id."""
+        """Returns the bytes of each token inside a text, by id."""
         return [self._bytes.inner(id) for id in range(self.vocab_size)]
 
     @property
     def hides_first_space(self) -> bool:
-        """True if a text does not have the space that its first token has, as with SentencePiece."""
+        """True if decoding drops the space of a text's first token, as with SentencePiece."""
         first = self._ids(self._plain, "a")[:1]
         return any(self._bytes.first(id) != self._bytes.inner(id) for id in first)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary entry of each id, for people to read; empty for an id that has none."""
+        """Returns the vocabulary entry of each id, for display; empty for an unknown id."""
         return [self._parsing.id_to_token(id) or "" for id in ids]
 
     def _framed_pieces(
@@ -328,10 +329,10 @@ class Tokenizer:
             yield from self._pieces(self._parsing, text[start:], most_bytes, inner=start > 0)
 
     def _marks(self, text: str) -> Iterator[tuple[str, int, int]]:
-        """The marked tokens of a chat, with the place of token and marks together.
+        """Yields the marked tokens of a chat, with begin and end of token and marks together.
 
-        The token is empty where a mark stands alone: a template may cut a marked token in two, and the halves must not
-        join into a token again.
+        The token is empty for a mark that stands alone: a template may cut a marked token in two, and the halves must
+        not join into a token again.
         """
         at = {mark: text.find(mark) for mark in (MARK_START, MARK_END)}
         while found := [place for place in at.values() if place >= 0]:
@@ -344,7 +345,7 @@ class Tokenizer:
             }
 
     def _text_pieces(self, text: str, most_bytes: int | None, *, inner: bool = False) -> Iterator[list[int]]:
-        """Ids of `text` with nothing parsed; `inner` when more text is before it."""
+        """Yields ids of `text` without parsing special tokens; `inner` is True if text precedes it."""
         named = self._named(text) if self._spells_special else frozenset()
         if named:
             is_split = False
@@ -363,7 +364,7 @@ class Tokenizer:
     def _split_pieces(
         self, text: str, named: Set[int | None], most_bytes: int | None, inner: bool
     ) -> Iterator[list[int]]:
-        """As `_text_pieces` where the vocabulary has special tokens as pieces (Unigram): cuts each after a letter."""
+        """Encodes text for a vocabulary with special tokens as pieces (Unigram): cuts each after a letter."""
         cut = self._special.sub(lambda match: f"{match[0][0]}{MARK_START}{match[0][1:]}", text)
         for part in cut.split(MARK_START):
             for ids in self._pieces(self._plain, part, most_bytes, inner=inner):
@@ -375,7 +376,7 @@ class Tokenizer:
     def _pieces(
         self, tokenizer: tokenizers.Tokenizer, text: str, most_bytes: int | None, *, inner: bool
     ) -> Iterator[list[int]]:
-        """Ids of `text`, of which long ones are cut."""
+        """Yields ids of `text`, cut into pieces if it is long."""
         pieces = self._cuts.split(text, most_bytes)
         first = next(pieces)
         yield self._inner_ids(tokenizer, first) if inner else self._ids(tokenizer, first)
@@ -394,7 +395,7 @@ class Tokenizer:
         return Cuts(content, encoders, None if words is None else ends, sorted(added | special))
 
     def _inner_ids(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        """Ids of text that continues other text: without the space that SentencePiece puts before a beginning."""
+        """Encodes text that continues other text, without the space that SentencePiece puts in front of a text."""
         ids = self._ids(tokenizer, "\n" + text)
         size = len(self._newline)
         return ids[size:] if ids[:size] == self._newline else self._ids(tokenizer, text)
@@ -433,7 +434,7 @@ def _read(files: Mapping[str, bytes]) -> TokenizerReading:
 
 
 def tokenizer_fault(files: Mapping[str, bytes], said: str) -> TokenizerError:
-    """An error with the message `said`, or one that names tokenizer.json if the library cannot read that file alone."""
+    """Returns an error with the message `said`, or one that names tokenizer.json if that file alone cannot be read."""
     try:
         tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     # The library raises plain Exception or ValueError.
@@ -443,14 +444,14 @@ def tokenizer_fault(files: Mapping[str, bytes], said: str) -> TokenizerError:
 
 
 def _flag_special(tokenizer: tokenizers.Tokenizer, special: frozenset[str]) -> None:
-    """Flags the tokens `special` as special in the library: files may name a special token that they do not flag."""
+    """Flags the tokens `special` as special in the library, since files may name special tokens without the flag."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [t for t in special - known if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in sorted(missing)])
 
 
 def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:
-    """True if plain text may give a special token: as a piece of the vocabulary, not by parsing it."""
+    """True if encoding plain text may give a special token, because it is a piece of the vocabulary."""
     model = content["model"]
     if model.get("type", "BPE") != "BPE" or model.get("ignore_merges"):
         return not special.isdisjoint(vocabulary(model))

@@ -1,4 +1,4 @@
-"""Reads the files of a tokenizer as `AutoTokenizer` of transformers does: its class, special tokens, chat templates.
+"""Reads a tokenizer's files with `AutoTokenizer` of transformers: class, special tokens, chat templates.
 
 Nothing is downloaded, and no code of a checkpoint runs. transformers is imported when the first tokenizer is read. The
 import takes almost a second and 23 MB, without PyTorch.

@@ -1,1 +1,1 @@
-"""Texts and conversations to token ids."""
+"""Turns texts and conversations into token ids."""

@@ -1,4 +1,4 @@
-"""Grammars that an answer to a conversation is confined to by its tools and its reasoning."""
+"""Chooses the grammar that holds an answer to the tools, the reasoning budget and the constraint of its request."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def confinement_of(
     *,
     separates_reasoning: bool,
 ) -> Confinement | None:
-    """The forms that an answer is held to.
+    """Returns the grammar that an answer is held to.
 
     Args:
         request: the conversation.
         model: its model.
-        form: of the model's answers.
+        form: form of the model's answers.
         opening: text of the answer that the prompt ends with.
-        tools: as the chat template has had them; None for none.
+        tools: the tools as given to the chat template; None for none.
         separates_reasoning: True if reasoning is a channel of its own.
 
     Returns:
-        None where nothing is known of how the model writes, and nothing has to be.
+        None if the form of the model's answers is unknown and the request needs no grammar.
 
     Raises:
-        InvalidFieldError: something is asked for that cannot be held.
+        InvalidFieldError: a field needs a grammar that cannot be made for this model.
     """
     field = _field_of(request)
     if form.style is None:
@@ -83,7 +83,7 @@ def _because(form: ResponseForm) -> str:
 
 
 def _check_names(form: ResponseForm, request: pb.ChatRequest, called: Sequence[CalledTool]) -> None:
-    """Refuses names that the reader would not find in calls."""
+    """Refuses tools whose calls the model's response template would not read."""
     places = {tool.name: i for i, tool in enumerate(request.tools)}
     for tool in called:
         if not form.can_call(tool.name, [argument.name for argument in tool.arguments]):
@@ -99,7 +99,7 @@ def _is_required(request: pb.ChatRequest) -> bool:
 
 
 def _field_of(request: pb.ChatRequest) -> str:
-    """The field by which an answer is confined; "" where it is not."""
+    """Path of the request field that requires a grammar; "" for none."""
     if confining(request) is None:
         return ""
     if _is_required(request):
@@ -119,7 +119,7 @@ def _check(
     *,
     has_tools: bool,
 ) -> None:
-    """Refuses what the model's own delimiters cannot hold."""
+    """Refuses fields that the model's delimiters do not allow to guarantee."""
     if has_tools and not writer.holds:
         problem = f"needs delimiters of calls that are tokens, which {model.name!r} does not have"
         raise InvalidFieldError(field, problem, "leave it out")
@@ -132,7 +132,7 @@ def _check(
 
 
 def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> Thinking | None:
-    """Reasoning that may come: none where the prompt has ended it."""
+    """Limits of the reasoning in an answer; None if the model writes none, or the prompt has ended it."""
     if not form.template.has_reasoning:
         return None
     most = request.reasoning.max_tokens if request.reasoning.HasField("max_tokens") else None
@@ -145,7 +145,7 @@ def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> Thin
 def _called(
     request: pb.ChatRequest, tools: list[dict[str, Any]], writer: AnswerGrammar
 ) -> tuple[list[CalledTool], list[tuple[str, str]]]:
-    """Tools that may be called, and the schemas that hold their arguments."""
+    """Returns the tools that may be called, and path and text of each strict schema."""
     name = request.tool_choice.name
     called, schemas = list[CalledTool](), list[tuple[str, str]]()
     for i, (given, tool) in enumerate(zip(request.tools, tools, strict=False)):

@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, and the terms on which their answers are read."""
+"""Converts conversations for chat templates, and chooses how their answers are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from router.model_registry import ServedModel
 from router.prompts.confinement import confinement_of
 from router.validation import content_of
 
-# Names that fields of messages have in templates.
+# Names of message fields in chat templates.
 _TEXTS = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
 
 
 def template_messages(request: pb.ChatRequest) -> list[dict[str, Any]]:
-    """The messages of a request, as transformers has them.
+    """Converts the messages of a request to transformers' form.
 
     Raises:
-        InvalidFieldError: arguments of a call are no JSON object.
+        InvalidFieldError: arguments of a call are not a JSON object.
     """
     return [_template_message(f"messages[{i}]", message) for i, message in enumerate(request.messages)]
 
@@ -37,19 +37,19 @@ def _template_message(path: str, message: pb.ChatMessage) -> dict[str, Any]:
 def reading_of(
     request: pb.ChatRequest, model: ServedModel, prompt: str, tools: list[dict[str, Any]] | None
 ) -> Reading | None:
-    """The terms on which the answers to a conversation are read.
+    """Chooses how the answers to a conversation are read in channels.
 
     Args:
         request: the conversation.
         model: its model.
-        prompt: text that the chat template has made.
-        tools: as the chat template has had them; None for none.
+        prompt: the rendered prompt.
+        tools: the tools as given to the chat template; None for none.
 
     Returns:
-        None where they are content alone.
+        None if answers are content alone.
 
     Raises:
-        InvalidFieldError: a channel is asked for that the model does not have.
+        InvalidFieldError: the request asks for a channel that the model does not have.
     """
     form, options = model.text.response_form, request.reasoning
     separates = options.separate if options.HasField("separate") else model.reasons

@@ -1,12 +1,11 @@
-"""Texts that wait to be tokenized: whose goes next, and how many bytes of them there may be.
+"""Queue of texts to tokenize: bounds their bytes and chooses the next one fairly among tenants. Pure.
 
-Pure. A job runs in steps, each a bounded amount of work, and comes back after each. Start-time fair queueing, one step
-being one unit of service. Invariants:
-  * The jobs here, those that run too, have at most `most_bytes` bytes and are at most `most_jobs`.
-  * Within a pool and tenant, jobs end their steps in the order in which they came: one runs to its end before the next
-    begins, unless threads are idle.
-  * Of two tenants that both wait throughout in a pool, neither gets ahead of the other by more than one step each.
-  * A tenant that fills the queue refuses itself: for others the newest jobs of the tenant that holds most make room.
+A job runs in bounded steps and returns to the queue after each step. The order is start-time fair queueing, with one
+step as the unit of service. Invariants:
+  * Waiting and running jobs together have at most `most_bytes` bytes, and their number is at most `most_jobs`.
+  * Within a pool and tenant, jobs run in order of arrival: one ends before the next begins, unless threads are idle.
+  * Of two tenants that both wait in a pool, neither gets ahead of the other by more than one step each.
+  * If the queue is full, the newest jobs of the tenant that holds most are removed, and only for other tenants.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SPARE = 8
 
 
 class TextPool(Enum):
-    """Threads that run a job."""
+    """Kinds of threads that run jobs."""
 
     SHORT = "short"
     LONG = "long"
@@ -35,9 +34,9 @@ class TextJob:
     """Text that waits for a thread.
 
     Attributes:
-        tenant: who pays for it; "" for nobody in particular.
+        tenant: tenant whose share it uses; "" for calls without a tenant.
         size: bytes that it holds.
-        pool: which threads run it.
+        pool: threads that run it.
     """
 
     tenant: str
@@ -61,11 +60,11 @@ class _Tenant:
 
 
 class TextQueue:
-    """The jobs of all pools, from their arrival to their end.
+    """Holds the jobs of all pools from arrival to end, waiting and running.
 
     Args:
-        most_bytes: of all jobs together.
-        most_jobs: number of jobs.
+        most_bytes: most bytes of all jobs together.
+        most_jobs: most jobs.
     """
 
     def __init__(self, most_bytes: int = MAX_QUEUED_TEXT_BYTES, most_jobs: int = MAX_QUEUED_REQUESTS) -> None:
@@ -82,14 +81,14 @@ class TextQueue:
         return self._count
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Other shares from now on, of tenants that are not like the others, which have 1."""
+        """Sets the weights of tenants. Tenants that are not named have weight 1."""
         self._weights = dict(weights)
 
     def add(self, job: TextJob) -> list[TextJob]:
-        """Takes a new job. Returns those that have been taken out to make room; none of them runs.
+        """Adds a new job. Returns waiting jobs of another tenant that were removed to make room.
 
         Raises:
-            QueueFullError: there is no room, and no other tenant holds more than the job's own would.
+            QueueFullError: there is no room, and no other tenant holds more than this tenant would.
         """
         made_room: list[TextJob] = []
         mine = self._held(job.tenant, 1, job.size)
@@ -111,7 +110,7 @@ class TextQueue:
         return made_room
 
     def next(self, pool: TextPool) -> TextJob | None:
-        """Takes out the job that runs next, and charges its tenant with a step; None when none waits."""
+        """Removes the next job to run from the waiting ones and charges its tenant one step; None if no job waits."""
         queue = self._pools[pool]
         if not queue.waiting:
             return None
@@ -125,16 +124,16 @@ class TextQueue:
         return job
 
     def again(self, job: TextJob) -> None:
-        """A job has had a step and needs more; it goes before the others of its tenant."""
+        """Puts a job back after a step, in front of the other jobs of its tenant."""
         self._wait(job, first=True)
 
     def abandon(self, job: TextJob) -> None:
-        """Nobody wants a job any more: one that waits ends, one that runs is left to come back. Others are unknown."""
+        """Ends a job whose caller left, if it waits. A running job ends after its step. No-op for an ended job."""
         if self._waits(job):
             self.end(job)
 
     def end(self, job: TextJob) -> None:
-        """A job is done, or makes room; whether it waits or runs."""
+        """Removes a job, waiting or running, from the queue."""
         if self._waits(job):
             self._unwait(job)
         tenant = self._tenants[job.tenant]
@@ -150,7 +149,7 @@ class TextQueue:
     def _wait(self, job: TextJob, *, first: bool) -> None:
         queue = self._pools[job.pool]
         if job.tenant not in queue.waiting:
-            # Nobody saves up service while he asks for none.
+            # A tenant saves up no service while it has no job here.
             queue.starts[job.tenant] = max(queue.starts.get(job.tenant, 0.0), queue.virtual_time)
             queue.waiting[job.tenant] = deque()
         if first:
@@ -168,12 +167,12 @@ class TextQueue:
             del queue.waiting[job.tenant]
 
     def _forget(self, queue: _PoolQueue) -> None:
-        """Drops what tenants without any job have had, when there are more of them than of the others."""
+        """Drops the records of tenants without a job, once they outnumber those of tenants with jobs."""
         if len(queue.starts) > 2 * len(self._tenants) + _SPARE:
             queue.starts = {tenant: start for tenant, start in queue.starts.items() if tenant in self._tenants}
 
     def _newest_of_largest(self, more_than: float, gone: list[TextJob]) -> TextJob | None:
-        """The newest job that waits, of the tenant that holds most without `gone`; None when nobody holds more."""
+        """Newest waiting job, without `gone`, of the tenant that holds most; None if none holds over `more_than`."""
         held = {tenant: self._held(tenant) for tenant in self._tenants}
         for tenant in {job.tenant for job in gone}:
             mine = [job.size for job in gone if job.tenant == tenant]
@@ -188,7 +187,7 @@ class TextQueue:
         return None
 
     def _held(self, tenant: str, more_jobs: int = 0, more_bytes: int = 0) -> float:
-        """A tenant's part of the queue, with so much more, per weight."""
+        """Part of the queue that a tenant holds, with `more_jobs` and `more_bytes` added, divided by its weight."""
         has = self._tenants.get(tenant, _Tenant())
         parts = (has.bytes + more_bytes) / self._most_bytes + (len(has.jobs) + more_jobs) / self._most_jobs
         return parts / self._weights.get(tenant, 1.0)

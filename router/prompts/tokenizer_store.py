@@ -27,29 +27,29 @@ log = structlog.get_logger(__name__)
 
 
 class TokenizerStore:
-    """Text assets by the sha256 of their files, each read once. That takes up to seconds, and runs in a thread."""
+    """Keeps tokenizers and templates by the sha256 of their files. A thread reads each once, which may take seconds."""
 
     def __init__(self) -> None:
-        # The least lately used first.
+        # The least recently used entry is first.
         self._kept: OrderedDict[str, TextAssets] = OrderedDict()
-        # Digests that are being read: one of the workers that come up together is asked, the next if that fails.
+        # Locks of digests that are being read: of workers that start together one is asked, and the next if that fails.
         self._reading: dict[str, asyncio.Lock] = {}
         self._folder: tuple[str, TextAssets] | None = None
 
     async def read_folder(self, folder: Path) -> None:
-        """Takes the tokenizer of every model from `folder` instead of from the workers.
+        """Reads the tokenizer of every model from `folder` instead of from the workers.
 
         Raises:
-            TokenizerError: it cannot be used.
+            TokenizerError: the tokenizer cannot be used.
         """
         files = await asyncio.to_thread(tokenizer_files, folder)
         self._folder = files_sha256(files), await asyncio.to_thread(TextAssets.from_files, files)
 
     async def assets(self, description: wpb.GetWorkerResponse, stub: WorkerServiceAsyncStub) -> TextAssets:
-        """The text assets of a worker's model; empty ones when it has no tokenizer.
+        """Returns tokenizer and templates of a worker's model; empty assets for a model without a tokenizer.
 
         Raises:
-            WorkerRefusedError: they cannot be used, or are not what the worker says.
+            WorkerRefusedError: the files cannot be used, or differ from the digest that the worker gives.
             grpc.RpcError: the worker could not be asked.
         """
         digest = description.tokenizer_sha256
@@ -118,6 +118,6 @@ async def _fetch(stub: WorkerServiceAsyncStub) -> dict[str, bytes]:
             if piece.name:
                 pieces.setdefault(piece.name, []).append(piece.data)
     finally:
-        # Leaving the loop does not end the call.
+        # Leaving the loop does not end the gRPC call.
         call.cancel()
     return {name: b"".join(data) for name, data in pieces.items()}

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from worker.llm_engine import LLMEngine
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "library.md"
+
+
+def test_usage_in_the_docstring_of_llm_engine_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "deploy" / "demo" / "checkpoint", "qwen3", num_hidden_layers=2, vocab_size=1024)
+    monkeypatch.chdir(tmp_path)
+    usage = re.search(r"Usage::\n\n(.*?)\n\n {4}\S", LLMEngine.__doc__ or "", re.DOTALL)
+    assert usage is not None
+    exec(compile(textwrap.dedent(usage[1]), "LLMEngine", "exec"), {})
+    assert capsys.readouterr().out.endswith(" max_tokens\n")
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

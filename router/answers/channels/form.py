@@ -110,7 +110,7 @@ def _markers(template: ResponseTemplate, tokenizer: Tokenizer) -> tuple[Mapping[
 
 
 def _own_style(template: ResponseTemplate, chat_template: ChatTemplate) -> tuple[CallStyle | None, str]:
-    """Returns the style of a checkpoint's own template, and why it has no calls.
+    """Returns the style of a checkpoint's own template, and the reason why it holds no calls; \"\" if it holds them.
 
     Calls have the style of the built-in form that fits the chat template, if the own template reads such calls too.
     """
