@@ -232,11 +232,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
         tree = super()._parse(source, name, filename)
-        _Bounding().visit(tree)
+        _BoundChecks().visit(tree)
         return tree
 
 
-class _Bounding(NodeTransformer):
+class _BoundChecks(NodeTransformer):
     """Adds checks to a template: of the time in every turn of a loop, and of the sizes at `~` and comparisons."""
 
     def visit_For(self, node: For) -> For:
@@ -314,7 +314,7 @@ _WRITING_FILTERS: Final = (
 )
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The `{% generation %}` tag, which marks the assistant's words for training; its body is just rendered."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -380,7 +380,7 @@ def compile_template(name: str, source: str) -> jinja2.Template:
         TokenizerError: the template has a syntax error.
     """
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written_out
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_written_out
     )
     environment.filters["tojson"] = _tojson
     for name_of_filter in (*_GROWING_FILTERS, *_WRITING_FILTERS):

@@ -28,7 +28,7 @@ from common.files import UnreadableFileError, parse_json, read_file
 from common.limits import MAX_TOKENIZER_BYTES
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
-from common.text.tokenizer_reading import CLASS_KEYS, TokenizerReading, read_tokenizer
+from common.text.tokenizer_reading import CLASS_KEYS, TokenizerParts, read_tokenizer
 
 TOKENIZER_FILES: Final = (
     "config.json",
@@ -419,7 +419,7 @@ class Tokenizer:
         return whole[:first], whole[first + len(bare) : last], whole[last + len(bare) :]
 
 
-def _read(files: Mapping[str, bytes]) -> TokenizerReading:
+def _read(files: Mapping[str, bytes]) -> TokenizerParts:
     if "tokenizer.json" not in files:
         raise TokenizerError("there is no tokenizer.json; a fast tokenizer is needed")
     # Workers choose the names, so only known names become paths. A later version may send more files.

@@ -31,7 +31,7 @@ _MISTRAL_COMMON: Final = "MistralCommonBackend"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerReading:
+class TokenizerParts:
     """A tokenizer as transformers reads it from its files.
 
     Attributes:
@@ -57,7 +57,7 @@ def import_transformers() -> None:
 
 def read_tokenizer(
     files: Mapping[str, bytes], config: Mapping[str, Any], settings: Mapping[str, Any]
-) -> TokenizerReading:
+) -> TokenizerParts:
     """Reads a tokenizer from its files, with `AutoTokenizer` of transformers.
 
     Args:
@@ -81,7 +81,7 @@ def read_tokenizer(
     special = frozenset(flagged.union(map(str, read.all_special_tokens))) - {""}
     templates = read.chat_template or {}
     named = dict(read.special_tokens_map)
-    return TokenizerReading(
+    return TokenizerParts(
         backend, named, special, {"default": templates} if isinstance(templates, str) else dict(templates)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.answers.channels.grammar import AnswerGrammar, Thinking
+from router.answers.channels.grammar import AnswerGrammar, ReasoningLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Confinement:
     field: str
     schemas: Sequence[tuple[str, str]]
     writer: AnswerGrammar
-    thinking: Thinking | None
+    thinking: ReasoningLimit | None
     is_beside: bool = False
 
     def around(self, grammar: str, calls: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.errors import ResumeMismatchError
-from router.answers.channels.parser import Channel, Part
+from router.answers.channels.parser import Channel, ChannelPart
 
 # Bits that mark the second and later bytes of a character in UTF-8.
 _TOP_BITS: Final = 0b1100_0000
@@ -39,7 +39,7 @@ class DeliveredText:
         self._sha256 = sha256
         self._channels: dict[tuple[int, int], bytearray] = {}
 
-    def push(self, part: Part) -> Part | None:
+    def push(self, part: ChannelPart) -> ChannelPart | None:
         """Reads the next part of the answer. Returns its undelivered rest; None if all of it was delivered.
 
         Raises:

@@ -43,7 +43,7 @@ class LogitChain:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReplayComparison:
     """Result of a comparison: the verdict, a sentence, and the first generated token that differs, if known."""
 
     verdict: pb.ReplayVerdict.ValueType
@@ -51,7 +51,7 @@ class Finding:
     position: int | None = None
 
 
-def compare_request(receipt: pb.Receipt, request: RequestDigest, num_answers: int) -> Finding | None:
+def compare_request(receipt: pb.Receipt, request: RequestDigest, num_answers: int) -> ReplayComparison | None:
     """Compares a request with that of a receipt; returns None if they are the same.
 
     Args:
@@ -68,12 +68,12 @@ def compare_request(receipt: pb.Receipt, request: RequestDigest, num_answers: in
         problem = f"the prompt has {request.prompt_tokens} tokens, and that of the receipt {receipt.prompt_tokens}"
     elif receipt.request_sha256 != request.of_answer(receipt.index):
         problem = "the prompt's tokens or the sampling parameters are not those of the receipt"
-    return Finding(pb.REPLAY_VERDICT_OTHER_REQUEST, problem) if problem else None
+    return ReplayComparison(pb.REPLAY_VERDICT_OTHER_REQUEST, problem) if problem else None
 
 
 def compare_answer(
     receipt: pb.Receipt, token_ids: Sequence[int], replay: pb.Receipt, replayed_ids: Sequence[int]
-) -> Finding:
+) -> ReplayComparison:
     """Compares the answer of a replay with a receipt of the same request.
 
     Args:
@@ -90,10 +90,14 @@ def compare_answer(
         # One answer is the beginning of the other.
         choice = min(len(token_ids), len(replayed_ids))
     if logits is not None and (choice is None or logits <= choice):
-        return Finding(pb.REPLAY_VERDICT_LOGITS_DIFFER, f"the logits of generated token {logits} differ", logits)
+        return ReplayComparison(
+            pb.REPLAY_VERDICT_LOGITS_DIFFER, f"the logits of generated token {logits} differ", logits
+        )
     if is_same:
-        return Finding(pb.REPLAY_VERDICT_EQUAL, f"all {receipt.output_tokens} tokens are the same")
-    return Finding(pb.REPLAY_VERDICT_CHOICE_DIFFERS, _choice_detail(receipt, token_ids, replayed_ids, choice), choice)
+        return ReplayComparison(pb.REPLAY_VERDICT_EQUAL, f"all {receipt.output_tokens} tokens are the same")
+    return ReplayComparison(
+        pb.REPLAY_VERDICT_CHOICE_DIFFERS, _choice_detail(receipt, token_ids, replayed_ids, choice), choice
+    )
 
 
 def _choice_detail(

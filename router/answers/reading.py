@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.text.answer_text import TextPiece
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.form import ResponseForm
 from router.answers.channels.markers import SpelledMarkers
-from router.answers.channels.parser import Part, ResponseParser
+from router.answers.channels.parser import ChannelPart, ResponseParser
 from router.answers.confinement import Confinement
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ChannelTerms:
     """Terms on which the answers to one request are read.
 
     Attributes:
@@ -34,7 +34,7 @@ class Reading:
     form: ResponseForm
     opening: str = ""
     separates_reasoning: bool = True
-    tools: Tools | None = None
+    tools: ToolSchemas | None = None
     ends_with_first_call: bool = False
     confinement: Confinement | None = None
     is_constrained: bool = False
@@ -47,7 +47,7 @@ class ChannelReader:
         reading: terms of the request.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ChannelTerms) -> None:
         self._markers = reading.form.markers
         self._spelled = SpelledMarkers(reading.form.markers.values())
         self._parser = ResponseParser(
@@ -63,7 +63,7 @@ class ChannelReader:
         # Runs of reasoning tokens: first token, and the token behind the last.
         self._reasoning: list[tuple[int, int]] = []
 
-    def read(self, piece: TextPiece) -> list[Part]:
+    def read(self, piece: TextPiece) -> list[ChannelPart]:
         """Returns the parts that the next piece adds: the piece of one token, or of none at the end."""
         marker = self._markers.get(piece.token_ids[0], "") if piece.token_ids else ""
         self._spelled.announce(piece.decoded, marker=marker if piece.decoded.endswith(marker) else "")
@@ -78,7 +78,7 @@ class ChannelReader:
         self._was_reasoning = is_reasoning
         self._num_tokens += 1
 
-    def finish(self, *, is_cut: bool, token_id: int | None = None) -> list[Part]:
+    def finish(self, *, is_cut: bool, token_id: int | None = None) -> list[ChannelPart]:
         """Ends the answer. Returns the parts that were held back.
 
         Args:

@@ -35,7 +35,7 @@ from common.errors import (
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.text.answer_text import AnswerText, TextPiece
 from router.answers.answer_logprobs import AnswerLogprobs, LogprobGapError
-from router.answers.channels.parser import Channel, Part
+from router.answers.channels.parser import Channel, ChannelPart
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
 from router.answers.reading import ChannelReader
@@ -337,7 +337,7 @@ class StreamAssembly:
         """Counts tokens and adds their text, up to the token that ends the answer."""
         if self._echo is not None:
             echo, self._echo = self._echo, None
-            self._add(Part(Channel.CONTENT, echo.text))
+            self._add(ChannelPart(Channel.CONTENT, echo.text))
             self.unread.add_ids(echo.token_ids)
         for piece in self._text.push(token_ids):
             self._count(piece.token_ids)
@@ -355,7 +355,7 @@ class StreamAssembly:
     def _emit(self, piece: TextPiece) -> None:
         """Adds a piece of text to its channels."""
         if self._reader is None:
-            self._add(Part(Channel.CONTENT, piece.text))
+            self._add(ChannelPart(Channel.CONTENT, piece.text))
             return
         try:
             parts = self._reader.read(piece)
@@ -365,7 +365,7 @@ class StreamAssembly:
         for part in parts:
             self._add(part)
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: ChannelPart) -> None:
         """Adds a part to the unread ones, without the text that an earlier call delivered."""
         if self._delivered_text is None:
             self.unread.add(part)

@@ -14,7 +14,7 @@ from common.limits import MAX_MESSAGE_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from common.wire.draft_counts import Counts
 from common.wire.peer_numbers import counted
 from router.answers.answer_logprobs import AnswerLogprobs, ChunkLogprobs
-from router.answers.channels.parser import Channel, Part, merged
+from router.answers.channels.parser import Channel, ChannelPart, merged
 
 _TEXTS: Final = (Channel.CONTENT, Channel.REASONING)
 
@@ -61,7 +61,7 @@ class StreamChunk(NamedTuple):
     ending: FinishInfo | None
     logprobs: ChunkLogprobs | None = None
     reasoning: str = ""
-    calls: tuple[Part, ...] = ()
+    calls: tuple[ChannelPart, ...] = ()
 
 
 class Echo(NamedTuple):
@@ -92,7 +92,7 @@ class UnreadParts:
         self._logprobs = logprobs
         self._keeps_token_ids = keeps_token_ids
         self._has_channels = has_channels
-        self._parts: list[Part] = []
+        self._parts: list[ChannelPart] = []
         self._ids: list[int] = []
         # Places where messages with logprobs can end: number of tokens and of parts up to each.
         self._marks: list[tuple[int, int]] = []
@@ -107,11 +107,11 @@ class UnreadParts:
         """True if an unread part has text."""
         return any(part.text for part in self._parts)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: ChannelPart) -> None:
         """Adds a part of the text."""
         self._parts.append(part)
 
-    def add_last(self, part: Part) -> None:
+    def add_last(self, part: ChannelPart) -> None:
         """Adds text whose tokens the client has already; counts as one unread token, so that it is sent."""
         self._parts.append(part)
         self.num_tokens = max(1, self.num_tokens)
@@ -174,7 +174,7 @@ class UnreadParts:
 
     def _chunk(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ChannelPart],
         token_ids: tuple[int, ...],
         logprobs: ChunkLogprobs | None,
         start: FirstTokenInfo | None,

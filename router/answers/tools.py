@@ -10,7 +10,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_TOOLS
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.schema_types import types_of
 from router.json_text import json_object
 
@@ -116,7 +116,7 @@ def template_calls(path: str, message: pb.ChatMessage) -> list[dict[str, Any]]:
     return calls
 
 
-def declared(tools: list[dict[str, Any]]) -> Tools:
+def declared(tools: list[dict[str, Any]]) -> ToolSchemas:
     """Converts tools for the reader of answers, with the types of arguments resolved through references.
 
     Args:
@@ -130,4 +130,4 @@ def declared(tools: list[dict[str, Any]]) -> Tools:
             name: {"type": [*types]} if (types := types_of(schema, parameters)) else schema
             for name, schema in (properties.items() if isinstance(properties, dict) else ())
         }
-    return Tools(schemas)
+    return ToolSchemas(schemas)

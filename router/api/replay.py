@@ -11,7 +11,7 @@ from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
-from router.answers.logit_digests import Finding, compare_answer, compare_request
+from router.answers.logit_digests import ReplayComparison, compare_answer, compare_request
 from router.answers.stream_assembly import StreamAssembly
 from router.api.answers import AnswerRequest, field_of, request_of
 from router.api.in_flight import InFlightCall
@@ -180,7 +180,7 @@ def _ignore_submission(worker_id: str) -> None:
     """A replay does not trace to which worker it was submitted."""
 
 
-def _response(found: Finding, replayed: ReplayResult | None = None) -> pb.ReplayResponse:
+def _response(found: ReplayComparison, replayed: ReplayResult | None = None) -> pb.ReplayResponse:
     return pb.ReplayResponse(
         verdict=found.verdict,
         position=found.position,

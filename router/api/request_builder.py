@@ -25,7 +25,7 @@ from common.wire.block_hash import GRANULE_BLOCKS
 from router.answers.answer_logprobs import AnswerLogprobs
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
-from router.answers.reading import ChannelReader, Reading
+from router.answers.reading import ChannelReader, ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import Echo
 from router.api.answers import AnswerRequest
@@ -289,7 +289,7 @@ def receipt_terms(
     token_ids: Sequence[int],
     params: SamplingParams,
     seed: int,
-    reading: Reading | None,
+    reading: ChannelTerms | None,
 ) -> ReceiptTerms:
     """The part of a request's receipts that does not depend on its answers.
 

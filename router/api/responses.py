@@ -13,7 +13,7 @@ from common.telemetry.request_record import RequestTimes
 from common.wire.logprob_rows import unpack
 from common.wire.pooling_protos import public_pooling
 from router.answers.answer_logprobs import ChunkLogprobs, LogprobRows
-from router.answers.channels.parser import Part
+from router.answers.channels.parser import ChannelPart
 from router.answers.stream_chunk import FinishInfo, StreamChunk
 from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
@@ -56,7 +56,7 @@ def fill_response(
         message.finish.CopyFrom(_finish(part.ending, stream, clock()))
 
 
-def _fill_calls(delta: pb.ChatDelta, calls: Sequence[Part], stream: RequestStream) -> None:
+def _fill_calls(delta: pb.ChatDelta, calls: Sequence[ChannelPart], stream: RequestStream) -> None:
     """Replaces the parts of tool calls in a message; only the first part of a call has its id."""
     if delta.tool_calls:
         del delta.tool_calls[:]

@@ -12,7 +12,7 @@ from common.errors import InvalidFieldError
 from router.answers.channels import arguments
 from router.answers.channels.arguments import Argument
 from router.answers.channels.form import ResponseForm
-from router.answers.channels.grammar import AnswerGrammar, CalledTool, Thinking
+from router.answers.channels.grammar import AnswerGrammar, CalledTool, ReasoningLimit
 from router.answers.channels.parser import ResponseParser
 from router.answers.confinement import Confinement
 from router.answers.tools import ends_with_first_call
@@ -115,7 +115,7 @@ def _check(
     model: ServedModel,
     writer: AnswerGrammar,
     field: str,
-    thinking: Thinking | None,
+    thinking: ReasoningLimit | None,
     *,
     has_tools: bool,
 ) -> None:
@@ -131,15 +131,15 @@ def _check(
         raise InvalidFieldError("reasoning.max_tokens", problem, "leave it out")
 
 
-def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> Thinking | None:
+def _thinking(request: pb.ChatRequest, form: ResponseForm, opening: str) -> ReasoningLimit | None:
     """Limits of the reasoning in an answer; None if the model writes none, or the prompt has ended it."""
     if not form.template.has_reasoning:
         return None
     most = request.reasoning.max_tokens if request.reasoning.HasField("max_tokens") else None
     reader = ResponseParser(form.template, tools=None, separates_reasoning=True, opening=opening)
     if reader.is_reasoning:
-        return Thinking(has_begun=True, max_tokens=most)
-    return None if opening.strip() else Thinking(max_tokens=most)
+        return ReasoningLimit(has_begun=True, max_tokens=most)
+    return None if opening.strip() else ReasoningLimit(max_tokens=most)
 
 
 def _called(

@@ -7,7 +7,7 @@ from typing import Any
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
-from router.answers.reading import Reading
+from router.answers.reading import ChannelTerms
 from router.answers.tools import declared, ends_with_first_call, template_calls
 from router.model_registry import ServedModel
 from router.prompts.confinement import confinement_of
@@ -36,7 +36,7 @@ def _template_message(path: str, message: pb.ChatMessage) -> dict[str, Any]:
 
 def reading_of(
     request: pb.ChatRequest, model: ServedModel, prompt: str, tools: list[dict[str, Any]] | None
-) -> Reading | None:
+) -> ChannelTerms | None:
     """Chooses how the answers to a conversation are read in channels.
 
     Args:
@@ -65,7 +65,7 @@ def reading_of(
             raise InvalidFieldError("reasoning.max_tokens", problem, "reasoning.separate, of a model that reasons")
         return None
     opening = form.template.opening(prompt)
-    return Reading(
+    return ChannelTerms(
         form,
         opening,
         separates_reasoning=separates,

@@ -41,7 +41,7 @@ from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from router.answers.confinement import Confinement
-from router.answers.reading import Reading
+from router.answers.reading import ChannelTerms
 from router.answers.tools import template_tools
 from router.model_registry import ServedModel
 from router.prompts.conversation import reading_of, template_messages
@@ -81,7 +81,7 @@ class Prompt:
     token_ids: array[int]
     chain_hash: int
     granules: Sequence[int] = ()
-    reading: Reading | None = None
+    reading: ChannelTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +503,7 @@ def _score_prompts(request: pb.ScoreRequest, model: ServedModel, cache_salt: byt
 
 def _embed_prompts(request: pb.EmbedRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[Prompt]]:
     found: list[Prompt] = []
-    step = _Step()
+    step = _TextStep()
     for i, one in enumerate(request.inputs):
         path = f"inputs[{i}]"
         if one.WhichOneof("form") == "text":
@@ -527,7 +527,7 @@ def _rerank_prompts(request: pb.RerankRequest, model: ServedModel, cache_salt: b
     before = [{"role": "system", "content": request.instruction}] if request.instruction else []
     before.append({"role": "query", "content": request.query})
     found: list[Prompt] = []
-    step = _Step()
+    step = _TextStep()
     for i, document in enumerate(request.documents):
         path = f"documents[{i}]"
         try:
@@ -555,7 +555,7 @@ def _pair_prompts(
             raise PromptTooLongError("query", len(query), model.max_model_len, at_least=True)
         yield
     found: list[Prompt] = []
-    step = _Step()
+    step = _TextStep()
     for i, document in enumerate(request.documents):
         path = f"documents[{i}]"
         second = tokenizer.encode_pair_pieces(document, is_first=False, most_bytes=MAX_UNCUT_TEXT_BYTES)
@@ -565,7 +565,7 @@ def _pair_prompts(
     return found
 
 
-class _Step:
+class _TextStep:
     """Groups many short texts into one step."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from common.telemetry.tracing import trace_id_of
 from common.wire.adoption import delivered_digest
 from common.wire.pooling_protos import worker_pooling
 from common.wire.sampling_protos import sampling_to_proto
-from router.answers.reading import Reading
+from router.answers.reading import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk
 from router.requests.write_pacer import WritePacer
@@ -121,7 +121,7 @@ class RoutedRequest:
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
     pooling: Pooling | None = None
-    reading: Reading | None = None
+    reading: ChannelTerms | None = None
     adoption_key: bytes = b""
 
     @property

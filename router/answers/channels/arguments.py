@@ -15,8 +15,8 @@ from router.answers.channels import raw_texts
 from router.answers.channels.schema_types import (
     NOTES,
     TEXT,
-    Alternative,
     SchemaTypeError,
+    TypeAlternative,
     alternatives,
     relevant,
     types_of,
@@ -133,7 +133,7 @@ def _check_json(types: tuple[str, ...], tag_end: str) -> None:
         raise SchemaTypeError("an array or an object could have a text in it that ends the argument")
 
 
-def _text(found: list[Alternative], types: tuple[str, ...], tag_end: str) -> str:
+def _text(found: list[TypeAlternative], types: tuple[str, ...], tag_end: str) -> str:
     """Returns the terminals of an argument that may be a string."""
     made = [_of_alternative(each, types) for each in found if TEXT in (each.types or ())]
     others = {kind for each in found for kind in (each.types or ())} - {TEXT}
@@ -159,7 +159,7 @@ def _within(texts: list[str], tag_end: str) -> str:
     return " & ".join([f"({' | '.join(texts)})", *([raw_texts.without(tag_end)] if tag_end else [])])
 
 
-def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | None:
+def _of_alternative(alternative: TypeAlternative, types: tuple[str, ...]) -> str | None:
     """Returns a terminal of the strings of one alternative; empty for any string, None if no string fits."""
     terminals = [each for keywords in alternative.keywords for each in raw_texts.expression(keywords)]
     choices = _choices(alternative)
@@ -172,7 +172,7 @@ def _of_alternative(alternative: Alternative, types: tuple[str, ...]) -> str | N
     return " & ".join(terminals) and f"({' & '.join(terminals)})"
 
 
-def _choices(alternative: Alternative) -> list[Any] | None:
+def _choices(alternative: TypeAlternative) -> list[Any] | None:
     """Returns the values that `enum` and `const` allow; None if neither is given."""
     sets = [keywords["enum"] for keywords in alternative.keywords if "enum" in keywords]
     if not all(isinstance(each, list) for each in sets):
@@ -193,11 +193,11 @@ def _read_as(value: Any, types: tuple[str, ...]) -> str | None:
     return text if _equal(typed(text, types), value) else None
 
 
-def _has_choices(kind: str, found: list[Alternative]) -> bool:
+def _has_choices(kind: str, found: list[TypeAlternative]) -> bool:
     return all(_choices(each) is not None for each in found if kind in (each.types or ()))
 
 
-def _check_other(kind: str, found: list[Alternative]) -> None:
+def _check_other(kind: str, found: list[TypeAlternative]) -> None:
     """Refuses a restricted type beside strings: its text would pass as a string without satisfying the schema."""
     for each in found:
         if kind not in (each.types or ()):

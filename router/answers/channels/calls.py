@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import regex
 
 from common.json_text import is_text
-from router.answers.channels.regions import Closed, Opened
+from router.answers.channels.regions import RegionEnd, RegionStart
 from router.answers.channels.template import CallForm, Field
 from router.answers.channels.values import part_value, python_value, schema_types, typed
 
@@ -56,11 +56,11 @@ class CallRegion(Protocol):
     def push(self, text: str) -> list[CallPart]:
         """Reads the next piece of the region. Returns parts of calls."""
 
-    def finish(self, closed: Closed) -> list[CallPart]:
+    def finish(self, closed: RegionEnd) -> list[CallPart]:
         """Ends the region. Returns the last parts of calls."""
 
 
-class Tools:
+class ToolSchemas:
     """Schemas of a request's tools.
 
     Args:
@@ -100,7 +100,7 @@ def _with_python(value: Any, types: Sequence[str]) -> Any:
     return found if ("array" if isinstance(found, list) else "object") in types else value
 
 
-def call_region(opened: Opened, tools: Tools) -> CallRegion:
+def call_region(opened: RegionStart, tools: ToolSchemas) -> CallRegion:
     """Returns the reader of a region by the form of its calls."""
     # Without a delimiter any JSON could look like a call, so its name must be that of a tool.
     accepts = _any if opened.delimiter.strip() else tools.knows
@@ -127,7 +127,7 @@ def dumps(value: Any) -> str:
 class _WholeRegion:
     """Reads a region whose value is known when it ends."""
 
-    def __init__(self, opened: Opened, tools: Tools, accepts: Callable[[str], bool]) -> None:
+    def __init__(self, opened: RegionStart, tools: ToolSchemas, accepts: Callable[[str], bool]) -> None:
         self.left = ""
         self.is_whole = False
         self._opened = opened
@@ -138,7 +138,7 @@ class _WholeRegion:
         self.left += text
         return []
 
-    def finish(self, closed: Closed) -> list[CallPart]:
+    def finish(self, closed: RegionEnd) -> list[CallPart]:
         """Returns all calls of the region, or none if one is not valid."""
         try:
             value = self._opened.field.value(self.left, {**self._opened.captures, **closed.captures})
@@ -161,7 +161,7 @@ class _WholeRegion:
 class _TagRegion:
     """Reads a region with arguments between tags."""
 
-    def __init__(self, field: Field, name: str, tools: Tools, accepts: Callable[[str], bool]) -> None:
+    def __init__(self, field: Field, name: str, tools: ToolSchemas, accepts: Callable[[str], bool]) -> None:
         self.is_whole = False
         self._name = name
         self._tools = tools
@@ -189,7 +189,7 @@ class _TagRegion:
         self._text += text
         return self._take(final=False)
 
-    def finish(self, closed: Closed) -> list[CallPart]:
+    def finish(self, closed: RegionEnd) -> list[CallPart]:
         """Returns the rest of the call; a region that was cut off is not complete."""
         parts = self._take(final=True)
         is_short = closed.is_cut or (closed.delimiter is None and self.left)
@@ -329,7 +329,7 @@ class _BodyRegion:
         self.left += text[start:]
         return [CallPart(name, text[:start])] if start else []
 
-    def finish(self, closed: Closed) -> list[CallPart]:
+    def finish(self, closed: RegionEnd) -> list[CallPart]:
         """Returns the call of a region that had no object: with {} if it is empty, or of a `null` or a string."""
         if self._copy is not None or self._is_refused:
             return []
@@ -342,7 +342,7 @@ class _BodyRegion:
         return [CallPart(self._name, arguments)]
 
 
-class _Expected(Enum):
+class _ObjectPlace(Enum):
     """Expected syntax at a place in an object, or in a list of objects."""
 
     OBJECT = auto()
@@ -370,7 +370,7 @@ class _ObjectRegion:
         self._name_key = field.name_key
         self._arguments_key = field.arguments_key
         self._accepts = accepts
-        self._expected = _Expected.NEXT_OBJECT if self._is_list else _Expected.OBJECT
+        self._expected = _ObjectPlace.NEXT_OBJECT if self._is_list else _ObjectPlace.OBJECT
         self._has_list = not self._is_list
         self._has_objects = False
         self._copy: _Copy | None = None
@@ -396,13 +396,13 @@ class _ObjectRegion:
         parts: list[CallPart] = []
         at = 0
         while at < len(text):
-            if self._expected in (_Expected.NOTHING, _Expected.END):
+            if self._expected in (_ObjectPlace.NOTHING, _ObjectPlace.END):
                 self._pending += text[at:]
                 break
             at = self._copied(text, at, parts) if self._copy is not None else self._structured(text, at, parts)
         return parts
 
-    def finish(self, closed: Closed) -> list[CallPart]:
+    def finish(self, closed: RegionEnd) -> list[CallPart]:
         """Returns no call: the rest stays in `left`."""
         return []
 
@@ -412,7 +412,7 @@ class _ObjectRegion:
         end = self._copy.push(text, at)
         piece = text[at:end]
         self._value += piece
-        streams = self._has_begun and self._key == self._arguments_key and self._expected is _Expected.VALUE_TEXT
+        streams = self._has_begun and self._key == self._arguments_key and self._expected is _ObjectPlace.VALUE_TEXT
         if streams:
             parts.append(CallPart("", piece))
         else:
@@ -423,16 +423,16 @@ class _ObjectRegion:
         return end
 
     def _end_text(self, parts: list[CallPart]) -> None:
-        if self._expected is _Expected.KEY_TEXT:
+        if self._expected is _ObjectPlace.KEY_TEXT:
             self._key = _string(self._value)
             self._has_others |= self._key not in _EXTRA_KEYS and self._key not in (self._name_key, self._arguments_key)
-            self._expected = _Expected.COLON
+            self._expected = _ObjectPlace.COLON
             return
-        self._expected = _Expected.COMMA
+        self._expected = _ObjectPlace.COMMA
         if self._key == self._name_key and not self._has_begun:
             self._name = _string(self._value)
             if not self._accepts(self._name):
-                self._expected = _Expected.NOTHING
+                self._expected = _ObjectPlace.NOTHING
             elif self._early:
                 self._begin(self._early, parts)
                 self.is_whole = _is_object(self._early)
@@ -445,7 +445,7 @@ class _ObjectRegion:
     def _take_early(self, arguments: str, parts: list[CallPart]) -> None:
         """Handles arguments that precede the name, or that must be complete to be read: `null`, or a string."""
         if not arguments:
-            self._expected = _Expected.NOTHING
+            self._expected = _ObjectPlace.NOTHING
         elif self._name is None:
             self._early = arguments
         else:
@@ -465,71 +465,71 @@ class _ObjectRegion:
             self._pending += char
             return at + 1
         step = self._step(char, parts)
-        if step is _Expected.VALUE_TEXT or step is _Expected.KEY_TEXT:
+        if step is _ObjectPlace.VALUE_TEXT or step is _ObjectPlace.KEY_TEXT:
             # This character is the first of the key or value.
             self._expected, self._value, self._copy = step, "", _Copy(char)
             return at
         self._pending += char
-        if step is _Expected.END or (char == "}" and step is _Expected.NEXT_OBJECT):
+        if step is _ObjectPlace.END or (char == "}" and step is _ObjectPlace.NEXT_OBJECT):
             # The end of an object or of the list belongs to the calls.
             self._lost += self._pending if self._has_others else ""
             self._pending, self._has_others = "", False
         self._expected = step
         return at + 1
 
-    def _step(self, char: str, parts: list[CallPart]) -> _Expected:
+    def _step(self, char: str, parts: list[CallPart]) -> _ObjectPlace:
         """Returns the expected syntax after a character between keys and values."""
         match self._expected:
-            case _Expected.NEXT_OBJECT:
+            case _ObjectPlace.NEXT_OBJECT:
                 return self._in_list(char)
-            case _Expected.OBJECT if char == "{":
+            case _ObjectPlace.OBJECT if char == "{":
                 self._begin_object()
-                return _Expected.KEY
-            case _Expected.KEY if char == '"':
-                return _Expected.KEY_TEXT
-            case _Expected.KEY if char == "}" and not self._has_entries:
+                return _ObjectPlace.KEY
+            case _ObjectPlace.KEY if char == '"':
+                return _ObjectPlace.KEY_TEXT
+            case _ObjectPlace.KEY if char == "}" and not self._has_entries:
                 return self._end_object(parts)
-            case _Expected.COLON if char == ":":
-                return _Expected.VALUE
-            case _Expected.VALUE if char not in ",]}:":
+            case _ObjectPlace.COLON if char == ":":
+                return _ObjectPlace.VALUE
+            case _ObjectPlace.VALUE if char not in ",]}:":
                 return self._begin_value(char, parts)
-            case _Expected.COMMA if char == ",":
+            case _ObjectPlace.COMMA if char == ",":
                 self._has_entries = True
-                return _Expected.KEY
-            case _Expected.COMMA if char == "}":
+                return _ObjectPlace.KEY
+            case _ObjectPlace.COMMA if char == "}":
                 return self._end_object(parts)
-        return _Expected.NOTHING
+        return _ObjectPlace.NOTHING
 
-    def _in_list(self, char: str) -> _Expected:
+    def _in_list(self, char: str) -> _ObjectPlace:
         """Returns the expected syntax after a character between the objects of a list."""
         if not self._has_list:
             self._has_list = char == "["
-            return _Expected.NEXT_OBJECT if self._has_list else _Expected.NOTHING
+            return _ObjectPlace.NEXT_OBJECT if self._has_list else _ObjectPlace.NOTHING
         if char == "{" and not self._has_objects:
             self._has_objects = True
             self._begin_object()
-            return _Expected.KEY
+            return _ObjectPlace.KEY
         if char == "]":
-            return _Expected.END
+            return _ObjectPlace.END
         if char == "," and self._has_objects:
-            return _Expected.OBJECT
-        return _Expected.NOTHING
+            return _ObjectPlace.OBJECT
+        return _ObjectPlace.NOTHING
 
-    def _begin_value(self, char: str, parts: list[CallPart]) -> _Expected:
+    def _begin_value(self, char: str, parts: list[CallPart]) -> _ObjectPlace:
         if self._key == self._arguments_key:
             if self._has_begun or char not in _ARGUMENTS_BEGIN:
-                return _Expected.NOTHING
+                return _ObjectPlace.NOTHING
             if self._name is not None and char == "{":
                 self._begin("", parts)
-        return _Expected.VALUE_TEXT
+        return _ObjectPlace.VALUE_TEXT
 
-    def _end_object(self, parts: list[CallPart]) -> _Expected:
+    def _end_object(self, parts: list[CallPart]) -> _ObjectPlace:
         if not self._has_begun:
             if self._name is None or self._has_others:
-                return _Expected.NOTHING
+                return _ObjectPlace.NOTHING
             self._begin(NO_ARGUMENTS, parts)
             self.is_whole = True
-        return _Expected.NEXT_OBJECT if self._is_list else _Expected.END
+        return _ObjectPlace.NEXT_OBJECT if self._is_list else _ObjectPlace.END
 
 
 def _string(text: str) -> str:

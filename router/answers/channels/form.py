@@ -10,9 +10,9 @@ import structlog
 
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.grammar import CallStyle, one_call
-from router.answers.channels.parser import Channel, Part, ResponseParser, merged
+from router.answers.channels.parser import Channel, ChannelPart, ResponseParser, merged
 from router.answers.channels.probe import FoundForm, find_form, reads_calls, shows_tools
 from router.answers.channels.template import (
     CONTENT_FIELD,
@@ -55,7 +55,7 @@ class ResponseForm:
         """True if the template reads a call as grammars write it, for a tool `name` with arguments `keys`."""
         if not self.is_own or self.style is None:
             return True
-        parts = _read(self.template, one_call(self.style, name, keys), Tools({name: {}}))
+        parts = _read(self.template, one_call(self.style, name, keys), ToolSchemas({name: {}}))
         return [(part.channel, part.name) for part in parts] == [(Channel.CALL, name)]
 
 
@@ -138,7 +138,7 @@ def _reasoning_marks(template: ResponseTemplate, found: FoundForm | None) -> tup
         return "", ""
     known = [(begin, end) for field in fields for begin in _single(field.open) for end in _single(field.close)]
     known += [found.style.reasoning] if found is not None and found.style.reasoning[1] else []
-    expected = [Part(Channel.REASONING, _WORD)]
+    expected = [ChannelPart(Channel.REASONING, _WORD)]
     return next((marks for marks in known if _read(template, f"{marks[0]}{_WORD}{marks[1]}") == expected), None)
 
 
@@ -148,7 +148,9 @@ def _content_mark(template: ResponseTemplate, found: FoundForm | None) -> str | 
     if content is None or content.open is None:
         return ""
     known = [*_single(content.open), *([found.style.content] if found is not None and found.style.content else [])]
-    return next((mark for mark in known if _read(template, mark + _WORD) == [Part(Channel.CONTENT, _WORD)]), None)
+    return next(
+        (mark for mark in known if _read(template, mark + _WORD) == [ChannelPart(Channel.CONTENT, _WORD)]), None
+    )
 
 
 def _single(delimiter: Delimiter | None) -> tuple[str, ...]:
@@ -156,6 +158,6 @@ def _single(delimiter: Delimiter | None) -> tuple[str, ...]:
     return delimiter.texts if delimiter is not None and len(delimiter.texts) == 1 else ()
 
 
-def _read(template: ResponseTemplate, text: str, tools: Tools | None = None) -> list[Part]:
+def _read(template: ResponseTemplate, text: str, tools: ToolSchemas | None = None) -> list[ChannelPart]:
     parser = ResponseParser(template, tools=tools, separates_reasoning=True)
     return merged([*parser.push(text), *parser.finish()])

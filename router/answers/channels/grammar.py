@@ -174,7 +174,7 @@ class CalledTool:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningLimit:
     """Limits of the reasoning in front of an answer.
 
     Attributes:
@@ -227,7 +227,9 @@ class AnswerGrammar:
         """True if arguments are JSON, which can be held to a schema."""
         return not self._style.key
 
-    def calls(self, tools: Sequence[CalledTool], thinking: Thinking | None, *, is_required: bool, is_one: bool) -> str:
+    def calls(
+        self, tools: Sequence[CalledTool], thinking: ReasoningLimit | None, *, is_required: bool, is_one: bool
+    ) -> str:
         """Returns the grammar of an answer that may or must call tools.
 
         Args:
@@ -244,7 +246,7 @@ class AnswerGrammar:
             [("answer", answer), *self._call_rules(tools, is_one, after_text=not is_required)], thinking
         )
 
-    def around(self, grammar: str, thinking: Thinking | None, calls: str = "") -> str:
+    def around(self, grammar: str, thinking: ReasoningLimit | None, calls: str = "") -> str:
         """Puts a grammar of content behind reasoning, without parsing it.
 
         Args:
@@ -364,7 +366,7 @@ class AnswerGrammar:
         expression = r"(.|\n)*" + re.escape(end[: token.start()]).replace("/", r"\/")
         return f"{rule} {self._literal(end[token.start() :])}", [(f"{rule}{limit}", f"/{expression}/")]
 
-    def _written(self, rules: Sequence[tuple[str, str]], thinking: Thinking | None) -> str:
+    def _written(self, rules: Sequence[tuple[str, str]], thinking: ReasoningLimit | None) -> str:
         start, more = "answer", list[tuple[str, str]]()
         if thinking is not None and self._style.reasoning[1]:
             begin, end = self._style.reasoning

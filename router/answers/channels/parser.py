@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from router.answers.channels.calls import CallPart, CallRegion, Tools, call_region
+from router.answers.channels.calls import CallPart, CallRegion, ToolSchemas, call_region
 from router.answers.channels.markers import UNMARKED
-from router.answers.channels.regions import Closed, Opened, RegionEvent, Regions, Within
+from router.answers.channels.regions import RegionEnd, RegionEvent, Regions, RegionStart, RegionText
 from router.answers.channels.template import CALLS_FIELD, CONTENT_FIELD, REASONING_FIELDS, Field, ResponseTemplate
 
 # Characters that are dropped if a call leaves nothing else around it.
@@ -31,7 +31,7 @@ class Channel(Enum):
     CALL = auto()
 
 
-class Part(NamedTuple):
+class ChannelPart(NamedTuple):
     """The next text of a channel. For a call: its number, and its name in the call's first part."""
 
     channel: Channel
@@ -85,7 +85,7 @@ class ResponseParser:
         self,
         template: ResponseTemplate,
         *,
-        tools: Tools | None,
+        tools: ToolSchemas | None,
         separates_reasoning: bool,
         opening: str = "",
         keeps_blanks: bool = False,
@@ -94,7 +94,7 @@ class ResponseParser:
         if tools is None:
             left_out = {*left_out, CALLS_FIELD}
         self._regions = Regions(template.without(left_out))
-        self._tools = Tools({}) if tools is None else tools
+        self._tools = ToolSchemas({}) if tools is None else tools
         self._texts = {channel: _Text() for channel in (Channel.REASONING, Channel.CONTENT)}
         self._keeps_blanks = keeps_blanks
         self._call: CallRegion | None = None
@@ -123,25 +123,25 @@ class ResponseParser:
         """True if the answer so far ends with a complete call."""
         return self._ends_with_call
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ChannelPart]:
         """Reads the next piece of the answer. Returns its parts."""
         return merged(part for event in self._regions.push(text) for part in self._parts(event))
 
-    def finish(self, *, is_cut: bool = False, token: str = "") -> list[Part]:
+    def finish(self, *, is_cut: bool = False, token: str = "") -> list[ChannelPart]:
         """Ends the answer. Returns the parts that were held back; arguments as in `Regions.finish`."""
         events = self._regions.finish(is_cut=is_cut, token=token)
         return merged(part for event in events for part in self._parts(event))
 
-    def _parts(self, event: RegionEvent) -> list[Part]:
+    def _parts(self, event: RegionEvent) -> list[ChannelPart]:
         match event:
-            case Opened():
+            case RegionStart():
                 return self._open(event)
-            case Within():
+            case RegionText():
                 return self._within(event.field, event.text)
-            case Closed():
+            case RegionEnd():
                 return self._close(event)
 
-    def _open(self, event: Opened) -> list[Part]:
+    def _open(self, event: RegionStart) -> list[ChannelPart]:
         self._is_first = True
         if event.field.name == CALLS_FIELD:
             self._call, self._delimiter, self._calls_before = (
@@ -153,13 +153,13 @@ class ResponseParser:
         self._texts[_channel(event.field)].begin_region(event.field)
         return [] if _is_known(event.field) else self._text(None, event.delimiter)
 
-    def _within(self, field: Field | None, text: str) -> list[Part]:
+    def _within(self, field: Field | None, text: str) -> list[ChannelPart]:
         if field is not None and field.name == CALLS_FIELD:
             assert self._call is not None
             return self._calls(self._call.push(text))
         return self._text(field, text)
 
-    def _close(self, event: Closed) -> list[Part]:
+    def _close(self, event: RegionEnd) -> list[ChannelPart]:
         if event.field.name != CALLS_FIELD:
             return [] if _is_known(event.field) else self._text(None, event.delimiter or "")
         assert self._call is not None
@@ -173,15 +173,15 @@ class ResponseParser:
             left = left if left.strip(_SYNTAX) else ""
         return [*parts, *(self._text(None, left) if left.strip() else [])]
 
-    def _calls(self, found: list[CallPart]) -> list[Part]:
+    def _calls(self, found: list[CallPart]) -> list[ChannelPart]:
         parts = []
         for name, arguments in found:
             self.num_calls += bool(name)
             self._ends_with_call = False
-            parts.append(Part(Channel.CALL, _plain(arguments), self.num_calls - 1, _plain(name)))
+            parts.append(ChannelPart(Channel.CALL, _plain(arguments), self.num_calls - 1, _plain(name)))
         return parts
 
-    def _text(self, field: Field | None, text: str) -> list[Part]:
+    def _text(self, field: Field | None, text: str) -> list[ChannelPart]:
         channel = Channel.CONTENT if field is None else _channel(field)
         if self._keeps_blanks and channel is Channel.CONTENT:
             out = self._kept(text)
@@ -191,7 +191,7 @@ class ResponseParser:
             return []
         self._is_first = False
         self._ends_with_call = False
-        return [Part(channel, _plain(out))]
+        return [ChannelPart(channel, _plain(out))]
 
     def _kept(self, text: str) -> str:
         """Returns content unchanged, except for blanks between reasoning and content."""
@@ -214,9 +214,9 @@ def _channel(field: Field) -> Channel:
     return Channel.REASONING if field.name in REASONING_FIELDS else Channel.CONTENT
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[ChannelPart]) -> list[ChannelPart]:
     """Merges neighbouring parts of one channel, or of one call."""
-    merged: list[Part] = []
+    merged: list[ChannelPart] = []
     for part in parts:
         last = merged[-1] if merged else None
         if last is not None and last.channel is part.channel and last.call == part.call and not part.name:

@@ -19,7 +19,7 @@ import regex
 from common.limits import MAX_TEMPLATE_S
 from common.text.chat_template import ChatTemplate
 from common.text.template_sandbox import TemplateInputError
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.families import REASONING_MARKS, SPECS, WHOLE
 from router.answers.channels.fit import WrittenCalls, fitted
 from router.answers.channels.grammar import STYLES, CallStyle
@@ -120,7 +120,7 @@ _SHAPES: Final = ((1, "", ""), (2, "", ""), (1, _CONTENT, ""), (1, _CONTENT, _RE
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _RenderedAnswer:
     """A rendered answer, from the end of the user's words on, and the parts of it that the chat template printed.
 
     Attributes:
@@ -205,14 +205,14 @@ class _Probe:
             if name in WHOLE and spec["start_anchor"] in self._beginning(_USERS):
                 return self._find_whole(name, spec, has_tools=has_tools)
         marks = next((each for each in REASONING_MARKS if self._reasons(each)), None)
-        reading = _Reading(self._anchor(marks), marks)
+        reading = _AnswerFrame(self._anchor(marks), marks)
         found = self._find_calls(reading) if has_tools else None
         if found is not None or marks is None:
             return found
         return FoundForm("", reading.spec({"content": {}}), _plain_style(marks))
 
     def reads_calls(self, response: ResponseTemplate, family: str) -> bool:
-        reader, tail = _Reader(response), self._tail()
+        reader, tail = _ProbeReader(response), self._tail()
         return any(
             # In messages of such families, content before a call is reasoning.
             all(reader.reads(each, tail) for each in answers if not (each.content and family in WHOLE))
@@ -221,7 +221,7 @@ class _Probe:
 
     def _find_whole(self, name: str, spec: Mapping[str, Any], *, has_tools: bool) -> FoundForm | None:
         """The form of a family with a message format of its own; None if its reasoning is not read back."""
-        reader = _Reader(ResponseTemplate(spec))
+        reader = _ProbeReader(ResponseTemplate(spec))
         reasons = [each for each in self._answers(_PLAIN, _REASONING) if not (each.calls and each.content)]
         if not reasons or not all(reader.reads(each, self._tail()) for each in reasons):
             return None
@@ -232,7 +232,7 @@ class _Probe:
         fields = {key: value for key, value in spec["fields"].items() if key != CALLS_FIELD}
         return FoundForm(name, {**spec, "fields": fields}, STYLES[name])
 
-    def _find_calls(self, reading: _Reading) -> FoundForm | None:
+    def _find_calls(self, reading: _AnswerFrame) -> FoundForm | None:
         """The form of the first family that reads back all calls; None if no family does."""
         tail = self._tail()
         for answers in self._calls():
@@ -240,13 +240,13 @@ class _Probe:
                 if name in WHOLE:
                     continue
                 spec = reading.spec(family["fields"])
-                reader = _Reader(ResponseTemplate(spec))
+                reader = _ProbeReader(ResponseTemplate(spec))
                 if self._reads_content(reader) and all(reader.reads(each, tail) for each in answers):
                     style = _fitted_style(name, reading.marks, answers)
                     return FoundForm(name, spec, style or _plain_style(reading.marks), "" if style else _UNHELD)
         return None
 
-    def _calls(self) -> Iterator[list[_Written]]:
+    def _calls(self) -> Iterator[list[_RenderedAnswer]]:
         """Rendered answers with calls, for each variant that the chat template accepts."""
         seen = set[str]()
         for variant in _VARIANTS:
@@ -256,13 +256,13 @@ class _Probe:
             seen.add(written[0].text)
             yield [each for each in written if each is not None]
 
-    def _answers(self, variant: _Variant, reasoning: str) -> list[_Written]:
+    def _answers(self, variant: _Variant, reasoning: str) -> list[_RenderedAnswer]:
         """Rendered answers whose reasoning the chat template printed."""
         shapes = ((0, _CONTENT), (1, ""), (1, _CONTENT))
         written = [self._written(variant, num_calls, content, reasoning) for num_calls, content in shapes]
         return [each for each in written if each is not None and each.reasoning]
 
-    def _written(self, variant: _Variant, num_calls: int, content: str, reasoning: str) -> _Written | None:
+    def _written(self, variant: _Variant, num_calls: int, content: str, reasoning: str) -> _RenderedAnswer | None:
         """Renders an answer, and records which calls, content and reasoning the chat template printed."""
         message = variant.message(num_calls, content, reasoning)
         results = variant.results(num_calls, _RESULTS) if variant.has_results else []
@@ -275,7 +275,9 @@ class _Probe:
             for name, arguments in list(zip(_NAMES, _ARGUMENTS, strict=True))[:num_calls]
             if name in text
         ]
-        return _Written(text, begun, calls, content if content in text else "", reasoning if reasoning in text else "")
+        return _RenderedAnswer(
+            text, begun, calls, content if content in text else "", reasoning if reasoning in text else ""
+        )
 
     def _behind_user(self, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
         """The text after the user's words: in a prompt that ends with them, and in a rendering with `messages`."""
@@ -288,8 +290,8 @@ class _Probe:
 
     def _reasons(self, marks: tuple[str, str]) -> bool:
         """True if the model writes its reasoning between these marks."""
-        reading = _Reading(self._anchor(marks), marks)
-        reader = _Reader(ResponseTemplate(reading.spec({"content": {}})))
+        reading = _AnswerFrame(self._anchor(marks), marks)
+        reader = _ProbeReader(ResponseTemplate(reading.spec({"content": {}})))
         answers = [
             each
             for variant in (_PLAIN, replace(_PLAIN, has_results=True))
@@ -304,13 +306,13 @@ class _Probe:
             return all(f"{marks[0]}" in each.text and f"{marks[1]}" in each.text for each in with_calls)
         return self._prompts_reasoning(marks) or self._drops_reasoning(marks)
 
-    def _reads_content(self, reader: _Reader) -> bool:
+    def _reads_content(self, reader: _ProbeReader) -> bool:
         """True if an answer of content alone is read back unchanged, as the last message or as an earlier one."""
         message, tail = _PLAIN.message(0, _CONTENT), self._tail()
         for following in ([], [_user(_USERS[1])]):
             begun, text = self._behind_user([message, *following])
             text = text.rpartition(_USERS[1])[0] if following else text
-            if _CONTENT in text and reader.reads(_Written(text, begun, content=_CONTENT), tail):
+            if _CONTENT in text and reader.reads(_RenderedAnswer(text, begun, content=_CONTENT), tail):
                 return True
         return False
 
@@ -361,7 +363,7 @@ class _Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _AnswerFrame:
     """Pattern of the text before an answer, and the marks around reasoning, of one chat template."""
 
     anchor: str
@@ -374,20 +376,20 @@ class _Reading:
         return {"start_anchor_pattern": self.anchor, "fields": {**thinking, **others}}
 
 
-class _Reader:
+class _ProbeReader:
     """Reads rendered answers with one response template."""
 
     def __init__(self, template: ResponseTemplate) -> None:
         self._template = template
 
-    def reads(self, written: _Written, tail: _Tail) -> bool:
+    def reads(self, written: _RenderedAnswer, tail: _Tail) -> bool:
         """True if an answer is read back unchanged, apart from the template's text after it."""
         if self._is_split(written, tail):
             return True
         opening, text = self._begin(written)
         if text is None or bool(written.reasoning) > self._template.has_reasoning:
             return False
-        tools = Tools(dict.fromkeys(_NAMES, _PROPERTIES))
+        tools = ToolSchemas(dict.fromkeys(_NAMES, _PROPERTIES))
         parser = ResponseParser(self._template, tools=tools, separates_reasoning=True, opening=opening)
         parts = merged([*parser.push(text), *parser.finish()])
         read = {channel: "".join(part.text for part in parts if part.channel is channel) for channel in Channel}
@@ -401,14 +403,14 @@ class _Reader:
             and tail.ends(content.removeprefix(written.content))
         )
 
-    def _is_split(self, written: _Written, tail: _Tail) -> bool:
+    def _is_split(self, written: _RenderedAnswer, tail: _Tail) -> bool:
         """True if content and calls are written as two messages, so that they are not one answer."""
         behind = written.text.partition(written.content)[2].lstrip() if written.content and written.calls else ""
         if tail.every and behind.startswith(tail.every):
             return bool(behind)
         return bool(behind) and self._template.behind_anchor(behind, at_start=True) is not None
 
-    def _begin(self, written: _Written) -> tuple[str, str | None]:
+    def _begin(self, written: _RenderedAnswer) -> tuple[str, str | None]:
         """Splits an answer into the part that a prompt contains, and the rest; None if no beginning is found."""
         if written.begun and written.text.startswith(written.begun):
             return self._template.behind_anchor(written.begun) or "", written.text[len(written.begun) :]
@@ -420,7 +422,7 @@ def _plain_style(marks: tuple[str, str] | None) -> CallStyle:
     return CallStyle((), "", reasoning=marks or ("", ""), delimiters=())
 
 
-def _fitted_style(family: str, marks: tuple[str, str] | None, answers: Sequence[_Written]) -> CallStyle | None:
+def _fitted_style(family: str, marks: tuple[str, str] | None, answers: Sequence[_RenderedAnswer]) -> CallStyle | None:
     """Adapts a family's call style to the blanks of the answers; None if no grammar can write such calls."""
     if family not in STYLES:
         return None

@@ -19,7 +19,7 @@ _LONGEST: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RegionStart:
     """A region begins, with its delimiter and the delimiter's named groups."""
 
     field: Field
@@ -28,7 +28,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class RegionText:
     """Next text of a region; `field` is None outside all regions."""
 
     field: Field | None
@@ -36,7 +36,7 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class RegionEnd:
     """A region ends, with its delimiter and the delimiter's groups, or without one at the end of the text."""
 
     field: Field
@@ -45,11 +45,11 @@ class Closed:
     is_cut: bool = False
 
 
-RegionEvent: TypeAlias = Opened | Within | Closed
+RegionEvent: TypeAlias = RegionStart | RegionText | RegionEnd
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _DelimiterMatch:
     """A delimiter in the text, with its sort key: the first one wins, and the longest of several at one place."""
 
     key: tuple[int, int, int, str]
@@ -93,8 +93,8 @@ class Regions:
         events = self._advance(final=True)
         self._pass_on(events, len(self._text))
         last = events[-1] if events else None
-        if token and isinstance(last, Within) and last.text.endswith(token):
-            events[-1] = Within(last.field, last.text.removesuffix(token))
+        if token and isinstance(last, RegionText) and last.text.endswith(token):
+            events[-1] = RegionText(last.field, last.text.removesuffix(token))
         self._close(events, None, is_cut=is_cut)
         return events
 
@@ -123,9 +123,9 @@ class Regions:
                     self._pass_on(events, hold)
                     return events
 
-    def _next(self, *, final: bool) -> tuple[_Found | None, int]:
+    def _next(self, *, final: bool) -> tuple[_DelimiterMatch | None, int]:
         """Returns the next certain delimiter, and the place in front of which no more text can create one."""
-        best: _Found | None = None
+        best: _DelimiterMatch | None = None
         hold = len(self._text)
         for field_, delimiter, opens in self._watched():
             match = delimiter.search(self._text, self._at, final=final)
@@ -136,7 +136,7 @@ class Regions:
                 continue
             key = (match.start(), match.start() - match.end(), 0 if opens else 1, field_.name)
             if best is None or key < best.key:
-                best = _Found(key, field_, match, opens)
+                best = _DelimiterMatch(key, field_, match, opens)
         if best is not None and best.match.start() >= hold:
             best = None
         return best, hold
@@ -155,19 +155,19 @@ class Regions:
         if end <= self._at:
             return
         if not self._is_open and self.current is not None:
-            events.append(Opened(self.current))
+            events.append(RegionStart(self.current))
             self._is_open = True
-        events.append(Within(self.current, self._text[self._at : end]))
+        events.append(RegionText(self.current, self._text[self._at : end]))
         self._at = end
 
-    def _open(self, events: list[RegionEvent], found: _Found) -> None:
+    def _open(self, events: list[RegionEvent], found: _DelimiterMatch) -> None:
         self.current, self._is_open = found.field, True
-        events.append(Opened(found.field, found.match[0], _captures(found.match)))
+        events.append(RegionStart(found.field, found.match[0], _captures(found.match)))
 
     def _close(self, events: list[RegionEvent], match: Any, *, is_cut: bool = False) -> None:
         if self.current is not None and self._is_open:
             delimiter = None if match is None else match[0]
-            events.append(Closed(self.current, delimiter, {} if match is None else _captures(match), is_cut))
+            events.append(RegionEnd(self.current, delimiter, {} if match is None else _captures(match), is_cut))
         self.current, self._is_open = self._implicit, False
 
 

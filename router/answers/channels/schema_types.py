@@ -34,7 +34,7 @@ class SchemaTypeError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class TypeAlternative:
     """One way to satisfy a schema.
 
     Attributes:
@@ -79,7 +79,7 @@ def _refers(schema: Any) -> bool:
     return "$ref" in schema or "allOf" in schema or any(not schema_types(each) or _refers(each) for each in branches)
 
 
-def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[TypeAlternative]:
     """Returns all ways to satisfy a schema.
 
     Args:
@@ -99,12 +99,12 @@ class _Walk:
         self._root = root
         self._left = _MOST_SUBSCHEMAS
 
-    def alternatives(self, schema: Any, depth: int = 0) -> list[Alternative]:
+    def alternatives(self, schema: Any, depth: int = 0) -> list[TypeAlternative]:
         self._left -= 1
         if depth > _MOST_DEPTH or self._left < 0:
             raise SchemaTypeError("it refers to itself, or its subschemas are too many or nested too deeply")
         if not isinstance(schema, Mapping):
-            return [] if schema is False else [Alternative(None)]
+            return [] if schema is False else [TypeAlternative(None)]
         merged = [_own(schema)]
         for part in self._parts(schema, depth + 1):
             merged = [one for chosen in product(merged, part) if (one := _merged(chosen)) is not None]
@@ -112,7 +112,7 @@ class _Walk:
                 raise SchemaTypeError(f"it has more than {_MOST} alternatives")
         return merged
 
-    def _parts(self, schema: Mapping[str, Any], depth: int) -> Iterator[list[Alternative]]:
+    def _parts(self, schema: Mapping[str, Any], depth: int) -> Iterator[list[TypeAlternative]]:
         """Yields the alternatives of each subschema that a value has to satisfy besides."""
         if "$ref" in schema:
             yield self.alternatives(referred(schema["$ref"], self._root), depth)
@@ -131,7 +131,7 @@ def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _own(schema: Mapping[str, Any]) -> Alternative:
+def _own(schema: Mapping[str, Any]) -> TypeAlternative:
     keywords = {name: value for name, value in schema.items() if name not in (*_COMBINED, "type", *NOTES)}
     declared = schema.get("type")
     given = [declared] if isinstance(declared, str) else declared
@@ -139,7 +139,7 @@ def _own(schema: Mapping[str, Any]) -> Alternative:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if types is None and isinstance(values, list):
         types = list(dict.fromkeys(map(_type_of, values)))
-    return Alternative(None if types is None else tuple(types), (keywords,) if keywords else ())
+    return TypeAlternative(None if types is None else tuple(types), (keywords,) if keywords else ())
 
 
 def _type_of(value: Any) -> str:
@@ -149,14 +149,14 @@ def _type_of(value: Any) -> str:
     return kinds[type(value)]
 
 
-def _merged(chosen: Sequence[Alternative]) -> Alternative | None:
+def _merged(chosen: Sequence[TypeAlternative]) -> TypeAlternative | None:
     """Merges alternatives into one that satisfies all; None if their types exclude each other."""
     types: tuple[str, ...] | None = None
     for each in chosen:
         types = each.types if types is None else types if each.types is None else _common(types, each.types)
     if types == ():
         return None
-    return Alternative(types, tuple(keywords for each in chosen for keywords in each.keywords))
+    return TypeAlternative(types, tuple(keywords for each in chosen for keywords in each.keywords))
 
 
 def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _check_apart(found: Sequence[Sequence[Alternative]]) -> None:
+def _check_apart(found: Sequence[Sequence[TypeAlternative]]) -> None:
     """Refuses `oneOf` branches if a string could satisfy two of them."""
     may_be_text = [any(each.types is None or TEXT in each.types for each in branch) for branch in found]
     if any(a and b for a, b in combinations(may_be_text, 2)):

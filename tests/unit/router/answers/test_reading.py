@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from common.errors import ResumeMismatchError
 from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
-from router.answers.channels.calls import Tools
-from router.answers.channels.parser import Channel, Part, ResponseParser
+from router.answers.channels.calls import ToolSchemas
+from router.answers.channels.parser import Channel, ChannelPart, ResponseParser
 from router.answers.delivered import DeliveredText
-from router.answers.reading import ChannelReader, Reading
+from router.answers.reading import ChannelReader, ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import FinishInfo, StreamChunk
 from router.model_registry import TextAssets
@@ -26,16 +26,16 @@ from tests.unit.router.support import EOS, end, tool_files
 
 PROMPT = 5
 ASSETS = {with_tokens: TextAssets.from_files(tool_files(with_tokens=with_tokens)) for with_tokens in (True, False)}
-TOOLS = Tools({"f": {}, "get_it": {"n": {"type": "integer"}}})
+TOOLS = ToolSchemas({"f": {}, "get_it": {"n": {"type": "integer"}}})
 OPENINGS = ("", "<think>\n", "<think>\n\n</think>\n\n")
 
 
 def reading(
-    *, with_tokens: bool = True, opening: str = "", tools: Tools | None = None, ends_with_first_call: bool = False
-) -> Reading:
+    *, with_tokens: bool = True, opening: str = "", tools: ToolSchemas | None = None, ends_with_first_call: bool = False
+) -> ChannelTerms:
     form = ASSETS[with_tokens].response_form
     assert form is not None
-    return Reading(form, opening, tools=tools, ends_with_first_call=ends_with_first_call)
+    return ChannelTerms(form, opening, tools=tools, ends_with_first_call=ends_with_first_call)
 
 
 def ids_of(text: str, *, with_tokens: bool = True, spelled: bool = False) -> list[int]:
@@ -46,7 +46,7 @@ def ids_of(text: str, *, with_tokens: bool = True, spelled: bool = False) -> lis
 
 
 def assembly(
-    asked: Reading,
+    asked: ChannelTerms,
     *,
     with_tokens: bool = True,
     stops: tuple[str, ...] = (),
@@ -141,7 +141,7 @@ def answers(draw: st.DrawFn) -> tuple[bool, list[int], str]:
     return with_tokens, [*ids, EOS], draw(st.sampled_from(OPENINGS))
 
 
-def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[Part]:
+def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[ChannelPart]:
     """The parser alone on the whole text; spelled delimiters are masked in it where there are tokens for them."""
     asked = reading(with_tokens=with_tokens, opening=opening)
     tokenizer = ASSETS[with_tokens].tokenizer
@@ -159,7 +159,7 @@ def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[Part]
     return [part._replace(text=part.text.replace("\ue000", "")) for part in (*parser.push(text), *parser.finish())]
 
 
-def as_chunk(parts: Sequence[Part]) -> StreamChunk:
+def as_chunk(parts: Sequence[ChannelPart]) -> StreamChunk:
     reasoning, content = (
         "".join(p.text for p in parts if p.channel is c) for c in (Channel.REASONING, Channel.CONTENT)
     )
@@ -195,7 +195,7 @@ def test_a_stream_goes_on_behind_every_message(
         assert again.reasoning_tokens == assembly_of(asked, ids, with_tokens=with_tokens).reasoning_tokens
 
 
-def assembly_of(asked: Reading, ids: Sequence[int], *, with_tokens: bool) -> StreamAssembly:
+def assembly_of(asked: ChannelTerms, ids: Sequence[int], *, with_tokens: bool) -> StreamAssembly:
     stream = assembly(asked, with_tokens=with_tokens)
     feed(stream, ids)
     return stream

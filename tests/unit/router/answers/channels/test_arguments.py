@@ -18,7 +18,7 @@ from common.constraints import big_stack, lark, library
 from common.constraints.formats import FORMATS
 from common.constraints.forms import Constraint
 from router.answers.channels import arguments, raw_texts
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.grammar import STYLES, AnswerGrammar, CalledTool
 from router.answers.channels.parser import Channel
 from router.answers.channels.schema_types import types_of
@@ -71,7 +71,7 @@ def schema_of(name: str) -> dict[str, Any]:
     }
 
 
-def tools_of(schema: dict[str, Any]) -> Tools:
+def tools_of(schema: dict[str, Any]) -> ToolSchemas:
     """As a router has them."""
     given = [pb.Tool(name=name, parameters_json=json.dumps(schema)) for name in ("look", "other")]
     made = template_tools(pb.ChatRequest(tools=given))

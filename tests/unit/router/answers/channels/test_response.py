@@ -17,9 +17,9 @@ from transformers.utils.chat_parsing import content_parsers as reference_values
 from transformers.utils.chat_parsing.response_parser import _coerce, _schema_types
 
 from router.answers.channels import families
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.markers import MARK, SpelledMarkers
-from router.answers.channels.parser import Channel, Part, ResponseParser
+from router.answers.channels.parser import Channel, ChannelPart, ResponseParser
 from router.answers.channels.template import ResponseTemplate, ResponseTemplateError
 from router.answers.channels.values import PARSERS, schema_types, typed
 from tests.unit.router.answers.channels.responses import FAMILIES, NAMES, PROPERTIES, TOOLS, Family, answers, broken
@@ -32,18 +32,18 @@ by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name + (
 
 
 def parser(family: Family, **options: Any) -> ResponseParser:
-    options = {"tools": Tools(dict.fromkeys(NAMES, PROPERTIES)), "separates_reasoning": True, **options}
+    options = {"tools": ToolSchemas(dict.fromkeys(NAMES, PROPERTIES)), "separates_reasoning": True, **options}
     return ResponseParser(TEMPLATES[family.name], opening=family.opening, **options)
 
 
-def read(family: Family, pieces: Sequence[str]) -> list[Part]:
+def read(family: Family, pieces: Sequence[str]) -> list[ChannelPart]:
     """All parts, of which neighbours of one channel are one."""
     reader = parser(family)
     return joined([part for piece in pieces for part in reader.push(piece)] + reader.finish())
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    out: list[Part] = []
+def joined(parts: Sequence[ChannelPart]) -> list[ChannelPart]:
+    out: list[ChannelPart] = []
     for part in parts:
         if out and out[-1].channel is part.channel and out[-1].call == part.call and not part.name:
             out[-1] = out[-1]._replace(text=out[-1].text + part.text)
@@ -52,11 +52,11 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     return out
 
 
-def text_of(parts: Sequence[Part], channel: Channel) -> str:
+def text_of(parts: Sequence[ChannelPart], channel: Channel) -> str:
     return "".join(part.text for part in parts if part.channel is channel)
 
 
-def calls_of(parts: Sequence[Part]) -> list[tuple[str, str]]:
+def calls_of(parts: Sequence[ChannelPart]) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     for part in parts:
         if part.channel is Channel.CALL and part.name:
@@ -132,7 +132,7 @@ def check_pieces(family: Family, text: str, cuts: Sequence[int]) -> None:
     """However a text is cut, the same comes out, at the same places of it."""
     ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     reader = parser(family)
-    out: list[Part] = []
+    out: list[ChannelPart] = []
     for start, end in pairwise(ends):
         out += reader.push(text[start:end])
         assert joined(out) == joined(parser(family).push(text[:end])), text[:end]
@@ -260,7 +260,7 @@ def test_templates_of_checkpoints_are_read_as_transformers_reads_them(spec: dict
     reference.feed(text)
     expected, _ = reference.finalize()
     calls = expected.get("tool_calls", [])
-    reader = ResponseParser(ResponseTemplate(spec), tools=Tools({"f": {}, "g": {}}), separates_reasoning=True)
+    reader = ResponseParser(ResponseTemplate(spec), tools=ToolSchemas({"f": {}, "g": {}}), separates_reasoning=True)
     parts = [part for char in text for part in reader.push(char)] + reader.finish()
 
     assert text_of(parts, Channel.REASONING) == expected.get("thinking", "")
@@ -369,8 +369,8 @@ def test_a_call_begins_with_its_name_and_goes_on_as_it_comes() -> None:
         [],
         [],
         [],
-        [Part(Channel.CALL, '{"a": ', 0, "f")],
-        [Part(Channel.CALL, "1}", 0)],
+        [ChannelPart(Channel.CALL, '{"a": ', 0, "f")],
+        [ChannelPart(Channel.CALL, "1}", 0)],
         [],
         [],
     ]
@@ -418,7 +418,7 @@ def test_arguments_null_or_in_a_string_are_read(name: str, around: str, written:
 def test_whole_calls_with_arguments_in_a_string_are_read() -> None:
     spec = {**families.QWEN, "fields": {**families.QWEN["fields"]}}
     spec["fields"]["tool_calls"] = {**spec["fields"]["tool_calls"], "content_args": {"unquoted_keys": True}}
-    parser = ResponseParser(ResponseTemplate(spec), tools=Tools({"f": {}}), separates_reasoning=True)
+    parser = ResponseParser(ResponseTemplate(spec), tools=ToolSchemas({"f": {}}), separates_reasoning=True)
 
     parts = parser.push(r'<tool_call>{name: "f", arguments: "{\"a\": 1}"}</tool_call>') + parser.finish()
 
@@ -461,7 +461,7 @@ def test_without_tools_or_reasoning_their_delimiters_are_text() -> None:
     text = '<think>x</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
     reader = parser(FAMILIES[0], tools=None, separates_reasoning=False)
 
-    assert joined(reader.push(text) + reader.finish()) == [Part(Channel.CONTENT, text)]
+    assert joined(reader.push(text) + reader.finish()) == [ChannelPart(Channel.CONTENT, text)]
 
 
 def test_json_alone_is_a_call_of_a_known_tool_only() -> None:
@@ -516,6 +516,6 @@ def test_arguments_are_found_where_their_tags_end(tag: str, text: str) -> None:
     whole = f"<tool_call>f {text}</tool_call>"
     expected = json.dumps({"k": regex.search(tag, text)["value"]})
     for pieces in ([whole], [*whole]):
-        reader = ResponseParser(template, tools=Tools({"f": {}}), separates_reasoning=True)
+        reader = ResponseParser(template, tools=ToolSchemas({"f": {}}), separates_reasoning=True)
         parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
         assert calls_of(parts) == [("f", expected)]

@@ -15,11 +15,11 @@ import pytest
 from common.constraints import big_stack, lark, library
 from common.constraints.forms import GRAMMAR, Constraint
 from router.answers.channels import arguments
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.families import SPECS
-from router.answers.channels.grammar import STYLES, AnswerGrammar, CalledTool, CallStyle, Thinking
+from router.answers.channels.grammar import STYLES, AnswerGrammar, CalledTool, CallStyle, ReasoningLimit
 from router.answers.channels.markers import SpelledMarkers
-from router.answers.channels.parser import Channel, Part, ResponseParser
+from router.answers.channels.parser import Channel, ChannelPart, ResponseParser
 from router.answers.channels.template import ResponseTemplate
 
 EOS: Final = 300
@@ -108,10 +108,10 @@ class Model:
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
-    def read(self, ids: Sequence[int], opening: str = "", tools: Tools | None = None) -> list[Part]:
+    def read(self, ids: Sequence[int], opening: str = "", tools: ToolSchemas | None = None) -> list[ChannelPart]:
         """The parts of an answer, as a router reads it."""
         template = ResponseTemplate(SPECS[self.family])
-        tools = tools or Tools(dict.fromkeys(NAMES, self.schema["properties"]))
+        tools = tools or ToolSchemas(dict.fromkeys(NAMES, self.schema["properties"]))
         parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
         # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
         text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
@@ -153,7 +153,7 @@ def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 500) -
     return None
 
 
-def check_calls(model: Model, parts: Sequence[Part], *, strict: bool, is_one: bool) -> int:
+def check_calls(model: Model, parts: Sequence[ChannelPart], *, strict: bool, is_one: bool) -> int:
     """Checks that calls are what was promised; their number."""
     calls: list[tuple[str, str]] = []
     for part in parts:
@@ -214,7 +214,7 @@ def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
     if not STYLES[model.family].reasoning[1] or (has_begun and model.family == "harmony"):
         return
     opening = f"{STYLES[model.family].reasoning[0]}\n" if has_begun else ""
-    text = model.grammar.calls(model.tools(strict=False), Thinking(has_begun), is_required=True, is_one=True)
+    text = model.grammar.calls(model.tools(strict=False), ReasoningLimit(has_begun), is_required=True, is_one=True)
     reasons = 0
     matcher = model.matcher(text)
     for seed in range(120):
@@ -236,7 +236,7 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
     """After so many tokens nothing but the end of it is allowed, whether its state is kept or made anew."""
     model = Model(family)
     assert model.grammar.ends_reasoning
-    matcher = model.matcher(model.grammar.calls((), Thinking(max_tokens=most), is_required=False, is_one=False))
+    matcher = model.matcher(model.grammar.calls((), ReasoningLimit(max_tokens=most), is_required=False, is_one=False))
     names = {"qwen": ("<think>", "</think>"), "harmony": ("<|message|>", "<|end|>")}
     ids = {name: token_id for token_id, name in model.markers.items()}
     begin, end = (ids[name] for name in names[family])
@@ -315,7 +315,7 @@ def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any]) -> None:
 def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
     model = Model("qwen")
     inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
-    matcher = model.matcher(model.grammar.around(inner, Thinking()))
+    matcher = model.matcher(model.grammar.around(inner, ReasoningLimit()))
     assert {ord("y"), ord("n"), 301} <= {*allowed(matcher)}
     assert matcher.try_consume_tokens([301, *b"hm", 302, *b"\n\nyes"]) == 9
     assert allowed(matcher) == [EOS]
@@ -326,7 +326,7 @@ def test_calls_may_come_instead_of_content_that_is_confined(model: Model) -> Non
     inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
     own = model.grammar.calls(model.tools(strict=True), None, is_required=True, is_one=True)
     calls = lark.canonical(Constraint(GRAMMAR, (own,))).removeprefix(lark.HEADER)
-    matcher, numbers = model.compiled(lark.HEADER + model.grammar.around(inner, Thinking(), calls)), set[int]()
+    matcher, numbers = model.compiled(lark.HEADER + model.grammar.around(inner, ReasoningLimit(), calls)), set[int]()
     for seed in range(30):
         ids = walked(model, matcher.deep_copy(), seed)
         if ids is not None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from common.text.chat_template import ChatTemplate
 from common.text.template_sandbox import TemplateInputError
-from router.answers.channels.calls import Tools
+from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.parser import Channel, ResponseParser
 from router.answers.channels.template import ResponseTemplate
 
@@ -101,7 +101,7 @@ IDS: Final = (
 
 def read(template: ResponseTemplate, opening: str, text: str, step: int) -> Read:
     """Parses `text` in pieces of `step` characters."""
-    tools = Tools(dict.fromkeys(NAMES, PROPERTIES))
+    tools = ToolSchemas(dict.fromkeys(NAMES, PROPERTIES))
     parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
     parts = [part for at in range(0, len(text), step) for part in parser.push(text[at : at + step])] + parser.finish()
     calls: list[list[str]] = []
