@@ -50,6 +50,12 @@ __all__ = [
 class Config:
     """Configuration of the scheduler, the block manager and the model runner.
 
+    Examples:
+        ```python
+        config = Config(model="deploy/demo/checkpoint", max_num_seqs=64, kv_cache_memory=1 << 28)
+        engine = LLMEngine(config)
+        ```
+
     Attributes:
         model: folder of the checkpoint.
         max_num_seqs: most sequences in the running set.

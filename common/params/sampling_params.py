@@ -106,6 +106,13 @@ class SamplingParams:
     a tokenizer; the engine reads `bad_words_token_ids`. `constraint`, which may be given as a mapping
     (`Constraint.of`), is for code that checks it; the engine reads `grammar` (common/constraints/lark.py).
 
+    Examples:
+        ```python
+        greedy = SamplingParams(temperature=0.0, max_tokens=64)
+        sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop_strings=("END",))
+        digits = SamplingParams(max_tokens=8, constraint={"regex": "[0-9]+"})
+        ```
+
     Raises:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
     """

@@ -118,6 +118,14 @@ class AsyncStream(BaseStream):
     Iterate over it once. Leaving its `async with` block, cancelling the task that reads it, `cancel`, or dropping the
     last reference (as `break` may) frees its resources.
 
+    Examples:
+        ```python
+        async with AsyncClient("10.0.0.1:50051") as client, client.chat_stream("Tell me a story.", seed=7) as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    print(event.text, end="", flush=True)
+        ```
+
     Attributes:
         progress: the answers so far.
     """
@@ -187,6 +195,14 @@ async def _wait(end: asyncio.Event, wait_s: float) -> None:
 
 class AsyncClient(BaseClient[AsyncStream]):
     """Calls routers of one fleet, on one event loop at a time; after that loop has ended, on another one.
+
+    Examples:
+        ```python
+        async with AsyncClient(["10.0.0.1:50051", "10.0.0.2:50051"]) as client:
+            stories = [client.chat("Tell me a story.", seed=seed, max_tokens=32) for seed in range(4)]
+            for result in await asyncio.gather(*stories):
+                print(result.text)
+        ```
 
     Args:
         targets: addresses of routers, `HOST:PORT`, or one of them: streams that break go on at the next one.

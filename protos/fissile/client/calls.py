@@ -72,6 +72,14 @@ Event: TypeAlias = Delta | Finished
 class Result:
     """All answers to a request.
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051") as client:
+            result = client.chat("Tell me a story.", n=2, max_tokens=32)
+            for answer in result.answers:
+                print(answer.text, answer.finish.usage.completion_tokens)
+        ```
+
     Attributes:
         request_id: the id of the request; with it, or with `seed`, the same request gives the same answers.
         prompt_info: facts about the prompt.
@@ -153,6 +161,14 @@ def generate_request(prompt: Prompt, arguments: Mapping[str, Any]) -> pb.Generat
 
 def tool(name: str, description: str = "", parameters: Mapping[str, Any] | str = "") -> pb.Tool:
     """A tool that a model may call.
+
+    Examples:
+        ```python
+        weather = tool("weather", "Weather of a city.", {"type": "object", "properties": {"city": {"type": "string"}}})
+        with Client("10.0.0.1:50051") as client:
+            for call in client.chat("Is it raining in Rome?", tools=[weather], max_tokens=64).tool_calls:
+                print(call.name, call.arguments_json)
+        ```
 
     Args:
         name: of the tool.

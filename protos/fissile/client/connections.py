@@ -39,6 +39,12 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
 class Connection:
     """Addresses of routers, and the credentials shown to them.
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051", tls_ca="ca.pem", api_key="fsl_...") as client:
+            print(client.connection.targets)
+        ```
+
     Attributes:
         targets: addresses `HOST:PORT`, or names that gRPC resolves, such as `dns:///NAME:PORT`; a name may stand for
             several routers.

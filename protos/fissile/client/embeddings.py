@@ -13,6 +13,13 @@ from fissile.v1 import inference_pb2 as pb
 class Embeddings(Sequence[list[float]]):
     """Vectors in the order of their inputs: a sequence of lists of floats. NumPy converts it to an array [N, size].
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051") as client:
+            query, document = client.embed(["Where is the wolf?", "A wolf lived by the river."])
+            print(sum(a * b for a, b in zip(query, document)))
+        ```
+
     Attributes:
         message: the router's response.
     """

@@ -32,6 +32,15 @@ class FieldProblem:
 class FissileError(Exception):
     """A call that has failed.
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051", give_up_s=0) as client:
+            try:
+                client.generate("Tell me a story.", top_p=7.0)
+            except FissileError as error:
+                print(error.reason, [problem.field for problem in error.fields])
+        ```
+
     Attributes:
         code: status of the call.
         message: for people to read.

@@ -24,6 +24,13 @@ from fissile.v1 import inference_pb2 as pb
 class Receipt:
     """The receipt of one answer, checked against the received answer.
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051") as client:
+            result = client.chat("Tell me a story.", receipt=True, max_tokens=32)
+            print(client.verify(result.receipt).is_equal)
+        ```
+
     Attributes:
         message: as received.
         request: the request with its id, which a replay runs again.

@@ -116,6 +116,14 @@ class Stream(BaseStream):
     Iterate over it once, on one thread. Leaving its `with` block, `cancel` on any thread, or dropping the last
     reference (as `break` may) frees its resources.
 
+    Examples:
+        ```python
+        with Client("10.0.0.1:50051") as client, client.chat_stream("Tell me a story.", max_tokens=32) as stream:
+            for event in stream:
+                if isinstance(event, Delta):
+                    print(event.text, end="", flush=True)
+        ```
+
     Attributes:
         progress: the answers so far.
     """
@@ -169,6 +177,13 @@ class Stream(BaseStream):
 
 class Client(BaseClient[Stream]):
     """Calls routers of one fleet. May be used by several threads.
+
+    Examples:
+        ```python
+        with Client(["10.0.0.1:50051", "10.0.0.2:50051"]) as client:
+            print(client.chat("Tell me a story.", seed=7, max_tokens=32).text)
+            print(client.count_tokens("Tell me a story."), [model.name for model in client.models()])
+        ```
 
     Args:
         targets: addresses of routers, `HOST:PORT`, or one of them: streams that break go on at the next one.
