@@ -36,22 +36,39 @@ _LIBRARY = {
     "common.params.config_parts": ("ParallelConfig", "CompilationConfig", "QuantizationConfig", "LayerQuantConfig"),
     "common.errors": ("InvalidFieldError", "DuplicateRequestError", "NoTokenizerError"),
 }
+# Title, page and text of each card on the home page.
+_CARDS = (
+    ("Is it for you?", "overview.md", "What it does, what it does not, and how fast it is."),
+    ("Tutorial", "tutorial.md", "Fifteen minutes: serve, ask, kill a worker, and watch the answer go on."),
+    ("Run a model", "how-to/run-a-model.md", "Your own checkpoint, on one machine or on several."),
+    ("Call it", "how-to/call-it.md", "From a shell, Python, Node, or any gRPC tool."),
+    ("Reference", "contents.md#reference", "The contract, statuses, options, metrics, limits."),
+    ("Architecture", "explanation/architecture.md", "How a request travels, and why answers are equal."),
+)
 # The library's reference comes after it.
 _LIBRARY_GUIDE = "how-to/library.md"
 _CSS = """\
 .md-grid { max-width: 72rem; }
 .md-typeset table:not([class]) { font-size: .7rem; }
+/* Plots are drawn on white: in the dark scheme light and dark change places, and hues stay. */
+[data-md-color-scheme="slate"] img[src$=".svg"] { filter: invert(.9) hue-rotate(180deg); }
 .md-typeset table:not([class]) td { min-width: 3rem; }
 .md-typeset table td:has(code) { min-width: 8.5rem; }
 .md-typeset table:not([class]) td:last-child { min-width: 11rem; }
 .md-typeset table td code { overflow-wrap: anywhere; }
+/* On a phone cells wrap, so that a table of a few columns fits; a wider one scrolls. */
+@media screen and (max-width: 44.98em) {
+  .md-typeset table:not([class]) { font-size: .6rem; }
+  .md-typeset table:not([class]) :is(th, td) { min-width: 0 !important; overflow-wrap: anywhere; padding: .4em .5em; }
+  .md-typeset table:has(th:nth-child(5)) :is(th, td) { min-width: 3.6rem !important; }
+}
 """
 
 
 def page_of(path: str) -> str | None:
     """Page of the site for a file of the repository; None if it has none."""
     if path == "README.md":
-        return "index.md"
+        return "overview.md"
     if path == CONTENTS:
         return "contents.md"
     if path.endswith(".proto"):
@@ -132,7 +149,7 @@ class Site:
 
 def navigation() -> list[dict[str, object]]:
     """Sections of docs/README.md with their pages, after the home page."""
-    nav: list[dict[str, object]] = [{"Overview": "index.md"}, {"All pages": "contents.md"}]
+    nav: list[dict[str, object]] = [{"Home": "index.md"}, {"Overview": "overview.md"}, {"All pages": "contents.md"}]
     for section in re.split(r"^## ", (ROOT / CONTENTS).read_text(), flags=re.MULTILINE)[1:]:
         title, _, table = section.partition("\n")
         pages: list[dict[str, str]] = []
@@ -144,6 +161,18 @@ def navigation() -> list[dict[str, object]]:
                     pages.append({"Library reference": "api/library.md"})
         nav.append({title: pages})
     return nav
+
+
+def landing_page() -> str:
+    """Home page: what Fissile is, and where each kind of reader starts."""
+    cards = "\n".join(f"-   **[{title}]({page})**\n\n    {text}\n" for title, page, text in _CARDS)
+    return (
+        "---\nhide: [navigation, toc]\n---\n\n# Fissile\n\n"
+        "Serves large language models over gRPC: **one request, one answer**. With a seed, or greedily, the tokens "
+        "depend only on the model and the request, even when a worker dies in the middle of the answer.\n\n"
+        "```sh\nmake run     # installs, serves the demo model and asks it something\n```\n\n"
+        f'<div class="grid cards" markdown>\n\n{cards}\n</div>\n'
+    )
 
 
 def library_page() -> str:
@@ -313,6 +342,7 @@ def main() -> int:
     for file in protos:
         site.write(str(page_of(f"protos/{file.name}")), ProtoPage(file, files).text())
     site.write("api/library.md", library_page())
+    site.write("index.md", landing_page())
     site.write("site.css", _CSS)
     config = write_config()
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--clean", "-f", str(config)]
