@@ -21,8 +21,7 @@ COLUMNS = (
     "last_block_num_tokens",
     "block_tables",
     "num_cached_tokens",
-    "seeds",
-    "choices",
+    "sampling",
     "block_copies",
 )
 
