@@ -42,6 +42,7 @@ class AnswerText:
 
     Attributes:
         matched: the stop string that ended the answer; None before a match.
+        is_plain: True if nothing is searched or read per token, so that `decode` gives the whole text of a run.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class AnswerText:
         is_read_per_token: bool = False,
     ) -> None:
         self.matched: str | None = None
+        self.is_plain = stop_strings is None and not is_read_per_token
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._unsearched = max(0, min_tokens - 1)
@@ -60,8 +62,8 @@ class AnswerText:
 
     def push(self, token_ids: Sequence[int]) -> Iterator[TextPiece]:
         """Yields the pieces of the next tokens; the last one is that of the token that completes a stop string."""
-        if self._stop_strings is None and not self._is_read_per_token:
-            text = self._decode(token_ids)
+        if self.is_plain:
+            text = self.decode(token_ids)
             yield TextPiece(token_ids, text, text)
             return
         start = 0
@@ -69,10 +71,10 @@ class AnswerText:
             start = min(self._unsearched, len(token_ids))
             self._unsearched -= start
             if start:
-                text = self._decode(token_ids[:start])
+                text = self.decode(token_ids[:start])
                 yield TextPiece(token_ids[:start], text, text)
         for i in range(start, len(token_ids)):
-            decoded = text = self._decode(token_ids[i : i + 1])
+            decoded = text = self.decode(token_ids[i : i + 1])
             if self._unsearched:
                 self._unsearched -= 1
             else:
@@ -89,7 +91,8 @@ class AnswerText:
             text += self._stop_strings.flush()
         return TextPiece((), decoded, text)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that the next tokens complete, without a search for stop strings."""
         return "" if self._detokenizer is None else self._detokenizer.push(token_ids)
 
     def _search(self, text: str) -> str:

@@ -203,23 +203,19 @@ class StreamAssembly:
         if self._delivered_tokens is not None:
             self._append_repeated(self._delivered_tokens, first_pos, token_ids, now, end, logprobs)
             return
-        if self.logprobs is None:
-            self._append(token_ids, now, end, b"")
-            return
-        for ids, rows in _runs(token_ids, logprobs):
+        if self.logprobs is not None:
+            if len(token_ids) > MAX_MESSAGE_LOGPROBS:
+                for start, ids, rows in _runs(token_ids, logprobs):
+                    is_last = start + len(ids) == len(token_ids)
+                    self.append(first_pos + start, ids, now, end if is_last else None, rows)
+                return
             try:
-                self.logprobs.check(len(ids), rows)
+                self.logprobs.check(len(token_ids), logprobs)
             except LogprobGapError as error:
                 self.fail(_no_logprobs(self.worker_id, error))
-            if self.is_closed:
                 return
-            is_last = self.num_tokens + len(ids) == first_pos + len(token_ids)
-            self._append(ids, now, end if is_last else None, rows)
-
-    def _append(self, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None, logprobs: bytes) -> None:
         if token_ids:
-            if self.first_token_time is None:
-                self.first_token_time = now
+            self.first_token_time = now if self.first_token_time is None else self.first_token_time
             self.last_token_time = now
             before = self.delivered
             # The token that stops the sequence is not part of its text.
@@ -339,6 +335,11 @@ class StreamAssembly:
             echo, self._echo = self._echo, None
             self._add(ChannelPart(Channel.CONTENT, echo.text))
             self.unread.add_ids(echo.token_ids)
+        # Nearly all streams: a piece object for each run would make them a fifth slower.
+        if self._text.is_plain:
+            self._count(token_ids)
+            self._add(ChannelPart(Channel.CONTENT, self._text.decode(token_ids)))
+            return
         for piece in self._text.push(token_ids):
             self._count(piece.token_ids)
             self._emit(piece)
@@ -405,15 +406,12 @@ class StreamAssembly:
         self.unread.add_tokens(token_ids)
 
 
-def _runs(token_ids: Sequence[int], rows: bytes) -> Iterator[tuple[Sequence[int], bytes]]:
-    """Cuts a run into runs of at most MAX_MESSAGE_LOGPROBS tokens, with their rows of logprobs."""
-    if len(token_ids) <= MAX_MESSAGE_LOGPROBS:
-        yield token_ids, rows
-        return
+def _runs(token_ids: Sequence[int], rows: bytes) -> Iterator[tuple[int, Sequence[int], bytes]]:
+    """Cuts a run into runs of at most MAX_MESSAGE_LOGPROBS tokens: start, tokens and rows of logprobs of each."""
     width = len(rows) // len(token_ids)
     for start in range(0, len(token_ids), MAX_MESSAGE_LOGPROBS):
         part = token_ids[start : start + MAX_MESSAGE_LOGPROBS]
-        yield part, rows[start * width : (start + len(part)) * width]
+        yield start, part, rows[start * width : (start + len(part)) * width]
 
 
 def _stop_string_ending(matched: str) -> FinishInfo:
