@@ -1,0 +1,40 @@
+"""docs/reference/limits.md has the numbers of common/limits.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common import limits
+from common.limits import MIB
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "limits.md").read_text("utf-8")
+ROWS = {row[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", TEXT, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    ("subject", "number", "unit"),
+    [
+        ("message", limits.MAX_REQUEST_BYTES / MIB, " MiB"),
+        ("answers of a request (`n`)", limits.MAX_ANSWERS, ""),
+        ("texts of an `Embed`, documents of a `Rerank`", limits.MAX_EMBED_INPUTS, ""),
+        ("texts of an `Embed`, documents of a `Rerank`", limits.MAX_DOCUMENTS, ""),
+        ("metadata of a call", limits.MAX_METADATA_BYTES / 1024, " KiB"),
+        ("time until a call's message arrives", limits.REQUEST_READ_TIMEOUT_S, " s"),
+        ("calls at a time on one connection", limits.MAX_STREAMS_PER_CONNECTION, ""),
+        ("calls at a time on one connection", limits.MAX_SIDE_STREAMS_PER_CONNECTION, ""),
+        ("new calls of a port that wait for the event loop", limits.MAX_UNACCEPTED_CALLS, ""),
+        ("new calls of a port that wait for the event loop", limits.MAX_UNACCEPTED_CALLS_HARD, ""),
+        ("calls of a port whose message has not arrived", limits.MAX_UNREAD_CALLS, ""),
+        ("`Watch` of health", limits.MAX_HEALTH_WATCHES, ""),
+        ("log lines of refused calls", limits.MAX_REFUSAL_LINES, ""),
+        ("time until TLS and HTTP/2 have begun", limits.HANDSHAKE_TIMEOUT_S, " s"),
+        ("a connection without calls", limits.CONNECTION_IDLE_S / 60, " min"),
+        ("API keys", limits.MAX_API_KEYS, ""),
+        ("chat template", limits.MAX_TEMPLATE_S, " s"),
+    ],
+)
+def test_limit_is_the_one_of_the_code(subject: str, number: float, unit: str) -> None:
+    assert re.search(rf"(?<![\d,]){number:,.10g}{unit}\b", ROWS[subject])
