@@ -223,7 +223,7 @@ class GateMachine(RuleBasedStateMachine):
             assert oracle.factor > 0
 
 
-def test_a2_the_gate_does_what_the_oracle_says() -> None:
+def test_delay_gate_matches_oracle() -> None:
     """A2: never delays when idle, nor beyond the longest hold, nor into a deadline; factor 0 passes everything on;
     without reports it goes on."""
     run_state_machine_as_test(GateMachine, settings=SETTINGS)
@@ -265,7 +265,7 @@ class OrderMachine(RuleBasedStateMachine):
                 assert keys == sorted(keys)
 
 
-def test_a2_first_come_first_served_within_class_and_tenant() -> None:
+def test_queue_serves_by_class_tenant_share_and_arrival() -> None:
     """A2: within a class and tenant, first come, first served."""
     run_state_machine_as_test(OrderMachine, settings=SETTINGS)
 

@@ -62,7 +62,7 @@ def read_slowly(stub: InferenceServiceStub, hurry: threading.Event) -> Answer:
 
 
 @pytest.mark.slow
-def test_b1_slow_reader_gets_merged_messages_and_costs_its_neighbours_nothing(service: Service, report: Report) -> None:
+def test_slow_reader_gets_merged_messages_without_slowing_others(service: Service, report: Report) -> None:
     """B1: one message a second of a long stream: all tokens come, merged; neighbours and the router's memory do not
     notice."""
     expected = generate(service.stub, request(1, SCALE.b1_tokens))
@@ -128,7 +128,7 @@ def ending(call: Any) -> tuple[grpc.StatusCode | None, str]:
     return call.code(), ""
 
 
-def test_b2_clients_that_never_read_and_vanish_leave_nothing(service: Service) -> None:
+def test_vanished_unread_clients_leave_no_state(service: Service) -> None:
     """B2: connections that close while the router's write waits for them: freed at once, and no error of the router."""
     with ExitStack() as on:
         stubs = [on.enter_context(client_of(service.router, SMALL_WINDOW)) for _ in range(10)]

@@ -84,7 +84,7 @@ def test_c3_deadline_storm(fleet: Service, report: Report) -> None:
 
 
 @pytest.mark.slow
-def test_c1_and_c2_cancel_storm_while_workers_come_and_go(fleet: Service) -> None:
+def test_cancel_storm_while_workers_restart(fleet: Service) -> None:
     """C1, C2: clients that cancel, or vanish with their connection, while a worker dies: nothing stays behind."""
 
     def one(i: int) -> None:
@@ -134,7 +134,7 @@ def test_c4_abandoned_calls_end_on_the_workers(fleet: Service) -> None:
 
 
 @pytest.mark.slow
-def test_c3_deadlines_while_there_is_no_worker(model: Path, tmp_path: Path) -> None:
+def test_deadlines_pass_without_a_worker(model: Path, tmp_path: Path) -> None:
     """C3: what has a deadline gets DEADLINE_EXCEEDED in time, worker or not; what has expired reaches no worker."""
     options = ["--worker-wait", "20s"]
     with running_service(tmp_path, model, worker_options=OPTIONS, router_options=options) as service:

@@ -266,7 +266,7 @@ def logged(process: Process, event: str, within_s: float = 60.0) -> float:
 
 
 @pytest.mark.slow
-def test_f2_a_draining_worker_hands_over_to_one_that_comes_up_meanwhile(model: Path, tmp_path: Path) -> None:
+def test_draining_worker_hands_over_to_new_worker(model: Path, tmp_path: Path) -> None:
     """F2: the last worker drains; when its successor serves, the streams move there and the old one ends."""
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
         wait_workers(service, 2)
@@ -345,7 +345,7 @@ def test_f4_black_hole_and_broken_connections(model: Path, tmp_path: Path) -> No
         assert_all_move(far, undisturbed, fall_silent)
 
 
-async def test_f4_dials_of_a_black_hole_leave_nothing(report: Report) -> None:
+async def test_dials_to_black_hole_leave_no_state(report: Report) -> None:
     """F4: ports that take connections and say nothing, dialled again and again: no task and no file is left."""
     holes = [socket.create_server(("127.0.0.1", 0)) for _ in range(min(10, SCALE.f4_dials))]
     router = Router(RouterOptions([f"127.0.0.1:{hole.getsockname()[1]}" for hole in holes], port=0))
@@ -401,9 +401,7 @@ def router_before(worker_port: int, folder: Path, *options: str, patient: bool =
 
 
 @pytest.mark.slow
-def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a_second(
-    model: Path, tmp_path: Path
-) -> None:
+def test_restarted_worker_is_new_and_takes_over_within_second(model: Path, tmp_path: Path) -> None:
     """F5, F6: the only worker dies and starts anew: what was running goes on there, within a second of its return."""
     options = ["--worker-wait", "20s"]
     with running_service(tmp_path, model, worker_options=OPTIONS, router_options=options) as service:
@@ -422,7 +420,7 @@ def test_f5_and_f6_a_worker_that_comes_back_is_a_new_one_and_takes_over_within_a
 
 
 @pytest.mark.slow
-def test_f7_killed_router_leaves_nothing_on_the_workers(model: Path, tmp_path: Path) -> None:
+def test_killed_router_leaves_no_sequence_on_workers(model: Path, tmp_path: Path) -> None:
     """F7: SIGKILL of the router: after the lease the workers have nothing of it; a new one starts clean."""
     options = ["--lease", "1s"]
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
@@ -457,7 +455,7 @@ def test_f8_router_finishes_streams_on_sigterm(model: Path, tmp_path: Path) -> N
         assert log.count("request ended") == 8
 
 
-def test_drain_timeout_of_the_only_worker_aborts_what_still_runs(model: Path, tmp_path: Path) -> None:
+def test_drain_timeout_of_only_worker_aborts_running(model: Path, tmp_path: Path) -> None:
     """F2: with nobody to hand over to, a drained worker's streams have its drain timeout, then a bounded wait."""
     options = [*OPTIONS, "--drain-timeout", "0.3"]
     waits = ["--worker-wait", "300ms"]

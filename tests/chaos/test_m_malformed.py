@@ -113,7 +113,7 @@ NOT_MESSAGES: dict[str, tuple[bytes, tuple[tuple[str, str], ...], set[grpc.Statu
 }
 
 
-def test_m1_what_is_no_message_gets_its_status(service: Service, target: Target) -> None:
+def test_malformed_message_gets_status(service: Service, target: Target) -> None:
     """M1: malformed protobuf, truncated frames and bad compression: the right status soon, and a line a request."""
     before = len(target.lines())
     for what, (body, headers, expected) in NOT_MESSAGES.items():
@@ -185,7 +185,7 @@ def test_m1_random_frames(service: Service, admin_port: int, report: Report) -> 
 
 
 @pytest.mark.slow
-def test_m2_what_is_too_large_is_refused_while_a_neighbour_streams(service: Service, report: Report) -> None:
+def test_too_large_message_is_refused_while_neighbour_streams(service: Service, report: Report) -> None:
     """M2: a million token ids, a message of 64 MiB, texts of 9 and 20 MiB: refused, while a neighbour's tokens flow."""
     large = {
         "million_ids": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 1_000_000)), TOO_LONG),

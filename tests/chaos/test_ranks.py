@@ -138,9 +138,7 @@ def lose(service: Service, sig: signal.Signals) -> list[tuple[grpc.StatusCode, i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
-def test_f1_a_lost_rank_of_the_only_worker_ends_its_requests_and_the_worker_comes_back(
-    service: Service, sig: signal.Signals
-) -> None:
+def test_lost_rank_of_only_worker_ends_requests_then_recovers(service: Service, sig: signal.Signals) -> None:
     """F1: a rank dies, or hangs, and there is no other worker in time: ABORTED, and the worker has another engine."""
     worker = service.workers[0]
     before = description(worker)
@@ -167,7 +165,7 @@ def sampled(i: int) -> pb.GenerateRequest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP] if FULL else [signal.SIGKILL])
-def test_f1_streams_of_a_failed_engine_go_on_elsewhere(
+def test_streams_of_failed_engine_continue_elsewhere(
     service: Service, spare: Process, sig: signal.Signals, report: Report
 ) -> None:
     """F1: a rank dies, or hangs, in the middle of streams, greedy and seeded: they go on at the other worker, with the
@@ -255,7 +253,7 @@ def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
     assert ended(pids)
 
 
-def test_ranks_end_with_a_worker_that_is_killed(service: Service) -> None:
+def test_ranks_end_with_killed_worker(service: Service) -> None:
     worker = service.workers[0]
     if worker.running.poll() is not None:
         worker.start()

@@ -226,7 +226,7 @@ def test_an_operator_drains_a_worker(service: SecureService) -> None:
     wait_workers(service, 3)
 
 
-def test_plain_text_outside_loopback_is_said_loudly(tmp_path: Path) -> None:
+def test_plain_text_outside_loopback_is_warned(tmp_path: Path) -> None:
     """mTLS: a router without it warns, once each, of its own ports and of workers that others can listen to."""
     arguments = ["router", "--host", "0.0.0.0", "--admin-host", "0.0.0.0", "--admin-port", "0"]
     for worker in ("192.0.2.1:1", "192.0.2.2:1"):
@@ -257,7 +257,7 @@ def ports(service: SecureService) -> dict[str, tuple[str, Authority, str]]:
 
 
 @pytest.mark.parametrize("port", ["router", "admin", "worker"])
-def test_s1_who_has_no_right_certificate_does_not_get_in(port: str, service: SecureService, tmp_path: Path) -> None:
+def test_caller_without_valid_certificate_is_refused(port: str, service: SecureService, tmp_path: Path) -> None:
     """S1: wrong CA, expired, wrong SAN, no client certificate, plain text: UNAVAILABLE at the client, no crash."""
     address, callers, name = ports(service)[port]
     servers, stranger = service.pki.servers, Authority(tmp_path, "stranger")
@@ -327,7 +327,7 @@ def spread(latencies: list[float]) -> str:
     return f"p50 {statistics.median(latencies):.1f} p99 {p99:.1f} n {len(latencies)}"
 
 
-def test_s1_a_flood_of_handshakes_disturbs_nobody(service: SecureService) -> None:
+def test_handshake_flood_disturbs_no_client(service: SecureService) -> None:
     """S1: during 200 connections that do not come about every healthy call succeeds, old and new connections alike."""
 
     def took_ms(stub: InferenceServiceStub) -> float:
@@ -461,7 +461,7 @@ def test_s2_neither_prompts_nor_keys_are_in_logs_or_traces(service: SecureServic
 # S3.
 
 
-def test_s3_a_tenant_can_not_see_what_another_has_cached(service: SecureService) -> None:
+def test_tenant_cannot_observe_cache_of_another(service: SecureService) -> None:
     """S3: the same prompt under another salt, or none, finds nothing in any worker's cache: cached_tokens is 0."""
     ids = [random.Random(77).randrange(256) for _ in range(70)]
 

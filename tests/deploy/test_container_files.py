@@ -47,18 +47,18 @@ def ignored() -> list[str]:
     return [line.removeprefix("!") for line in lines if line.startswith("!")]
 
 
-def test_router_and_both_workers_have_one() -> None:
+def test_router_and_workers_have_spans() -> None:
     assert [path.stem for path in FILES] == ["router", "worker-cpu", "worker-rocm"]
 
 
 @each_file
-def test_hadolint_has_nothing_to_say(path: Path) -> None:
+def test_hadolint_finds_nothing(path: Path) -> None:
     result = run([tool("hadolint"), "--failure-threshold", "style", path])
     assert (result.returncode, result.stdout) == (0, "")
 
 
 @each_file
-def test_bases_have_a_version(path: Path) -> None:
+def test_base_images_have_a_version(path: Path) -> None:
     (base,) = [
         value.removeprefix("BASE=") for value in ContainerFile.read(path).all("ARG") if value.startswith("BASE=")
     ]
@@ -66,7 +66,7 @@ def test_bases_have_a_version(path: Path) -> None:
 
 
 @each_file
-def test_it_starts_a_command_with_variables_that_it_knows(path: Path) -> None:
+def test_image_command_uses_known_variables(path: Path) -> None:
     file = ContainerFile.read(path)
     program, command = file.command
     assert (program, command) == ("fissile", path.stem.partition("-")[0])
@@ -88,7 +88,7 @@ def test_ports_are_the_commands_own(path: Path) -> None:
 
 
 @each_file
-def test_health_is_asked_of_a_service_that_there_is(path: Path) -> None:
+def test_health_probes_name_existing_services(path: Path) -> None:
     file = ContainerFile.read(path)
     assert file.all("HEALTHCHECK")[0].endswith('CMD ["fissile", "health"]')
     assert file.environment["FISSILE_HEALTH_SERVICE"] in (LIVENESS, READINESS)
@@ -98,14 +98,14 @@ def test_health_is_asked_of_a_service_that_there_is(path: Path) -> None:
 
 
 @each_file
-def test_it_ends_as_a_user_without_rights(path: Path) -> None:
+def test_image_runs_as_unprivileged_user(path: Path) -> None:
     user = ContainerFile.read(path).all("USER")[-1]
     assert re.fullmatch(r"[1-9]\d{3,}:[1-9]\d{3,}", user)
     assert ContainerFile.read(path).all("STOPSIGNAL") == ["SIGTERM"]
 
 
 @each_file
-def test_what_it_copies_is_there_and_not_ignored(path: Path) -> None:
+def test_copied_files_exist_and_are_not_ignored(path: Path) -> None:
     copied = list(ContainerFile.read(path).copied())
     assert {"pyproject.toml", "hatch_build.py", "common", "router", "worker", "kernels", "protos"} <= set(copied)
     for source in copied:
@@ -113,7 +113,7 @@ def test_what_it_copies_is_there_and_not_ignored(path: Path) -> None:
         assert source in ignored()
 
 
-def test_the_extras_that_are_installed_exist() -> None:
+def test_installed_extras_exist() -> None:
     installed = {path.stem: re.findall(r'"\.\[([a-z,]+)\]"', path.read_text()) for path in FILES}
     assert installed == {"router": ["router"], "worker-cpu": ["worker,cpu"], "worker-rocm": ["worker"]}
     # The pattern by which the CPU file finds the version of PyTorch.
@@ -122,7 +122,7 @@ def test_the_extras_that_are_installed_exist() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_of_what_is_copied_is_whole(tmp_path: Path) -> None:
+def test_wheel_from_copied_files_is_complete(tmp_path: Path) -> None:
     """The container files copy parts of the checkout: a package that pyproject.toml names must not be missing."""
     context = tmp_path / "src"
     for source in ContainerFile.read(FILES[0]).copied():

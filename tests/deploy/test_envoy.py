@@ -170,7 +170,7 @@ def test_a_web_page_can_call(mesh: Mesh) -> None:
     assert parts[-1].finish.usage.completion_tokens == sum(len(part.token_ids) for part in parts) == 24
 
 
-def test_pages_may_send_what_a_client_sends() -> None:
+def test_web_pages_may_send_client_headers() -> None:
     """C16: the key, the trace and the tenant of a call from a browser."""
     text = (DEPLOY / "mesh" / "envoy.yaml").read_text()
     (allowed,) = re.findall(r'allow_headers: "([^"]+)"', text)
@@ -296,7 +296,7 @@ class Load:
             time.sleep(0.02)
 
 
-def test_a_router_that_drains_loses_nothing(mesh: Mesh) -> None:
+def test_draining_router_loses_no_answer(mesh: Mesh) -> None:
     with Load(mesh.stub, clients=8, max_tokens=40) as clients:
         clients.wait_for(16)
         assert mesh.routers[1].stop(signal.SIGTERM) == 0
@@ -343,7 +343,7 @@ def test_a_killed_router_costs_its_own_streams_only(mesh: Mesh) -> None:
     assert outcome(mesh.stub, 60_000, 10) == (grpc.StatusCode.OK, 10)
 
 
-def test_what_a_lost_router_had_not_begun_goes_to_another(mesh: Mesh) -> None:
+def test_unstarted_requests_of_lost_router_run_elsewhere(mesh: Mesh) -> None:
     """It is frozen before, so that it has the requests and has sent nothing."""
     mesh.routers[1].running.send_signal(signal.SIGSTOP)
     streams = Streams(mesh.stub, count=8, max_tokens=20)

@@ -94,7 +94,7 @@ def selected(selector: dict[str, str], variant: str) -> list[str]:
     return [component for component in COMPONENTS if matches(selector, variant, component)]
 
 
-def test_yamllint_has_nothing_to_say() -> None:
+def test_yamllint_finds_nothing() -> None:
     result = run([tool("yamllint"), "--strict", "deploy", ".yamllint.yaml"])
     assert (result.returncode, result.stdout) == (0, "")
 
@@ -140,7 +140,7 @@ def test_valid_for_three_versions(variant: str, validated: dict[str, list[tuple[
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_wrong_is_found(mistake: str, validated: dict[str, list[tuple[str, str]]]) -> None:
+def test_wrong_manifest_is_found(mistake: str, validated: dict[str, list[tuple[str, str]]]) -> None:
     assert {version for version, _ in validated[mistake]} == set(VERSIONS)
 
 
@@ -198,7 +198,7 @@ def test_config_show_accepts_the_config_map(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_routers_look_for_workers_behind_their_headless_service(variant: str, in_force: Any) -> None:
+def test_routers_resolve_workers_by_headless_service(variant: str, in_force: Any) -> None:
     (target,) = parse_targets(in_force(variant, "router")["workers"])
     assert isinstance(target, DnsTarget)
     (service,) = [s for s in objects(variant, "Service") if s["metadata"]["name"] == target.name]
@@ -208,7 +208,7 @@ def test_routers_look_for_workers_behind_their_headless_service(variant: str, in
     assert [port["port"] for port in service["spec"]["ports"]] == [target.port]
 
 
-def test_envoy_looks_for_routers_behind_theirs() -> None:
+def test_envoy_resolves_routers_by_headless_service() -> None:
     mesh = yaml.safe_load((DEPLOY / "mesh" / "envoy.yaml").read_text())
     (cluster,) = mesh["static_resources"]["clusters"]
     (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
@@ -263,7 +263,7 @@ def test_the_grace_period_is_longer_than_the_drain(variant: str, component: str,
 
 
 @each
-def test_containers_have_no_rights_that_they_do_not_need(variant: str, component: str) -> None:
+def test_containers_drop_unneeded_privileges(variant: str, component: str) -> None:
     spec, its = pod(variant, component)["spec"], container(variant, component)["securityContext"]
     assert its["readOnlyRootFilesystem"]
     assert not its["allowPrivilegeEscalation"]
@@ -277,7 +277,7 @@ def test_containers_have_no_rights_that_they_do_not_need(variant: str, component
 
 
 @each
-def test_what_the_image_writes_to_is_a_volume(variant: str, component: str) -> None:
+def test_image_writes_only_to_volumes(variant: str, component: str) -> None:
     file = file_of(variant, component)
     mounted = {mount["mountPath"] for mount in container(variant, component)["volumeMounts"]}
     written = {file.environment[name] for name in ("HF_HOME",) if name in file.environment}
@@ -296,7 +296,7 @@ def test_pod_has_own_service_account_and_priority_class(variant: str, component:
 
 
 @each
-def test_empty_dirs_of_pods_have_a_size_limit(variant: str, component: str) -> None:
+def test_pod_empty_dirs_have_size_limit(variant: str, component: str) -> None:
     """Without a limit a Pod could fill its node's disk."""
     volumes = pod(variant, component)["spec"]["volumes"]
     assert [v["name"] for v in volumes if "emptyDir" in v and "sizeLimit" not in v["emptyDir"]] == []
@@ -326,7 +326,7 @@ def test_workers_keep_to_their_limits(variant: str, in_force: Any) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_who_may_connect(variant: str, in_force: Any) -> None:
+def test_only_permitted_callers_connect(variant: str, in_force: Any) -> None:
     policies = {component_of(policy): policy["spec"] for policy in objects(variant, "NetworkPolicy")}
     assert policies.keys() == set(COMPONENTS)
     for component, policy in policies.items():
@@ -349,7 +349,7 @@ def test_rocm_workers_ask_for_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_certificates_come_from_a_secret(component: str, in_force: Any) -> None:
+def test_certificates_are_mounted_from_secret(component: str, in_force: Any) -> None:
     secrets = {v["name"] for v in pod("mtls", component)["spec"]["volumes"] if "secret" in v}
     folders = {m["mountPath"] for m in container("mtls", component)["volumeMounts"] if m["name"] in secrets}
     files = {name: Path(v) for name, v in environment("mtls", component).items() if re.search("_(CERT|KEY|CA)$", name)}

@@ -116,7 +116,7 @@ def pip(python: Path, *arguments: str | Path, cwd: Path, path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_wheels_from_source_archives_have_all_files(tmp_path: Path) -> None:
+def test_source_archive_wheels_have_all_files(tmp_path: Path) -> None:
     source, tools = checkout(tmp_path / "src"), tmp_path / "src" / "build" / "wheel"
     (wanted,) = re.findall(r"\bbuild==[\d.]+", (ROOT / "scripts" / "wheel.sh").read_text("utf-8"))
     subprocess.run([sys.executable, "-m", "venv", tools], check=True)

@@ -109,7 +109,7 @@ def as_it_was(site: Site) -> Iterator[None]:
     site.until(lambda: site.states() == {"worker-0": "serving", "worker-1": "serving"})
 
 
-def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs(site: Site) -> None:
+def test_cordoned_worker_gets_no_new_work_and_finishes_running(site: Site) -> None:
     stub = site.service.stub
     with ThreadPoolExecutor(2) as pool:
         # Of each two, which go to both workers, one is long enough to be there when the worker is cordoned.
@@ -135,7 +135,7 @@ def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs(site: Site) -
 
 
 @pytest.mark.slow
-def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: Site) -> None:
+def test_requests_of_evicted_worker_move_and_return(site: Site) -> None:
     stub = site.service.stub
     # Five seconds each, within which both workers are evicted, and one taken back.
     asked = [request(i, 1000) for i in range(4)]
@@ -282,7 +282,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
         ({"routing": {"queue_size": 5}, "if_version": 999}, "not 999; read it again"),
     ],
 )
-def test_a_bad_change_changes_nothing(site: Site, wanted: dict[str, object], message: str) -> None:
+def test_invalid_configuration_change_is_ignored(site: Site, wanted: dict[str, object], message: str) -> None:
     before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=60)
     with pytest.raises(grpc.RpcError, match=message):
         site.stub.SetRouting(apb.SetRoutingRequest(**wanted), timeout=60)  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_an_unknown_worker_is_named_with_those_there_are(site: Site, command: cl
     assert caught.value.exit_code == 2
 
 
-def test_nobody_there_says_how_the_service_is_switched_on() -> None:
+def test_unreachable_address_error_says_how_to_start_service() -> None:
     for command, arguments in ((workers, ()), (workers, ("--watch",)), (routing, ()), (cordon, ("w",))):
         with pytest.raises(CommandError, match="AdminService needs `fissile router --admin-port`"):
             CliRunner().invoke(
@@ -317,7 +317,7 @@ def test_nobody_there_says_how_the_service_is_switched_on() -> None:
             )
 
 
-def test_channelz_is_there(site: Site) -> None:
+def test_channelz_is_served(site: Site) -> None:
     stub = channelz_pb2_grpc.ChannelzStub(site.channel)
     servers = stub.GetServers(channelz_pb2.GetServersRequest(), timeout=60).server
     assert sum(server.data.calls_started for server in servers) > 0
@@ -334,7 +334,7 @@ def test_a_refusal_has_its_details(site: Site) -> None:
     assert bad.field_violations[0].field == "routing.placement"
 
 
-def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
+def test_reload_applies_whole_file_or_nothing(site: Site) -> None:
     """Reload and SIGHUP: what may change does, a bad file changes nothing, and what needs a restart is named."""
     before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=60)
     site.config.write_text(
@@ -366,7 +366,7 @@ def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
     site.until(lambda: "configuration not reloaded" in site.service.router.log.read_text())
 
 
-def test_a_reload_names_what_it_undoes(site: Site) -> None:
+def test_reload_names_reverted_settings(site: Site) -> None:
     """R14: by Reload, by its command and by SIGHUP, in the answer and in a warning."""
 
     def warnings() -> list[str]:

@@ -156,7 +156,7 @@ async def test_a_tenants_concurrency_is_its_own() -> None:
         assert len(b.router._admission._tenant_limits) == 0
 
 
-async def test_a_deadline_that_can_not_be_met_is_refused_at_once() -> None:
+async def test_hopeless_deadline_is_refused_at_once() -> None:
     worker = OneByOne(FILES)
     async with bench(worker) as b:
         worker.prefill_rate, worker.waiting_tokens = 100.0, 1000
@@ -238,7 +238,7 @@ async def refused(call: Any, reason: str) -> str:
     return str(error.details())
 
 
-async def test_priority_is_for_those_who_may_have_it() -> None:
+async def test_high_priority_needs_permission() -> None:
     """R3: with API keys, a high priority needs a key or a tenant that the operator allows it."""
     keys = Keys(plain="", high="high", batch="low", a_gold="", b_gold="low")
     policy = TenantPolicy(max_priority_of={"gold": "high"})

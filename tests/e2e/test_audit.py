@@ -71,7 +71,7 @@ async def test_answers_are_computed_again_by_another_worker_last_of_all() -> Non
 
 
 @pytest.mark.parametrize("faulty", [0, 1, 2])
-async def test_of_three_workers_the_wrong_one_is_evicted_and_its_answer_kept(faulty: int, tmp_path: Path) -> None:
+async def test_audit_of_three_workers_evicts_wrong_one_and_keeps_proof(faulty: int, tmp_path: Path) -> None:
     workers = fleet(3)
     workers[faulty].answer = wrong
     async with bench(*workers, audit=AuditOptions(1.0, tmp_path / "wrong")) as b:
@@ -95,7 +95,7 @@ async def test_of_three_workers_the_wrong_one_is_evicted_and_its_answer_kept(fau
         await b.empty()
 
 
-async def test_of_two_workers_the_one_that_has_answered_is_cordoned() -> None:
+async def test_audit_of_two_workers_cordons_answering_one() -> None:
     workers = fleet(2)
     workers[0].answer = wrong
     async with bench(*workers, audit=ALL) as b:
@@ -139,7 +139,7 @@ async def test_logits_that_a_request_has_asked_for_are_compared_too() -> None:
         assert [worker.intake for worker in workers[1:]] == [wpb.INTAKE_OPEN] * 2
 
 
-async def test_answers_that_clients_bring_and_workers_that_go_blame_nobody() -> None:
+async def test_resumed_answers_and_lost_workers_blame_no_worker() -> None:
     workers = fleet(2)
     async with bench(*workers, audit=ALL, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         asked = request(request_id="r", params={"max_tokens": 9})
@@ -159,7 +159,7 @@ async def test_answers_that_clients_bring_and_workers_that_go_blame_nobody() -> 
         assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 2
 
 
-async def test_without_the_option_nothing_is_computed_again() -> None:
+async def test_audit_off_recomputes_nothing() -> None:
     workers = fleet(2)
     async with bench(*workers) as b:
         await collect(b.stub.Generate(request(params={"max_tokens": 9})))
@@ -181,6 +181,6 @@ def test_fractions_are_read(text: str, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "%", "x", "101%", "-1", "nan", "1.5"])
-def test_what_is_no_fraction_is_refused(text: str) -> None:
+def test_audit_fraction_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Fraction().convert(text, None, None)

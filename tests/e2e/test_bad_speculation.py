@@ -135,7 +135,7 @@ FAULTS: Final[dict[str, tuple[Callable[[Path], str], str]]] = {
 
 
 @pytest.mark.parametrize("fault", slow_but({"unknown key"}, FAULTS))
-def test_a_worker_says_what_is_wrong_in_one_line_and_ends(fault: str, tmp_path: Path) -> None:
+def test_worker_reports_bad_setting_in_one_line_and_exits(fault: str, tmp_path: Path) -> None:
     option, message = FAULTS[fault]
     said = option(tmp_path)
     folder = tmp_path / "model"

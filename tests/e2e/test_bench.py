@@ -93,7 +93,7 @@ def test_open_loop_at_a_real_deadline(service: Service) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_what_was_measured_and_frees_the_workers(service: Service) -> None:
+def test_bench_ctrl_c_prints_results_and_frees_workers(service: Service) -> None:
     loads = ("--concurrency", "2,4", "--duration", "60s", "--output-len", "3:400", "--warmup", "0")
     process = start("serve", "--address", service.router.address, *loads, "--json", "-")
     # Sure to be measuring: a worker has had something to do.

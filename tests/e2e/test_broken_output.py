@@ -131,7 +131,7 @@ def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tm
 
 
 @pytest.mark.slow
-def test_workers_whose_log_can_not_be_written_serve_each_router_that_comes(tmp_path: Path) -> None:
+def test_workers_with_unwritable_log_serve_every_router(tmp_path: Path) -> None:
     """X1: with each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
     good order."""
     model = simulated_model(tmp_path / "model")

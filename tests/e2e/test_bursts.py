@@ -91,7 +91,7 @@ async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(se
 
 
 @pytest.mark.slow
-async def test_three_thousand_calls_with_a_bad_key_are_all_told_so(guarded: Service) -> None:
+async def test_three_thousand_bad_key_calls_all_get_status(guarded: Service) -> None:
     """X2: refusals too, although no handler runs for them."""
     found = await burst(guarded.router.address, 3000, 2, "ListModels")
     assert {code for code, _ in found} == {"UNAUTHENTICATED"}

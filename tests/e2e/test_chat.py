@@ -83,7 +83,7 @@ async def test_each_line_of_a_pipe_is_a_turn_that_knows_those_before(tmp_path: P
         await b.empty()
 
 
-async def test_what_goes_wrong_in_a_pipe_ends_it_with_its_exit_code() -> None:
+async def test_pipe_chat_failure_sets_exit_code() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         at = ("chat", "--address", b.router.server.address)
         assert await command(*at, text="hi\n/no such\nnever\n") == (
@@ -210,7 +210,7 @@ async def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
         assert await chat.process.wait() == 0
 
 
-async def test_what_goes_wrong_on_a_terminal_is_a_line() -> None:
+async def test_terminal_chat_failure_is_one_line() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b) as chat:
         for typed, said in (
             ("/nonsense\n", "error: there is no command /nonsense; /help"),
@@ -324,14 +324,14 @@ async def test_answers_are_wrapped_between_words() -> None:
         assert all(len(line) <= 23 and not line.strip().replace("lion", "").strip() for line in shown.splitlines())
 
 
-async def test_an_answer_that_is_cut_says_so() -> None:
+async def test_cut_answer_is_marked_partial() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b, terminal(b, "--max-tokens", "3") as chat:
         chat.type("count\n")
         await chat.sees("hij")
         await chat.sees("(the answer ends here because of its length)")
 
 
-async def test_generate_goes_on_at_the_next_router() -> None:
+async def test_generate_command_resumes_at_next_router() -> None:
     """The answer is whole, and its figures are those of all of it."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=letters, step_s=0.01) for i in range(2)]
     async with bench(workers[0], drain_timeout_s=0.0) as b, bench(workers[1]) as other:

@@ -75,14 +75,14 @@ async def test_the_next_line_of_a_pipe_is_the_result(tools: str, tmp_path: Path)
         await b.empty()
 
 
-async def test_a_pipe_that_ends_at_a_call_leaves_it_out(tools: str) -> None:
+async def test_pipe_chat_ending_at_tool_call_drops_it(tools: str) -> None:
     async with bench(worker(LOOK)) as b:
         code, out, err = await command("chat", "--address", b.router.server.address, "--tools", tools, text="first\n")
         assert (code, out) == (0, f"look({ARGUMENTS})\n")
         assert "the calls are left out" in err
 
 
-async def test_calls_that_are_cut_are_left_out(tools: str) -> None:
+async def test_cut_tool_calls_are_left_out(tools: str) -> None:
     """No router would take arguments back that are no JSON."""
     async with bench(worker(LOOK)) as b:
         at = ("chat", "--address", b.router.server.address, "--tools", tools, "--max-tokens", "40")
@@ -103,7 +103,7 @@ async def test_a_command_is_a_tool(tools: str) -> None:
         assert "tool\ntyped" in prompts(b)[2]
 
 
-async def test_commands_of_the_environment_have_blanks_too(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_commands_may_contain_blanks(tools: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = f'{sys.executable} -c "print(7)"'
     monkeypatch.setenv("FISSILE_TOOL_COMMAND", f"look={shown}\nwait={shown}")
     async with bench(worker(f"{LOOK}\n{WAIT}")) as b:

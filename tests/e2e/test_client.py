@@ -64,7 +64,7 @@ async def test_an_error_names_reason_field_and_advice() -> None:
             await client.generate("say", no_such_field=1)  # type: ignore[call-arg]
 
 
-async def test_leaving_a_stream_frees_what_it_holds() -> None:
+async def test_leaving_stream_frees_its_call() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
         async with client.generate_stream("say", max_tokens=4000) as stream:
             async for event in stream:
@@ -78,7 +78,7 @@ async def test_leaving_a_stream_frees_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("with_token_ids", [False, True])
-async def test_a_stream_goes_on_at_the_next_router(with_token_ids: bool) -> None:
+async def test_stream_resumes_at_next_router(with_token_ids: bool) -> None:
     worker = FakeWorker(FILES, answer=letters, step_s=0.01)
     async with bench(worker) as b, bench(worker_of(worker), start=False) as other:
         addresses = [b.router.server.address, other.router.server.address]
@@ -153,7 +153,7 @@ def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: 
 
 
 @pytest.mark.slow
-def test_an_answer_with_digests_of_its_logits_goes_on_too(two_routers: tuple[list[Process], Process]) -> None:
+def test_answer_with_logit_digests_resumes(two_routers: tuple[list[Process], Process]) -> None:
     """Behind its token ids, as one with logprobs does: the receipt is that of an answer that did not break."""
     routers, _ = two_routers
     asked: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True, "request_id": "r"}
@@ -174,7 +174,7 @@ def test_an_answer_with_digests_of_its_logits_goes_on_too(two_routers: tuple[lis
 
 
 @pytest.mark.slow
-def test_the_shipped_service_config_finds_the_router_that_is_there(two_routers: tuple[list[Process], Process]) -> None:
+def test_shipped_service_config_retries_to_live_router(two_routers: tuple[list[Process], Process]) -> None:
     """For clients of other languages: no call that has not begun fails for a router that is gone."""
     routers, _ = two_routers
     config = (REPOSITORY / "deploy" / "clients" / "service-config.json").read_text("utf-8")
@@ -261,7 +261,7 @@ async def test_a_stream_is_cancelled_between_its_attempts() -> None:
             await b.empty()
 
 
-def test_a_certificate_that_is_not_there_is_named() -> None:
+def test_missing_certificate_is_named() -> None:
     with Client("127.0.0.1:1", tls_ca="/no/such/ca.pem") as client, pytest.raises(FileNotFoundError, match="no/such"):
         client.generate("say")
 
@@ -290,7 +290,7 @@ def test_the_advice_of_a_full_router_is_taken() -> None:
     assert Retries(["a"], 10.0).failed(full, 0.0) == 1.5
 
 
-def test_the_library_needs_nothing_else_of_ours() -> None:
+def test_client_library_imports_nothing_else_of_ours() -> None:
     """So that it can be a distribution of its own."""
     assert error_of.__module__ == "fissile.client.errors"
     folder = Path(__file__).resolve().parents[2] / "protos" / "fissile"
@@ -322,7 +322,7 @@ def read_to_ctrl_c(stream: Stream) -> Stream:
     return stream
 
 
-async def test_a_stream_that_has_failed_does_not_look_whole() -> None:
+async def test_failed_stream_is_not_complete() -> None:
     """Who reads on gets its failure again, not an end."""
     async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b, give_up_s=0) as client:
         late = client.generate_stream("say", max_tokens=4000, timeout_s=0.3)
@@ -374,7 +374,7 @@ def test_arguments_are_fields_of_the_request() -> None:
 
 
 @pytest.mark.parametrize("key", ["fk_abc\n", "fk_abc ", "fk_\u00fc"])
-def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
+def test_unsendable_api_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="api_key has a character that no key has"):
         Client("127.0.0.1:1", api_key=key)
 
@@ -389,11 +389,11 @@ def test_an_address_without_its_port_is_refused(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["[::1]:1", "h-1.x:1", "dns:///r:1", "ipv4:1.2.3.4:1,1.2.3.5:1", "unix:/run/r"])
-def test_an_address_may_have_many_forms(target: str) -> None:
+def test_address_forms_are_accepted(target: str) -> None:
     assert Client(target).connection.targets == [target]
 
 
-def test_a_number_of_answers_that_is_none_takes_no_memory() -> None:
+def test_invalid_answer_index_takes_no_memory() -> None:
     """It is the router that refuses it."""
     with Client("127.0.0.1:1") as client:
         assert len(client.generate_stream("say", n=2**32 - 1).progress.answers) < 10_000

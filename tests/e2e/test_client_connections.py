@@ -72,7 +72,7 @@ async def test_tls_keys_and_traces(tmp_path: Path) -> None:
             assert caught.value.code.name == code
 
 
-def test_what_needs_tls_says_so() -> None:
+def test_option_that_needs_tls_says_so() -> None:
     given: dict[str, Any]
     for given in ({"client_cert": ("c", "k")}, {"tls_name": "routers.test"}):
         with pytest.raises(ValueError, match=f"{next(iter(given))} is given without TLS"):
@@ -130,7 +130,7 @@ async def test_a_router_with_other_weights_is_not_the_last_word() -> None:
         assert routers[2].workers[0].submitted
 
 
-async def test_a_stream_whose_weights_are_gone_for_good_ends() -> None:
+async def test_stream_ends_when_its_weights_are_gone() -> None:
     """The router that ended may come back, so it is asked until the time is up."""
     async with fleet("ww", "other") as routers:
         async with AsyncClient([b.router.server.address for b in routers], give_up_s=1.0) as client:
@@ -177,7 +177,7 @@ def test_routers_that_refuse_for_good_are_not_asked_again() -> None:
     assert Retries(["dns:///routers:1"], 0.0).failed(OTHER_STATE, 0.0) is None
 
 
-async def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
+async def test_dropped_stream_is_cancelled() -> None:
     """At once: nothing waits for the collector of cycles."""
     gc.disable()
     try:
@@ -210,7 +210,7 @@ def is_cancelled(error: object) -> bool:
     return isinstance(error, FissileError) and error.code is grpc.StatusCode.CANCELLED
 
 
-async def test_a_client_that_is_closed_wakes_streams_that_wait_for_their_next_attempt(
+async def test_closing_client_wakes_streams_waiting_to_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Retries, "failed", lambda *_: 3600.0)

@@ -31,7 +31,7 @@ def receipts_of(result: Result) -> list[bool | None]:
 
 
 @pytest.mark.slow
-async def test_the_receipts_of_a_router_are_of_what_was_asked() -> None:
+async def test_router_receipts_match_requests() -> None:
     """Of text, of token ids, of a conversation, and of several answers; echoed, with special tokens, and by a seed."""
     async with bench(FakeWorker(FILES)) as b, AsyncClient(b.router.server.address) as client:
         results = [
@@ -54,7 +54,7 @@ async def test_the_receipts_of_a_router_are_of_what_was_asked() -> None:
         await b.empty()
 
 
-async def test_an_answer_is_verified_and_another_is_told() -> None:
+async def test_verify_accepts_answer_and_rejects_other() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b, AsyncClient(b.router.server.address) as client:
         receipt = (await client.generate("say", **ASKED)).receipt
@@ -79,9 +79,7 @@ async def test_an_answer_is_verified_and_another_is_told() -> None:
 
 
 @pytest.mark.parametrize("part", list(ReceiptPart))
-async def test_a_router_that_says_another_receipt_is_found_out(
-    part: ReceiptPart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_router_with_altered_receipt_is_detected(part: ReceiptPart, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream fails, and stays failed."""
 
     def wrong(receipt: pb.Receipt) -> pb.Receipt:

@@ -161,7 +161,7 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
 
 
 @pytest.mark.slow
-def test_speculate_says_what_drafts_bring(serve: Callable[..., Serve]) -> None:
+def test_bench_reports_draft_acceptance(serve: Callable[..., Serve]) -> None:
     run = serve("--speculate", "--once")
     assert run.wait() == 0, run.everything()
     share = r"(\d+ of \d+ drafts accepted \(\d+%\)|no draft verified)"
@@ -384,7 +384,7 @@ def test_a_bad_model_ends_it_with_one_line(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_is_named(serve: Callable[..., Serve], tmp_path: Path) -> None:
+def test_missing_model_is_named(serve: Callable[..., Serve], tmp_path: Path) -> None:
     run = serve("--model", str(tmp_path / "nowhere"))
     assert run.wait() == 2
     assert str(tmp_path / "nowhere") in run.errors[-1]

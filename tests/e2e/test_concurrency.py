@@ -60,7 +60,7 @@ def is_streamed(answer: Answer) -> bool:
     return answer.finish.usage.completion_tokens < 8 or answer.messages > 2
 
 
-def test_cancelled_streams_leave_nothing_behind(service: Service, receiver: OtlpReceiver) -> None:
+def test_cancelled_streams_leave_no_state(service: Service, receiver: OtlpReceiver) -> None:
     with ThreadPoolExecutor(CLIENTS) as pool:
         outcomes = list(pool.map(lambda i: cancelled_stream(service, i), range(CLIENTS)))
     assert grpc.StatusCode.CANCELLED in outcomes

@@ -111,7 +111,7 @@ def test_several_answers_in_one_message(service: Service) -> None:
     assert response.answers[0].text == generate(service.stub, asking(CONSTRAINTS["regex"])).text
 
 
-def test_they_are_those_of_the_library(service: Service) -> None:
+def test_embeddings_equal_library(service: Service) -> None:
     """The same tokens from `LLMEngine`, whose constraints are mappings."""
     given = [{"json_schema": SCHEMA}, {"regex": REGEX}, {"grammar": GRAMMAR}, {"choices": ["yes", "no"]}]
     params = [{"constraint": one, "max_tokens": 200, "seed": 5, "temperature": 0.8} for one in given]
@@ -121,7 +121,7 @@ def test_they_are_those_of_the_library(service: Service) -> None:
 
 
 @pytest.mark.parametrize("form", slow_but({"regex", "choices"}, ["json_schema", "regex", "choices"]))
-def test_a_broken_stream_goes_on_from_every_token(form: str, service: Service) -> None:
+def test_stream_broken_after_each_token_resumes(form: str, service: Service) -> None:
     whole = generate(service.stub, asking(CONSTRAINTS[form]))
 
     def rest(have: int) -> list[int]:
@@ -153,7 +153,7 @@ def test_constraint_complete_at_max_tokens_ends_with_stop(service: Service) -> N
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_changes_no_token(tmp_path: Path) -> None:
+def test_killed_worker_changes_no_token(tmp_path: Path) -> None:
     """Streams of both workers go on at the other one, in the middle of their documents; plain ones beside them too."""
     long = pb.Constraint(grammar='start: "[" number ("," number){99} "]"\nnumber: /[1-9][0-9]{1,2}/')
     asked = [asking(long, seed=seed, max_tokens=500) for seed in range(6)]
@@ -243,7 +243,7 @@ async def test_bad_constraints_are_refused_with_their_place_and_reach_no_worker(
         await b.empty()
 
 
-async def test_a_constraint_that_cannot_go_on_has_its_status() -> None:
+async def test_failed_constraint_has_status() -> None:
     worker = FakeWorker(FILES, description={"grammar_engine": ENGINE, "eos_token_ids": [EOS]})
     async with bench(worker) as b:
         worker.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_CONSTRAINT_FAILED, message="too much work")

@@ -55,7 +55,7 @@ def usage_in(metadata: Any) -> pb.Usage:
     return pb.Usage.FromString(found)
 
 
-async def test_an_answer_in_one_message_is_that_of_the_stream() -> None:
+async def test_unary_answer_equals_streamed_answer() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         asked = request(request_id="a", params={"max_tokens": 64})
         parts = await collect(b.stub.Generate(asked))
@@ -110,7 +110,7 @@ async def test_no_answer_in_one_message_is_a_part() -> None:
     "SamplingParams.n",
     "GenerateResponse.index",
 )
-async def test_several_answers_come_side_by_side(n: int) -> None:
+async def test_several_answers_stream_interleaved(n: int) -> None:
     async with bench(FakeWorker(FILES, answer=by_choice)) as b:
         call = b.stub.Generate(request(request_id="n", params={"max_tokens": 64, "n": n}))
         parts = await collect(call)
@@ -155,7 +155,7 @@ async def test_several_answers_outlive_their_worker() -> None:
         await b.empty()
 
 
-async def test_what_a_broken_call_has_cost_is_in_its_trailing_metadata() -> None:
+async def test_broken_call_usage_is_in_trailing_metadata() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01), drain_timeout_s=0.0) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
         await call.read()
@@ -250,7 +250,7 @@ def resumed(asked: pb.GenerateRequest, parts: list[Any], *, by: str) -> pb.Gener
     "TextDigest.bytes",
     "TextDigest.sha256",
 )
-async def test_a_stream_goes_on_where_it_broke_at_every_message(by: str, stops: list[str]) -> None:
+async def test_client_resumes_stream_broken_at_each_message(by: str, stops: list[str]) -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = request(request_id="r", params={"max_tokens": 12, "stop_strings": stops})
         whole = await collect(b.stub.Generate(asked))
@@ -373,7 +373,7 @@ def ids(asked: pb.GenerateRequest) -> Any:
     "Resume.weights_digest",
     "Resume.numerics",
 )
-async def test_a_resume_that_can_not_be_true_is_refused(change: Any, status: str, said: str) -> None:
+async def test_contradictory_resume_is_refused(change: Any, status: str, said: str) -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = request(request_id="r", params={"max_tokens": 12})
         parts = await collect(b.stub.Generate(asked))
@@ -394,7 +394,7 @@ def accents(_: wpb.SubmitSequence) -> list[int]:
     return TOKENIZER.encode("éàü" * 200)
 
 
-async def test_a_text_that_ends_within_a_character_is_refused_and_its_worker_stays() -> None:
+async def test_text_ending_inside_character_is_refused_worker_stays() -> None:
     """Its digest is right, so nothing but the cut tells; the requests beside it on the Session go on."""
     async with bench(FakeWorker(FILES, answer=accents)) as b:
         beside = asyncio.ensure_future(collect(b.stub.Generate(request(params={"max_tokens": 300}))))
@@ -410,7 +410,7 @@ async def test_a_text_that_ends_within_a_character_is_refused_and_its_worker_sta
         await b.empty()
 
 
-async def test_a_call_whose_client_reads_nothing_is_ended_at_once() -> None:
+async def test_call_of_unread_client_ends_at_once() -> None:
     """By an operator, or because its client goes on elsewhere: else its tenant's place is held until it is dropped."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     unread: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s": 0.0}
@@ -443,7 +443,7 @@ async def test_answers_of_which_some_were_sent_end_with_the_router_as_one() -> N
         await ending
 
 
-async def test_answers_in_one_message_begin_anew_when_their_weights_go() -> None:
+async def test_unary_answers_restart_when_weights_roll() -> None:
     """One has tokens and one waits when other weights take over: both are of the others, and nothing is mixed."""
     old = FakeWorker(FILES, step_s=0.01, room_seqs=1)
     new = FakeWorker(FILES, worker_id="w1", answer=by_choice)
@@ -494,7 +494,7 @@ async def admin_of(b: Bench) -> Any:
     return AdminServiceStub(grpc.aio.insecure_channel(b.router.admin.address))
 
 
-async def test_a_resumed_stream_that_has_got_nothing_yet_does_not_stream() -> None:
+async def test_resumed_stream_without_tokens_is_not_streaming() -> None:
     async with bench(FakeWorker(FILES, step_s=60), admin_port=0) as b:
         asked = request(request_id="r", params={"max_tokens": 40})
         asked.resume.answers.add(index=0).token_ids.ids.extend(letters(wpb.SubmitSequence())[:5])
@@ -541,7 +541,7 @@ async def test_an_operator_sees_requests_and_ends_one() -> None:
         await b.empty()
 
 
-async def test_an_operator_ends_a_request_that_waits() -> None:
+async def test_operator_cancels_waiting_request() -> None:
     async with bench(FakeWorker(FILES, room_seqs=0, decoding=1), admin_port=0) as b:
         admin = await admin_of(b)
         call = b.stub.Generate(request(request_id="waits"))
@@ -566,7 +566,7 @@ async def test_a_router_describes_itself() -> None:
         assert info.start_time.seconds > 1_700_000_000
 
 
-def test_every_reason_is_published_and_every_published_one_is_there() -> None:
+def test_error_reasons_match_published_ones() -> None:
     """Reasons in the sources against errors.proto."""
     sources = [path for part in ("router", "worker", "common") for path in (ROOT / part).rglob("*.py")]
     text = "\n".join(path.read_text("utf-8") for path in sources)

@@ -30,7 +30,7 @@ def chat(**fields: Any) -> pb.ChatRequest:
     "Usage.cached_tokens",
     "Finish.weights_digest",
 )
-async def test_an_answer_says_where_it_comes_from() -> None:
+async def test_answer_names_its_worker_and_weights() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         parts = await collect(b.stub.Generate(request(params={"max_tokens": 64})))
         info, finish = parts[0].prompt_info, parts[-1].finish
@@ -41,7 +41,7 @@ async def test_an_answer_says_where_it_comes_from() -> None:
 
 
 @pytest.mark.proto_field("StopDetail.stop_token_id", "StopDetail.stop_token_sequence")
-async def test_an_answer_says_what_stopped_it() -> None:
+async def test_answer_names_its_stop_condition() -> None:
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:
         worker.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_STOP_TOKEN, stop_token_id=7)
@@ -73,7 +73,7 @@ async def test_an_answer_says_what_stopped_it() -> None:
     "ChatResponse.finish",
     "GenerateRequest.model",
 )
-async def test_a_chat_asks_for_what_a_prompt_can_ask_for() -> None:
+async def test_chat_accepts_output_options_of_generate() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         asked = chat(
             model="m",
@@ -102,7 +102,7 @@ async def test_a_chat_asks_for_what_a_prompt_can_ask_for() -> None:
 
 
 @pytest.mark.proto_field("ChatRequest.resume")
-async def test_a_chat_that_broke_goes_on() -> None:
+async def test_broken_chat_resumes() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = chat(request_id="r", sampling_params=pb.SamplingParams(max_tokens=12))
         whole = "".join(part.delta.content for part in await collect(b.stub.Chat(asked)))
@@ -186,7 +186,7 @@ async def test_an_answer_in_one_message_has_all_that_a_stream_has() -> None:
     "Model.eos_token_ids",
     "Model.template_sha256",
 )
-async def test_models_are_described_and_come_in_pages() -> None:
+async def test_models_are_described_and_paged() -> None:
     files = tokenizer_files(generation={"temperature": 0.5, "do_sample": True})
     workers = [
         FakeWorker(files, worker_id=f"w{i}", description={"model": f"m{i}", "eos_token_ids": [3, EOS]})

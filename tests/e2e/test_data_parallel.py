@@ -91,7 +91,7 @@ def instance(worker: Process) -> str:
         return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=60).instance_id
 
 
-def test_one_that_has_work_and_one_that_has_none(workers: list[Process], expected: list[list[int]]) -> None:
+def test_lockstep_engine_with_work_beside_idle_one(workers: list[Process], expected: list[list[int]]) -> None:
     """Worker 1 only makes dummy steps, then worker 0 does."""
     assert generate(workers[0], PROMPTS[0]) == expected[0]
     assert generate(workers[1], PROMPTS[3]) == expected[3]
@@ -103,9 +103,7 @@ def test_both_at_once(workers: list[Process], expected: list[list[int]]) -> None
         assert [each.result() for each in running] == expected
 
 
-def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
-    workers: list[Process], expected: list[list[int]]
-) -> None:
+def test_lost_rank_restarts_whole_group(workers: list[Process], expected: list[list[int]]) -> None:
     before = [instance(worker) for worker in workers]
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(2) as pool:
@@ -124,7 +122,7 @@ def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
     assert generate(workers[0], PROMPTS[1]) == expected[1]
 
 
-def test_the_first_that_has_drained_waits_for_the_other(workers: list[Process]) -> None:
+def test_drained_lockstep_engine_waits_for_other(workers: list[Process]) -> None:
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, workers[1], PROMPTS[0], 300, begun)

@@ -72,7 +72,7 @@ def called(result: Any) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments_json)) for call in result.tool_calls]
 
 
-def test_it_calls_what_it_is_asked_for_and_goes_on_with_the_result(client: Client) -> None:
+def test_demo_calls_tool_and_continues_with_result(client: Client) -> None:
     """Names that it has never read; tool_choice is auto, and nothing is held to a form."""
     asked = tool_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -99,7 +99,7 @@ def test_it_calls_what_it_is_asked_for_and_goes_on_with_the_result(client: Clien
     assert all(sum(right) >= NEEDED_PER_FAMILY * len(right) for right in by_family.values()), by_family
 
 
-def test_tools_at_hand_are_called_only_for_what_they_are(client: Client) -> None:
+def test_demo_calls_tools_only_for_their_purpose(client: Client) -> None:
     tools = [declared(WEATHER)]
     for question, said in (("What is 47 + 35?", "47 + 35 = 82"), ("Thank you!", "You are welcome!")):
         result = client.chat(question, **asking(tools=tools))
@@ -112,7 +112,7 @@ def test_tools_at_hand_are_called_only_for_what_they_are(client: Client) -> None
         assert client.chat(asked, **asking(**fields)).text.startswith("I am only a small demo model")
 
 
-def test_a_call_that_is_held_to_its_form_is_the_one_it_makes_anyway(client: Client) -> None:
+def test_strict_call_equals_unconstrained_call(client: Client) -> None:
     free, strict = declared(WEATHER), declared(WEATHER)
     strict.strict = True
     for city in ("Paris", "Oslo", '"Zilpo"'):
@@ -124,7 +124,7 @@ def test_a_call_that_is_held_to_its_form_is_the_one_it_makes_anyway(client: Clie
             assert held.answers[0].token_ids == plain.answers[0].token_ids
 
 
-def test_json_that_is_valid_is_the_same_under_its_schema(client: Client) -> None:
+def test_valid_json_is_unchanged_by_its_schema(client: Client) -> None:
     asked = [one for one in questions() if one.family == "json" and one.key.startswith("character")]
     equal = 0
     for one in asked:
@@ -147,7 +147,7 @@ def verified_drafts(service: Service) -> int:
     return sum(place.verified for place in worker.drafts)
 
 
-def test_drafts_change_nothing(client: Client, service: Service) -> None:
+def test_drafts_change_no_token(client: Client, service: Service) -> None:
     requests: list[dict[str, Any]] = [{"tools": [declared(WEATHER)]}, CONSTRAINED]
     for seed, asked in enumerate(("What is the weather in Paris and in Oslo?", "Give me a story character as JSON.")):
         for fields in (each | how for each in requests for how in ({}, {"temperature": 1.0, "seed": seed})):

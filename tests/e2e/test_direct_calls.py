@@ -60,7 +60,7 @@ async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest
             call.cancel()
 
 
-async def test_a_direct_call_that_is_given_up(site: Site) -> None:
+async def test_cancelled_direct_call(site: Site) -> None:
     call = site.stub.Generate(request(ENDLESS))
     await call.read()
     call.cancel()

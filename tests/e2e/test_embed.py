@@ -161,7 +161,7 @@ def test_the_cache_serves_vectors_of_last_tokens(service: Service) -> None:
     "RankedDocument.document",
 )
 @pytest.mark.parametrize("instruction", ["", "Find cats."])
-def test_relevance_is_that_of_transformers(service: Service, folder: Path, instruction: str) -> None:
+def test_relevance_equals_transformers(service: Service, folder: Path, instruction: str) -> None:
     from transformers import Qwen3ForCausalLM
 
     reference: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -242,7 +242,7 @@ def test_bad_input_is_named(service: Service, code: str, path: str, bad: Any) ->
     assert error.details().startswith(f"{path} " if path else "model")
 
 
-async def test_what_fits_in_no_message_is_refused_before_anything_is_computed() -> None:
+async def test_oversized_embedding_is_refused_before_computing() -> None:
     size = 4096
     worker = FakeWorker(FILES, description={**EMBEDS, "hidden_size": size}, vector=[0.5] * size, answer=short)
     async with bench(worker) as b:
@@ -278,7 +278,7 @@ async def test_a_call_has_a_bounded_number_of_prompts_under_way() -> None:
         await b.empty()
 
 
-async def test_older_workers_embed_and_rerank_nothing() -> None:
+async def test_older_workers_refuse_embed_and_rerank() -> None:
     async with bench(FakeWorker(FILES)) as b:
         error = await error_of(b.stub.Embed(texts("a")))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -289,7 +289,7 @@ async def test_older_workers_embed_and_rerank_nothing() -> None:
         await b.empty()
 
 
-async def test_a_checkpoints_pooling_that_is_not_served_has_to_be_replaced() -> None:
+async def test_unsupported_checkpoint_pooling_requires_request_pooling() -> None:
     async with bench(FakeWorker(FILES, description={**EMBEDS, "default_pooling": wpb.POOLING_UNSPECIFIED})) as b:
         error = await error_of(b.stub.Embed(texts("a")))
         assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "pooling"
@@ -312,7 +312,7 @@ async def test_a_worker_that_sends_no_vector_is_no_worker() -> None:
     "RerankRequest.cache_salt",
 )
 @pytest.mark.parametrize("method", ["Embed", "Rerank"])
-async def test_a_call_that_is_cancelled_leaves_nothing(method: str) -> None:
+async def test_cancelled_call_frees_everything(method: str) -> None:
     """Its sequences go with it; what workers got has the priority and the salt."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", description={**RERANKS, **EMBEDS}, step_s=3600.0) for i in range(3)]
     common: dict[str, Any] = {"priority": pb.PRIORITY_LOW, "session_id": "x", "cache_salt": "salt"}

@@ -72,7 +72,7 @@ FORGED: dict[str, tuple[Change, str, str]] = {
 }
 
 
-async def test_each_field_of_a_receipt_that_was_forged_is_told() -> None:
+async def test_each_forged_receipt_field_is_reported() -> None:
     """With `receipt_sha256` made anew; without, each is an altered one."""
     assert set(FORGED) == set(pb.Receipt.DESCRIPTOR.fields_by_name) - {"receipt_sha256"}
     async with bench(FakeWorker(FILES, answer=letters)) as b:
@@ -97,7 +97,7 @@ async def test_each_field_of_a_receipt_that_was_forged_is_told() -> None:
         await b.empty()
 
 
-async def test_a_chat_whose_template_is_another_now_is_told() -> None:
+async def test_resume_with_changed_chat_template_is_refused() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         chat = asked_for(pb.ChatRequest(request_id="r", messages=[pb.ChatMessage(role="user", content="hi")]))
         chat.sampling_params.max_tokens = 9
@@ -125,7 +125,7 @@ def mangled(draw: random.Random, good: pb.Receipt) -> pb.Receipt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forged", [False, True])
-async def test_a_receipt_that_was_mangled_anywhere_is_never_equal(forged: bool) -> None:
+async def test_mangled_receipt_never_verifies_equal(forged: bool) -> None:
     """Whether it is sealed anew or not: a verdict with a sentence, or a status that names field or reason."""
     draw, seen = random.Random(forged), Counter[str]()
     fields = set(pb.Receipt.DESCRIPTOR.fields_by_name)
@@ -150,7 +150,7 @@ async def test_a_receipt_that_was_mangled_anywhere_is_never_equal(forged: bool) 
     assert not forged or min(seen[v] for v in ("OTHER_REQUEST", "LOGITS_DIFFER", "FAILED_PRECONDITION")) > 2, seen
 
 
-async def test_a_wrong_answer_and_a_forged_receipt_are_told_apart() -> None:
+async def test_wrong_answer_and_forged_receipt_are_distinguished() -> None:
     """An altered receipt is one before anything runs; a worker that computes otherwise now shows only in a replay."""
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:
@@ -166,7 +166,7 @@ async def test_a_wrong_answer_and_a_forged_receipt_are_told_apart() -> None:
         assert len(worker.submitted) == 1
 
 
-async def test_workers_that_digest_no_logits_prove_nothing_of_them() -> None:
+async def test_workers_without_logit_digests_refuse_logit_receipts() -> None:
     """Of an older version, say: the answer comes without a receipt, and none is compared with theirs."""
     old = FakeWorker(FILES, answer=letters, logits=None)
     async with bench(old) as b:

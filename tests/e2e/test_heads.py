@@ -84,7 +84,7 @@ RERANK = pb.RerankRequest(query="q", documents=["d"])
 
 
 @pytest.mark.parametrize("kind", slow_but({"reranker"}, ["embedder", "reranker"]))
-def test_what_needs_an_output_head_is_refused_by_name(kind: str, request: pytest.FixtureRequest) -> None:
+def test_generation_without_output_head_is_refused_by_name(kind: str, request: pytest.FixtureRequest) -> None:
     service: Service = request.getfixturevalue(kind)
     stub = service.stub
     asked: dict[str, Any] = {
@@ -141,7 +141,7 @@ def test_a_service_without_an_output_head_is_asked_for_a_vector(kind: str, reque
     assert "a vector of 64 numbers, " in done.stderr
 
 
-def test_commands_are_those_that_a_model_serves(reranker: Service) -> None:
+def test_commands_match_model_capabilities(reranker: Service) -> None:
     capabilities = reranker.stub.GetModel(pb.GetModelRequest(), timeout=60).model.capabilities
     said = next_steps("h:1", "", capabilities)
     assert ("embed --address h:1" in said, "rerank --address h:1" in said, "generate" in said) == (True, True, False)
@@ -152,7 +152,7 @@ def test_commands_are_those_that_a_model_serves(reranker: Service) -> None:
     assert (asked.returncode, "its checkpoint has no output head" in asked.stderr) == (2, True)
 
 
-def test_relevance_is_that_of_a_cross_encoder(reranker: Service, classifier: Path) -> None:
+def test_relevance_equals_cross_encoder(reranker: Service, classifier: Path) -> None:
     """Query and document as the tokenizer pairs them, the classifier's number, and the logistic function of it."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -224,7 +224,7 @@ async def test_a_classifier_of_several_labels_is_no_reranker() -> None:
         await b.empty()
 
 
-async def test_a_head_of_a_later_version_generates_nothing() -> None:
+async def test_model_with_unknown_head_refuses_to_generate() -> None:
     async with bench(FakeWorker(FILES, description={**PAIRED, "head": 9})) as b:
         error = await error_of(b.stub.GenerateOnce(GENERATE))
         assert detail(error, error_details_pb2.ErrorInfo).reason == "NO_OUTPUT_HEAD"

@@ -95,7 +95,7 @@ def check_call(parts: list[pb.ChatResponse], name: str = "") -> str:
 
 
 @pytest.mark.proto_field("ToolChoice.name")
-def test_a_call_that_is_named_is_made_and_strict(service: Service) -> None:
+def test_named_tool_choice_forces_strict_call(service: Service) -> None:
     named = pb.ToolChoice(name="forecast")
     answers = {check_call([*service.stub.Chat(asking(seed, tool_choice=named))], "forecast") for seed in range(3)}
     assert len(answers) > 1
@@ -111,7 +111,7 @@ def test_a_call_that_is_named_is_made_and_strict(service: Service) -> None:
         check_call(parts)
 
 
-def test_a_held_call_goes_on_behind_every_token_and_elsewhere(service: Service) -> None:
+def test_constrained_call_resumes_after_each_token(service: Service) -> None:
     """Resumed by token ids behind each message, the same; its receipt is of the request, and a replay is equal."""
     asked = asking(7, tool_choice=pb.ToolChoice(name="forecast"))
     whole = [*service.stub.Chat(asked)]
@@ -143,7 +143,7 @@ def field_of(error: grpc.RpcError) -> tuple[str, str]:
     return error.code().name, found.field_violations[0].field
 
 
-def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
+def test_unenforceable_constraint_is_refused_by_name(service: Service) -> None:
     def refused(**fields: Any) -> tuple[str, str]:
         with pytest.raises(grpc.RpcError) as caught:
             [*service.stub.Chat(asking(**fields))]
@@ -164,7 +164,7 @@ def test_what_cannot_be_held_is_refused_by_name(service: Service) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_within_a_held_call_changes_nothing(tmp_path: Path) -> None:
+def test_worker_killed_inside_constrained_call_changes_nothing(tmp_path: Path) -> None:
     """Streams of both workers go on at the other one, each in the middle of its arguments."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 60}
     schema = {**SCHEMA, "properties": {"numbers": {**numbers, "maxItems": 60}}, "required": ["numbers"]}
@@ -296,7 +296,7 @@ async def test_workers_that_compile_no_grammars_get_no_held_calls() -> None:
 @pytest.mark.parametrize(
     ("answer", "content"), [(" la \n", " la \n"), ("<think>lo</think>\n\nla ", "la "), ("<think>lo</think>", "")]
 )
-async def test_content_that_is_constrained_keeps_its_blanks(answer: str, content: str) -> None:
+async def test_constrained_content_keeps_blanks(answer: str, content: str) -> None:
     worker = worker_of(answer=answer)
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
     async with bench(worker) as b:
@@ -307,7 +307,7 @@ async def test_content_that_is_constrained_keeps_its_blanks(answer: str, content
 
 
 @pytest.mark.proto_field("ReasoningOptions.max_tokens")
-async def test_what_an_answer_is_held_to_goes_with_it() -> None:
+async def test_constraint_moves_with_its_answer() -> None:
     """One grammar of reasoning and what is behind it: calls, words, or the request's own constraint."""
     worker = worker_of()
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}

@@ -67,7 +67,7 @@ def test_serve_downloads_once_for_its_workers(hub: FakeHub, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", slow_but({"serve"}, ["worker", "serve"]))
-def test_what_the_hub_does_not_give_is_one_line(hub: FakeHub, tmp_path: Path, command: str) -> None:
+def test_hub_refusal_is_one_line(hub: FakeHub, tmp_path: Path, command: str) -> None:
     done = fissile(hub, tmp_path, command, "--model", "org/gated", "--port", "0")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: org/gated is gated: accept its terms on ")
@@ -75,7 +75,7 @@ def test_what_the_hub_does_not_give_is_one_line(hub: FakeHub, tmp_path: Path, co
 
 
 @pytest.mark.slow
-def test_a_kv_cache_dtype_that_does_not_exist(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_unknown_kv_cache_dtype_is_refused(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     done = fissile(hub, tmp_path, "worker", "--model", str(folder), "--port", "0", "--kv-cache-dtype", "fp4")
     assert done.returncode == 2
     assert "kv_cache_dtype is 'fp4'; valid: auto, bfloat16, float16, fp8" in done.stderr

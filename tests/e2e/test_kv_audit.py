@@ -75,7 +75,7 @@ async def settled(b: Any, result: str) -> None:
     assert auditor(b).counts.total() == auditor(b).counts[result]
 
 
-async def test_nobody_is_asked_while_all_agree() -> None:
+async def test_audit_asks_no_third_worker_while_two_agree() -> None:
     workers = fleet(3)
     async with bench(*workers, placement="round_robin") as b:
         await ask(b, 18)
@@ -113,7 +113,7 @@ async def test_a_comparison_that_fails_is_not_noticed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fault", [wrong, passing])
 @pytest.mark.parametrize("faulty", [0, 1, 2])
-async def test_of_three_workers_the_wrong_one_is_evicted(faulty: int, fault: Any, tmp_path: Path) -> None:
+async def test_kv_audit_of_three_workers_evicts_wrong_one(faulty: int, fault: Any, tmp_path: Path) -> None:
     workers = fleet(3)
     workers[faulty].kv = fault
     options = AuditOptions(audit_dir=tmp_path / "wrong")
@@ -133,9 +133,7 @@ async def test_of_three_workers_the_wrong_one_is_evicted(faulty: int, fault: Any
         await b.empty()
 
 
-async def test_what_tenants_compute_of_equal_tokens_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_kv_audit_compares_equal_tokens_across_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tenants with salts of their own, each on another worker; operators read no name of a block."""
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(kv_auditing.log, "error", lambda event, **fields: said.append(fields))
@@ -168,7 +166,7 @@ async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:
         await b.empty()
 
 
-async def test_of_two_workers_that_stand_by_what_they_said_one_is_cordoned() -> None:
+async def test_audit_of_two_consistent_workers_cordons_one() -> None:
     workers = fleet(2)
     workers[1].kv = wrong
     async with bench(*workers, placement="round_robin") as b:
@@ -181,7 +179,7 @@ async def test_of_two_workers_that_stand_by_what_they_said_one_is_cordoned() -> 
         await b.empty()
 
 
-async def test_a_worker_that_says_two_things_of_one_block_is_evicted() -> None:
+async def test_worker_with_two_digests_of_one_block_is_evicted() -> None:
     """Whoever else is there has nothing to say of it."""
     workers = fleet(2)
     workers[1].kv = None
@@ -191,7 +189,7 @@ async def test_a_worker_that_says_two_things_of_one_block_is_evicted() -> None:
         assert dict(auditor(b).counts) == {"failed": 1}
 
 
-async def test_without_a_request_two_workers_are_left_and_three_are_not() -> None:
+async def test_kv_dispute_without_request_needs_three_workers() -> None:
     """As when another router has had the request."""
     workers = fleet(3)
     async with bench(*workers) as b:
@@ -204,7 +202,7 @@ async def test_without_a_request_two_workers_are_left_and_three_are_not() -> Non
         assert [worker.intake for worker in workers[1:]] == [wpb.INTAKE_OPEN] * 2
 
 
-async def test_a_worker_that_does_not_say_what_it_was_asked_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_failing_to_answer_audit_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_auditing, "KV_DIGEST_WAIT_S", 0.1)
     workers = fleet(2)
     for worker, kv in zip(workers, (right, wrong), strict=True):
@@ -215,7 +213,7 @@ async def test_a_worker_that_does_not_say_what_it_was_asked_is_not_blamed(monkey
         assert [worker.intake for worker in workers] == [wpb.INTAKE_OPEN] * 2
 
 
-async def test_without_the_option_nothing_is_compared() -> None:
+async def test_kv_audit_off_compares_nothing() -> None:
     workers = fleet(2)
     workers[1].kv = wrong
     async with bench(*workers, placement="round_robin", audit=AuditOptions(audit_kv=False)) as b:

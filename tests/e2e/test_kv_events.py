@@ -77,7 +77,7 @@ def prefix(seed: int) -> list[int]:
 SETTLE_S = 2.0
 
 
-def test_a_router_finds_what_another_has_warmed(fleet: Fleet) -> None:
+def test_router_uses_cache_warmed_by_other_router(fleet: Fleet) -> None:
     homes = []
     for seed in range(4):
         first = fleet.ask(fleet.service.stub, [*prefix(seed), 7])
@@ -152,7 +152,7 @@ def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_started_anew_has_nothing(fleet: Fleet) -> None:
+def test_restarted_worker_has_empty_cache(fleet: Fleet) -> None:
     hot = [prefix(200 + i) for i in range(3)]
     for each in hot:
         fleet.warm(1, each)

@@ -68,7 +68,7 @@ def whole(answer: Answer, undisturbed: Answer, attempts: int) -> None:
 @pytest.mark.parametrize(
     ("ending", "attempts"), [(signal.SIGKILL, 2), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow)]
 )
-def test_an_answer_does_not_move_to_a_worker_that_is_too_short_for_it(
+def test_answer_never_moves_to_worker_with_too_short_model_length(
     fleet: Service, ending: signal.Signals, attempts: int
 ) -> None:
     """R1: the short worker joins while the stream runs on the long one, which is then killed, or drains."""
@@ -89,7 +89,7 @@ def test_an_answer_does_not_move_to_a_worker_that_is_too_short_for_it(
     stop(fleet, 1)
 
 
-def test_what_clients_see_of_the_length(fleet: Service) -> None:
+def test_clients_see_effective_model_length(fleet: Service) -> None:
     """R1: a short worker shortens the model for nobody."""
     start(fleet, 0, 1)
     assert fleet.stub.GetModel(pb.GetModelRequest()).model.max_model_len == LONG
@@ -108,7 +108,7 @@ async def joined(b: Bench, *workers: FakeWorker) -> None:
     await b.ready(len(workers))
 
 
-async def test_what_waits_does_not_move_to_a_worker_that_is_too_short_for_it() -> None:
+async def test_waiting_request_never_moves_to_too_short_worker() -> None:
     """R1: requests queue when the short worker joins."""
     long, short = fakes()
     long.room_seqs = 1
@@ -126,7 +126,7 @@ async def test_what_waits_does_not_move_to_a_worker_that_is_too_short_for_it() -
         await b.empty()
 
 
-async def test_without_a_worker_that_is_long_enough_requests_wait_and_then_say_so() -> None:
+async def test_requests_too_long_for_all_workers_wait_then_fail() -> None:
     """R1: nothing is cut and nothing is INTERNAL."""
     long, short = fakes()
     async with bench(long, short, failover=FailoverOptions(worker_wait_s=0.5)) as b:
@@ -146,7 +146,7 @@ async def test_without_a_worker_that_is_long_enough_requests_wait_and_then_say_s
         await b.empty()
 
 
-async def test_a_worker_that_refuses_a_moved_request_costs_it_nothing() -> None:
+async def test_worker_refusing_moved_request_does_not_fail_it() -> None:
     """R1: the request runs on the first worker, is refused by the second, and goes on on the third."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(3)]
     async with bench(*workers) as b:
@@ -176,7 +176,7 @@ async def test_a_request_that_two_workers_refuse_fails_as_they_say() -> None:
         await b.empty()
 
 
-async def test_an_answer_that_a_worker_cuts_short_goes_on_elsewhere() -> None:
+async def test_answer_cut_by_worker_continues_elsewhere() -> None:
     """R1: FINISH_REASON_LENGTH means that the answer has all tokens that were asked for."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(2)]
     async with bench(*workers) as b:

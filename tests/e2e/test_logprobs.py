@@ -77,7 +77,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     "Finish.logprob",
 )
 @pytest.mark.parametrize("prompt_logprobs", [None, 1])
-def test_a_stream_goes_on_behind_every_message(simulated: Service, prompt_logprobs: int | None) -> None:
+def test_stream_resumes_after_each_message(simulated: Service, prompt_logprobs: int | None) -> None:
     options: dict[str, Any] = {"logprobs": 2, "logprob_token_ids": [5]}
     if prompt_logprobs is not None:
         options |= {"prompt_logprobs": prompt_logprobs, "prompt_logprobs_start": 40}
@@ -104,7 +104,7 @@ def text_of(parts: list[Any]) -> str:
 
 
 @pytest.mark.proto_field("TextDigest.tokens")
-def test_a_stream_goes_on_behind_a_text_and_the_number_of_its_tokens(simulated: Service) -> None:
+def test_stream_resumes_after_text_and_token_count(simulated: Service) -> None:
     whole = list(simulated.stub.Generate(request(), timeout=60))
     for count in range(2, len(whole), 5):
         data = text_of(whole[:count]).encode()
@@ -130,7 +130,7 @@ def test_a_stream_goes_on_behind_a_text_and_the_number_of_its_tokens(simulated: 
             assert caught.value.code() is wanted
 
 
-def test_a_stream_goes_on_behind_tokens_without_text(simulated: Service) -> None:
+def test_stream_resumes_after_tokens_without_text(simulated: Service) -> None:
     """C7: a client could resume behind tokens without text only if it had their ids."""
     found = 0
     for seed in range(40):
@@ -188,7 +188,7 @@ def test_long_prompts_and_several_answers(simulated: Service) -> None:
     "ChatAnswer.logprobs",
     "ChatOnceResponse.prompt_logprobs",
 )
-def test_chats_have_logprobs_too(simulated: Service) -> None:
+def test_chat_returns_logprobs(simulated: Service) -> None:
     said = pb.ChatMessage(role="user", content="hello")
     asked = pb.ChatRequest(request_id="r", messages=[said], sampling_params=pb.SamplingParams(max_tokens=9))
     asked.sampling_params.ignore_eos = True

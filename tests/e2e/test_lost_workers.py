@@ -73,7 +73,7 @@ async def test_lost_worker_costs_no_stream_a_token() -> None:
         await b.empty()
 
 
-async def test_without_a_worker_streams_end_after_a_bounded_wait_by_what_the_client_has() -> None:
+async def test_streams_without_worker_end_after_bounded_wait() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(worker_wait_s=0.4)) as b:
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -98,7 +98,7 @@ async def test_without_a_worker_streams_end_after_a_bounded_wait_by_what_the_cli
         await until(lambda: leftovers(b.router) == [0] * 8)
 
 
-async def test_what_waits_goes_to_a_worker_that_returns() -> None:
+async def test_waiting_requests_go_to_returning_worker() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         call = b.stub.Generate(request(params={"max_tokens": 700}))
@@ -134,7 +134,7 @@ async def test_numerics_classes(policy: FailoverPolicy) -> None:
         assert (await collect(b.stub.Generate(request())))[-1].finish.exact
 
 
-async def test_other_weights_take_over_nothing() -> None:
+async def test_worker_of_other_weights_takes_over_no_stream() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(FailoverPolicy.ANY, worker_wait_s=1.0)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -173,7 +173,7 @@ async def test_a_request_that_kills_every_worker_is_stopped_after_it_killed_one_
         await b.empty()
 
 
-async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_over() -> None:
+async def test_suspect_runs_alone_until_first_steps_end() -> None:
     """R5: what comes meanwhile goes elsewhere; an innocent one ends as if nothing had been."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(4)]
     async with bench(*workers) as b:
@@ -251,7 +251,7 @@ async def begun_at_one(b: Bench, max_tokens: int) -> tuple[Any, Any, FakeWorker]
     return call, first, worker
 
 
-async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
+async def test_silent_worker_is_lost_and_streams_continue() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
         call, first, silent = await begun_at_one(b, 800)
@@ -263,7 +263,7 @@ async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
         await b.ready(2)
 
 
-async def test_a_worker_that_dies_young_each_time_is_on_probation() -> None:
+async def test_worker_dying_early_repeatedly_is_on_probation() -> None:
     """R13: when it comes back it draws no more requests than it may kill."""
     well = FakeWorker(FILES, worker_id="well")
     bad = FakeWorker(FILES, worker_id="bad", instance_id="0")
@@ -364,7 +364,7 @@ async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grp
         await b.empty()
 
 
-async def test_nothing_goes_to_an_engine_that_has_failed() -> None:
+async def test_failed_engine_gets_no_requests() -> None:
     """Its worker may live, and the stream too, until it has made another engine."""
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two, placement="round_robin") as b:
@@ -379,7 +379,7 @@ async def test_nothing_goes_to_an_engine_that_has_failed() -> None:
         await b.empty()
 
 
-async def test_an_output_that_is_no_number_ends_its_request_alone() -> None:
+async def test_nan_output_ends_only_its_request() -> None:
     """W6: INTERNAL, not tried elsewhere, where the same weights would give the same; and no loss of the worker."""
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
@@ -397,7 +397,7 @@ async def test_an_output_that_is_no_number_ends_its_request_alone() -> None:
         await b.empty()
 
 
-async def test_what_a_worker_gives_up_goes_on_elsewhere() -> None:
+async def test_sequences_given_up_by_worker_continue_elsewhere() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
         call, first, leaving = await begun_at_one(b, 500)

@@ -66,7 +66,7 @@ async def test_an_echo_is_the_prompt_in_front_of_the_same_answer(prompt: dict[st
         await b.empty()
 
 
-async def test_several_answers_have_an_echo_each() -> None:
+async def test_each_of_several_answers_has_echo() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         parts = await collect(b.stub.Generate(asking({"text": "say "}, echo=True, params={"n": 3})))
         for index in range(3):
@@ -83,7 +83,7 @@ async def test_stop_strings_are_not_searched_in_the_prompt() -> None:
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])
 @pytest.mark.parametrize("keep", [False, True])
-async def test_a_stream_with_an_echo_goes_on_at_every_message(by: str, keep: bool) -> None:
+async def test_stream_with_echo_resumes_at_each_message(by: str, keep: bool) -> None:
     async with bench(FakeWorker(FILES, answer=special)) as b:
         asked = asking(PROMPTS[0], keep_special_tokens=keep, echo=True)
         asked.output_options.return_token_ids = by == "token_ids"
@@ -97,7 +97,7 @@ async def test_a_stream_with_an_echo_goes_on_at_every_message(by: str, keep: boo
         await b.empty()
 
 
-async def test_a_text_with_an_echo_goes_on_behind_any_character() -> None:
+async def test_text_with_echo_resumes_after_any_character() -> None:
     async with bench(FakeWorker(FILES, answer=special)) as b:
         asked = asking(PROMPTS[0], keep_special_tokens=True, echo=True)
         asked.output_options.return_token_ids = False
@@ -112,7 +112,7 @@ async def test_a_text_with_an_echo_goes_on_behind_any_character() -> None:
         await b.empty()
 
 
-async def test_who_has_got_no_token_ids_gets_the_echo() -> None:
+async def test_resume_without_token_ids_repeats_echo() -> None:
     """Of three answers one has come in part; of the others an empty list says the same as none."""
     async with bench(FakeWorker(FILES, answer=special)) as b:
         asked = asking(PROMPTS[0], echo=True, params={"n": 3})
@@ -158,7 +158,7 @@ async def test_special_tokens_stay_in_the_text() -> None:
         assert "".join(part.delta.content for part in chat) == "helloé"
 
 
-async def test_stop_strings_are_searched_in_the_text_as_it_is_sent() -> None:
+async def test_stop_strings_match_text_as_sent() -> None:
     async with bench(FakeWorker(FILES, answer=special)) as b:
         for keep, stop, text in (
             (False, "ello", "h"),

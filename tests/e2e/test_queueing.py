@@ -57,7 +57,7 @@ async def test_duplicate_request_id() -> None:
         assert await collect(b.stub.Generate(request(request_id="same")))
 
 
-async def test_each_tenant_has_request_ids_of_its_own() -> None:
+async def test_request_ids_are_per_tenant() -> None:
     """R11, X7: an id in flight is neither refused to another tenant nor held for it; equal ids draw equal numbers."""
     async with bench() as b:
         calls = [
@@ -78,7 +78,7 @@ async def test_each_tenant_has_request_ids_of_its_own() -> None:
         await b.empty()
 
 
-async def test_full_queue_says_when_to_come_back() -> None:
+async def test_full_queue_returns_retry_time() -> None:
     async with bench(FakeWorker(FILES, room_seqs=1), queue_size=2) as b:
         running = b.stub.Generate(request(params={"max_tokens": 4000}))
         await running.read()

@@ -126,7 +126,7 @@ def test_two_machines_give_the_tokens_of_one(machines: Machines, model: Path) ->
     assert machines.generate() == alone[0]["token_ids"]
 
 
-def test_a_machine_that_comes_back_is_used_again(machines: Machines) -> None:
+def test_recovered_machine_is_used_again(machines: Machines) -> None:
     before, expected = machines.description(), machines.generate()
     (remote,) = ranks_of(machines.second.pid)
     os.kill(remote, signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_a_machine_that_comes_back_is_used_again(machines: Machines) -> None:
     assert "rank 1 on another machine has closed its connection" in machines.first.log.read_text()
 
 
-def test_logs_of_both_machines_have_only_json_lines(machines: Machines) -> None:
+def test_logs_of_both_machines_are_json_lines(machines: Machines) -> None:
     """O31: PyTorch wrote plain-text warnings that the other machine's address has no name."""
     for log in (machines.first.log, machines.second_log):
         lines = log.read_text().splitlines()

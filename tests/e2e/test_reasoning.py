@@ -49,7 +49,7 @@ def channels(parts: Iterable[Any]) -> tuple[str, str]:
     "ChatDelta.reasoning",
     "Usage.reasoning_tokens",
 )
-async def test_reasoning_comes_in_its_own_channel() -> None:
+async def test_reasoning_arrives_in_its_channel() -> None:
     async with bench(worker_of()) as b:
         model = (await b.stub.GetModel(pb.GetModelRequest())).model
         assert pb.CAPABILITY_REASONING in model.capabilities
@@ -95,7 +95,7 @@ async def test_template_arguments_begin_or_leave_out_the_reasoning() -> None:
             await b.empty()
 
 
-async def test_a_delimiter_that_is_spelled_out_is_text() -> None:
+async def test_spelled_out_delimiter_is_text() -> None:
     spelled = Tokenizer.from_files(SPELLED).encode(ANSWER)
     worker = FakeWorker(FILES, answer=lambda _: [*spelled, EOS], description={"vocab_size": 302})
     async with bench(worker) as b:
@@ -117,7 +117,7 @@ async def test_a_channel_that_a_model_lacks_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("files", [FILES, SPELLED], ids=["tokens", "spelled"])
 @pytest.mark.parametrize("by", ["token_ids", "text"])
-async def test_a_stream_of_channels_goes_on_behind_every_message(files: dict[str, bytes], by: str) -> None:
+async def test_stream_with_channels_resumes_after_each_message(files: dict[str, bytes], by: str) -> None:
     """By token ids, and by a digest of both channels, wherever the stream breaks."""
     async with bench(worker_of(files, "<think>\nso\n</think>\n\nla", step_s=0.005)) as b:
         asked = chat(output_options=pb.OutputOptions(return_token_ids=by == "token_ids"))
@@ -147,7 +147,7 @@ def going_on(asked: pb.ChatRequest, had: list[Any]) -> pb.ChatRequest:
 
 
 @pytest.mark.parametrize("count", [4, 10, 14])
-async def test_a_worker_that_dies_within_a_delimiter_changes_nothing(count: int) -> None:
+async def test_worker_death_inside_delimiter_changes_nothing(count: int) -> None:
     """Of an answer whose delimiters are spelled in several tokens."""
     ids = [*Tokenizer.from_files(SPELLED).encode("<think>la</think>lo"), EOS]
     parts = await of_two_workers(SPELLED, chat(), ids, count)
@@ -190,7 +190,7 @@ async def test_the_client_library_has_reasoning_apart() -> None:
         await b.empty()
 
 
-async def test_a_stop_string_that_is_a_delimiter_is_in_the_receipt() -> None:
+async def test_delimiter_stop_string_is_in_receipt() -> None:
     """Where a delimiter is a special token it ends an answer that is read in channels, and no other."""
     async with bench(worker_of()) as b:
         digests = set[bytes]()

@@ -48,7 +48,7 @@ def receipts(parts: list[Any]) -> dict[int, pb.Receipt]:
     "Receipt.worker_version",
     "Receipt.receipt_sha256",
 )
-async def test_a_receipt_says_what_the_answer_came_from() -> None:
+async def test_receipt_names_weights_tokenizer_and_numerics() -> None:
     worker = FakeWorker(FILES, answer=short, description={"version": "9.8.7"})
     async with bench(worker) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 64, "temperature": 0.5}))
@@ -121,7 +121,7 @@ def chain(positions: range) -> list[int]:
 
 @pytest.mark.parametrize(("every", "per_step"), [(1, 1), (1, 7), (3, 1), (3, 4), (50, 3)])
 @pytest.mark.proto_field("ReceiptOptions.logits_every", "Receipt.logits_every", "Receipt.logit_digests")
-async def test_the_logits_of_every_so_many_th_token_are_chained(every: int, per_step: int) -> None:
+async def test_logits_of_every_nth_token_are_chained(every: int, per_step: int) -> None:
     async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
         asked = digested(request(request_id="r", params={"max_tokens": 10}), every)
         (receipt,) = receipts(await collect(b.stub.Generate(asked))).values()
@@ -159,7 +159,7 @@ async def test_digests_of_logits_survive_a_failover_and_a_resume() -> None:
 
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])
-async def test_a_stream_that_goes_on_has_the_receipt_of_one_that_did_not_break(by: str) -> None:
+async def test_resumed_stream_has_receipt_of_unbroken_one(by: str) -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 12}))
         whole = await collect(b.stub.Generate(asked))
@@ -168,7 +168,7 @@ async def test_a_stream_that_goes_on_has_the_receipt_of_one_that_did_not_break(b
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 40])
-async def test_what_comes_behind_a_stop_string_is_not_in_the_receipt(per_step: int) -> None:
+async def test_tokens_after_stop_string_are_not_in_receipt(per_step: int) -> None:
     """How many tokens are on their way when it is found depends on the time."""
     async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 40, "stop_strings": ["lmn"]}))
@@ -180,7 +180,7 @@ async def test_what_comes_behind_a_stop_string_is_not_in_the_receipt(per_step: i
         assert receipt.output_tokens == parts[-1].finish.usage.completion_tokens
 
 
-async def test_a_failover_is_not_in_the_receipt_but_for_the_version_of_the_worker_that_finished() -> None:
+async def test_failover_changes_only_worker_version_in_receipt() -> None:
     async with bench(FakeWorker(FILES)) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 300}))
         (undisturbed,) = receipts(await collect(b.stub.Generate(asked))).values()
@@ -202,7 +202,7 @@ async def test_a_failover_is_not_in_the_receipt_but_for_the_version_of_the_worke
     assert moved == undisturbed
 
 
-async def test_nothing_proves_an_answer_of_two_numerics_classes() -> None:
+async def test_answer_of_two_numerics_classes_has_no_receipt() -> None:
     one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
     two = FakeWorker(FILES, worker_id="w1", description={"numerics": "oo"}, intake=wpb.INTAKE_CORDONED)
     async with bench(one, two, start=False, failover=FailoverOptions(policy=FailoverPolicy.ANY)) as b:

@@ -103,7 +103,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_what_a_replay_takes_along(check: Test) -> None:
+async def test_replay_carries_request_options(check: Test) -> None:
     await check()
 
 

@@ -43,7 +43,7 @@ async def proven(b: Any, index: int = 0, **params: Any) -> pb.ReplayRequest:
     "ReplayResponse.receipt",
     "ReplayResponse.worker_id",
 )
-async def test_a_replay_on_another_worker_is_equal_and_takes_nothing_from_a_cache() -> None:
+async def test_replay_on_other_worker_is_equal_without_cache() -> None:
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=short) for i in range(3)]
     async with bench(*workers) as b:
         replay = await proven(b, max_tokens=64, temperature=0.7)
@@ -81,7 +81,7 @@ async def test_one_of_several_answers_and_a_chat_are_replayed_alone() -> None:
     "ReplayResponse.position",
     "ReplayResponse.detail",
 )
-async def test_a_wrong_answer_is_told_with_its_first_token(knows_tokens: bool) -> None:
+async def test_wrong_answer_is_reported_with_first_token(knows_tokens: bool) -> None:
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:
         replay = await proven(b, max_tokens=9)
@@ -98,7 +98,7 @@ async def test_a_wrong_answer_is_told_with_its_first_token(knows_tokens: bool) -
         assert answer.receipt.output_sha256 != replay.receipt.output_sha256
 
 
-async def test_logits_that_differ_are_told_from_a_choice_that_does() -> None:
+async def test_differing_logits_and_differing_choice_are_distinguished() -> None:
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 9}))
@@ -129,7 +129,9 @@ async def test_logits_that_differ_are_told_from_a_choice_that_does() -> None:
         (lambda r: r.generate.sampling_params.stop_strings.append("zz"), "parameters"),
     ],
 )
-async def test_another_request_is_told_and_not_run(change: Callable[[pb.ReplayRequest], None], said: str) -> None:
+async def test_verify_reports_other_request_without_running(
+    change: Callable[[pb.ReplayRequest], None], said: str
+) -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         replay = await proven(b, max_tokens=9)
@@ -143,7 +145,7 @@ async def test_another_request_is_told_and_not_run(change: Callable[[pb.ReplayRe
         await b.empty()
 
 
-async def test_what_does_not_decide_the_answer_may_be_another() -> None:
+async def test_replay_ignores_fields_that_do_not_affect_answer() -> None:
     async with bench(FakeWorker(FILES)) as b:
         replay = await proven(b, max_tokens=9)
         generate = replay.generate
@@ -154,7 +156,7 @@ async def test_what_does_not_decide_the_answer_may_be_another() -> None:
         assert (await b.stub.Replay(replay)).verdict == EQUAL
 
 
-async def test_an_altered_receipt_is_told_from_a_wrong_answer() -> None:
+async def test_altered_receipt_differs_from_wrong_answer() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         replay = await proven(b, max_tokens=9)
@@ -198,7 +200,7 @@ def other(replay: pb.ReplayRequest, **fields: Any) -> None:
         (lambda r: other(r, tokenizer_sha256="xx"), "FAILED_PRECONDITION", ""),
     ],
 )
-async def test_what_can_not_be_replayed_is_refused_by_name(change: Any, status: str, field: str) -> None:
+async def test_unreplayable_request_is_refused_by_name(change: Any, status: str, field: str) -> None:
     async with bench() as b:
         replay = await proven(b, max_tokens=9)
         change(replay)

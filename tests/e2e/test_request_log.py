@@ -87,7 +87,7 @@ async def line_of(lines: list[Line], **wanted: Any) -> Line:
     return line
 
 
-async def test_a_finished_request_says_all_that_one_operates_by(lines: list[Line]) -> None:
+async def test_finished_request_line_has_every_field(lines: list[Line]) -> None:
     """C4: model, tenant, peer, tokens, times, attempts and exactness in one line, and nothing of its content."""
     metadata = (*METADATA, ("x-fissile-tenant", "gold"))
     async with bench(FakeWorker(FILES, answer=short)) as b:
@@ -107,7 +107,7 @@ async def test_a_finished_request_says_all_that_one_operates_by(lines: list[Line
     assert "hello" not in str(line)
 
 
-async def test_requests_that_do_not_finish_have_a_line_with_what_was_delivered(lines: list[Line]) -> None:
+async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]) -> None:
     """C2, R12: cancelled, past its deadline while it runs, and while it waits."""
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
@@ -164,7 +164,7 @@ async def test_a_refusal_names_its_field_and_its_reason(
     assert "xxxxx" not in str({**line, "request_id": ""})
 
 
-async def test_refusals_by_limits_and_duplicates_have_their_line(lines: list[Line]) -> None:
+async def test_limit_and_duplicate_refusals_have_log_lines(lines: list[Line]) -> None:
     """C4, R12: refused behind validation, and each line is of one call."""
     async with bench(tenants=TenantPolicy(concurrency=1)) as b:
         running = b.stub.Generate(request(request_id="one", params={"max_tokens": 4000}))
@@ -213,7 +213,7 @@ async def raw(b: Bench, method: str, message: bytes | None = None) -> grpc.Statu
     return await call.code()  # type: ignore[no-any-return]
 
 
-async def test_what_is_no_request_has_a_line(lines: list[Line]) -> None:
+async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
     """C2: bytes that are no message, no message at all, a method that there is not."""
     async with bench() as b:
         assert await raw(b, GENERATE, b"\xff\xff") is grpc.StatusCode.INVALID_ARGUMENT
@@ -227,7 +227,7 @@ async def test_what_is_no_request_has_a_line(lines: list[Line]) -> None:
         assert (await line_of(lines, method=GENERATE, status="DEADLINE_EXCEEDED"))["duration_ms"] > 200
 
 
-async def test_calls_that_are_no_answers_are_quiet_until_they_fail(lines: list[Line]) -> None:
+async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line]) -> None:
     """C2: Tokenize, ListModels and probes at debug."""
     async with bench() as b:
         await b.stub.Tokenize(pb.TokenizeRequest(text="say"))
@@ -247,7 +247,7 @@ async def test_calls_that_are_no_answers_are_quiet_until_they_fail(lines: list[L
         assert (await line_of(lines, status="INVALID_ARGUMENT"))["method"] == "fissile.v1.InferenceService/Detokenize"
 
 
-async def test_a_client_that_does_not_read_has_a_line_with_what_it_got(lines: list[Line]) -> None:
+async def test_slow_client_log_line_counts_delivered_tokens(lines: list[Line]) -> None:
     """R12: what was dropped is not counted as delivered."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, max_unread_tokens=20_000) as b, b.another_client(SMALL_WINDOW) as client:
@@ -263,7 +263,7 @@ async def test_a_client_that_does_not_read_has_a_line_with_what_it_got(lines: li
         assert 0 < got <= 40_000
 
 
-async def test_a_lost_worker_and_its_requests_can_be_told_together(lines: list[Line]) -> None:
+async def test_lost_worker_log_lines_share_ids_with_requests(lines: list[Line]) -> None:
     """C3, R12: `attempt lost` names the request and its trace; a stream that breaks after tokens is one line."""
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(worker_wait_s=0.3)) as b:
@@ -285,7 +285,7 @@ async def test_a_lost_worker_and_its_requests_can_be_told_together(lines: list[L
     assert {(line["request_id"], line["trace_id"]) for line in lost} == {("r0", TRACE), ("r1", TRACE)}
 
 
-async def test_what_is_logged_about_a_request_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_log_lines_carry_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """C3: a line from within a request has its ids; one of a decision about all of them has none."""
     seen: dict[str, tuple[str, str]] = {}
 
@@ -456,7 +456,7 @@ async def test_calls_with_many_texts_count_the_tokens_of_all(
         assert found == (usage.prompt_tokens, usage.cached_tokens, 0)
 
 
-async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
+async def test_ending_process_logs_interrupted_requests() -> None:
     """C2: a router that is told twice to end still says whose streams it cut."""
     async with draining_process() as (process, channel):
         asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
@@ -471,7 +471,7 @@ async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
     assert "secret" not in log
 
 
-async def test_a_workers_direct_calls_have_their_line(lines: list[Line], tmp_path: Path) -> None:
+async def test_direct_calls_have_log_lines(lines: list[Line], tmp_path: Path) -> None:
     """C2: finished, refused and cancelled on the worker itself; a router's Session is not a request."""
     async with running(Worker(options(make_model_folder(tmp_path / "tiny")))) as site:
         answers = [a async for a in site.stub.Generate(direct(20, request_id="whole"), metadata=METADATA)]
@@ -501,7 +501,7 @@ async def test_a_workers_direct_calls_have_their_line(lines: list[Line], tmp_pat
     assert "token_ids" not in {name for line in lines for name in line}
 
 
-async def test_time_on_a_worker_that_brought_nothing_is_queue(lines: list[Line]) -> None:
+async def test_time_on_worker_without_tokens_counts_as_queue(lines: list[Line]) -> None:
     """R12: a worker was lost before the first token; the phases add up to what the client has waited."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=lambda _: []) for i in range(2)]
     async with bench(*workers) as b:

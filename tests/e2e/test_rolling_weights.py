@@ -30,7 +30,7 @@ def replaced(service: Service, index: int, folder: Path) -> int:
     return code
 
 
-def test_a_roll_to_other_weights_under_load_fails_nothing(tmp_path: Path) -> None:
+def test_rolling_weights_under_load_fails_no_request(tmp_path: Path) -> None:
     """R7: three workers with an old tokenizer are replaced by three with a new one; one is ready at any time."""
     old = simulated_model(tmp_path / "old")
     new = simulated_model(tmp_path / "new")
@@ -77,7 +77,7 @@ async def rolled(b: Bench, *workers: FakeWorker) -> None:
 
 
 @pytest.mark.slow
-async def test_what_waits_is_prepared_again_when_its_weights_have_gone() -> None:
+async def test_waiting_request_is_prepared_again_after_weight_roll() -> None:
     """R7: the only worker goes, and the one that comes has other weights and another tokenizer."""
     other = tokenizer_files(generation={"temperature": 0.0})
     old = FakeWorker(FILES, "old", room_seqs=1, description={"weights_digest": "old"})
@@ -101,7 +101,7 @@ async def test_what_waits_is_prepared_again_when_its_weights_have_gone() -> None
         await new.stop()
 
 
-async def test_a_stream_that_has_begun_gets_no_token_of_other_weights() -> None:
+async def test_started_stream_gets_no_token_of_other_weights() -> None:
     """R7: it waits for its own, and then ends as any that has lost its worker."""
     old = FakeWorker(FILES, "old", description={"weights_digest": "old"})
     new = FakeWorker(FILES, "new", description={"weights_digest": "new"})

@@ -322,7 +322,7 @@ async def test_every_served_field_has_its_effect() -> None:
         assert not defaults.HasField("num_drafts")
 
 
-async def test_absent_parameters_come_from_the_generation_config() -> None:
+async def test_absent_parameters_use_generation_config() -> None:
     own = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
     async with bench(FakeWorker(tokenizer_files(generation={**own, "do_sample": False}))) as b:
         await collect(b.stub.Generate(request()))
@@ -339,7 +339,7 @@ async def test_max_tokens_is_clipped_to_the_models_length() -> None:
         assert (finish.reason, finish.usage.completion_tokens) == (pb.FINISH_REASON_LENGTH, 17)
 
 
-async def test_long_prompts_come_in_extend_frames_with_the_hash_of_their_chain() -> None:
+async def test_long_prompts_arrive_in_extend_frames_with_chain_hash() -> None:
     prompt = [random.Random(1).randrange(256) for _ in range(3 * MAX_FRAME_TOKENS + 5)]
     async with bench(FakeWorker(FILES, max_model_len=100_000)) as b:
         given = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=pb.SamplingParams(max_tokens=1))
@@ -381,7 +381,7 @@ async def test_stop_string_at_the_router_cancels_the_worker_and_is_not_billed() 
         await b.empty()
 
 
-async def test_not_serving_until_a_worker_comes_up() -> None:
+async def test_not_serving_until_worker_is_ready() -> None:
     worker = FakeWorker(FILES)
     await worker.start()
     await worker.stop()
@@ -404,7 +404,7 @@ async def test_not_serving_until_a_worker_comes_up() -> None:
     await router.stop()
 
 
-async def test_workers_that_can_not_be_used_are_refused() -> None:
+async def test_incompatible_workers_are_refused() -> None:
     good = FakeWorker(FILES)
     bad = [
         FakeWorker(FILES, description={"tokenizer_sha256": "00" * 32}),
@@ -464,7 +464,7 @@ async def test_tokenizer_from_a_folder(tmp_path: Any) -> None:
         assert b.ready_workers() == 1
 
 
-async def test_a_worker_that_has_ended_keeps_its_name_in_the_list() -> None:
+async def test_ended_worker_keeps_name_in_list() -> None:
     """C17: an operator who has drained worker w1 sees w1 as unconnected, and it is not taken for one that serves."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
     async with bench(*workers) as b:

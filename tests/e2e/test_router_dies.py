@@ -110,7 +110,7 @@ def broken(i: int, by: str, n: int = 1, **options: Any) -> Broken:
     return Broken(asked, by)
 
 
-def test_what_a_dead_router_has_begun_goes_on_at_another_and_is_computed_once(tmp_path: Path) -> None:
+def test_sequences_of_dead_router_are_adopted_and_computed_once(tmp_path: Path) -> None:
     """S12: whatever its client has of it, the sequences are adopted, and what comes is as if nothing had happened."""
     # The lease is longer than they take one after the other on a busy machine.
     environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}

@@ -50,7 +50,7 @@ async def code_at_end(call: Any) -> str:
     return str((await call.code()).name)
 
 
-async def test_calls_that_come_as_a_router_ends_get_a_status() -> None:
+async def test_calls_arriving_while_router_ends_get_status() -> None:
     """X2, R6: gRPC's core ends calls that nobody has accepted when the server stops, as a CANCELLED without a word."""
     async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
         calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(400)]
@@ -60,7 +60,7 @@ async def test_calls_that_come_as_a_router_ends_get_a_status() -> None:
         assert set(codes) <= {"OK", "UNAVAILABLE", "ABORTED"}, codes
 
 
-async def test_a_router_that_ends_while_its_loop_is_busy_gives_calls_a_status() -> None:
+async def test_router_ending_with_busy_loop_gives_calls_a_status() -> None:
     """X2, R6: one call is accepted per turn of the loop; where turns are long, a quiet time says nothing."""
     async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
         calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(100)]
@@ -98,7 +98,7 @@ def assert_ended_with_router(error: grpc.aio.AioRpcError, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("drains", [True, False])
-async def test_a_router_that_ends_says_what_its_streams_have_got(drains: bool) -> None:
+async def test_ending_router_gives_streams_status_and_usage(drains: bool) -> None:
     """R6, C10: after the drain timeout, and when the router stops at once."""
     worker = FakeWorker(FILES, room_seqs=1, step_s=0.01)
     async with bench(worker, drain_timeout_s=0.2) as b:
@@ -117,7 +117,7 @@ async def test_a_router_that_ends_says_what_its_streams_have_got(drains: bool) -
         assert leftovers(b.router) == [0] * 8
 
 
-async def test_what_an_admin_watches_ends_with_the_router() -> None:
+async def test_admin_watch_ends_with_router() -> None:
     """R6: no call ends with a bare status of gRPC's."""
     async with bench(admin_port=0) as b:
         assert b.router.admin is not None

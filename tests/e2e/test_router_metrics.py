@@ -102,7 +102,7 @@ async def test_failures_are_counted_by_their_reasons(collector: Collector) -> No
         assert models == {"m", None}
 
 
-async def test_gauges_follow_what_happens_and_go_back_to_zero(collector: Collector) -> None:
+async def test_gauges_follow_load_and_return_to_zero(collector: Collector) -> None:
     # It makes no step until the figures have been seen.
     worker = FakeWorker(FILES, room_seqs=2, busy_ms=1)
     async with bench(worker) as b:
@@ -176,13 +176,13 @@ async def many_clients(collector: Collector, number: int) -> None:
             assert made_up not in text
 
 
-async def test_o2_what_clients_make_up_is_no_label(collector: Collector) -> None:
+async def test_client_made_up_names_are_no_metric_labels(collector: Collector) -> None:
     """O2: the number of label sets does not depend on the number of sessions, tenants and model names."""
     await many_clients(collector, 600)
 
 
 @pytest.mark.long
-async def test_o2_what_ten_thousand_clients_make_up_is_no_label(collector: Collector) -> None:
+async def test_ten_thousand_made_up_names_add_no_metric_labels(collector: Collector) -> None:
     """O2: the same with 10,000 of each."""
     await many_clients(collector, 10_000)
 
@@ -200,7 +200,7 @@ async def test_the_lag_of_the_loop_is_seen(collector: Collector) -> None:
         await until(lambda: late() > before)
 
 
-async def test_without_a_collector_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_collector_means_no_metrics_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     async with bench(FakeWorker(FILES, answer=short)) as b:
         await collect(b.stub.Generate(request()))

@@ -127,7 +127,7 @@ def test_torch_is_not_there(environment: Environment, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["worker", "serve"])
-def test_what_needs_torch_says_what_to_install(
+def test_missing_torch_error_says_what_to_install(
     command: str, environment: Environment, model: Path, tmp_path: Path
 ) -> None:
     result = environment.run("fissile", command, "--model", model, "--port", "0", cwd=tmp_path)

@@ -149,7 +149,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Itera
         yield running
 
 
-def test_streams_are_those_of_transformers(checkpoint: Path, service: Service) -> None:
+def test_streams_equal_transformers(checkpoint: Path, service: Service) -> None:
     """Also behind tokens that a client has got of a stream that broke."""
     expected = cases(Reference(checkpoint))
     assert len({tuple(stream) for _, _, stream in expected}) == len(expected) - 1, "every field must have an effect"
@@ -224,7 +224,7 @@ def test_a_conversation_has_a_best_answer(service: Service) -> None:
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "best_of": 2}, {"best_of": 65}, {"best_of": 0}])
-def test_a_choice_that_can_not_be_made_is_refused(service: Service, params: dict[str, Any]) -> None:
+def test_impossible_tool_choice_is_refused(service: Service, params: dict[str, Any]) -> None:
     with pytest.raises(grpc.RpcError, match=r"sampling_params\.best_of") as refused:
         service.stub.GenerateOnce(whole_answers(params), timeout=60)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

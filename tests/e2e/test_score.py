@@ -118,7 +118,7 @@ def test_the_service_gives_the_bits_of_the_library(service: Service, folder: Pat
     "Score.tokens",
     "Score.logprobs",
 )
-def test_scores_are_what_decoding_reports(service: Service) -> None:
+def test_scores_equal_decoding_logprobs(service: Service) -> None:
     prompt = [random.Random(1).randrange(5, 250) for _ in range(90)]
     options = pb.OutputOptions(return_token_ids=True, logprobs=0)
     drawn, infos = [], []
@@ -193,7 +193,7 @@ def test_texts_are_encoded_together(service: Service, folder: Path) -> None:
         assert [entry.token_id for entry in by_text.logprobs] == whole[start:]
 
 
-def test_without_a_context_the_beginning_of_sequence_stands_before(service: Service, folder: Path) -> None:
+def test_score_without_context_starts_with_bos(service: Service, folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.bos_token_id is not None
     whole = tokenizer.encode("the cat sat on the mat")
@@ -218,7 +218,7 @@ def test_without_a_context_the_beginning_of_sequence_stands_before(service: Serv
         ("NOT_FOUND", "", pb.ScoreRequest(model="other", continuations=tokens([1], [2, 3]).continuations)),
     ],
 )  # fmt: skip
-def test_what_can_not_be_scored_is_named(service: Service, code: str, path: str, bad: pb.ScoreRequest) -> None:
+def test_unscorable_request_is_refused_by_field(service: Service, code: str, path: str, bad: pb.ScoreRequest) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         service.stub.Score(bad, timeout=60)
     error: Any = caught.value
@@ -226,7 +226,7 @@ def test_what_can_not_be_scored_is_named(service: Service, code: str, path: str,
     assert path in error.details()
 
 
-async def test_workers_without_logprobs_score_nothing() -> None:
+async def test_workers_without_logprobs_refuse_score() -> None:
     async with bench(FakeWorker(FILES)) as b:
         error = await error_of(b.stub.Score(texts("a", "b")))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -236,7 +236,7 @@ async def test_workers_without_logprobs_score_nothing() -> None:
 
 
 @pytest.mark.proto_field("ScoreRequest.priority", "ScoreRequest.session_id", "ScoreRequest.cache_salt")
-async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
+async def test_cancelled_call_frees_everything() -> None:
     """Its sequences go with it; what workers got has the priority, the session's place and the salt."""
     worker = FakeWorker(FILES, description={"features": ["logprobs"]}, step_s=0.05)
     async with bench(worker) as b:

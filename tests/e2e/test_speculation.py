@@ -131,7 +131,7 @@ def service(checkpoint: Path, admin_address: str, tmp_path: Path) -> Iterator[Se
 
 
 @pytest.mark.proto_field("Finish.drafts", "DraftCounts.verified", "DraftCounts.accepted")
-def test_streams_are_those_of_a_plain_engine_also_when_a_worker_is_killed(
+def test_streams_with_killed_worker_equal_plain_engine(
     service: Service, admin_address: str, expected: list[list[int]]
 ) -> None:
     """Answers, workers and the router's list of these count the same drafts, a benchmark those of its own requests."""

@@ -60,7 +60,7 @@ def test_tenants_share_a_prefix_with_their_own_salt_only(service: Service) -> No
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
 
 
-def test_isolated_tenants_share_nothing(service: Service, tmp_path: Path) -> None:
+def test_isolated_tenants_share_no_cache(service: Service, tmp_path: Path) -> None:
     """R14: without a salt of each client's own, all tenants shared, and `cached_tokens` told what others had asked."""
     port = free_port()
     arguments = ["router", "--port", str(port), "--worker", service.workers[0].address, "--isolate-tenants"]
@@ -98,7 +98,7 @@ def test_isolated_tenants_share_nothing(service: Service, tmp_path: Path) -> Non
         router.stop(signal.SIGKILL)
 
 
-def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> None:
+def test_higher_class_overtakes_requests_waiting_for_blocks(service: Service) -> None:
     def waiting(count: int) -> bool:
         return service.worker_load().waiting_seqs == count
 

@@ -70,7 +70,7 @@ def test_vectors_are_lines_in_the_order_of_the_texts(service: Service) -> None:
     assert done.stderr.startswith("3 vectors of 64 numbers (last), ")
 
 
-def test_vectors_are_those_that_are_asked_for(service: Service) -> None:
+def test_vectors_match_requested_options(service: Service) -> None:
     options = ("--pooling", "mean", "--no-normalize", "--dimensions", "5")
     expected = vectors(service, pooling=pb.POOLING_MEAN, normalize=False, dimensions=5)
     whole = json.loads(run(embed, service, *options, "--format", "json", text="\n".join(SAID)).stdout)
@@ -138,7 +138,7 @@ def test_continuations_are_scored(service: Service, monkeypatch: pytest.MonkeyPa
     assert rolling["scores"][0]["logprob"] == whole.scores[0].logprob
 
 
-def test_what_is_refused_is_named(service: Service) -> None:
+def test_refused_field_is_named(service: Service) -> None:
     here = service.router.address
     error = refused(embed, here, "a", "--dimensions", "65")
     assert str(error).startswith("INVALID_ARGUMENT: dimensions is 65")
@@ -150,7 +150,7 @@ def test_what_is_refused_is_named(service: Service) -> None:
         assert (error.exit_code, str(error).startswith(f"no router can be reached at {nowhere}")) == (3, True)
 
 
-def test_another_router_is_asked_where_one_is_gone(service: Service) -> None:
+def test_client_calls_other_router_after_loss(service: Service) -> None:
     both = f"127.0.0.1:{free_port()},{service.router.address}"
     done = CliRunner().invoke(embed, ["a cat", "--router", both])
     assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1), done.output
@@ -175,7 +175,7 @@ def test_a_file_of_vectors_is_not_for_a_terminal() -> None:
     assert "send standard output to a file" in done.stderr
 
 
-def test_lines_come_as_they_are_made(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_log_lines_arrive_at_once(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a corpus that breaks off, what was embedded is there."""
     in_calls_of(monkeypatch, "embed", "MAX_EMBED_INPUTS", 2)
     path = tmp_path / "corpus"

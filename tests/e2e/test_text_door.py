@@ -51,7 +51,7 @@ async def test_no_method_ignores_a_field_of_a_later_version() -> None:
                     assert "127 is not served by this version" in str(error.details()), method.full_name
 
 
-async def test_long_texts_are_refused_and_nothing_stays() -> None:
+async def test_long_texts_are_refused_without_residue() -> None:
     """X3, R2: OUT_OF_RANGE with the field's name; cancelled texts go."""
     async with bench(FakeWorker(FILES)) as b:
         for call, field in (

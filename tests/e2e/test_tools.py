@@ -71,7 +71,7 @@ def content_of(parts: Iterable[Any]) -> str:
     "ToolCallDelta.name",
     "ToolCallDelta.arguments_json",
 )
-async def test_calls_come_as_typed_parts() -> None:
+async def test_tool_calls_arrive_as_typed_parts() -> None:
     async with bench(worker_of()) as b:
         model = (await b.stub.GetModel(pb.GetModelRequest())).model
         assert pb.CAPABILITY_TOOLS in model.capabilities
@@ -132,7 +132,7 @@ async def test_without_tools_in_force_calls_are_text() -> None:
 
 
 @pytest.mark.proto_field("ChatRequest.parallel_tool_calls")
-async def test_an_answer_may_have_one_call_at_most() -> None:
+async def test_parallel_tool_calls_false_allows_one_call() -> None:
     """It ends with the token that completes the call; its receipt says so, and a replay gives it again."""
     async with bench(worker_of()) as b, AsyncClient(b.router.server.address) as client:
         parts = await collect(b.stub.Chat(chat(parallel_tool_calls=False)))
@@ -197,7 +197,7 @@ async def test_tools_that_a_template_does_not_show_are_refused() -> None:
         '<tool_call>\n{"arguments": {"a": 1}, "na',
     ],
 )
-async def test_of_a_broken_call_nothing_is_lost(broken: str) -> None:
+async def test_broken_call_loses_no_token(broken: str) -> None:
     async with bench(worker_of(answer=broken)) as b:
         parts = await collect(b.stub.Chat(chat()))
         assert (calls_of(parts), content_of(parts)) == ([], broken)
@@ -206,7 +206,7 @@ async def test_of_a_broken_call_nothing_is_lost(broken: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])
-async def test_a_stream_with_calls_goes_on_behind_every_message(by: str) -> None:
+async def test_stream_with_tool_calls_resumes_after_each_message(by: str) -> None:
     answer = '<think>a</think>b<tool_call>{"name": "look", "arguments": {"a": "c"}}</tool_call>'
     async with bench(worker_of(answer=answer, step_s=0.005, tokens_per_step=5)) as b:
         asked = chat(output_options=pb.OutputOptions(return_token_ids=by == "token_ids"))
@@ -221,7 +221,7 @@ async def test_a_stream_with_calls_goes_on_behind_every_message(by: str) -> None
 
 
 @pytest.mark.parametrize("count", [7, 25])
-async def test_a_worker_that_dies_within_a_call_changes_nothing(count: int) -> None:
+async def test_worker_death_inside_tool_call_changes_nothing(count: int) -> None:
     ids = [*Tokenizer.from_files(SPELLED).encode('<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'), EOS]
     parts = await of_two_workers(SPELLED, chat(), ids, count)
     assert [each.arguments_json for each in calls_of(parts)] == ['{"a": 1}']

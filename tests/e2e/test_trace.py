@@ -83,7 +83,7 @@ def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> N
     assert router.start_ns <= worker.start_ns <= worker.end_ns <= router.end_ns + 5_000_000
 
 
-def test_cancelled_request_says_so(service: Service, receiver: OtlpReceiver) -> None:
+def test_cancelled_request_line_says_cancelled(service: Service, receiver: OtlpReceiver) -> None:
     trace_id = TRACE_ID[::-1]
     metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"),)
     call = service.stub.Chat(chat_request(max_tokens=400), metadata=metadata, timeout=60)
@@ -96,7 +96,7 @@ def test_cancelled_request_says_so(service: Service, receiver: OtlpReceiver) -> 
     assert router.attributes["rpc.status_code"] == "CANCELLED"
 
 
-def test_failed_request_says_so(service: Service, receiver: OtlpReceiver) -> None:
+def test_failed_request_line_says_failed(service: Service, receiver: OtlpReceiver) -> None:
     trace_id = "1" + TRACE_ID[1:]
     metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"),)
     with pytest.raises(grpc.RpcError) as caught:

@@ -60,7 +60,7 @@ def num_dropped(service: Service) -> int:
     return sum(entry.get("reason") == "SLOW_CLIENT" for entry in log_entries(service.router))
 
 
-def test_a_client_that_is_dropped_before_its_first_message_went_out_is_told_so(service: Service) -> None:
+def test_client_dropped_before_first_message_gets_status(service: Service) -> None:
     """X4: with the first message under way no status could be sent: one frame of data, and then nothing for ever."""
     client = Unread(service.router.address)
     for i in range(CALLS):
@@ -71,7 +71,7 @@ def test_a_client_that_is_dropped_before_its_first_message_went_out_is_told_so(s
     assert [outcome.code for outcome in outcomes] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * CALLS
 
 
-def test_clients_that_are_dropped_and_go_without_having_read_leave_no_traceback(service: Service) -> None:
+def test_dropped_unread_clients_leave_no_traceback(service: Service) -> None:
     """X4: the first message of a dropped client is still under way, and fails when the connection closes."""
     before = num_dropped(service)
     client = Unread(service.router.address)

@@ -72,7 +72,7 @@ async def test_a_receipt_alone_is_verified_with_its_request(tmp_path: Path) -> N
         assert said(done).startswith("this is not the request of the receipt: ")
 
 
-async def test_a_wrong_answer_an_altered_one_and_a_forged_receipt_are_told_apart(tmp_path: Path) -> None:
+async def test_wrong_altered_and_forged_answers_are_distinguished(tmp_path: Path) -> None:
     worker = FakeWorker(FILES)
     path = tmp_path / "receipt.json"
     async with bench(worker) as b:
@@ -97,7 +97,7 @@ async def test_a_wrong_answer_an_altered_one_and_a_forged_receipt_are_told_apart
 @pytest.mark.parametrize(
     "content", ["", "[]", "{", '{"receipt": 3}', '{"receipt": {"version": "x"}}', '{"nonsense": 1}']
 )
-async def test_a_file_that_is_no_receipt_is_named(content: str, tmp_path: Path) -> None:
+async def test_file_without_receipt_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
     path.write_text(content)
     done = CliRunner().invoke(verify, [str(path)])

@@ -82,7 +82,7 @@ async def test_sigterm_lets_sequences_finish(process: Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [("--drain-timeout", "0.3")], indirect=True)
-async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
+async def test_drain_timeout_ends_running_requests(process: Process) -> None:
     async with await process.channel() as channel:
         router = RouterEnd(channel)
         await router.open()

@@ -178,7 +178,7 @@ async def test_a_long_prompt_in_pieces(site: Site) -> None:
     assert router.tokens[1][4000:] == REFERENCE.reference(prompt, 3, seed=1)
 
 
-async def test_a_storm_of_cancels_leaves_nothing(site: Site) -> None:
+async def test_storm_of_cancels_frees_everything(site: Site) -> None:
     router = await site.router()
     chance = random.Random(1)
     pending = list(range(1, 129))
@@ -284,7 +284,7 @@ async def until_let_go(site: Site, router: str) -> None:
     await until(lambda: router not in site.worker.service._routers and not site.worker.engine.num_live)
 
 
-async def test_a_router_that_comes_back_goes_on_where_it_was(site: Site) -> None:
+async def test_reconnecting_router_continues_its_sequences(site: Site) -> None:
     router = await site.router("back")
     await router.submit(1, *(sequence(rid, [rid], 300) for rid in range(1, 5)))
     await router.read_until(lambda: len(router.tokens[4]) > 20)
@@ -378,7 +378,7 @@ async def test_a_bad_frame_ends_its_session_only(site: Site, frame: wpb.SessionR
     await site.until_free()
 
 
-async def test_a_hello_that_can_not_be_served(site: Site) -> None:
+async def test_invalid_hello_is_refused(site: Site) -> None:
     call = site.stub.Session()
     await call.write(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=1)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -387,7 +387,7 @@ async def test_a_hello_that_can_not_be_served(site: Site) -> None:
     assert "hello.lease_ms is 1" in str(raised.value.details())
 
 
-async def test_every_session_that_is_refused_with_its_welcome_under_way_has_a_status(site: Site) -> None:
+async def test_refused_session_with_pending_welcome_has_status(site: Site) -> None:
     """X4: with the first frame under way no status could be sent, and some streams stayed open for ever."""
 
     async def refused(i: int) -> grpc.StatusCode:
@@ -435,7 +435,7 @@ async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path
         assert await asyncio.wait_for(site.serving, 60) == 1
 
 
-async def test_a_worker_that_can_not_hand_out_its_output_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_unable_to_deliver_output_exits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: it went on with health SERVING, and what had lost an output never ended."""
     async with running(Worker(options(folder))) as site:
         direct = site.stub.Generate(request(ENDLESS))
@@ -503,7 +503,7 @@ async def test_the_drain_rpc_ends_the_worker(folder: Path) -> None:
         ({"max_model_len": 4096, "kv_cache_memory": 1 << 18}, r"^max_model_len is 4096; valid: at most 512"),
     ],
 )
-async def test_what_must_be_changed_is_one_line(folder: Path, change: dict[str, Any], message: str) -> None:
+async def test_startup_problem_is_one_line(folder: Path, change: dict[str, Any], message: str) -> None:
     given = options(folder)
     with pytest.raises(CommandError, match=message) as raised:
         await run_worker(replace(given, config=replace(given.config, **change)))
@@ -521,7 +521,7 @@ async def test_bad_checkpoints_and_a_taken_port_are_one_line(site: Site, tmp_pat
         await run_worker(options(folder, port=site.worker.server.port))
 
 
-async def test_the_length_is_lowered_to_what_the_cache_holds(folder: Path) -> None:
+async def test_model_length_is_lowered_to_cache_size(folder: Path) -> None:
     given = options(folder)
     small = replace(given.config, kv_cache_memory=given.config.kv_cache_memory // 8)
     async with running(Worker(replace(given, config=small))) as site:

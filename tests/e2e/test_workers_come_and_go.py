@@ -36,7 +36,7 @@ def long(worker: str, tokens: int = 400) -> pb.GenerateRequest:
     return request(request_id=worker, params={"max_tokens": tokens})
 
 
-async def test_a_worker_that_leaves_finishes_what_runs_and_gets_no_more() -> None:
+async def test_leaving_worker_finishes_running_and_gets_no_more() -> None:
     leaving, staying = FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(leaving, staying, placement="round_robin") as b:
         pool = b.router.pool
@@ -55,7 +55,7 @@ async def test_a_worker_that_leaves_finishes_what_runs_and_gets_no_more() -> Non
         await until(lambda: not any(leftovers(b.router)))
 
 
-async def test_a_worker_that_comes_back_while_it_leaves_is_kept() -> None:
+async def test_worker_returning_while_leaving_is_kept() -> None:
     one, other = FakeWorker(FILES, "one"), FakeWorker(FILES, "other")
     async with bench(one, other, placement="round_robin") as b:
         pool, both = b.router.pool, [address(one), address(other)]
@@ -76,7 +76,7 @@ async def test_a_worker_that_comes_back_while_it_leaves_is_kept() -> None:
         await until(lambda: len(one.calls) == 2 and b.ready_workers() == 2)
 
 
-async def test_the_last_worker_may_leave_and_come_back() -> None:
+async def test_last_worker_may_leave_and_return() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(worker_wait_s=10.0)) as b:
         running = b.stub.Generate(long("running"))
@@ -90,7 +90,7 @@ async def test_the_last_worker_may_leave_and_come_back() -> None:
         assert (await collect(waiting))[-1].finish.usage.completion_tokens == 5
 
 
-async def test_a_broken_stream_of_a_worker_that_leaves_is_moved() -> None:
+async def test_broken_stream_of_draining_worker_is_moved() -> None:
     leaving, staying = FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(leaving, staying, placement="round_robin") as b:
         calls = [b.stub.Generate(long(str(i), 1000)) for i in range(2)]
@@ -120,7 +120,7 @@ async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncItera
 
 
 @pytest.mark.slow
-async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -> None:
+async def test_requests_wait_for_first_worker() -> None:
     """C5: as they do when it has had one."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
@@ -226,7 +226,7 @@ async def test_waiting_lookup_counts_against_its_tenants_limit() -> None:
             call.cancel()
 
 
-async def test_what_is_told_when_no_first_worker_comes() -> None:
+async def test_status_without_first_worker_says_why() -> None:
     """C5: UNAVAILABLE, after the wait and with RetryInfo."""
     async with early(FakeWorker(FILES), worker_wait_s=0.5) as b:
         begin = asyncio.get_running_loop().time()
@@ -238,7 +238,7 @@ async def test_what_is_told_when_no_first_worker_comes() -> None:
         await until(lambda: b.router.pool.tables()["early"] == 0)
 
 
-async def test_a_model_whose_first_worker_comes_up_later_than_others_is_not_unknown() -> None:
+async def test_model_is_known_before_its_first_worker_is_up() -> None:
     """C5: a router that was just started knows one of its two models."""
     one, other = FakeWorker(FILES), FakeWorker(FILES, "k0", description={"model": "k"})
     async with early(one, other) as b:

@@ -84,7 +84,7 @@ def test_a_reload_makes_it_what_the_configuration_says() -> None:
     assert len(site.applied) == 2
 
 
-def test_a_reload_names_what_it_undoes() -> None:
+def test_reload_names_reverted_settings() -> None:
     """R14: what SetRouting had set was gone, and only listed among what had changed."""
     site = Site()
     routing = SETTINGS.routing

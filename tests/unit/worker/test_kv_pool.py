@@ -22,7 +22,7 @@ def pool(model_len: int = 1024, free: int = 400 * BLOCK_BYTES, **options: Any) -
     return config.num_kvcache_blocks, config.max_model_len
 
 
-def test_the_length_is_lowered_to_what_the_cache_holds() -> None:
+def test_model_length_is_lowered_to_cache_size() -> None:
     assert pool(model_len=1600) == (100, 1600)
     assert pool(model_len=1601) == (100, 1600)
     assert pool(model_len=9999, kv_cache_memory=7 * BLOCK_BYTES) == (7, 112)

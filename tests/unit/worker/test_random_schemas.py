@@ -95,7 +95,7 @@ def test_every_finished_answer_validates() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_drafts_change_nothing(size: int) -> None:
+def test_drafts_change_no_token(size: int) -> None:
     spec = SpeculativeConfig(num_speculative_tokens=size, method=NGRAM, adaptive=False)
     found, engine = answers(replace(CONFIG, speculative_config=spec), requests())
     assert found == expected()

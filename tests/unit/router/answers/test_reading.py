@@ -178,9 +178,7 @@ def test_channels_are_those_of_the_whole_text(answer: tuple[bool, list[int], str
 
 @settings(max_examples=100)
 @given(answer=answers(), cuts=st.lists(st.integers(0, 60), max_size=8), by_text=st.booleans())
-def test_a_stream_goes_on_behind_every_message(
-    answer: tuple[bool, list[int], str], cuts: list[int], by_text: bool
-) -> None:
+def test_stream_resumes_after_each_message(answer: tuple[bool, list[int], str], cuts: list[int], by_text: bool) -> None:
     """By token ids and by the digest of all channels: nothing is lost and nothing comes twice."""
     with_tokens, ids, opening = answer
     asked = reading(with_tokens=with_tokens, opening=opening, tools=TOOLS)

@@ -173,7 +173,7 @@ async def test_a_router_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("key", ["fk_abc\n", "fk_\u00fc"])
-def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
+def test_unsendable_api_key_is_refused(key: str) -> None:
     with pytest.raises(CommandError, match="the API key has a character that no key has, such as a line break"):
         Credentials(api_key=key)
 
