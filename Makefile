@@ -74,6 +74,7 @@ lint: $(ALL_STAMP) ## Check style, format, types, prose, sizes and imports of ev
 	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python -m scripts.house_figures --check
 	@$(BIN)/python -m scripts.contract_table --check
+	@$(BIN)/python -m scripts.option_reference --check
 
 sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources (a quarter to half an hour)
 	@$(BIN)/python scripts/tidy.py

@@ -28,6 +28,7 @@ from common.params.config_parts import (
     SpeculativeConfig,
     weight_formats,
 )
+from common.params.options.table import library_default
 
 __all__ = [
     "DTYPES",
@@ -105,36 +106,36 @@ class Config:
             and what is allowed.
     """
 
-    model: str = ""
-    max_num_seqs: int = 512
-    max_num_batched_tokens: int = 16384
-    kv_cache_block_size: int = 16
+    model: str = library_default("model")
+    max_num_seqs: int = library_default("max_num_seqs")
+    max_num_batched_tokens: int = library_default("max_num_batched_tokens")
+    kv_cache_block_size: int = library_default("kv_cache_block_size")
     num_kvcache_blocks: int = 0
-    enable_prefix_caching: bool = False
-    scheduler_delay_factor: float = 0.0
-    scheduling_policy: str = PREFILL_FIRST
+    enable_prefix_caching: bool = library_default("enable_prefix_caching")
+    scheduler_delay_factor: float = library_default("scheduler_delay_factor")
+    scheduling_policy: str = library_default("scheduling_policy")
     max_consecutive_prefill_steps: int = 4
-    prefill_slice_s: float = 0.0
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory: int = 0
-    max_model_len: int = 0
+    prefill_slice_s: float = library_default("prefill_slice_s")
+    gpu_memory_utilization: float = library_default("gpu_memory_utilization")
+    kv_cache_memory: int = library_default("kv_cache_memory")
+    max_model_len: int = library_default("max_model_len")
     deferred_output: bool = False
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    kernels: str = "auto"
-    weights_cache: str = ""
-    cpu_isa: str = "auto"
-    batch_invariant: bool = True
-    enforce_eager: bool = False
-    quantize: str = QUANTIZE_NO
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
+    dtype: str = library_default("dtype")
+    kv_cache_dtype: str = library_default("kv_cache_dtype")
+    kernels: str = library_default("kernels")
+    weights_cache: str = library_default("weights_cache")
+    cpu_isa: str = library_default("cpu_isa")
+    batch_invariant: bool = library_default("batch_invariant")
+    enforce_eager: bool = library_default("enforce_eager")
+    quantize: str = library_default("quantize")
+    tensor_parallel_size: int = library_default("tensor_parallel_size")
+    enable_expert_parallel: bool = library_default("enable_expert_parallel")
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
-    hash_seed: int = 0
-    kv_digests: float = 0.0
-    enable_constraints: bool = True
+    hash_seed: int = library_default("hash_seed")
+    kv_digests: float = library_default("kv_digests")
+    enable_constraints: bool = library_default("enable_constraints")
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from grpc_channelz.v1 import channelz
 
 from common.cli.core.config_file import ConfigurableCommand, config_option
 from common.cli.core.errors import CommandError
+from common.cli.core.options import options
 from common.delay_gate import DelayGate
 from common.limits import (
     DRAIN_PROPAGATION_S,
@@ -52,7 +53,7 @@ from router.audit.rerun import Rerunner
 from router.audit.verdicts import Verdicts
 from router.memory import give_memory_back
 from router.model_registry import ModelRegistry
-from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader, router_options
+from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader
 from router.prompts.prompts import PromptEncoder
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
@@ -246,7 +247,7 @@ class Router:
     def _apply(self, settings: RuntimeConfig) -> None:
         """Takes settings into force, between two decisions."""
         routing, weights = settings.routing, settings.routing.tenant_weight
-        placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement].make()
+        placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement]()
         self._placement = routing.placement
         gate = DelayGate(routing.delay_factor, routing.max_hold_s)
         self.requests.configure(gate, placement, routing.queue_size, weights)
@@ -340,7 +341,7 @@ def _auditors(
 
 def _dispatcher(options: RouterOptions) -> Dispatcher:
     gate = DelayGate(options.delay_factor, options.max_hold_s)
-    placement = PLACEMENTS[options.placement].make()
+    placement = PLACEMENTS[options.placement]()
     shares = TenantShares(options.tenants.weights)
     return Dispatcher(gate, placement, options.queue_size, options.failover.worker_wait_s, shares)
 
@@ -405,7 +406,7 @@ async def _prepare_reading() -> None:
 
 @click.command(cls=ConfigurableCommand, modes=ROUTER_MODES, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
-@router_options
+@options("router")
 def router(**given: Any) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from common.errors import ConfigVersionError, InvalidFieldError
-from common.limits import MAX_HOLD_S, MAX_QUEUED_REQUESTS, MAX_TENANTS
+from common.limits import MAX_TENANTS
 from common.params.names import LEVELS, PRIORITIES
+from common.params.options.services import ROUTER
+from common.params.options.table import default_of
 from router.scheduling.placement import PLACEMENTS
 from router.workers.addresses import parse_targets
 
@@ -37,10 +39,10 @@ class RoutingConfig:
         InvalidFieldError: a value is out of range.
     """
 
-    placement: str = "prefix_aware"
-    delay_factor: float = 0.0
-    max_hold_s: float = MAX_HOLD_S
-    queue_size: int = MAX_QUEUED_REQUESTS
+    placement: str = default_of(ROUTER, "placement")
+    delay_factor: float = default_of(ROUTER, "delay_factor")
+    max_hold_s: float = default_of(ROUTER, "max_hold_s")
+    queue_size: int = default_of(ROUTER, "queue_size")
     tenant_weight: Mapping[str, float] = field(default_factory=dict)
     tenant_concurrency: Mapping[str, int] = field(default_factory=dict)
     tenant_max_priority: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class RuntimeConfig:
 
     routing: RoutingConfig
     workers: tuple[str, ...]
-    log_level: str = "info"
+    log_level: str = default_of(ROUTER, "log_level")
 
     def __post_init__(self) -> None:
         parse_targets(self.workers)

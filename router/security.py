@@ -1,4 +1,4 @@
-"""Protection of a router: its options of TLS and API keys."""
+"""TLS and API keys of a router."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli.core.errors import CommandError
-from common.cli.core.options import option
-from common.cli.core.tls_options import (
-    api_keys_option,
-    apply,
-    client_tls,
-    file_option,
-    health_port_option,
-    server_tls,
-    server_tls_options,
-)
+from common.cli.core.tls_options import client_tls, server_tls
 from common.rpc.api_keys import KeyFileError
 from common.rpc.auth import Access, KeyAccess
 from common.rpc.key_store import KeyStore
@@ -44,7 +35,7 @@ class RouterSecurity:
 
     @classmethod
     def from_parameters(cls, given: Mapping[str, Any]) -> RouterSecurity:
-        """Reads keys and certificates that the parameters of a command with `security_options` name.
+        """Reads the keys and certificates that the options of `fissile router` name.
 
         Raises:
             CommandError: something is missing.
@@ -67,34 +58,6 @@ class RouterSecurity:
             access=_access(given["api_keys"], given["api_key_lines"]),
             health_port=given["health_port"],
         )
-
-
-security_options = apply(
-    server_tls_options("FISSILE"),
-    file_option(
-        "--admin-client-ca", "FISSILE_ADMIN_CLIENT_CA",
-        "CAs of the callers of AdminService, PEM. Default: those of --tls-client-ca.",
-    ),
-    file_option("--worker-ca", "FISSILE_WORKER_CA", "CAs of the workers, PEM; connects to workers with TLS."),
-    option(
-        "--worker-tls-name", envvar="FISSILE_WORKER_TLS_NAME", default="",
-        help="Name that every worker's certificate must have. Default: the host of its address.",
-    ),
-    file_option(
-        "--worker-client-cert", "FISSILE_WORKER_CLIENT_CERT",
-        "Certificate chain that the router shows to workers, PEM (mTLS). Read again when it changes.",
-    ),
-    file_option(
-        "--worker-client-key", "FISSILE_WORKER_CLIENT_KEY",
-        "Private key of --worker-client-cert, PEM, not encrypted.",
-    ),
-    api_keys_option,
-    option(
-        "--api-key-line", "api_key_lines", envvar="FISSILE_API_KEY_LINES", multiple=True, metavar="LINE",
-        help="One line of an --api-keys file. Repeat it, or separate several by spaces in the variable.",
-    ),
-    health_port_option("FISSILE"),
-)  # fmt: skip
 
 
 def _access(file: Path | None, lines: tuple[str, ...]) -> KeyAccess | None:

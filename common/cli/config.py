@@ -8,11 +8,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from common.cli.core.config_file import FILE
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Duration, Fraction, json_option
+from common.cli.core.options import options
 from common.cli.core.output import aligned
 from common.cli.group import COMMANDS, SuggestingGroup, find_entry_points
+from common.params.options.types import Duration, Fraction
 
 # The commands that take --config.
 CONFIGURABLE = ("router", "worker", "serve")
@@ -24,9 +24,9 @@ def config() -> None:
 
 
 @config.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@json_option
 @click.argument("command", type=click.Choice(CONFIGURABLE))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@options("config show")
 def show(as_json: bool, command: str, arguments: tuple[str, ...]) -> None:
     """Show the options in force for COMMAND with ARGUMENTS, and the source of each. Starts nothing.
 
@@ -63,7 +63,7 @@ def _source(context: click.Context, param: click.Option) -> str:
         case ParameterSource.ENVIRONMENT:
             return f"environment {param.envvar}"
         case ParameterSource.DEFAULT_MAP:
-            return f"--{FILE} file"
+            return "--config file"
         case _:
             return "default"
 

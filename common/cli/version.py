@@ -7,7 +7,7 @@ import platform
 
 import click
 
-from common.cli.core.options import json_option
+from common.cli.core.options import options
 from common.version import fissile_version, installed_version
 
 SHOWN = ("grpcio", "protobuf", "opentelemetry-sdk", "tokenizers", "torch")
@@ -20,7 +20,7 @@ def versions() -> dict[str, str]:
 
 
 @click.command()
-@json_option
+@options("version")
 def version(as_json: bool) -> None:
     """Print the versions of Fissile and its dependencies."""
     found = versions()

@@ -12,7 +12,6 @@ import grpc
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 
 from common.cli.core.client import NO_CREDENTIALS, Credentials, call_failed, open_channel
-from common.cli.core.options import option, timeout_option
 from common.cli.core.tls_options import with_credentials
 
 if TYPE_CHECKING:
@@ -72,15 +71,11 @@ class Admin:
         return asyncio.run(self.use(call))
 
 
-def admin_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of the connection to a command, which gets them as `admin`."""
+def with_admin(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands a command the options of its call as one argument, `admin`."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, admin_address: str, credentials: Credentials, timeout: float, **kwargs: Any) -> Any:
         return command(*args, admin=Admin(admin_address, credentials, timeout), **kwargs)
 
-    address = option(
-        "--admin-address", envvar="FISSILE_ADMIN_ADDRESS", default=DEFAULT_ADMIN, metavar="HOST:PORT",
-        help="Address of the router's AdminService, whose port is its --admin-port.",
-    )  # fmt: skip
-    return address(with_credentials(timeout_option(wrapped)))
+    return with_credentials(wrapped)

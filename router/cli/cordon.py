@@ -7,20 +7,17 @@ from fissile.admin.v1 import admin_pb2 as apb
 
 from common.cli.core import output
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Duration, argument, json_option, option
+from common.cli.core.options import argument, options
 from common.rpc.durations import to_duration
-from router.cli.connection import Admin, admin_options
+from router.cli.connection import Admin, with_admin
 
 _HEADINGS = ("WORKER", "BLOCKS", "")
 
 
 @click.command()
 @argument("worker")
-@option(
-    "--evict/--no-evict", envvar="FISSILE_EVICT", default=False,
-    help="Also move running requests to other workers of the same numerics class; clients do not notice.",
-)  # fmt: skip
-@admin_options
+@options("cordon")
+@with_admin
 def cordon(worker: str, evict: bool, admin: Admin) -> None:
     """Stop new work of all routers on WORKER; `fissile uncordon` undoes that.
 
@@ -35,7 +32,8 @@ def cordon(worker: str, evict: bool, admin: Admin) -> None:
 
 @click.command()
 @argument("worker")
-@admin_options
+@options("uncordon")
+@with_admin
 def uncordon(worker: str, admin: Admin) -> None:
     """Let the cordoned WORKER take new work again. A draining worker cannot be brought back: it ends."""
     admin.ask(lambda stub: stub.UncordonWorker, apb.UncordonWorkerRequest(worker_id=worker))
@@ -44,11 +42,8 @@ def uncordon(worker: str, admin: Admin) -> None:
 
 @click.command()
 @argument("worker")
-@option(
-    "--deadline", envvar="FISSILE_DRAIN_DEADLINE", default="0s", type=Duration(0, 86_400),
-    help="Longest time for requests that no other worker can take; 0s: the worker's own --drain-timeout.",
-)  # fmt: skip
-@admin_options
+@options("drain")
+@with_admin
 def drain(worker: str, deadline: float, admin: Admin) -> None:
     """Drain WORKER and shut it down, as SIGTERM does: no new work, running requests move or finish, exit code 0.
 
@@ -61,8 +56,8 @@ def drain(worker: str, deadline: float, admin: Admin) -> None:
 
 @click.command()
 @argument("worker", required=False, default="")
-@admin_options
-@json_option
+@options("flush")
+@with_admin
 def flush(worker: str, admin: Admin, as_json: bool) -> None:
     """Drop the prefix cache of WORKER, or of all workers.
 

@@ -7,9 +7,8 @@ import json
 import click
 
 from common.cli.core.errors import CommandError
-from common.cli.core.options import argument, json_option, option
+from common.cli.core.options import argument, options
 from common.cli.group import SuggestingGroup
-from common.params.names import PRIORITIES
 from common.rpc.api_keys import KeyFileError, Role, new_key
 
 
@@ -20,31 +19,7 @@ def keys() -> None:
 
 @keys.command()
 @argument("name")
-@option(
-    "--tenant",
-    envvar="FISSILE_TENANT",
-    default="",
-    help="Tenant of the key's calls. Default: the calls may name any tenant in their metadata.",
-)
-@option(
-    "--role",
-    "roles",
-    envvar="FISSILE_ROLE",
-    multiple=True,
-    type=click.Choice([role.value for role in Role]),
-    default=(Role.INFER.value,),
-    help="Methods that the key may call: infer is requests to models; admin-read and admin-write are AdminService. "
-    "Repeatable.",
-)
-@option(
-    "--max-priority",
-    envvar="FISSILE_MAX_PRIORITY",
-    default=None,
-    type=click.Choice(list(PRIORITIES)),
-    help="Highest priority class that the key's calls may ask for. Default: as the router's --tenant-max-priority "
-    "says.",
-)
-@json_option
+@options("keys new")
 def new(name: str, tenant: str, roles: tuple[str, ...], max_priority: str | None, as_json: bool) -> None:
     """Make a key for NAME and print it once; only its hash is kept.
 

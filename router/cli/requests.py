@@ -8,9 +8,9 @@ import click
 from fissile.admin.v1 import admin_pb2 as apb
 
 from common.cli.core import output
-from common.cli.core.options import argument, json_option, option
+from common.cli.core.options import argument, options
 from common.rpc.durations import to_seconds
-from router.cli.connection import Admin, admin_options
+from router.cli.connection import Admin, with_admin
 
 _HEADINGS = ("REQUEST", "TENANT", "METHOD", "MODEL", "STATE", "AGE", "PROMPT", "OUTPUT", "WORKER", "ATTEMPTS")
 _PAGE = 1000
@@ -53,13 +53,9 @@ def list_all(admin: Admin, tenant: str) -> list[apb.InFlightRequest]:
         wanted.page_token = page.next_page_token
 
 
-_tenant_option = option("--tenant", envvar="FISSILE_TENANT", default="", metavar="NAME", help="Tenant of the request.")
-
-
 @click.command()
-@option("--tenant", envvar="FISSILE_TENANT", default="", metavar="NAME", help="Show those of this tenant only.")
-@admin_options
-@json_option
+@options("requests")
+@with_admin
 def requests(tenant: str, admin: Admin, as_json: bool) -> None:
     """List the requests in flight at a router, oldest first.
 
@@ -72,8 +68,8 @@ def requests(tenant: str, admin: Admin, as_json: bool) -> None:
 
 @click.command()
 @argument("request_id")
-@_tenant_option
-@admin_options
+@options("cancel")
+@with_admin
 def cancel(request_id: str, tenant: str, admin: Admin) -> None:
     """End a request in flight; its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR."""
     admin.ask(lambda stub: stub.CancelRequest, apb.CancelRequestRequest(request_id=request_id, tenant=tenant))
@@ -81,8 +77,8 @@ def cancel(request_id: str, tenant: str, admin: Admin) -> None:
 
 
 @click.command()
-@admin_options
-@json_option
+@options("info")
+@with_admin
 def info(admin: Admin, as_json: bool) -> None:
     """Show version, start and options of a running router."""
     found = admin.ask(lambda stub: stub.GetServerInfo, apb.GetServerInfoRequest())

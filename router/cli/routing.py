@@ -15,9 +15,10 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
-from common.cli.core.options import json_option, option, seconds
+from common.cli.core.options import options
+from common.params.options.types import seconds
 from common.rpc.durations import to_duration, to_seconds
-from router.cli.connection import Admin, admin_options
+from router.cli.connection import Admin, with_admin
 
 
 def _duration(text: str) -> Duration:
@@ -110,12 +111,8 @@ _MODES: Final = (
 
 @click.command(cls=ModalCommand, modes=_MODES)
 @click.argument("changed", nargs=-1, metavar="[NAME=VALUE]...")
-@option(
-    "--if-version", envvar="FISSILE_IF_VERSION", default=0, type=click.IntRange(0), metavar="N",
-    help="Change it only if it still has this version; 0 changes any version.",
-)  # fmt: skip
-@admin_options
-@json_option
+@options("routing")
+@with_admin
 def routing(changed: tuple[str, ...], if_version: int, admin: Admin, as_json: bool) -> None:
     """Show how a running router admits and places requests; with NAME=VALUE, change it first.
 
@@ -143,8 +140,8 @@ def routing(changed: tuple[str, ...], if_version: int, admin: Admin, as_json: bo
 
 
 @click.command()
-@admin_options
-@json_option
+@options("reload")
+@with_admin
 def reload(admin: Admin, as_json: bool) -> None:
     """Make a running router read its configuration again, as SIGHUP does. A reload is all or nothing.
 

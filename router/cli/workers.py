@@ -17,10 +17,10 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
-from common.cli.core.options import Duration, json_option, option
+from common.cli.core.options import options
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 from common.rpc.durations import to_duration, to_seconds
-from router.cli.connection import Admin, admin_options
+from router.cli.connection import Admin, with_admin
 
 if TYPE_CHECKING:
     from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
@@ -141,17 +141,8 @@ _MODES: Final = (
 
 
 @click.command(cls=ModalCommand, modes=_MODES)
-@admin_options
-@option("--watch/--no-watch", "watching", envvar="FISSILE_WATCH", default=False, help="Repeat until Ctrl-C.")
-@option(
-    "--interval", envvar="FISSILE_WATCH_INTERVAL", default="1s", type=Duration(0.1),
-    help="Refresh interval of --watch.",
-)  # fmt: skip
-@option(
-    "--count", envvar="FISSILE_WATCH_COUNT", default=0, type=click.IntRange(0),
-    help="Number of refreshes of --watch; 0 is endless.",
-)  # fmt: skip
-@json_option
+@options("workers")
+@with_admin
 def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: bool) -> None:
     """List the workers of a running router.
 

@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
 from router.scheduling.lane import Lane
@@ -512,19 +513,10 @@ def _some(owners: list[str], turn: int) -> list[str]:
     return [*owners[first:], *owners[:first]][:_MAX_OWNERS]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementChoice:
-    """A policy by name: how it is made, and what it does, in a few words."""
-
-    make: Callable[[], Placement]
-    what: str
-
-
-PLACEMENTS: dict[str, PlacementChoice] = {
-    "prefix_aware": PlacementChoice(
-        PrefixAware, "the worker that has the prompt computed first, given its load and what it has cached"
-    ),
-    "least_loaded": PlacementChoice(LeastLoaded, "the worker with the least prompt work waiting"),
-    "session": PlacementChoice(SessionAffinity, "requests with the same session_id to the same worker"),
-    "round_robin": PlacementChoice(RoundRobin, "one after the other, whatever their load"),
+PLACEMENTS: Final[Mapping[str, Callable[[], Placement]]] = {
+    "prefix_aware": PrefixAware,
+    "least_loaded": LeastLoaded,
+    "session": SessionAffinity,
+    "round_robin": RoundRobin,
 }
+"""Policies by the values of --placement."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
-from common.cli.client.health import PROBE_TIMEOUT_S
 from common.cli.group import COMMANDS, find_entry_points
+from common.params.options.clients import PROBE_TIMEOUT_S
 from common.rpc.server import LIVENESS, READINESS
 from tests.deploy.container_file import ContainerFile
 from tests.deploy.tools import DEPLOY, ROOT, run, tool

@@ -12,7 +12,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
-from common.cli.core.options import Fraction
+from common.params.options.types import Fraction
 from router.api.admin import shown_options
 from router.app import router
 from router.audit.answer_auditor import AnswerAuditor, AuditOptions

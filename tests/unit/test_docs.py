@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import contract_table
+from common.params.options.table import OPTIONS
+from scripts import contract_table, option_reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,11 @@ def _words() -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+# The page of options is made from their table, whose variables are made from the names.
+NAMING_PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "options.md"]
+
+
+@pytest.mark.parametrize("page", NAMING_PAGES, ids=lambda page: page.name)
 def test_names_exist(page: Path) -> None:
     """A name in backticks that looks like one of code is one of our sources."""
     # Names of others, such as the C library and gRPC's; and one that the page says is not here.
@@ -140,6 +145,19 @@ def test_the_tests_of_robustness_are_there() -> None:
 
 def test_the_table_of_fields_is_that_of_protos_router_and_tests(capsys: pytest.CaptureFixture[str]) -> None:
     assert contract_table.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_reference_of_options_is_that_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert option_reference.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_stale_reference_of_options_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = tmp_path / "options.md"
+    stale.write_text(option_reference.page(OPTIONS[1:]))
+    monkeypatch.setattr(option_reference, "PAGE", stale)
+    assert option_reference.main(["--check"]) == 1
+    assert option_reference.main([]) == 0
+    assert option_reference.main(["--check"]) == 0
 
 
 def test_a_field_that_nothing_shows_is_found() -> None:

@@ -7,53 +7,32 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from common.cli.bench.command import measure
 from common.cli.bench.load import Load
 from common.cli.bench.machine import CpuMeter
-from common.cli.bench.plan import Plan, plan_options
+from common.cli.bench.plan import Plan
 from common.cli.bench.records import Record
 from common.cli.bench.service import Terms
 from common.cli.bench.target import PROGRESS_EVERY_S, OnProgress
 from common.cli.bench.workload import Work
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand
+from common.cli.core.options import options
 from common.config import Config
 from common.errors import ApiError
-from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
+from common.params.options.engine import ENGINE, OFFLINE
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
 from worker.cli.offline import OfflineRun
 from worker.cli.worker_modes import ENGINE_MODES
-from worker.cli.worker_options import WORKER_PARAMETERS, worker_options
+from worker.cli.worker_options import engine_options
 from worker.config.model_config import ModelError
 from worker.engine.core import EngineDeadError
 from worker.ranks.rank_peers import RankLostError
-
-# Options of `fissile worker` that do not affect what an engine alone computes, with their values here.
-OF_A_SERVICE: Final[dict[str, Any]] = {
-    "model_name": None,
-    "hash_seed": 0,
-    "kv_digests": 0.0,
-    "enable_constraints": False,
-    "drain_timeout": DRAIN_TIMEOUT_S,
-    "simulate": None,
-    "nnodes": 1,
-    "node_rank": 0,
-    "dist_init": "",
-    "dist_secret": None,
-    "dp_size": 1,
-    "dp_rank": 0,
-    "step_timeout": STEP_TIMEOUT_S,
-    "tls_cert": None,
-    "tls_key": None,
-    "tls_client_ca": None,
-    "router_identities": (),
-}
-_LEFT_AWAY: Final = {*OF_A_SERVICE, "config", "host", "port", "worker_id", "health_port", "log_level"}
 
 
 class EngineTarget:
@@ -136,30 +115,25 @@ class EngineTarget:
         self._engine.close()
 
 
-def engine_options(command: click.Command) -> list[click.Parameter]:
-    """The options of `fissile worker` that say how the engine computes. The benchmark accepts all of them."""
-    taken = {parameter.name for parameter in command.params}
-    return [parameter for parameter in WORKER_PARAMETERS if parameter.name not in _LEFT_AWAY | taken]
-
-
 @click.command(cls=ModalCommand, modes=ENGINE_MODES, context_settings={"help_option_names": ["-h", "--help"]})
-@plan_options
+@options("bench offline")
 def offline(**given: Any) -> int:
     """Measure the engine with a checkpoint, in this process: no router, no gRPC.
 
     Loads, figures and exit codes are those of `fissile bench serve`; the difference is what the service adds. The
     engine does not report how long requests queued, nor how many prompt tokens were cached.
     """
-    engine = {name: given.pop(name) for name in _ENGINE_NAMES}
+    engine = {row.value_name: given.pop(row.value_name) for row in ENGINE if OFFLINE in row.commands}
+    engine["model"] = given.pop("model")
     plan = Plan.of(**given)
     _refuse_messages(plan)
     setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
-    options = worker_options(**engine, **OF_A_SERVICE)
-    engine["max_num_batched_tokens"] = options.config.max_num_batched_tokens
-    spec = options.config.speculative_config
+    made = engine_options(engine)
+    engine["max_num_batched_tokens"] = made.config.max_num_batched_tokens
+    spec = made.config.speculative_config
     engine["speculative_config"] = None if spec is None else asdict(spec)
-    engine["scheduling_policy"] = options.config.scheduling_policy
-    return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
+    engine["scheduling_policy"] = made.config.scheduling_policy
+    return measure(plan, EngineTarget(made.config, made.threads, plan.terms()), {"engine": engine})
 
 
 def _refuse_messages(plan: Plan) -> None:
@@ -171,8 +145,3 @@ def _refuse_messages(plan: Plan) -> None:
                 f"--dataset {plan.dataset}: request {number} has messages, which need a router; valid offline: prompt "
                 "or token_ids"
             )
-
-
-_ENGINE_OPTIONS: Final = engine_options(offline)
-_ENGINE_NAMES: Final = tuple(str(parameter.name) for parameter in _ENGINE_OPTIONS)
-offline.params[:0] = _ENGINE_OPTIONS

@@ -24,15 +24,14 @@ import click
 
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand
+from common.cli.core.options import options
 from common.config import Config
 from common.errors import ApiError
 from common.hub import HubError, model_folder
-from common.params.names import LEVELS
 from common.params.pooling import LAST
 from common.telemetry.logs import setup_logging
-from worker.cli.bench import OF_A_SERVICE, engine_options
 from worker.cli.worker_modes import FIXED_KV_MEMORY, ON_CPU
-from worker.cli.worker_options import worker_options
+from worker.cli.worker_options import engine_options
 from worker.config.model_config import ModelConfig, ModelError
 from worker.ranks.rank_peers import RankLostError
 from worker.server import WorkerOptions
@@ -42,12 +41,11 @@ if TYPE_CHECKING:
 
 AITER: Final = "aiter"
 JIT_FOLDER: Final = "AITER_JIT_DIR"
-# Options of the engine that do not affect the choice of kernels.
-_OF_SCHEDULING: Final[dict[str, Any]] = {
+# Values of options of the engine that choose no kernels.
+_WITHOUT_SCHEDULING: Final[dict[str, Any]] = {
     "weights_cache": "off",
     "prefix_caching": False,
     "scheduling_policy": Config.scheduling_policy,
-    "scheduler_delay_factor": 0.0,
 }
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _HEADER_ALIGNMENT: Final = 8
@@ -254,6 +252,7 @@ def run(options: WorkerOptions) -> None:
 @click.command(
     cls=ModalCommand, modes=(ON_CPU, FIXED_KV_MEMORY), context_settings={"help_option_names": ["-h", "--help"]}
 )
+@options("worker warmup")
 def warmup(log_level: str, model: str, **given: Any) -> None:
     """Compile the kernels that a worker with these options needs, before it is started.
 
@@ -266,16 +265,6 @@ def warmup(log_level: str, model: str, **given: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="fissile-warmup-") as folder:
             layers = blank_checkpoint(Path(folder), source)
             click.echo(f"model: {layers} layers of {model} with weights of zero")
-            run(worker_options(**OF_A_SERVICE, **_OF_SCHEDULING, **given, model=folder))
+            run(engine_options(given | _WITHOUT_SCHEDULING | {"model": folder}))
     except (HubError, ModelError) as error:
         raise CommandError(str(error)) from None
-
-
-_LOG_LEVEL: Final = click.Option(
-    ["--log-level"], envvar="FISSILE_LOG_LEVEL", show_envvar=True, default="info", show_default=True,
-    type=click.Choice(LEVELS), help="Least to log.",
-)  # fmt: skip
-warmup.params[:0] = [
-    *(option for option in engine_options(warmup) if option.name not in _OF_SCHEDULING),
-    _LOG_LEVEL,
-]

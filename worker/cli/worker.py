@@ -10,14 +10,15 @@ import structlog
 import uvloop
 from typing_extensions import override
 
-from common.cli.core.config_file import ConfigurableCommand
+from common.cli.core.config_file import ConfigurableCommand, config_option
 from common.cli.core.modes import unused_variables
+from common.cli.core.options import options
 from common.rpc.descriptors import raise_descriptor_limit
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import guard_standard_streams
 from worker.cli.warmup import warmup
 from worker.cli.worker_modes import MODES
-from worker.cli.worker_options import WORKER_PARAMETERS, worker_options
+from worker.cli.worker_options import worker_options
 from worker.server import run_worker
 
 log = structlog.get_logger(__name__)
@@ -39,6 +40,8 @@ class WorkerCommand(ConfigurableCommand):
 
 
 @click.command(cls=WorkerCommand, modes=MODES, context_settings={"help_option_names": ["-h", "--help"]})
+@config_option("worker")
+@options("worker")
 def worker(log_level: str, **given: Any) -> int:
     """Run one worker: an engine with its model, for routers.
 
@@ -58,6 +61,3 @@ def worker(log_level: str, **given: Any) -> int:
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return uvloop.run(run_worker(worker_options(**given)))
-
-
-worker.params[:0] = WORKER_PARAMETERS

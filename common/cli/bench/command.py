@@ -22,14 +22,14 @@ import click
 from common.cli.bench import report
 from common.cli.bench.figures import Figures, Setting, drafts_between, failures_of, figures_of
 from common.cli.bench.machine import cpu_model
-from common.cli.bench.plan import Plan, plan_options
+from common.cli.bench.plan import Plan
 from common.cli.bench.records import Record
 from common.cli.bench.target import RouterTarget, Target
 from common.cli.bench.workload import Work, Workload
 from common.cli.core.client import Credentials
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
-from common.cli.core.options import SHORTEST_S, Duration, address_option, option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, SuggestingGroup, find_entry_points, naming_missing_extra
 from common.cli.version import versions
@@ -255,18 +255,7 @@ def bench() -> None:
 
 
 @bench.command()
-@address_option
-@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
-@plan_options
-@option(
-    "--timeout", envvar="FISSILE_TIMEOUT", type=Duration(SHORTEST_S), default="600s",
-    help="Deadline of each request; one that exceeds it counts as failed.",
-)  # fmt: skip
-@option(
-    "--service-pid", "service_pids", envvar="FISSILE_BENCH_SERVICE_PID", type=click.IntRange(min=1), multiple=True,
-    help="Process of the service on this machine, whose computing, with its children's, is not foreign. Repeatable. "
-    "Default: whatever listens at a loopback address, and the `fissile serve` that started it.",
-)  # fmt: skip
+@options("bench serve")
 @with_credentials
 def serve(
     address: str, model: str, timeout: float, service_pids: tuple[int, ...], credentials: Credentials, **given: Any

@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterable
 from typing import Any, Final
 
-from common.cli.bench.workload import GivenWorkload, Lengths, Work
+from common.cli.bench.workload import GivenWorkload, Work
+from common.params.options.types import Lengths
 
 _FORM: Final = (
     '{"prompt": TEXT}, {"messages": [{"role": ROLE, "content": TEXT}, ...]} or {"token_ids": [ID, ...]}, each with '

@@ -13,7 +13,7 @@ from common.cli.bench.statistics import Summary
 
 _MS: Final = 1e3
 # Metric of an objective -> a request's value in seconds; None where it has none, and then it is met.
-OBJECTIVES: Final[dict[str, Callable[[Record], float | None]]] = {
+_OBJECTIVE_VALUES: Final[dict[str, Callable[[Record], float | None]]] = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,
     "itl": lambda record: max(record.itl, default=None),
@@ -238,7 +238,7 @@ def max_in_flight(records: Iterable[Record]) -> int:
 
 def meets(record: Record, objectives: Mapping[str, float]) -> bool:
     """True if a request that succeeded is within every objective, in seconds."""
-    values = ((OBJECTIVES[name](record), limit) for name, limit in objectives.items())
+    values = ((_OBJECTIVE_VALUES[name](record), limit) for name, limit in objectives.items())
     return all(value is None or value <= limit for value, limit in values)
 
 

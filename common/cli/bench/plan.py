@@ -7,197 +7,24 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
-
-import click
+from typing import Any
 
 from common.cli.bench.dataset import DatasetError, read_dataset
-from common.cli.bench.figures import OBJECTIVES, Setting
+from common.cli.bench.figures import Setting
 from common.cli.bench.load import ClosedLoop, Extent, Load, OpenLoop, gaps
 from common.cli.bench.service import Terms
-from common.cli.bench.workload import GivenWorkload, Lengths, RandomWorkload
+from common.cli.bench.workload import GivenWorkload, RandomWorkload
 from common.cli.client.generate import given
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Duration, option, seconds
-from common.cli.core.tls_options import apply
+from common.params.options.bench import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_INPUT,
+    MIN_REQUESTS,
+    OPEN_LOOP_S,
+    REQUESTS_PER_PLACE,
+)
+from common.params.options.types import Lengths
 from common.params.sampling_params import DISTRIBUTION_FIELDS
-
-DEFAULT_CONCURRENCY: Final = (1, 8, 32)
-DEFAULT_INPUT: Final = Lengths(32, 256)
-MIN_REQUESTS: Final = 10
-# Requests of a closed loop, for each in flight; time that the requests of an open loop are sent in.
-REQUESTS_PER_PLACE: Final = 4
-OPEN_LOOP_S: Final = 30.0
-
-
-class LengthRange(click.ParamType[Lengths]):
-    """Tokens: `LOW:HIGH`, or one number."""
-
-    name = "lengths"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
-        """Reads the text of an option."""
-        if isinstance(value, Lengths):
-            return value
-        try:
-            return Lengths.parse(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers above 0, separated by commas."""
-
-    name = "numbers"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Reads the text of an option."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(self._kind(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if not numbers or not all(0 < each < math.inf for each in numbers):
-            whole = "whole numbers" if self._kind is int else "numbers"
-            self.fail(f"{value!r} is not a list of {whole} above 0; use for example 1,8,32", param, ctx)
-        if len(set(numbers)) != len(numbers):
-            self.fail(f"{value!r} names a number twice; --repeat measures all of them again", param, ctx)
-        return numbers
-
-
-class Objectives(click.ParamType[dict[str, float]]):
-    """`METRIC=TIME,...`."""
-
-    name = "objectives"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
-        """Reads the text of an option."""
-        if isinstance(value, dict):
-            return value
-        found: dict[str, float] = {}
-        for part in str(value).split(","):
-            name, _, limit = part.partition("=")
-            if name.strip() not in OBJECTIVES or name.strip() in found:
-                self.fail(f"{part!r} is not an objective; use {', '.join(OBJECTIVES)}, each once: ttft=200ms,tpot=50ms")
-            try:
-                found[name.strip()] = seconds(limit)
-            except ValueError as error:
-                self.fail(str(error), param, ctx)
-        return found
-
-
-_COUNT: Final = click.IntRange(min=1)
-
-plan_options = apply(
-    option(
-        "--concurrency", envvar="FISSILE_BENCH_CONCURRENCY", type=Numbers(int), metavar="N[,N...]",
-        help="Closed loop: number of requests in flight; a row for each number. Default: 1,8,32.",
-    ),
-    option(
-        "--rate", envvar="FISSILE_BENCH_RATE", type=Numbers(float), metavar="R[,R...]",
-        help="Open loop instead: requests per second on average, whatever the service does; a row for each number. "
-        "Times count from when a request was to be sent.",
-    ),
-    option(
-        "--burstiness", envvar="FISSILE_BENCH_BURSTINESS", type=float, default=None, metavar="SHAPE",
-        help="Shape of the arrivals of --rate: 1 is a Poisson process, less is burstier, more is more regular, inf "
-        "evenly spaced. Default: 1.",
-    ),
-    option(
-        "--requests", envvar="FISSILE_BENCH_REQUESTS", type=_COUNT,
-        help=f"Number of requests of each row. Default without --duration: {REQUESTS_PER_PLACE} for each in flight, or "
-        f"what --rate sends in {OPEN_LOOP_S:g} s; at least {MIN_REQUESTS}.",
-    ),
-    option(
-        "--duration", envvar="FISSILE_BENCH_DURATION", type=Duration(), metavar="TIME",
-        help="Duration of each row, for example 60s: after it no request is sent, and those in flight are waited for. "
-        "With --requests, whichever is first. Default: no limit.",
-    ),
-    option(
-        "--warmup", envvar="FISSILE_BENCH_WARMUP", type=click.IntRange(min=0), default=2,
-        help="Number of requests before each row that do not count, with prompts of their own.",
-    ),
-    option(
-        "--repeat", envvar="FISSILE_BENCH_REPEAT", type=_COUNT, default=1,
-        help="Number of times that all rows are measured, in turn, so that drift affects all of them alike.",
-    ),
-    option(
-        "--input-len", envvar="FISSILE_BENCH_INPUT_LEN", type=LengthRange(), metavar="LOW:HIGH",
-        help=f"Tokens of a prompt, uniform in a range, or one number. Prompts are random token ids. Default: "
-        f"{DEFAULT_INPUT}.",
-    ),
-    option(
-        "--output-len", envvar="FISSILE_BENCH_OUTPUT_LEN", type=LengthRange(), default="64", metavar="LOW:HIGH",
-        help="Tokens of an answer, uniform in a range, or one number.",
-    ),
-    option(
-        "--prefix-len", envvar="FISSILE_BENCH_PREFIX_LEN", type=click.IntRange(min=0), default=None,
-        help="Number of tokens that all prompts of a row begin with, before those of --input-len: for prefix caches. "
-        "Default: 0.",
-    ),
-    option(
-        "--dataset", envvar="FISSILE_BENCH_DATASET", type=click.Path(path_type=Path), metavar="FILE",
-        help='Prompts from a file instead: a JSON object a line, {"prompt": TEXT}, {"messages": [...]} or '
-        '{"token_ids": [...]}, with "max_tokens" where it is not --output-len.',
-    ),
-    option(
-        "--seed", envvar="FISSILE_BENCH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
-        help="Seed of prompts, lengths, arrival times and sampling: the same seed and the same list of loads give the "
-        "same work everywhere; lengths are the same in every row.",
-    ),
-    option(
-        "--ignore-eos/--no-ignore-eos", envvar="FISSILE_BENCH_IGNORE_EOS", default=True,
-        help="Continue past the model's end-of-sequence tokens, so that every answer has the length asked for; "
-        "another length is a failure.",
-    ),
-    option(
-        "--temperature", envvar="FISSILE_BENCH_TEMPERATURE", type=float, default=0.0,
-        help="Sampling temperature; 0 is greedy.",
-    ),
-    option(
-        "--top-k", envvar="FISSILE_BENCH_TOP_K", type=int,
-        help="Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
-    ),
-    option(
-        "--top-p", envvar="FISSILE_BENCH_TOP_P", type=float,
-        help="Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, or 1 "
-        "(off).",
-    ),
-    option(
-        "--min-p", envvar="FISSILE_BENCH_MIN_P", type=float,
-        help="Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 (off).",
-    ),
-    option(
-        "--repetition-penalty", envvar="FISSILE_BENCH_REPETITION_PENALTY", type=float,
-        help="Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
-    ),
-    option(
-        "--presence-penalty", envvar="FISSILE_BENCH_PRESENCE_PENALTY", type=float,
-        help="Subtract once from the logits of tokens in the answer. Default: 0 (off).",
-    ),
-    option(
-        "--frequency-penalty", envvar="FISSILE_BENCH_FREQUENCY_PENALTY", type=float,
-        help="Subtract per occurrence from the logits of tokens in the answer. Default: 0 (off).",
-    ),
-    option(
-        "--slo", envvar="FISSILE_BENCH_SLO", type=Objectives(), metavar="METRIC=TIME[,...]",
-        help=f"Objectives, such as ttft=200ms,tpot=50ms; requests that meet them all are counted as goodput. Metrics: "
-        f"{', '.join(OBJECTIVES)}. Default: none.",
-    ),
-    option(
-        "--json", "json_file", envvar="FISSILE_BENCH_JSON", metavar="FILE|-",
-        help="Write everything as JSON to this file; - is standard output, and the table then goes to standard error. "
-        "Default: no file.",
-    ),
-    option(
-        "--details/--no-details", envvar="FISSILE_BENCH_DETAILS", default=None,
-        help="Print all figures of every row below the table. Default: only when there is one row.",
-    ),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,51 +9,13 @@ a second round (another concurrency, a repetition, a warm-up) finds nothing of t
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-_LENGTHS = re.compile(r"(\d+)(?::(\d+))?")
+from common.params.options.types import Lengths
+
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Numbers of tokens, uniform in [low, high], both included.
-
-    Raises:
-        ValueError: the range is empty or begins below 1.
-    """
-
-    low: int
-    high: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(
-                f"{self} is not a range of lengths; use LOW:HIGH with 1 <= LOW <= HIGH, or one number from 1"
-            )
-
-    def __str__(self) -> str:
-        """As `parse` reads it."""
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
-
-    @classmethod
-    def parse(cls, text: str) -> Lengths:
-        """Parses `LOW:HIGH`, or one number.
-
-        Raises:
-            ValueError: it is neither.
-        """
-        match = _LENGTHS.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a range of lengths; use LOW:HIGH, for example 32:256, or one number")
-        return cls(int(match[1]), int(match[2] or match[1]))
-
-    def draw(self, rnd: random.Random) -> int:
-        """One of them."""
-        return rnd.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)

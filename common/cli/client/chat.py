@@ -22,18 +22,17 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.chat_tools import (
     CallLines,
     ReadLine,
-    ToolCommand,
     Tools,
     can_be_answered,
     commands_of,
     read_tools,
 )
-from common.cli.client.generate import LOGPROB_MODES, given, with_sampling_options
+from common.cli.client.generate import LOGPROB_MODES, given
 from common.cli.core.client import Answer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
-from common.cli.core.options import option, routers_option, timeout_option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 from common.cli.core.word_wrap import WordWrap
 
@@ -315,33 +314,8 @@ _MODES: Final = (
 
 
 @click.command(cls=ModalCommand, modes=_MODES)
-@routers_option
-@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
-@option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat. Default: none.")
-@option(
-    "--tools", "tools_file", envvar="FISSILE_TOOLS", type=click.Path(path_type=Path), metavar="FILE",
-    help="Tools that the model may call: JSON, a list of objects with name, description, parameters (a JSON Schema) "
-    "and strict. Default: none.",
-)  # fmt: skip
-@option(
-    "--tool-command", "tool_commands", envvar="FISSILE_TOOL_COMMAND", type=ToolCommand(), metavar="NAME=COMMAND",
-    multiple=True,
-    help="Command that is the tool NAME: it gets the arguments as JSON on standard input, and what it prints is the "
-    "result. Runs on this machine, without a shell. Default: you type the result. Repeatable; one a line in the "
-    "variable.",
-)  # fmt: skip
-@option(
-    "--confirm/--no-confirm", "confirms", envvar="FISSILE_CONFIRM", default=True,
-    help="Ask before a command of --tool-command runs. Default: ask.",
-)  # fmt: skip
-@option(
-    "--history/--no-history", "keeps_history", envvar="FISSILE_HISTORY", default=True,
-    help="Keep what you type for later conversations, in fissile/chat_history of the folder XDG_STATE_HOME, which you "
-    "alone can read. Only on a terminal. Default: keep.",
-)  # fmt: skip
-@with_sampling_options
+@options("chat")
 @with_credentials
-@timeout_option
 def chat(
     addresses: Sequence[str],
     model: str,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import click
 from fissile.client import tool
 from fissile.v1 import inference_pb2 as pb
 
@@ -62,31 +61,6 @@ def _tool(place: str, given: Any) -> pb.Tool:
     if "strict" in given:
         made.strict = given["strict"]
     return made
-
-
-class ToolCommand(click.ParamType[tuple[str, tuple[str, ...]]]):
-    """A tool and the command that is it, from `NAME=COMMAND`; words are split as a shell splits them.
-
-    In an environment variable there is one on each line: commands have blanks.
-    """
-
-    name = "tool command"
-    envvar_list_splitter = "\n"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, tuple[str, ...]]:
-        """Reads the text of an option."""
-        if isinstance(value, tuple):
-            return value
-        name, _, command = str(value).partition("=")
-        try:
-            words = tuple(shlex.split(command))
-        except ValueError as error:
-            self.fail(f"{value!r} cannot be split into words: {error}", param, ctx)
-        if not name or not words:
-            self.fail(f"{value!r} is not NAME=COMMAND; use for example 'get_weather=./weather.py --short'", param, ctx)
-        return name, words
 
 
 def commands_of(given: Sequence[tuple[str, tuple[str, ...]]], tools: Sequence[pb.Tool]) -> dict[str, tuple[str, ...]]:

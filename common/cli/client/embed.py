@@ -16,7 +16,7 @@ from common.cli.client.texts import Caller, Source, added_usage, usage_line, wit
 from common.cli.core import output
 from common.cli.core.client import Credentials
 from common.cli.core.errors import CommandError
-from common.cli.core.options import option, routers_option, timeout_option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 from common.limits import MAX_EMBED_INPUTS, MAX_EMBED_NUMBERS
 
@@ -99,25 +99,9 @@ def _numbers(embedding: pb.Embedding) -> list[float]:
 
 @click.command()
 @click.argument("texts", nargs=-1)
+@options("embed")
 @with_texts
-@routers_option
-@option(
-    "--pooling", envvar="FISSILE_POOLING", type=click.Choice(("last", "mean")),
-    help="State that becomes the vector: the last token's, or the mean of all. Default: the checkpoint's own.",
-)  # fmt: skip
-@option(
-    "--normalize/--no-normalize", envvar="FISSILE_NORMALIZE", default=True, help="Make the vectors of length 1.",
-)  # fmt: skip
-@option(
-    "--dimensions", envvar="FISSILE_DIMENSIONS", type=click.IntRange(1),
-    help="Keep the first so many numbers of a vector, before it is normalized. Default: all.",
-)  # fmt: skip
-@option(
-    "--format", "form", envvar="FISSILE_FORMAT", type=click.Choice((LINES, JSON, NPY)), default=LINES,
-    help="Form of the output: a JSON object per text and line, one JSON object, or the file of a NumPy array.",
-)  # fmt: skip
 @with_credentials
-@timeout_option
 def embed(
     texts: Sequence[str],
     source: Source,

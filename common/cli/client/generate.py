@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,192 +20,19 @@ from common.cli.core.client import Answer, Credentials, Question, ask, client_ar
 from common.cli.core.console import TextStream, fitted
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
-from common.cli.core.options import Bias, Line, json_option, option, routers_option, timeout_option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.constraints.forms import FORMS, GRAMMAR, JSON_SCHEMA
 from common.errors import ApiError
-from common.params.logprobs import LOGPROBS_KINDS
 from common.params.sampling_params import SamplingParams
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
-# Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
-SAMPLING_OPTIONS = (
-    option(
-        "--max-tokens",
-        envvar="FISSILE_MAX_TOKENS",
-        type=int,
-        help="Most tokens to generate. Default: the router's, or the rest of the context.",
-    ),
-    option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens to generate. Default: 0."),
-    option(
-        "--temperature",
-        envvar="FISSILE_TEMPERATURE",
-        type=float,
-        help="Sampling temperature; 0 is greedy. Default: the model's, or 1.",
-    ),
-    option(
-        "--top-k",
-        envvar="FISSILE_TOP_K",
-        type=int,
-        help="Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
-    ),
-    option(
-        "--top-p",
-        envvar="FISSILE_TOP_P",
-        type=float,
-        help="Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, or 1 "
-        "(off).",
-    ),
-    option(
-        "--min-p",
-        envvar="FISSILE_MIN_P",
-        type=float,
-        help="Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 (off).",
-    ),
-    option(
-        "--repetition-penalty",
-        envvar="FISSILE_REPETITION_PENALTY",
-        type=float,
-        help="Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
-    ),
-    option(
-        "--presence-penalty",
-        envvar="FISSILE_PRESENCE_PENALTY",
-        type=float,
-        help="Subtract once from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
-    ),
-    option(
-        "--frequency-penalty",
-        envvar="FISSILE_FREQUENCY_PENALTY",
-        type=float,
-        help="Subtract per occurrence from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
-    ),
-    option(
-        "--seed",
-        envvar="FISSILE_SEED",
-        type=int,
-        help="Seed of the sampling: the same seed gives the same answer. Default: derived from the request id.",
-    ),
-    option(
-        "--stop",
-        "stop_strings",
-        envvar="FISSILE_STOP",
-        multiple=True,
-        type=Line(),
-        help="Text that ends the answer. Repeatable; one a line in the variable.",
-    ),
-    option(
-        "--stop-token-id",
-        "stop_token_ids",
-        envvar="FISSILE_STOP_TOKEN_ID",
-        multiple=True,
-        type=int,
-        help="Token id that ends the answer. Repeatable.",
-    ),
-    option(
-        "--logit-bias",
-        envvar="FISSILE_LOGIT_BIAS",
-        metavar="ID=BIAS",
-        multiple=True,
-        type=Bias(),
-        help="Add BIAS, in [-100, 100], to the logit of token ID. Repeatable.",
-    ),
-    option(
-        "--bad-word",
-        "bad_words",
-        envvar="FISSILE_BAD_WORD",
-        multiple=True,
-        type=Line(),
-        help="Text that the answer must not contain. Repeatable; one a line in the variable.",
-    ),
-    option(
-        "--allowed-token-id",
-        "allowed_token_ids",
-        envvar="FISSILE_ALLOWED_TOKEN_ID",
-        multiple=True,
-        type=int,
-        help="Generate such token ids only, and end-of-sequence tokens. Repeatable. Default: all.",
-    ),
-    option(
-        "--num-drafts",
-        envvar="FISSILE_NUM_DRAFTS",
-        type=int,
-        help="Verify at most N draft tokens per step; 0: none. The answer is the same. Default: the worker's choice.",
-    ),
-    option(
-        "--json-schema",
-        envvar="FISSILE_JSON_SCHEMA",
-        metavar="FILE|TEXT",
-        help="Confine the answer to JSON of this schema.",
-    ),
-    option(
-        "--json-object", envvar="FISSILE_JSON_OBJECT", is_flag=True, default=None, help="Confine it to a JSON object."
-    ),
-    option("--regex", envvar="FISSILE_REGEX", help="Confine it to what this regular expression matches."),
-    option(
-        "--grammar",
-        envvar="FISSILE_GRAMMAR",
-        metavar="FILE|TEXT",
-        help="Confine it to this grammar, in Lark or GBNF.",
-    ),
-    option(
-        "--choice",
-        "choices",
-        envvar="FISSILE_CHOICE",
-        multiple=True,
-        type=Line(),
-        help="Confine it to such texts. Repeatable; one a line in the variable.",
-    ),
-    option(
-        "--ignore-eos",
-        envvar="FISSILE_IGNORE_EOS",
-        is_flag=True,
-        default=None,
-        help="Continue past the model's end-of-sequence tokens.",
-    ),
-    option(
-        "--logprobs",
-        envvar="FISSILE_LOGPROBS",
-        type=int,
-        help="Show the logprob of each token, with the N most likely ones beside it, at most 20. Default: none.",
-    ),
-    option(
-        "--logprobs-kind",
-        envvar="FISSILE_LOGPROBS_KIND",
-        type=click.Choice(LOGPROBS_KINDS),
-        help="Distribution that they are of: the model's own, or the one that tokens are drawn from. Default: raw.",
-    ),
-    option(
-        "--logprob-token-id",
-        "logprob_token_ids",
-        envvar="FISSILE_LOGPROB_TOKEN_ID",
-        multiple=True,
-        type=int,
-        help="Token id whose logprob is shown beside each token's. Repeatable.",
-    ),
-    option(
-        "--prompt-logprobs",
-        envvar="FISSILE_PROMPT_LOGPROBS",
-        type=int,
-        help="Show the logprobs of the prompt's tokens, with the N most likely ones beside each. Default: none.",
-    ),
-    option(
-        "--prompt-logprobs-start",
-        envvar="FISSILE_PROMPT_LOGPROBS_START",
-        type=int,
-        help="First position of the prompt whose logprob is shown. Default: 1.",
-    ),
-)
-
-
-def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options above, in their order."""
-    return functools.reduce(lambda wrapped, add: add(wrapped), reversed(SAMPLING_OPTIONS), command)
-
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, checked as the router will check them.
+    """Keeps the options of sampling that the user gave, checked as the router will check them.
+
+    The request lacks the others, so the model's own defaults hold.
 
     Raises:
         CommandError: a value is out of range (exit code 2).
@@ -315,30 +141,8 @@ _MODES: Final = (
 
 @click.command(cls=ModalCommand, modes=_MODES)
 @click.argument("prompt", required=False)
-@routers_option
-@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
-@option(
-    "--chat/--text", "chat", envvar="FISSILE_CHAT", default=None,
-    help="Send a chat or a plain text. Default: a chat if the model has a template.",
-)  # fmt: skip
-@option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat. Default: none.")
-@option("--request-id", envvar="FISSILE_REQUEST_ID", default="", help="Id of the request. Default: a new one.")
-@with_sampling_options
+@options("generate")
 @with_credentials
-@timeout_option
-@json_option
-@option(
-    "--offline", envvar="FISSILE_OFFLINE", metavar="MODEL",
-    help="Checkpoint to run in this process, without a router. --max-tokens is then 64 by default.",
-)  # fmt: skip
-@option(
-    "--receipt", envvar="FISSILE_RECEIPT", type=click.Path(path_type=Path), metavar="FILE",
-    help="Write the answer's receipt, with the request and the token ids, to FILE, for `fissile verify`.",
-)  # fmt: skip
-@option(
-    "--logits-every", envvar="FISSILE_LOGITS_EVERY", type=click.IntRange(0), default=0, metavar="N",
-    help="Digest the logits of every N-th token into the receipt; 0 is none.",
-)  # fmt: skip
 def generate(
     prompt: str | None,
     addresses: Sequence[str],

@@ -11,12 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.core.client import Credentials, open_channel
 from common.cli.core.errors import CommandError
-from common.cli.core.options import SHORTEST_S, Duration, address_option, option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_tls
 from common.rpc.tls import ClientTls
 
 _FAILED: Final = 1
-PROBE_TIMEOUT_S: Final = 5.0
 
 
 async def serving_status(address: str, service: str, timeout_s: float, tls: ClientTls | None = None) -> str:
@@ -43,17 +42,8 @@ def _no_answer(error: grpc.aio.AioRpcError, address: str, service: str) -> Comma
 
 
 @click.command()
-@address_option
+@options("health")
 @with_tls
-@option(
-    "--service", envvar="FISSILE_HEALTH_SERVICE", default="readiness", metavar="NAME", may_be_empty=True,
-    help="Health service: readiness (it takes work), liveness (the process answers), or the full name of a gRPC "
-    "service.",
-)  # fmt: skip
-@option(
-    "--timeout", envvar="FISSILE_HEALTH_TIMEOUT", default=f"{PROBE_TIMEOUT_S:g}s", type=Duration(SHORTEST_S),
-    help="How long to wait for the answer.",
-)  # fmt: skip
 def health(address: str, tls: ClientTls | None, service: str, timeout: float) -> int:
     """Check the health of a router or worker.
 

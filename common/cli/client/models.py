@@ -13,7 +13,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from common.cli.core import output
 from common.cli.core.client import NO_CREDENTIALS, Credentials, call_failed, open_channel
 from common.cli.core.errors import CommandError
-from common.cli.core.options import address_option, json_option, timeout_option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 
 _HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "SERVES", "WORKERS", "WEIGHTS", "TOKENIZER")
@@ -67,10 +67,8 @@ def _row(model: pb.Model) -> tuple[str, ...]:
 
 
 @click.command()
-@address_option
+@options("models")
 @with_credentials
-@timeout_option
-@json_option
 def models(address: str, credentials: Credentials, timeout: float, as_json: bool) -> None:
     """List the models that a running router serves."""
     found = asyncio.run(list_models(address, timeout, credentials))

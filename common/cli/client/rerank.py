@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.texts import Caller, Source, added_usage, shown, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
-from common.cli.core.options import argument, json_option, option, routers_option, timeout_option
+from common.cli.core.options import argument, options
 from common.cli.core.tls_options import with_credentials
 from common.limits import MAX_DOCUMENTS
 
@@ -62,18 +62,9 @@ def as_table(documents: Sequence[pb.RankedDocument]) -> str:
 @click.command()
 @argument("query")
 @click.argument("documents", nargs=-1)
+@options("rerank")
 @with_texts
-@routers_option
-@option(
-    "--top", envvar="FISSILE_TOP", type=click.IntRange(1), metavar="N", help="Print the best N alone. Default: all."
-)
-@option(
-    "--instruction", envvar="FISSILE_INSTRUCTION", default="",
-    help='What makes a document relevant, such as "Given a question, find its answer". Default: the model\'s own.',
-)  # fmt: skip
 @with_credentials
-@timeout_option
-@json_option
 def rerank(
     query: str,
     documents: Sequence[str],

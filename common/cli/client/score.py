@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.texts import Caller, Source, added_usage, shown, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
-from common.cli.core.options import json_option, option, routers_option, timeout_option
+from common.cli.core.options import options
 from common.cli.core.tls_options import with_credentials
 from common.limits import MAX_CONTINUATIONS
 
@@ -69,19 +69,9 @@ def token_lines(scores: Sequence[pb.Score]) -> Iterator[str]:
 
 @click.command()
 @click.argument("continuations", nargs=-1)
+@options("score")
 @with_texts
-@routers_option
-@option(
-    "--context", envvar="FISSILE_CONTEXT",
-    help="Text that they continue; blanks at its end count to them. Default: none, so whole texts are scored.",
-)  # fmt: skip
-@option(
-    "--tokens", "has_tokens", envvar="FISSILE_TOKENS", is_flag=True, default=False,
-    help="Print the logprob of each token too.",
-)  # fmt: skip
 @with_credentials
-@timeout_option
-@json_option
 def score(
     continuations: Sequence[str],
     source: Source,

@@ -17,13 +17,10 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.cli.core.client import Credentials, call_failed, client_arguments
 from common.cli.core.errors import CommandError
-from common.cli.core.options import option
-from common.cli.core.tls_options import apply
 from common.limits import MAX_PROMPT_TEXT_BYTES
 
 T = TypeVar("T")
 _Command: TypeAlias = Callable[..., Any]
-_PRIORITIES: Final = ("low", "normal", "high")
 # A text's place in its call, as a status names it.
 _PLACE: Final = re.compile(r"\b(inputs|documents|continuations)\[(\d+)\]")
 _SHOWN_CHARACTERS: Final = 100
@@ -34,33 +31,13 @@ _FRAME_BYTES: Final = 32
 
 
 def with_texts(command: _Command) -> _Command:
-    """Adds the options that say where texts come from and how they are asked, and hands them over as `source`."""
+    """Hands a command the options about its texts and their requests as one argument, `source`."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, file: str | None, json_lines: bool, model: str, priority: str | None, **kwargs: Any) -> Any:
         return command(*args, source=Source(file, json_lines, model, priority), **kwargs)
 
-    added = (
-        option(
-            "--file", envvar="FISSILE_FILE", metavar="FILE",
-            help="Read texts from FILE, one per line; - is standard input. Default: the arguments, or standard input "
-            "where there are none.",
-        ),
-        option(
-            "--json-lines", envvar="FISSILE_JSON_LINES", is_flag=True, default=False,
-            help="Read each line as a JSON string, which may hold line breaks.",
-        ),
-        option(
-            "--model", envvar="FISSILE_MODEL_NAME", default="",
-            help="Model name. Default: the only model of the router.",
-        ),
-        option(
-            "--priority", envvar="FISSILE_PRIORITY", type=click.Choice(_PRIORITIES),
-            help="Which requests go first when there is a queue; low is for what can wait. Default: normal, or the "
-            "most that the caller may.",
-        ),
-    )  # fmt: skip
-    return apply(*added)(wrapped)
+    return wrapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.proof import read_proof
 from common.cli.core.client import Credentials, call_failed, client_arguments
 from common.cli.core.errors import CommandError
-from common.cli.core.options import address_option, argument, json_option, option, timeout_option
+from common.cli.core.options import argument, options
 from common.cli.core.tls_options import with_credentials
 
 # Verdict -> exit code, and what it means.
@@ -56,17 +56,8 @@ def as_dict(found: Verification) -> dict[str, Any]:
 
 @click.command()
 @argument("receipt", type=click.Path(path_type=Path))
-@option(
-    "--request", envvar="FISSILE_REQUEST", type=click.Path(path_type=Path), metavar="FILE",
-    help="JSON of the GenerateRequest or ChatRequest, with the id that it had. Default: the one in RECEIPT.",
-)  # fmt: skip
-@option(
-    "--worker", envvar="FISSILE_WORKER", default="", help="Worker to run it on. Default: any of the numerics class."
-)
-@address_option
+@options("verify")
 @with_credentials
-@timeout_option
-@json_option
 def verify(
     receipt: Path,
     request: Path | None,

@@ -28,9 +28,8 @@ from common.cli.core.modes import ModalCommand
 from common.cli.core.options import option
 from common.files import UnreadableFileError, read_file
 from common.limits import MAX_OPTIONS_FILE_BYTES, MAX_OPTIONS_VALUES
+from common.params.options.services import CONFIG_FILE
 
-FILE = "config"
-FILE_VARIABLE = "FISSILE_CONFIG"
 _PLACE = "fissile.config.place"
 _ARGUMENTS = "fissile.config.arguments"
 
@@ -59,11 +58,7 @@ def config_option(section: str) -> Callable[[click.decorators.FC], click.decorat
             ctx.default_map = defaults(sections(text, value).get(section, {}), place, ctx.command)
         return value
 
-    return option(
-        "--config", FILE, envvar=FILE_VARIABLE, default=None, type=click.Path(path_type=Path), metavar="FILE",
-        is_eager=True, expose_value=False, callback=read,
-        help="YAML file with options, one section per command. Command line and environment override it.",
-    )  # fmt: skip
+    return option(CONFIG_FILE, is_eager=True, expose_value=False, callback=read)
 
 
 @dataclass(frozen=True, slots=True)

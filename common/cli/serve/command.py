@@ -18,7 +18,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.core.config_file import (
-    FILE_VARIABLE,
     ConfigurableCommand,
     config_option,
     file_of,
@@ -28,20 +27,19 @@ from common.cli.core.config_file import (
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import Mode
-from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, FractionText, option
-from common.cli.core.speculative_option import SpeculationText
-from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
+from common.cli.core.options import options
+from common.cli.core.tls_options import server_tls
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.serve.demo_drafts import demo_speculation
-from common.cli.serve.first_question import FIRST_PROMPT, GENERATES, FirstQuestion, next_steps
-from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
+from common.cli.serve.first_question import GENERATES, FirstQuestion, next_steps
+from common.cli.serve.launch_plan import KV_SHARE, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
-from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
+from common.config import Config
 from common.hub import HubError, default_model_name, model_folder
-from common.limits import DRAIN_TIMEOUT_S
-from common.params.names import LEVELS
-from common.params.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
+from common.params.options.services import CONFIG_FILE, ROUTER
+from common.params.options.table import options_of
+from common.params.step_defaults import default_token_budget
 from common.process.available_memory import available_memory
 from common.telemetry.logs import (
     FORCE_COLOR_VARIABLE,
@@ -205,7 +203,7 @@ def _child_environment(console: Console, config: Path | None, prefix: int) -> di
         shown[WIDTH_VARIABLE] = str(max(_LEAST_WIDTH, shutil.get_terminal_size().columns - prefix))
         if not os.environ.get(NO_COLOR_VARIABLE):
             shown[FORCE_COLOR_VARIABLE] = "1"
-    file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
+    file = {} if config is None else {CONFIG_FILE.variable: str(config.resolve())}
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file, **shown}
 
 
@@ -222,18 +220,18 @@ def make_fleet(
     drain_timeout: float,
     log_level: str,
     simulate: str | None,
-    delay_factor: float | None,
-    admin_port: int | None,
-    audit: str | None,
-    audit_dir: Path | None,
-    audit_kv: bool | None,
     threads: int | None,
     tp_size: int,
     enable_expert_parallel: bool,
-    router_options: Mapping[str, object],
-    **worker_options: Any,
+    protection: Mapping[str, object],
+    **passed_on: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
+
+    Args:
+        protection: options of the router's TLS and API keys.
+        passed_on: further options that router or workers have too.
+        others: as on the command line.
 
     Raises:
         CommandError: there is no model to serve, or nothing to run it with (exit code 2).
@@ -241,6 +239,7 @@ def make_fleet(
     _check_can_serve(model, simulate)
     if not (threads or simulate):
         threads = threads_per_worker(workers)
+    of_router = {name: passed_on.pop(name) for name in options_of(ROUTER) if name in passed_on}
     # One call, so that all are different.
     router_port, health_port, *worker_ports = free_ports(workers + 2)
     return Fleet(
@@ -249,23 +248,16 @@ def make_fleet(
         host=host,
         port=port or router_port,
         worker_ports=worker_ports,
-        max_num_batched_tokens=max_num_batched_tokens or _token_budget(worker_options, is_simulated=bool(simulate)),
+        max_num_batched_tokens=max_num_batched_tokens or _token_budget(passed_on, is_simulated=bool(simulate)),
         prefix_caching=prefix_caching,
         kv_cache_memory=kv_cache_memory or ("" if simulate else default_kv_memory(workers, tp_size)),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
-        router_options={
-            "delay_factor": delay_factor,
-            "admin_port": admin_port,
-            "audit": audit,
-            "audit_dir": audit_dir,
-            "audit_kv": audit_kv,
-            **router_options,
-        },
-        worker_options={"threads": threads, "tp_size": tp_size, **worker_options},
+        router_options={**of_router, **protection},
+        worker_options={"threads": threads, "tp_size": tp_size, **passed_on},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
-        health_port=health_port if router_options.get("tls_cert") else 0,
+        health_port=health_port if protection.get("tls_cert") else 0,
     )
 
 
@@ -384,146 +376,7 @@ _MODES: Final = (
 
 @click.command(cls=ConfigurableCommand, modes=_MODES)
 @config_option("serve")
-@option(
-    "--model", envvar="FISSILE_MODEL", metavar="MODEL",
-    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub. Default: the demo model.",
-)  # fmt: skip
-@option(
-    "--model-name", envvar="FISSILE_MODEL_NAME",
-    help="Model name in requests. Default: the name of the folder or repository.",
-)  # fmt: skip
-@option(
-    "--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1,
-    help="Number of worker processes.",
-)  # fmt: skip
-@option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
-@option(
-    "--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051,
-    help="Port of the router; 0 takes any free one.",
-)  # fmt: skip
-@option("--ask/--no-ask", envvar="FISSILE_ASK", default=True, help="Send a first request when the router serves.")
-@option("--prompt", envvar="FISSILE_PROMPT", default=FIRST_PROMPT, help="Prompt of the first request.")
-@option("--once", envvar="FISSILE_ONCE", is_flag=True, default=False, help="Exit after the first answer.")
-@option(
-    "--max-num-batched-tokens",
-    envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
-    type=click.IntRange(min=1),
-    help=f"Token budget of a worker's step. Default: {BUDGET_ON_CPU} plus one token per sequence on a CPU, "
-    f"{BUDGET_ON_GPU} on a GPU and with --simulate.",
-)
-@option(
-    "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True,
-    help="Reuse the KV blocks of equal prefixes.",
-)  # fmt: skip
-@option(
-    "--kv-cache-memory",
-    envvar="FISSILE_KV_CACHE_MEMORY",
-    type=ByteSizeText(),
-    help="KV cache memory of each rank, e.g. 2GiB. Default: a quarter of the free memory, for all ranks together.",
-)
-@option(
-    "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
-    help="Longest prompt plus answer, in tokens. Default: the model's.",
-)  # fmt: skip
-@option(
-    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1),
-    help="Most sequences that run at once. Default: the worker's.",
-)  # fmt: skip
-@option(
-    "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-    help="Scheduling policy of steps. prefill_first: prompts go before running answers; mixed: both share each step. "
-    f"Default: {POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
-)  # fmt: skip
-@option(
-    "--dtype", envvar="FISSILE_DTYPE",
-    help="Dtype of weights and activations. Default: the checkpoint's, or float32 if this CPU has no fast kernels for "
-    "it.",
-)  # fmt: skip
-@option(
-    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
-    help="Dtype of the KV cache: bfloat16, float16 or fp8. Default: the model's.",
-)  # fmt: skip
-@option(
-    "--kernels", envvar="FISSILE_KERNELS",
-    help="Kernel back end (see `fissile worker --help`). Default: the worker's choice.",
-)  # fmt: skip
-@option(
-    "--cpu-isa", envvar="FISSILE_CPU_ISA",
-    help="Instruction set of the native kernels (see `fissile worker --help`). Default: the worker's choice.",
-)  # fmt: skip
-@option(
-    "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
-    help="Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
-    "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. Answers change slightly. Default: as in the "
-    "checkpoint.",
-)  # fmt: skip
-@option(
-    "--speculative-config", envvar="FISSILE_SPECULATIVE_CONFIG", type=SpeculationText(), default=None, metavar="JSON",
-    help="Verify draft tokens, so that a step brings several; no answer changes (see `fissile worker --help`). "
-    "Default: none.",
-)  # fmt: skip
-@option(
-    "--speculate", envvar="FISSILE_SPECULATE", is_flag=True, default=False,
-    help="Let the demo model's EAGLE-3 head draft; a --speculative-config for those who try it.",
-)  # fmt: skip
-@option(
-    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
-    help="Folder of packed weights, which later starts and other workers map; off keeps none. Default: in the user's "
-    "cache folder.",
-)  # fmt: skip
-@option(
-    "--threads",
-    envvar="FISSILE_THREADS",
-    type=click.IntRange(min=1),
-    help="Compute threads of each worker. Default: an equal share of the cores.",
-)
-@option(
-    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
-    help="Tensor parallelism: number of ranks of each worker, each a process with its slice of the weights.",
-)  # fmt: skip
-@option(
-    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
-    help="Expert parallelism: each rank holds some experts whole, instead of a part of each.",
-)  # fmt: skip
-@option(
-    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
-    help="Time after which a step of several ranks counts as hung. Default: the worker's.",
-)  # fmt: skip
-@option(
-    "--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=click.FloatRange(0),
-    help="Delay factor of the router's gate (see `fissile router --help`). Default: 0.",
-)  # fmt: skip
-@option(
-    "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
-    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others. Default: off.",
-)  # fmt: skip
-@option(
-    "--audit", envvar="FISSILE_AUDIT", type=FractionText(), metavar="FRACTION",
-    help="Part of the answers that another worker computes again (see `fissile router --help`). Default: 0%.",
-)  # fmt: skip
-@option(
-    "--audit-dir", envvar="FISSILE_AUDIT_DIR", type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Folder for the answers that were wrong, with their requests. Default: none are kept.",
-)  # fmt: skip
-@option(
-    "--audit-kv/--no-audit-kv", envvar="FISSILE_AUDIT_KV", default=None,
-    help="Compare the KV caches of workers (see `fissile router --help`). Default: on.",
-)  # fmt: skip
-@option(
-    "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
-    help="How long running requests may continue after SIGTERM or Ctrl-C.",
-)  # fmt: skip
-@server_tls_options("FISSILE")
-@api_keys_option
-@option(
-    "--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info",
-    help="Log level of the router and all workers.",
-)  # fmt: skip
-@option(
-    "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
-    help="Let workers make up tokens without a model, at the speed of a preset: instant, fixed:5ms, mi300x-llama-8b, "
-    "...",
-)  # fmt: skip
+@options("serve")
 def serve(
     ask: bool,
     prompt: str,
@@ -533,7 +386,7 @@ def serve(
     tls_client_ca: Path | None,
     api_keys: Path | None,
     speculate: bool,
-    **options: Any,
+    **values: Any,
 ) -> int:
     """Serve a model on this machine: one router and its workers, until Ctrl-C.
 
@@ -548,10 +401,10 @@ def serve(
     if once and is_protected:
         raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
     if speculate:
-        options["speculative_config"] = demo_speculation(options["model"], options["speculative_config"])
+        values["speculative_config"] = demo_speculation(values["model"], values["speculative_config"])
     console = Console()
     config = file_of(click.get_current_context())
-    fleet = with_model_folder(make_fleet(router_options=protection, **options))
+    fleet = with_model_folder(make_fleet(protection=protection, **values))
     if config is not None:
         refuse_twice_said(fleet, config)
     description = fleet.describe(fissile_version(), describe_kv_memory(fleet))

@@ -20,8 +20,10 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from common.cli.client.texts import usage_line
 from common.cli.core.client import Answer, Question, ask, call_failed, client_arguments, milliseconds
 from common.cli.group import CHECKOUT
+from common.params.options.engine import SERVE
+from common.params.options.table import default_of
 
-FIRST_PROMPT: Final = "Tell me a story."
+FIRST_PROMPT: Final = default_of(SERVE, "prompt")
 # Enough for a short story to come to its end.
 _MAX_TOKENS: Final = 256
 _TIMEOUT_S: Final = 600.0

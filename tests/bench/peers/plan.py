@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.cli.bench.workload import Lengths, RandomWorkload, Work
+from common.cli.bench.workload import RandomWorkload, Work
+from common.params.options.types import Lengths
 from tests.bench.peers.floors import Machine, Shape, closed_loop_bound
 
 PROMPTS: Final = Lengths(32, 256)

@@ -155,7 +155,7 @@ class FleetRun:
             max_model_len=4096,
         )
         self._workers = {f"w{i}": _Worker(f"w{i}", config, cost, num_routers) for i, cost in enumerate(costs)}
-        self._routers = [Dispatcher(DelayGate(delay_factor), PLACEMENTS[placement].make()) for _ in range(num_routers)]
+        self._routers = [Dispatcher(DelayGate(delay_factor), PLACEMENTS[placement]()) for _ in range(num_routers)]
         self._events: list[tuple[float, int, object]] = []
         self._serial = itertools.count()
         self._requests: dict[int, QueuedRequest] = {}

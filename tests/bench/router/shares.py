@@ -39,7 +39,7 @@ class Flood:
 def flood(a_per_s: float, *, capacity: int = 100, seconds: float = 30.0) -> Flood:
     """A worker that begins with a request every SERVICE_S, and two tenants; counted from when the queue can be full."""
     seen = Flood()
-    dispatcher = Dispatcher(DelayGate(0.0), PLACEMENTS["least_loaded"].make(), capacity)
+    dispatcher = Dispatcher(DelayGate(0.0), PLACEMENTS["least_loaded"](), capacity)
     dispatcher.lane_up("w", "m", LoadReport(0.0, decoding_seqs=1), 0.0)
     warm_s = capacity / max(a_per_s - 1 / SERVICE_S, 1.0) + 1.0
     due = {"A": 0.0, "B": 0.0, "service": 0.0}

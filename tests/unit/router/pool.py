@@ -41,7 +41,7 @@ class Site:
         monkeypatch.setattr(worker_pool, "keep_connected", never)
         self.told: list[str] = []
         self.registry = ModelRegistry()
-        self.dispatcher = Dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"].make(), 16)
+        self.dispatcher = Dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"](), 16)
         self.orphans = OrphanTable(time.monotonic)
         self.requests = RequestRouter(self.dispatcher, self.registry, orphans=self.orphans)
         told = self.told

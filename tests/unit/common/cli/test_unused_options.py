@@ -16,9 +16,9 @@ import pytest
 
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, unused_variables
-from common.cli.core.options import Bias, ByteSize, ByteSizeText, Duration, Fraction, FractionText, Line, Sizes
 from common.cli.group import COMMANDS, fissile
 from common.config import Config
+from common.params.options.types import AsWritten, Bias, ByteSize, Duration, Fraction, Line, Sizes
 from common.params.sampling_params import SamplingParams
 from tests.commands import LEAVES, names_of
 from tests.e2e.simulated import simulated_model
@@ -37,7 +37,7 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 _EXAMPLES: dict[type[click.ParamType[Any]], str] = {
-    Duration: "2s", ByteSize: "1MiB", ByteSizeText: "1MiB", Fraction: "50%", FractionText: "50%", Sizes: "2",
+    Duration: "2s", ByteSize: "1MiB", Fraction: "50%", Sizes: "2",
     Line: "x", Bias: "1=2",
 }  # fmt: skip
 _TEXTS = {
@@ -62,6 +62,8 @@ def written(param: click.Option) -> list[str]:
     if param.is_flag:
         return [param.secondary_opts[0] if param.default is True else param.opts[0]]
     name, kind = param.name or "", param.type
+    if isinstance(kind, AsWritten):
+        kind = kind.checked
     if isinstance(kind, click.Choice):
         value = next(str(choice) for choice in kind.choices if choice != param.default)
     elif name in _TEXTS:

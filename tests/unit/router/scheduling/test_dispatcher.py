@@ -208,7 +208,7 @@ def test_a_request_goes_to_its_numerics_class_only() -> None:
 def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
     """R1: also one that waits when a shorter worker comes, and one that has lost its worker."""
     for policy in PLACEMENTS.values():
-        d = Dispatcher(DelayGate(0.0), policy.make())
+        d = Dispatcher(DelayGate(0.0), policy())
         d.lane_up("long", "m", LoadReport(0.0, decoding_seqs=1, waiting_tokens=9000), 0.0, max_model_len=1024)
         d.arrive(QueuedRequest(1, "m", 10, 0.0, most_tokens=1024), 0.0)
         d.lane_up("short", "m", ROOM, 0.0, max_model_len=256)
@@ -228,7 +228,7 @@ def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_request_for_one_worker_goes_there_alone(placement: str) -> None:
     """However much sooner others would serve it, and when it has come back from there."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in ("a", "b", "c"):
         d.lane_up(worker, "m", ROOM, 0.0)
     d.report("b", LoadReport(0.0, decoding_seqs=9, waiting_tokens=9000, room_tokens=0, room_seqs=0))
@@ -302,7 +302,7 @@ def test_queue_drops_stale_deadlines() -> None:
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement: str) -> None:
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in "ab":
         d.lane_up(worker, "m", ROOM, 0.0)
     suspect = request(0)
@@ -331,7 +331,7 @@ def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement:
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) -> None:
     """R13: on probation it looks idle, and would be the first choice."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("bad", "m", ROOM, 0.0)
     d.limit("bad", 2)
     d.lane_up("well", "m", LoadReport(0.0, decoding_seqs=40, room_tokens=1000, room_seqs=60), 0.0)
@@ -352,7 +352,7 @@ def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) ->
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> None:
     """R9: late binding leaves suspects where they are, so they are placed anew, before others fill the worker."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("a", "m", ROOM, 0.0)
     for key in range(3):
         suspect = request(key)
@@ -427,7 +427,7 @@ def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come
     """R9: their prompts are too short for late binding to gain anything, by the speed of their worker."""
     fast = LoadReport(0.5, decoding_seqs=2, room_tokens=1000, room_seqs=98, prefill_rate=30_000.0, submit_seen=1)
     for limited in (True, False):
-        d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+        d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
         d.lane_up("a", "m", ROOM, 0.0)
         if limited:
             d.limit("a", 2)
@@ -448,7 +448,7 @@ def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come
 
 def test_a_worker_with_a_limit_makes_the_placing_of_all_no_dearer() -> None:
     """R9: prefix_aware compared all of a fleet while one worker in it had a limit, or a suspect."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"].make(), 1000)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     for i in range(200):
         d.lane_up(f"w{i}", "m", replace(ROOM, decoding_seqs=1, waiting_tokens=i), 0.0)
     d.limit("w0", 1)
@@ -487,7 +487,7 @@ def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
 @pytest.mark.parametrize("policy", PLACEMENTS)
 def test_no_call_looks_at_all_that_wait(policy: str) -> None:
     """R9: when a worker drains, goes or comes, each call binds a bounded number of requests, and all are bound soon."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[policy].make())
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[policy]())
     full = LoadReport(0.0, decoding_seqs=1, waiting_tokens=1000)
     for worker in "abc":
         d.lane_up(worker, "m", full, 0.0)

@@ -219,7 +219,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         weight=st.sampled_from([0.5, 1.0, 3.0]),
     )
     def configure(self, factor: float, policy: str | None, weight: float) -> None:
-        placement = None if policy is None else PLACEMENTS[policy].make()
+        placement = None if policy is None else PLACEMENTS[policy]()
         self.d.configure(DelayGate(factor), placement, 12, {"": weight})
 
     @precondition(lambda self: self.up)

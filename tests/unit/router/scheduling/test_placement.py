@@ -348,7 +348,7 @@ def test_least_loaded_counts_at_selection() -> None:
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_policy_keeps_to_the_numerics_class_and_survives_coming_and_going(name: str) -> None:
     rnd = random.Random(name)
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[name].make())
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[name]())
     classes = {f"w{i}": "xy"[i % 2] for i in range(6)}
     up: set[str] = set()
     for key in range(400):

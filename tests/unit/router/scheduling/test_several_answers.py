@@ -14,7 +14,7 @@ PROMPT, SHARED = 1000, 999
 
 
 def fleet(policy: str, *workers: str, places: int = 100, caches_prefixes: bool = True) -> Dispatcher:
-    made = Dispatcher(DelayGate(0.0), PLACEMENTS[policy].make(), 1000)
+    made = Dispatcher(DelayGate(0.0), PLACEMENTS[policy](), 1000)
     for worker in workers:
         report = LoadReport(0.0, room_tokens=100_000, room_seqs=places)
         made.lane_up(worker, "m", report, 0.0, caches_prefixes=caches_prefixes)
@@ -76,7 +76,7 @@ def test_one_that_comes_later_goes_where_the_first_has_gone() -> None:
 def test_while_they_wait_they_stay_with_the_first() -> None:
     """An idle worker that comes takes none of them, and when the first has gone there they follow."""
     busy = LoadReport(0.0, decoding_seqs=5, waiting_seqs=9, waiting_tokens=90_000, room_tokens=0, room_seqs=100)
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"].make(), 1000)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     d.lane_up("a", "m", busy, 0.0)
     asked = answers(4)
     assert arrive(d, asked) == ["a"] * 4

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from common.cli.bench.load import ClosedLoop, Extent
 from common.cli.bench.service import Terms
-from common.cli.bench.workload import Lengths, RandomWorkload
+from common.cli.bench.workload import RandomWorkload
 from common.cli.core.errors import CommandError
 from common.config import Config
+from common.params.options.types import Lengths
 from worker.cli.bench import EngineTarget, offline
 from worker.cli.worker import worker
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -85,7 +86,7 @@ def test_the_engine_is_measured_with_all_options_that_a_worker_has_for_it() -> N
     of_worker = {option.name: option for option in worker.params}
     assert {"model", "dtype", "kernels", "threads", "tp_size", "scheduling_policy", "max_num_seqs"} <= options.keys()
     assert not {"host", "port", "config", "tls_cert", "node_rank", "simulate", "log_level"} & options.keys()
-    assert options["dtype"] is of_worker["dtype"]
+    assert options["dtype"].to_info_dict() == of_worker["dtype"].to_info_dict()
     assert all(option.help and option.show_envvar for option in options.values())
     variables = [option.envvar for option in options.values()]
     assert len(set(variables)) == len(variables)

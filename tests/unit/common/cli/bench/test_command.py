@@ -28,15 +28,16 @@ from common.cli.bench.command import Benchmark, bench, measure
 from common.cli.bench.figures import Setting
 from common.cli.bench.load import ClosedLoop, Extent, Load, OpenLoop
 from common.cli.bench.machine import CpuMeter
-from common.cli.bench.plan import Numbers, Objectives, Plan
+from common.cli.bench.plan import Plan
 from common.cli.bench.records import INTERRUPTED, WRONG_TOKEN_COUNT, Record
 from common.cli.bench.service import Terms
 from common.cli.bench.target import OnProgress, RouterTarget
-from common.cli.bench.workload import Lengths, RandomWorkload, Work
+from common.cli.bench.workload import RandomWorkload, Work
 from common.cli.core.client import NO_CREDENTIALS
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.errors import EngineError
+from common.params.options.types import Lengths, Numbers, Objectives
 from tests.scripted_router import PartialRouter
 from worker.cli.offline import OfflineRun
 

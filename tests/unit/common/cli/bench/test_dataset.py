@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.cli.bench.dataset import DatasetError, read_dataset
-from common.cli.bench.workload import Lengths, Work
+from common.cli.bench.workload import Work
+from common.params.options.types import Lengths
 
 
 def test_the_three_kinds_of_prompts() -> None:

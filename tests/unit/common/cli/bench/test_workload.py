@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.cli.bench.workload import GivenWorkload, Lengths, RandomWorkload, Work
+from common.cli.bench.workload import GivenWorkload, RandomWorkload, Work
+from common.params.options.types import Lengths
 
 SEEDS = st.integers(0, 2**64)
 LENGTHS = st.tuples(st.integers(1, 50), st.integers(0, 50)).map(lambda pair: Lengths(pair[0], sum(pair)))

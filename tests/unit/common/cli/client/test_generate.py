@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 from fissile.client.calls import generate_request
 
-from common.cli.client.generate import SAMPLING_OPTIONS, given
+from common.cli.client.generate import given
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Bias
+from common.cli.core.options import options
+from common.params.options.types import Bias
 
 
 def test_masks_and_biases_are_sent() -> None:
@@ -42,11 +43,10 @@ def test_texts_of_a_variable_have_blanks(variable: str, name: str) -> None:
     read: dict[str, Any] = {}
 
     @click.command()
-    def options(**values: Any) -> None:
+    @options("generate")
+    def command(**values: Any) -> None:
         read.update(values)
 
-    for each in SAMPLING_OPTIONS:
-        each(options)
-    ran = CliRunner().invoke(options, env={f"FISSILE_{variable}": "a cat\nno"})
+    ran = CliRunner().invoke(command, env={f"FISSILE_{variable}": "a cat\nno"})
     assert ran.exit_code == 0, ran.output
     assert read[name] == ("a cat", "no")

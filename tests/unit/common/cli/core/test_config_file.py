@@ -15,14 +15,15 @@ from common.cli.core.errors import CommandError
 from common.cli.core.options import option
 from common.cli.group import COMMANDS, find_entry_points
 from common.cli.serve.command import make_fleet, refuse_twice_said, serve
+from common.params.options.option import Option
 from router.app import router
 
 
 @click.command()
 @config_option("made")
-@option("--number", envvar="MADE_NUMBER", default=1, type=int, help="A number.")
-@option("--name", "names", envvar="MADE_NAME", multiple=True, help="Names.")
-@option("--flag/--no-flag", envvar="MADE_FLAG", default=False, help="A flag.")
+@option(Option("--number", "MADE_NUMBER", "A number.", ("made",), click.INT, 1))
+@option(Option("--name", "MADE_NAME", "Names.", ("made",), parameter="names", is_repeatable=True))
+@option(Option("--flag/--no-flag", "MADE_FLAG", "A flag.", ("made",), default=False))
 def made(number: int, names: tuple[str, ...], flag: bool) -> None:
     click.echo(json.dumps([number, names, flag]))
 
@@ -132,7 +133,7 @@ def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
     context = serve.make_context("serve", ["--config", str(path), "--simulate", "instant", "--admin-port", "5"])
     own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
     options = {name: value for name, value in context.params.items() if name not in own}
-    fleet = make_fleet(router_options={}, **options)
+    fleet = make_fleet(protection={}, **options)
     assert len(fleet.worker_ports) == 2
     assert "--admin-port 5" in " ".join(fleet.children()[0].arguments)
     refuse_twice_said(fleet, path)
@@ -153,7 +154,7 @@ def test_serve_hands_the_options_of_the_audit_to_its_router(tmp_path: Path) -> N
     )
     own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
     options = {name: value for name, value in context.params.items() if name not in own}
-    child = make_fleet(router_options={}, **options).children()[0]
+    child = make_fleet(protection={}, **options).children()[0]
     given = router.make_context("router", list(child.arguments)).params
     assert (given["audit"], given["audit_dir"], given["audit_kv"]) == (pytest.approx(0.001), folder, False)
 

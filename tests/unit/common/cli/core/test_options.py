@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from common.cli.core.options import ByteSize, ByteSizeText, Duration, Sizes
 from common.cli.group import fissile
+from common.params.options.types import AsWritten, ByteSize, Duration, Sizes
 
 # Words in the names of options that are durations.
 _TIMES = {"timeout", "deadline", "interval", "wait", "lease", "age", "hold"}
@@ -53,9 +53,9 @@ def test_a_variable_of_several_commands_has_one_grammar() -> None:
     for _, each in options(fissile):
         grammars.setdefault(each.envvar, set()).add(grammar(each))
     assert {variable: found for variable, found in grammars.items() if len(found) > 1} == {}
-    assert ByteSizeText().convert("2GiB", None, None) == "2GiB"
+    assert AsWritten(ByteSize()).convert("2GiB", None, None) == "2GiB"
     with pytest.raises(click.BadParameter, match="'much' is not a size"):
-        ByteSizeText().convert("much", None, None)
+        AsWritten(ByteSize()).convert("much", None, None)
 
 
 def test_a_duration_out_of_range_says_what_is_valid() -> None:

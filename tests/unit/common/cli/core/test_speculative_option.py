@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from common.cli.core.speculative_option import Speculation, SpeculationText
 from common.config import SpeculativeConfig
+from common.params.options.types import AsWritten, Speculation
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -15,7 +15,7 @@ def test_a_config_is_read() -> None:
     read = Speculation().convert('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}', None, None)
     assert read == SpeculativeConfig(5, "ngram", prompt_lookup_max=3, prompt_lookup_min=2)
     assert Speculation().convert(read, None, None) is read
-    assert SpeculationText().convert(NGRAM, None, None) == NGRAM
+    assert AsWritten(Speculation()).convert(NGRAM, None, None) == NGRAM
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_config_is_read() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("option", [Speculation(), SpeculationText()])
+@pytest.mark.parametrize("option", [Speculation(), AsWritten(Speculation())])
 def test_what_is_wrong_is_refused(option: click.ParamType[object], text: str, problem: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
         option.convert(text, None, None)

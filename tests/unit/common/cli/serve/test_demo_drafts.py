@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from common.cli.core.errors import CommandError
-from common.cli.core.speculative_option import speculative_config
 from common.cli.serve.demo_drafts import DEMO_HEAD, demo_speculation
 from common.config import SpeculativeConfig
+from common.params.options.types import Speculation
 
 
 def test_the_demo_models_head_drafts_for_it_alone() -> None:
-    assert speculative_config(demo_speculation(None, None)) == SpeculativeConfig(3, "eagle3", str(DEMO_HEAD))
+    assert Speculation().read(demo_speculation(None, None)) == SpeculativeConfig(3, "eagle3", str(DEMO_HEAD))
     assert (DEMO_HEAD / "model.safetensors").is_file()
     for model, given in (("/models/own", None), (None, "{}")):
         with pytest.raises(CommandError, match="leave it out with --model or --speculative-config"):
