@@ -1,7 +1,6 @@
 """Settings that may change while a router runs: admission, placement, the workers' addresses, logging.
 
-Pure. Every value is checked when it is made, so that taking it into force cannot fail, and a version counts what has
-been taken into force.
+Pure. Values are checked when they are made, so applying them cannot fail. A version counts the changes applied.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class RoutingConfig:
 
     Attributes:
         placement: a key of PLACEMENTS.
-        delay_factor: of the delay gate; 0 is off.
+        delay_factor: prefill durations that the delay gate holds a prompt; 0 is off.
         max_hold_s: longest that the gate holds a prompt, seconds.
         queue_size: most requests of one class that wait.
-        tenant_weight: shares in the queue of tenants that are not like the others, which have 1.
-        tenant_concurrency: most requests in flight, by tenant; "" is for each of the others, 0 is no limit.
-        tenant_max_priority: highest priority class that a tenant may ask for, by name; "" is for each of the others.
+        tenant_weight: share of a tenant in the queue, by name; absent tenants have 1.
+        tenant_concurrency: most requests in flight, by tenant; "" is for each absent tenant, 0 is no limit.
+        tenant_max_priority: highest priority class of a tenant, by name; "" is for each absent tenant.
 
     Raises:
         InvalidFieldError: a value is out of range.
@@ -68,7 +67,7 @@ class RoutingConfig:
         _require("" not in self.tenant_weight, "tenant_weight", "an entry without a tenant", "TENANT=WEIGHT")
 
 
-# By name of a field: the option that sets it. The fields of RoutingConfig are the one table of what is reloadable.
+# Option of each field. The fields of RoutingConfig decide which options are reloadable.
 _ROUTING_OPTIONS: Final = {each.name: each.name.removesuffix("_s").replace("_", "-") for each in fields(RoutingConfig)}
 RELOADABLE: Final = frozenset({"worker", *_ROUTING_OPTIONS.values(), "log-level"})
 """Options of a router, without dashes, that may change while it runs."""
@@ -76,16 +75,16 @@ RELOADABLE: Final = frozenset({"worker", *_ROUTING_OPTIONS.values(), "log-level"
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """All that may change while the router runs.
+    """Every setting that may change while the router runs.
 
     Attributes:
         routing: how requests are admitted and placed.
         workers: the workers, in the forms of `addresses`.
-        log_level: least that is logged, one of LEVELS.
+        log_level: lowest level that is logged, one of LEVELS.
 
     Raises:
         InvalidFieldError: a value is out of range.
-        AddressError: a worker is none.
+        AddressError: the address of a worker is not valid.
     """
 
     routing: RoutingConfig
@@ -97,14 +96,14 @@ class RuntimeConfig:
         _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
 
     def differences(self, other: RuntimeConfig) -> list[str]:
-        """Options that differ, by their names without dashes."""
+        """Names, without dashes, of the options that differ."""
         mine, theirs = _by_option(self), _by_option(other)
         return [name for name, value in mine.items() if value != theirs[name]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadedConfig:
-    """A router's configuration, read again: what may change, and the options that cannot until a restart."""
+    """Result of reading the configuration again: new settings, and changed options that need a restart."""
 
     settings: RuntimeConfig
     needs_restart: tuple[str, ...]
@@ -112,9 +111,9 @@ class ReloadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """Changes made by reading the configuration again, by option.
+    """Options that a reload changed.
 
-    `undone`: those of `changed` whose value `set_routing` had set.
+    `undone` has the options of `changed` whose value `set_routing` had set.
     """
 
     version: int
@@ -128,11 +127,11 @@ class ConfigStore:
 
     Args:
         settings: at the start.
-        apply: takes settings into force; must not fail.
-        reread: reads the configuration again; raises what is wrong with it. None when there is none to read.
+        apply: applies settings; must not fail.
+        reread: reads the configuration again, or raises its error; None without a configuration to read.
 
     Attributes:
-        settings: in force.
+        settings: the ones in force.
         version: counts changes; 1 at the start.
     """
 
@@ -150,7 +149,7 @@ class ConfigStore:
         self._reread = reread
 
     def set_routing(self, routing: RoutingConfig, if_version: int = 0) -> None:
-        """Takes another routing into force.
+        """Applies another routing.
 
         Raises:
             ConfigVersionError: `if_version` is not 0, and not the version in force.
@@ -160,7 +159,7 @@ class ConfigStore:
         self._set.update(self._take(replace(self.settings, routing=routing)))
 
     def reload(self) -> ReloadResult:
-        """Reads the configuration and takes it into force. What is wrong with it is raised, and changes nothing."""
+        """Reads the configuration and applies it; an error is raised and changes nothing."""
         if self._reread is None:
             return ReloadResult(self.version)
         read = self._reread()

@@ -1,4 +1,4 @@
-"""The parts of Config: what may be said. What this version runs of it, Config says."""
+"""Parts of Config with their valid values. `Config` also refuses values that this version cannot run."""
 
 from __future__ import annotations
 

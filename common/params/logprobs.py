@@ -1,6 +1,7 @@
-"""Logprobs that a request may ask for, and how long their rows are (common/wire/logprob_rows.py).
+"""Kinds of logprobs, and the length of their rows (common/wire/logprob_rows.py).
 
-No numpy here: the command line imports this module."""
+The command line imports this module, so it imports no numpy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class LogprobLayout:
 
     Attributes:
         top: most likely tokens.
-        given: ids that were asked for.
+        given: token ids that the request names.
     """
 
     top: int

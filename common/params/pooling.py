@@ -1,4 +1,4 @@
-"""Pooling: the hidden states of a text's tokens become its vector, or a number for each label of a classifier."""
+"""Kinds of pooling, and the last step from pooled hidden states to a vector."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Vectors: TypeAlias = npt.NDArray[np.float32]
 
 
 def finished(states: bytes, dimensions: int, *, normalize: bool) -> Vectors:
-    """The vector that a client gets of pooled hidden states: float32 [dimensions].
+    """Makes the vector for a client from pooled hidden states: float32 [dimensions].
 
-    Sums are of halves in a fixed order and in float64, so that the bits are the same on every machine.
+    Sums are in float64 and in a fixed order, so that the bits are the same on every machine.
 
     Args:
         states: float32, little endian.
-        dimensions: so many of the first numbers are kept, before they are normalized.
+        dimensions: how many of the first numbers are kept, before they are normalized.
         normalize: True for a vector of length 1; one of zeros alone stays as it is.
     """
     values: Vectors = np.frombuffer(states, "<f4")[:dimensions]
@@ -40,7 +40,7 @@ def finished(states: bytes, dimensions: int, *, normalize: bool) -> Vectors:
 
 
 def row_sums(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[R] of rows [R, N], each added up in an order that depends on N alone."""
+    """Sums of rows [R, N] as [R], each added in an order that depends on N alone."""
     size = rows.shape[1]
     padded = np.zeros((len(rows), 1 << (size - 1).bit_length()), np.float64)
     padded[:, :size] = rows

@@ -1,4 +1,4 @@
-"""Checks of biases and masks against a model: ids that it has, and a token left everywhere."""
+"""Checks of biases and masks against a model: ids must exist, and a token must be left to generate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_bias_ids(params: SamplingParams, vocab_size: int) -> None:
 def check_tokens_left(params: SamplingParams, num_ids: int, eos_token_ids: Set[int]) -> None:
     """Refuses parameters whose masks may leave no token to generate somewhere in an answer.
 
-    The last token of each bad word counts as masked, whatever comes before it: what an answer comes to is not known.
+    The last token of each bad word counts as masked, whatever comes before it, because the answer is not known yet.
 
     Args:
         params: of a request.

@@ -1,6 +1,6 @@
-"""Default step sizes of a worker, by the kernels that will probably serve.
+"""Default step sizes of a worker, for the kernels that will probably serve.
 
-Which ones do is known only with PyTorch loaded; these guesses cost speed where they are wrong, never an answer.
+The actual kernels are known only with PyTorch loaded. A wrong guess costs speed, never an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICES: Final = (Path("/dev/kfd"), Path("/dev/nvidiactl"))
 
 
 def default_token_budget(kernels: str, *, is_simulated: bool, max_num_seqs: int) -> int:
-    """Most tokens of a step.
+    """Default token budget of a step.
 
     Args:
         kernels: as in Config.
@@ -39,7 +39,7 @@ def default_token_budget(kernels: str, *, is_simulated: bool, max_num_seqs: int)
 
 
 def default_scheduling_policy(kernels: str, *, is_simulated: bool) -> str:
-    """As in Config; arguments as above."""
+    """Default scheduling policy; arguments as for `default_token_budget`."""
     return POLICY_ON_GPU if _as_on_gpu(kernels, is_simulated) else POLICY_ON_CPU
 
 

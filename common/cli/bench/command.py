@@ -46,9 +46,9 @@ _PREPARED_TOKENS = 1 << 21
 
 @dataclass(slots=True)
 class Benchmark:
-    """The rows of a plan, measured one after the other.
+    """Measures the rows of a plan, one after the other.
 
-    The first SIGINT ends the row that runs, and what has been measured is told; the second one ends the process.
+    The first SIGINT ends the running row, and the results so far are printed; the second one ends the process.
 
     Attributes:
         rows: measured so far, the one that was interrupted included.
@@ -63,7 +63,7 @@ class Benchmark:
     interrupted: bool = False
 
     def run(self) -> None:
-        """Measures everything, or until SIGINT."""
+        """Measures all rows, or those before SIGINT."""
         before = signal.signal(signal.SIGINT, self._on_interrupt)
         try:
             for repeat in range(self.plan.repeat):
@@ -80,7 +80,7 @@ class Benchmark:
         self.target.stop()
 
     def _row(self, setting: Setting, repeat: int, round_: int) -> None:
-        """One run, after a warm-up; each with prompts of its own."""
+        """Measures one row after its warm-up; the two have different prompts."""
         plan, target = self.plan, self.target
         label = f"{setting}, {repeat + 1} of {plan.repeat}" if plan.repeat > 1 else str(setting)
         if plan.warmup:
@@ -104,7 +104,7 @@ class Benchmark:
             self.console.line(f"warning: {label}: {failed} of {len(warm_up)} requests of the warm-up failed: {told}")
 
     def _prepared(self, round_: int, requests: int) -> Callable[[int], Work]:
-        """The work of a round. The first requests, within limits, are made now, so that making them delays none."""
+        """Makes the first requests of a round now, within limits, so that making them later delays none."""
         made: list[Work] = []
         tokens = 0
         while len(made) < min(requests, _PREPARED) and tokens < _PREPARED_TOKENS:
@@ -123,7 +123,7 @@ class Benchmark:
 
 
 def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> None:
-    """Writes table and JSON of the rows that there are.
+    """Writes the table and the JSON of the measured rows.
 
     Raises:
         CommandError: the JSON cannot be written (exit code 1).
@@ -149,10 +149,10 @@ def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> None:
 
 
 def verdict(benchmark: Benchmark) -> int:
-    """Says what is wrong with what has been measured. Returns the exit code.
+    """Prints failures and interruption. Returns the exit code.
 
     Raises:
-        CommandError: requests failed (exit code 1), and nobody interrupted it.
+        CommandError: requests failed (exit code 1) without an interruption.
     """
     failed = report.failure_line(benchmark.rows)
     if not benchmark.interrupted:
@@ -183,7 +183,7 @@ def _write_json(file: str, made: dict[str, Any]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Facts that a figure depends on besides the options."""
+    """Versions and hardware, on which the figures depend besides the options."""
     return {
         "versions": versions(),
         "os": platform.platform(),
@@ -194,7 +194,7 @@ def environment() -> dict[str, Any]:
 
 
 def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
-    """Measures a target as planned, closes it, and tells, whatever ends it. Returns the exit code.
+    """Measures a target as planned, closes it and prints the results. Returns the exit code.
 
     Args:
         plan: what is measured.
@@ -221,14 +221,14 @@ def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
 
 
 class BenchGroup(SuggestingGroup):
-    """`serve` is here; `offline`, which needs the worker, is found by its entry point and imported when asked for."""
+    """Group of `serve` and `offline`. `offline` needs the worker, so its entry point is imported only when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Their names."""
+        """Names of the commands."""
         return list(SUMMARIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one command; None when there is none of this name."""
+        """Imports one command; None for an unknown name."""
         if cmd_name != "offline":
             return super().get_command(ctx, cmd_name)
         with naming_missing_extra("bench offline"):

@@ -1,4 +1,4 @@
-"""The requests of a data set: a JSON object a line. Pure."""
+"""Reads the requests of a data set: a JSON object on each line. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PROMPTS: Final = ("prompt", "messages", "token_ids")
 
 
 class DatasetError(ValueError):
-    """A line is not a request; says which line, and what is allowed."""
+    """A line is not a request; the message names the line and what is valid."""
 
 
 def read_dataset(lines: Iterable[str], output_len: Lengths, seed: int) -> GivenWorkload:
-    """The requests of a data set; empty lines are left out.
+    """Reads the requests of a data set; empty lines are left out.
 
     Args:
         lines: of the file.
@@ -81,12 +81,12 @@ def _is_message(item: Any) -> bool:
 
 
 def _is_number(value: Any, least: int) -> bool:
-    """True if it is an integer of 32 bits; to Python, true is one too."""
+    """True if the value is an integer of 32 bits and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 32
 
 
 def _require_utf8(number: int, kind: str, text: str) -> None:
-    """JSON can escape halves of a surrogate pair, which no request can carry."""
+    """Refuses halves of a surrogate pair, which JSON can escape but no request can carry."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

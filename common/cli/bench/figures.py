@@ -1,4 +1,4 @@
-"""From what was seen of each request to the figures of a run, and from runs to what they have in common. Pure."""
+"""Figures of a run from the records of its requests, and summaries of repeated runs. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OBJECTIVE_VALUES: Final[dict[str, Callable[[Record], float | None]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Under what load a run took place.
+    """Load of a run.
 
     Attributes:
         concurrency: requests in flight of a closed loop; None for an open loop.
@@ -61,7 +61,7 @@ NO_SHARES: Final = CpuShares()
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Requests that failed with one status, and what came with the first of them."""
+    """Number of requests that failed with one status, and the message of the first."""
 
     status: str
     count: int
@@ -147,11 +147,11 @@ class Figures:
 
     @property
     def tokens_per_verification(self) -> float:
-        """Mean number of tokens that a verification of drafts has brought: those accepted, and one more."""
+        """Mean number of tokens from one verification of drafts: the accepted ones and one more."""
         return 1 + sum(each.accepted for each in self.drafts) / max(1, self.drafts[0].verified if self.drafts else 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Converts the figures to JSON values."""
         return asdict(self)
 
 
@@ -163,7 +163,7 @@ def figures_of(
     cpu: CpuShares = NO_SHARES,
     drafts: Sequence[DraftCounts] = (),
 ) -> Figures:
-    """The figures of a run from all its requests.
+    """Computes the figures of a run from the records of all its requests.
 
     Args:
         records: of requests that have ended, in any order.
@@ -210,14 +210,14 @@ def figures_of(
 
 
 def drafts_between(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> list[DraftCounts]:
-    """Drafts of a run, from the counts (verified, accepted) by position before and after it, where there are any."""
+    """Drafts of a run, from the counts (verified, accepted) by position before and after it."""
     begins = [*before, *[(0, 0)] * (len(after) - len(before))]
     counts = [DraftCounts(v - v0, a - a0) for (v, a), (v0, a0) in zip(after, begins, strict=True)]
     return [each for each in counts if each.verified]
 
 
 def failures_of(records: Iterable[Record]) -> tuple[Failures, ...]:
-    """The failed requests by status, the most frequent first; of equally frequent ones that of the earliest."""
+    """Failed requests by status, the most frequent first; ties are in the order of the first failure."""
     failed = sorted((r for r in records if not r.ok and r.status != INTERRUPTED), key=lambda record: record.ended)
     first: dict[str, str] = {}
     for record in failed:
@@ -227,7 +227,7 @@ def failures_of(records: Iterable[Record]) -> tuple[Failures, ...]:
 
 
 def max_in_flight(records: Iterable[Record]) -> int:
-    """Most requests between being sent and ending. One that ends as another is sent makes room for it."""
+    """Most requests in flight at a time. A request that ends as another is sent does not overlap with it."""
     changes = sorted(change for record in records for change in ((record.sent, 1), (record.ended, -1)))
     most = running = 0
     for _, change in changes:
@@ -291,12 +291,12 @@ class Overview:
     tpot_ms_p99: Spread | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Converts the figures to JSON values."""
         return asdict(self)
 
 
 def overviews(rows: Sequence[Figures]) -> list[Overview]:
-    """One for each load, in the order in which they first ran."""
+    """Makes a summary of each load, in the order of their first runs."""
     by_setting: dict[Setting, list[Figures]] = {}
     for row in rows:
         by_setting.setdefault(row.setting, []).append(row)

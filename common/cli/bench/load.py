@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """End of a run: after so many requests, or when so much time has passed, whichever is first.
+    """End of a run: after a number of requests or a time, whichever is first.
 
     Attributes:
         requests: to send; None is no limit.
@@ -43,7 +43,7 @@ class Extent:
 
 
 class Load(Protocol):
-    """Says when requests are to be sent."""
+    """Decides when requests are sent."""
 
     def take(self, now: float, in_flight: int) -> list[float]:
         """Due times of the requests that are due now; they count as sent from here on."""
@@ -59,7 +59,7 @@ class Load(Protocol):
 
 
 class ClosedLoop:
-    """So many requests in flight at a time; each one that ends is followed by another at once.
+    """Keeps `concurrency` requests in flight; when one ends, the next is sent at once.
 
     Raises:
         ValueError: `concurrency` is below 1.
@@ -73,7 +73,7 @@ class ClosedLoop:
         self._sent = 0
 
     def take(self, now: float, in_flight: int) -> list[float]:
-        """One for each free place."""
+        """Due times of new requests, one for each free place."""
         due: list[float] = []
         while in_flight + len(due) < self.concurrency and not self.exhausted(now):
             self._sent += 1
@@ -81,7 +81,7 @@ class ClosedLoop:
         return due
 
     def next_time(self) -> None:
-        """The end of a request decides."""
+        """Returns None: the end of a request decides."""
         return
 
     def exhausted(self, now: float) -> bool:
@@ -90,7 +90,7 @@ class ClosedLoop:
 
 
 class OpenLoop:
-    """Requests a given time after each other.
+    """Sends requests at given intervals.
 
     Args:
         gaps: before each request, the first one included; without end.
@@ -104,7 +104,7 @@ class OpenLoop:
         self._next = next(gaps)
 
     def take(self, now: float, in_flight: int) -> list[float]:
-        """All whose time has come."""
+        """Due times up to now."""
         due: list[float] = []
         while self._next <= now and not self.exhausted(now):
             self._sent += 1

@@ -1,4 +1,4 @@
-"""Options of `fissile bench`, read and checked."""
+"""The plan of a benchmark, from the options of `fissile bench`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Plan:
         seed: int,
         **others: Any,
     ) -> Plan:
-        """The options of `plan_options`.
+        """Makes the plan from the values of the options.
 
         Raises:
             CommandError: they do not fit together, one is out of range, or the data set cannot be used (exit code 2).
@@ -114,7 +114,7 @@ class Plan:
         return plan
 
     def load(self, setting: Setting) -> Load:
-        """The load of a row, from its begin.
+        """Makes the load of a row.
 
         Raises:
             CommandError: a number is out of range.
@@ -128,18 +128,18 @@ class Plan:
             raise CommandError(str(error)) from None
 
     def warm_up(self, setting: Setting) -> Load:
-        """Load that goes before a row."""
+        """Makes the load of the warm-up before a row."""
         return ClosedLoop(setting.concurrency or self.warmup, Extent(self.warmup))
 
     def requests_of(self, setting: Setting) -> int | None:
-        """Requests of a row; None: the duration decides."""
+        """Number of requests of a row; None if the duration decides."""
         if self.requests is not None or self.duration_s is not None:
             return self.requests
         wanted = REQUESTS_PER_PLACE * (setting.concurrency or 0) + OPEN_LOOP_S * (setting.rate or 0.0)
         return max(MIN_REQUESTS, math.ceil(wanted))
 
     def workload(self, model: str, vocab_size: int, max_model_len: int) -> RandomWorkload | GivenWorkload:
-        """Workload of a model.
+        """Makes the requests for a model.
 
         Raises:
             CommandError: the model is too short for it.
@@ -156,11 +156,11 @@ class Plan:
         return made
 
     def terms(self, **others: Any) -> Terms:
-        """Terms that all requests have in common."""
+        """Makes the terms that all requests share."""
         return Terms(sampling=self.sampling, ignore_eos=self.ignore_eos, seed=self.seed, **others)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what is in force."""
+        """Converts the plan to JSON values."""
         return {
             "concurrency": [each.concurrency for each in self.settings if each.concurrency is not None],
             "rate": [each.rate for each in self.settings if each.rate is not None],
@@ -193,7 +193,7 @@ def _settings(
 
 
 def _require_writable(json_file: str) -> None:
-    """Before the first request: a measurement is not to be lost at its end."""
+    """Refuses a file that cannot be written before anything is measured."""
     if json_file == "-":
         return
     path = Path(json_file)
@@ -203,7 +203,7 @@ def _require_writable(json_file: str) -> None:
 
 
 def read_file(path: Path, output_len: Lengths, seed: int) -> GivenWorkload:
-    """The requests of a data set's file.
+    """Reads the requests of a data set from its file.
 
     Raises:
         CommandError: it cannot be read, or a line is not a request.

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as people and programs read them. Pure."""
+"""Figures of a benchmark as a table and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_json(
     rows: Sequence[Figures], *, mode: str, started: str, interrupted: bool, model: Mapping[str, Any],
     options: Mapping[str, Any], environment: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything, as JSON values.
+    """Converts all results to JSON values.
 
     Args:
         rows: in the order in which they ran.
@@ -65,7 +65,7 @@ def as_json(
 
 
 def _plain(value: Any) -> Any:
-    """Without what JSON has not (infinity), and without digits that mean nothing."""
+    """Rounds numbers, and replaces infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def table(rows: Sequence[Figures]) -> str:
-    """A line for each row. Times are p50 in ms where no other percentile is named."""
+    """Makes a table with a line for each row; times are p50 in ms unless a heading says otherwise."""
     goodput = any(row.goodput is not None for row in rows)
     headings = (*_HEADINGS, "GOOD") if goodput else _HEADINGS
     return _aligned([headings, *(_cells(row, goodput=goodput) for row in rows)])
@@ -99,7 +99,7 @@ def _cells(row: Figures, *, goodput: bool) -> tuple[str, ...]:
 
 
 def medians(rows: Sequence[Figures]) -> str:
-    """For each load that ran more than once, the median of its repetitions and how far they lie apart; else empty."""
+    """Makes a table of the loads that ran more than once: medians of the repetitions and their spread."""
     return "\n".join(
         f"{each.setting}, {each.repeats} times: {_told(each.output_tokens_per_s)} output tokens/s"
         + (f", TTFT {_told(each.ttft_ms_p50)} ms" if each.ttft_ms_p50 else "")
@@ -110,7 +110,7 @@ def medians(rows: Sequence[Figures]) -> str:
 
 
 def details(row: Figures) -> str:
-    """All that is known of one row, for people."""
+    """Formats all figures of one row."""
     times = [(name, *map(number, summary.shown())) for name, summary in _times(row) if summary is not None]
     cpu = row.cpu
     cached = "" if row.cached_tokens is None else f", {row.cached_tokens} of them cached"
@@ -137,7 +137,7 @@ def _drafts_told(row: Figures) -> str:
 
 
 def warnings(rows: Sequence[Figures]) -> list[str]:
-    """Reasons not to believe the figures, a line each."""
+    """Lists reasons to distrust the figures, a line each."""
     said: list[str] = []
     for row in rows:
         foreign, lag = row.cpu.foreign, row.send_lag_ms
@@ -168,7 +168,7 @@ def failures_told(failures: Sequence[Failures]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits or more, as many decimals as that takes."""
+    """Formats a number with at least three digits."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
@@ -199,7 +199,7 @@ def _times(row: Figures) -> list[tuple[str, Summary | None]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as columns: the first one flush left, the numbers flush right."""
+    """Aligns rows as columns: the first flush left, numbers flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
