@@ -43,7 +43,7 @@ class _Rule:
 def endless_rule(text: str) -> tuple[str, int] | None:
     """Name and index of the first rule that never reaches an end; None if there is none, or if that is unknown."""
     try:
-        rules = _Reader(text).rules()
+        rules = _RuleReader(text).rules()
     except _UnreadError:
         return None
     ending = _ending(rules)
@@ -77,7 +77,7 @@ def _ending(rules: dict[str, _Rule]) -> set[str]:
     return ending
 
 
-class _Reader:
+class _RuleReader:
     """Parser of a grammar's rules; each group becomes a rule of its own."""
 
     def __init__(self, text: str) -> None:

@@ -48,7 +48,7 @@ _PROBE_END: Final = 256
 _SLICED_LENGTHS: Final = (6, 10, 14, 20, 28, 40)
 
 
-class _Tokens:
+class _LibraryTokens:
     """Tokens in the form that the library asks for. It never tokenizes, since no grammar forces text."""
 
     def __init__(self, tokens: list[bytes], special: Collection[int], eos_token_id: int) -> None:
@@ -77,7 +77,7 @@ def vocabulary(
             Masks are the same with any slices. None for the library's own.
     """
     ends = sorted(eos_token_ids)
-    made = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0]))
+    made = llguidance.TokenizerWrapper(_LibraryTokens(tokens, special, ends[0]))
     return llguidance.LLTokenizer(made, len(tokens), ends, slices)
 
 

@@ -34,7 +34,7 @@ def resolved(subschemas: Iterable[tuple[str, Any]]) -> dict[str, str]:
     Raises:
         UnresolvedError: a `$ref` refers to no subschema, or to no single one.
     """
-    known = _Known()
+    known = _KnownSubschemas()
     for place, schema in subschemas:
         known.add(place, schema)
     return {place: known.target(place, reference) for place, reference in known.references.items()}
@@ -45,7 +45,7 @@ def pointer(place: str) -> str:
     return "#" + quote(place, safe=_SAFE)
 
 
-class _Known:
+class _KnownSubschemas:
     """Subschemas of a schema by the names that references use."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import grpc
 from common.errors import ApiError, PermissionDeniedError, UnauthenticatedError
 from common.rpc.api_keys import Role
 from common.rpc.errors import abort
-from common.rpc.handlers import Wrapped
+from common.rpc.handlers import HandlerCache
 from common.rpc.key_store import KeyStore
 from common.telemetry.request_record import current_record
 
@@ -179,7 +179,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._handlers = Wrapped(self._asking)
+        self._handlers = HandlerCache(self._asking)
 
     async def intercept_service(
         self,

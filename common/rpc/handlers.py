@@ -12,7 +12,7 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _MAX_METHODS: Final = 256
 
 
-class Wrapped:
+class HandlerCache:
     """Cache of the handlers that `wrap` has made, by method; at most 256.
 
     Args:

@@ -23,7 +23,7 @@ import structlog
 from common.errors import ApiError
 from common.limits import ROUTER_RETRY_S
 from common.rpc.errors import abort
-from common.rpc.handlers import Wrapped
+from common.rpc.handlers import HandlerCache
 from common.rpc.refusal_lines import SUMMARY_S, RefusalLines
 from common.telemetry.request_record import RequestRecord, begin_record
 from common.telemetry.tracing import trace_id_of, traceparent_of
@@ -69,7 +69,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
         self._open: set[RequestRecord] = set()
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._handlers = Wrapped(self._recorded)
+        self._handlers = HandlerCache(self._recorded)
         self._refusals = RefusalLines()
         self._summary: asyncio.TimerHandle | None = None
 

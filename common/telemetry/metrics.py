@@ -135,14 +135,14 @@ def _observe_process(metrics: Metrics) -> None:
     )
 
 
-class _Shutdown(Protocol):
+class _MeterShutdown(Protocol):
     def shutdown(self, timeout_s: float) -> None: ...
 
 
 class Metrics:
     """The instruments of one process. Without a provider nothing is recorded."""
 
-    def __init__(self, provider: MeterProvider | None = None, export: _Shutdown | None = None) -> None:
+    def __init__(self, provider: MeterProvider | None = None, export: _MeterShutdown | None = None) -> None:
         self._meter = provider.get_meter(names.METER) if provider is not None else None
         self._export = export
 

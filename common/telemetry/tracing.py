@@ -107,14 +107,14 @@ def setup_tracing(service_name: str, instance_id: str) -> Tracing:
     return Tracing(export.provider, export)
 
 
-class _Shutdown(Protocol):
+class _TracerShutdown(Protocol):
     def shutdown(self, timeout_s: float) -> None: ...
 
 
 class Tracing:
     """Makes the spans of one process. Without a provider it records nothing."""
 
-    def __init__(self, provider: TracerProvider | None = None, export: _Shutdown | None = None) -> None:
+    def __init__(self, provider: TracerProvider | None = None, export: _TracerShutdown | None = None) -> None:
         self._tracer = provider.get_tracer(names.TRACER) if provider is not None else None
         self._export = export
         self._open: set[_OpenSpan] = set()

@@ -54,7 +54,7 @@ _SHORT_PROMPT: Final = 8
 
 
 @dataclass(frozen=True)
-class Work:
+class WarmupWork:
     """Requests that are computed together.
 
     Attributes:
@@ -143,7 +143,9 @@ def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]])
         stream.truncate(stream.tell() + end)
 
 
-def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, size: int) -> list[Work]:
+def works(
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, size: int
+) -> list[WarmupWork]:
     """The steps that a worker will compute: the longest prompt of a step, one answer, and the most answers at once.
 
     Args:
@@ -157,9 +159,9 @@ def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, nu
     greedy = {"temperature": 0.0, "max_tokens": min(_ANSWER, max_model_len - longest), "ignore_eos": True}
     sampled = {**greedy, "temperature": 1.0, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     return [
-        Work(f"prompt of {longest} tokens", 1, longest, greedy),
-        Work(f"{at_once} answers at once", at_once, short, greedy),
-        Work(f"{at_once} sampled answers at once", at_once, short, sampled),
+        WarmupWork(f"prompt of {longest} tokens", 1, longest, greedy),
+        WarmupWork(f"{at_once} answers at once", at_once, short, greedy),
+        WarmupWork(f"{at_once} sampled answers at once", at_once, short, sampled),
     ]
 
 
@@ -215,7 +217,7 @@ def _engine(options: WorkerOptions) -> Iterator[LLMEngine]:
         engine.close()
 
 
-def _compute(engine: LLMEngine, work: Work) -> float:
+def _compute(engine: LLMEngine, work: WarmupWork) -> float:
     """Computes the work. Returns its duration in seconds."""
     vocabulary = engine.io.model_config.vocab_size
     prompt = [token % vocabulary for token in range(work.length)]

@@ -24,7 +24,7 @@ from common.cli.bench.figures import Figures, Setting, drafts_between, failures_
 from common.cli.bench.machine import cpu_model
 from common.cli.bench.plan import Plan
 from common.cli.bench.records import Record
-from common.cli.bench.target import RouterTarget, Target
+from common.cli.bench.target import BenchTarget, RouterTarget
 from common.cli.bench.workload import Work, Workload
 from common.cli.core.client import Credentials
 from common.cli.core.console import Console
@@ -56,7 +56,7 @@ class Benchmark:
     """
 
     plan: Plan
-    target: Target
+    target: BenchTarget
     workload: Workload
     console: Console = field(default_factory=Console)
     rows: list[Figures] = field(default_factory=list)
@@ -193,7 +193,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
+def measure(plan: Plan, target: BenchTarget, options: dict[str, Any]) -> int:
     """Measures a target as planned, closes it and prints the results. Returns the exit code.
 
     Args:

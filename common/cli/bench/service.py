@@ -125,7 +125,7 @@ def _note(record: Record, finish: pb.Finish) -> None:
     record.service_ttft_s = to_seconds(timings.ttft)
 
 
-class Run:
+class RouterRun:
     """One run of a load against a router.
 
     Attributes:

@@ -16,7 +16,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from common.cli.bench.load import Load
 from common.cli.bench.machine import CpuMeter, meter_for
 from common.cli.bench.records import Record
-from common.cli.bench.service import RouterClient, Run, Terms
+from common.cli.bench.service import RouterClient, RouterRun, Terms
 from common.cli.bench.workload import Work
 from common.cli.core.client import Credentials, call_failed, open_channel
 from common.wire.draft_counts import Counts, add_counts
@@ -36,7 +36,7 @@ _MODEL_FACTS: Final = (
 )
 
 
-class Target(Protocol):
+class BenchTarget(Protocol):
     """Something that answers requests."""
 
     mode: str
@@ -79,7 +79,7 @@ class RouterTarget:
         self._address = address
         self._terms = terms
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self._current: Run | None = None
+        self._current: RouterRun | None = None
         self._stopped = False
         self._drafts: list[Counts] = []
         # Salt of this target: prefixes that an earlier benchmark with the same seed left in caches must not be found.
@@ -110,7 +110,7 @@ class RouterTarget:
 
     async def _run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
         salt = f"bench-{self._salt}-{next(self._runs)}"
-        run = self._current = Run(load, work_of, RouterClient(self._channel, self._terms, salt))
+        run = self._current = RouterRun(load, work_of, RouterClient(self._channel, self._terms, salt))
         if self._stopped:
             run.stop()
         progress = asyncio.create_task(_tell(run, on_progress))
@@ -139,7 +139,7 @@ class RouterTarget:
         self._runner.close()
 
 
-async def _tell(run: Run, on_progress: OnProgress) -> None:
+async def _tell(run: RouterRun, on_progress: OnProgress) -> None:
     while True:
         on_progress(run.records, run.in_flight)
         await asyncio.sleep(PROGRESS_EVERY_S)

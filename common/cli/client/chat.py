@@ -22,7 +22,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.cli.client.chat_tools import (
     CallLines,
     ReadLine,
-    Tools,
+    ToolResults,
     can_be_answered,
     commands_of,
     read_tools,
@@ -139,7 +139,7 @@ class Chat:
         request: Mapping[str, Any],
         conversation: Conversation,
         read: ReadLine,
-        tools: Tools,
+        tools: ToolResults,
         wrap: WordWrap | None = None,
         *,
         on_terminal: bool,
@@ -350,5 +350,5 @@ def chat(
         wrap: WordWrap | None = None
         if on_terminal:
             message, line, wrap = by_terminal(keeps_history=keeps_history)
-        tools = Tools(line, _note, commands, confirms=confirms, is_forgiving=on_terminal)
+        tools = ToolResults(line, _note, commands, confirms=confirms, is_forgiving=on_terminal)
         Chat(client, request, Conversation(system), message, tools, wrap, on_terminal=on_terminal).run()

@@ -115,7 +115,7 @@ def _is_object(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class ToolResults:
     """Results of calls: typed, or what a command prints.
 
     Attributes:

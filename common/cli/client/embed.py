@@ -12,7 +12,7 @@ import numpy as np
 from fissile.client import Client, Embeddings
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.client.texts import Caller, Source, added_usage, usage_line, with_texts
+from common.cli.client.texts import Source, TextCaller, added_usage, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
 from common.cli.core.errors import CommandError
@@ -25,7 +25,9 @@ JSON: Final = "json"
 NPY: Final = "npy"
 
 
-def vectors_of(caller: Caller, texts: Sequence[str], fields: dict[str, Any], timeout_s: float) -> Iterator[Embeddings]:
+def vectors_of(
+    caller: TextCaller, texts: Sequence[str], fields: dict[str, Any], timeout_s: float
+) -> Iterator[Embeddings]:
     """Answers to as many calls as the texts take, in their order.
 
     Args:
@@ -48,7 +50,7 @@ def vectors_of(caller: Caller, texts: Sequence[str], fields: dict[str, Any], tim
         yield answer
 
 
-class _Writer:
+class _VectorWriter:
     """Writes vectors to standard output: each as a line at once, or all at the end.
 
     Attributes:
@@ -131,8 +133,8 @@ def embed(
         fields["pooling"] = f"POOLING_{pooling.upper()}"
     if dimensions is not None:
         fields["dimensions"] = dimensions
-    given, writer = source.texts(texts, "texts"), _Writer(form)
-    with Caller(addresses, credentials) as caller:
+    given, writer = source.texts(texts, "texts"), _VectorWriter(form)
+    with TextCaller(addresses, credentials) as caller:
         for answer in vectors_of(caller, given, fields, timeout):
             writer.take(answer)
             pooled = pb.Pooling.Name(answer.pooling).removeprefix("POOLING_").lower()

@@ -10,7 +10,7 @@ import click
 from fissile.client import Client
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.client.texts import Caller, Source, added_usage, shown, usage_line, with_texts
+from common.cli.client.texts import Source, TextCaller, added_usage, shown, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
 from common.cli.core.options import argument, options
@@ -21,7 +21,7 @@ _HEADINGS: Final = ("RELEVANCE", "INDEX", "DOCUMENT")
 
 
 def ranked(
-    caller: Caller, query: str, documents: Sequence[str], fields: dict[str, Any], timeout_s: float
+    caller: TextCaller, query: str, documents: Sequence[str], fields: dict[str, Any], timeout_s: float
 ) -> tuple[list[pb.RankedDocument], pb.Usage]:
     """All documents, the best one first, and token counts.
 
@@ -89,7 +89,7 @@ def rerank(
     """
     fields = source.fields | ({"instruction": instruction} if instruction else {})
     given = source.texts(documents, "documents")
-    with Caller(addresses, credentials) as caller:
+    with TextCaller(addresses, credentials) as caller:
         found, usage = ranked(caller, query, given, fields, timeout)
     best = found[:top]
     if as_json:

@@ -10,7 +10,7 @@ import click
 from fissile.client import Client
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.client.texts import Caller, Source, added_usage, shown, usage_line, with_texts
+from common.cli.client.texts import Source, TextCaller, added_usage, shown, usage_line, with_texts
 from common.cli.core import output
 from common.cli.core.client import Credentials
 from common.cli.core.options import options
@@ -21,7 +21,7 @@ _HEADINGS: Final = ("LOGPROB", "PER TOKEN", "TOKENS", "GREEDY", "CONTINUATION")
 
 
 def scores_of(
-    caller: Caller, continuations: Sequence[str], context: str | None, fields: dict[str, Any], timeout_s: float
+    caller: TextCaller, continuations: Sequence[str], context: str | None, fields: dict[str, Any], timeout_s: float
 ) -> tuple[list[pb.Score], pb.Usage]:
     """Scores of the continuations, in their order, and token counts.
 
@@ -95,7 +95,7 @@ def score(
     """
     fields = source.fields | ({"return_tokens": True} if has_tokens else {})
     given = source.texts(continuations, "continuations")
-    with Caller(addresses, credentials) as caller:
+    with TextCaller(addresses, credentials) as caller:
         found, usage = scores_of(caller, given, context, fields, timeout)
     if as_json:
         listed = [

@@ -147,7 +147,7 @@ def parts_of(
         yield texts[start:]
 
 
-class Caller:
+class TextCaller:
     """Calls routers for a command, and puts into words what fails. Used in a `with` block.
 
     Args:
@@ -159,7 +159,7 @@ class Caller:
         self._addresses = addresses
         self.client = Client(**client_arguments(addresses, credentials))
 
-    def __enter__(self) -> Caller:
+    def __enter__(self) -> TextCaller:
         """Connects when something is asked."""
         return self
 

@@ -58,7 +58,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequence:
+class NodeSequence:
     """Nodes one after another; the empty text if `items` is empty."""
 
     items: tuple[Node, ...]
@@ -80,13 +80,13 @@ class Repeat:
     most: int | None
 
 
-Node: TypeAlias = "Chars | SpecialToken | Ref | Sequence | Choice | Repeat"
-EMPTY: Final = Sequence(())
+Node: TypeAlias = "Chars | SpecialToken | Ref | NodeSequence | Choice | Repeat"
+EMPTY: Final = NodeSequence(())
 
 
 def children(node: Node) -> tuple[Node, ...]:
     """Nodes directly inside a node; a reference has none."""
-    if isinstance(node, Sequence | Choice):
+    if isinstance(node, NodeSequence | Choice):
         return node.items
     return (node.item,) if isinstance(node, Repeat) else ()
 
@@ -101,10 +101,10 @@ def parsed(text: str, special: Collection[str] | None = None) -> dict[str, Node]
     Raises:
         GbnfError: the text is not GBNF, has an unsupported construct, or refers to a rule that it does not define.
     """
-    return _Reader(text, special).rules()
+    return _GrammarReader(text, special).rules()
 
 
-class _Reader:
+class _GrammarReader:
     """Parser of one grammar; `at` is its position in the text."""
 
     def __init__(self, text: str, special: Collection[str] | None) -> None:
@@ -151,7 +151,7 @@ class _Reader:
         while (item := self._item(items, in_brackets)) is not None:
             items.append(item)
             self._skip(_SPACE_AND_LINES if in_brackets else _SPACE)
-        return items[0] if len(items) == 1 else self._made(Sequence(tuple(items)), begin)
+        return items[0] if len(items) == 1 else self._made(NodeSequence(tuple(items)), begin)
 
     def _item(self, before: list[Node], in_brackets: bool) -> Node | None:
         """Parses the next item; None at the end. A repetition removes the last item of `before` and repeats it."""
@@ -198,7 +198,7 @@ class _Reader:
         if not self._took(")"):
             self._refuse("the bracket is not closed", begin)
         self.depth -= 1
-        return Sequence((inner,)) if inner is EMPTY else inner
+        return NodeSequence((inner,)) if inner is EMPTY else inner
 
     def _times(self, in_brackets: bool) -> tuple[int, int | None]:
         begin = self.at
@@ -240,7 +240,7 @@ class _Reader:
         if not points:
             return EMPTY
         chars = tuple(Chars(((point, point),)) for point in points)
-        return chars[0] if len(chars) == 1 else Sequence(chars)
+        return chars[0] if len(chars) == 1 else NodeSequence(chars)
 
     def _class(self) -> Node:
         begin = self.at

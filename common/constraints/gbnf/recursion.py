@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.constraints.gbnf.reader import EMPTY, Choice, Node, Ref, Repeat, Sequence, children
+from common.constraints.gbnf.reader import EMPTY, Choice, Node, NodeSequence, Ref, Repeat, children
 
 
 class _Parts(NamedTuple):
@@ -28,7 +28,7 @@ def with_repetition(name: str, body: Node) -> Node:
     parts = _split(name, body)
     if parts is None or not parts.again or not parts.ends:
         return body
-    return Sequence((Repeat(_choice(parts.again), 0, None), _choice(parts.ends)))
+    return NodeSequence((Repeat(_choice(parts.again), 0, None), _choice(parts.ends)))
 
 
 def _split(name: str, node: Node) -> _Parts | None:
@@ -46,12 +46,12 @@ def _split(name: str, node: Node) -> _Parts | None:
     if isinstance(node, Repeat) and (node.least, node.most) == (0, 1):
         parts = _split(name, node.item)
         return None if parts is None else _Parts(parts.again, (*parts.ends, EMPTY))
-    if isinstance(node, Sequence) and node.items:
+    if isinstance(node, NodeSequence) and node.items:
         *before, last = node.items
         parts = _split(name, last)
         if parts is None or any(_refers(name, item) for item in before):
             return None
-        return _Parts(*(tuple(Sequence((*before, one)) for one in some) for some in parts))
+        return _Parts(*(tuple(NodeSequence((*before, one)) for one in some) for some in parts))
     return None if _refers(name, node) else _Parts((), (node,))
 
 

@@ -13,9 +13,9 @@ from common.constraints.gbnf.reader import (
     Choice,
     GbnfError,
     Node,
+    NodeSequence,
     Ref,
     Repeat,
-    Sequence,
     SpecialToken,
     children,
 )
@@ -127,7 +127,7 @@ class Rules:
         found = 0
         for item, first in zip(self.inner(node), inner, strict=True):
             found |= first
-            if isinstance(node, Sequence) and not self.is_nullable[item]:
+            if isinstance(node, NodeSequence) and not self.is_nullable[item]:
                 break
         return found
 
@@ -145,7 +145,7 @@ class Rules:
         return found
 
     def _inner_follow(self, node: Node, follow: int) -> Iterator[tuple[Node, int]]:
-        if isinstance(node, Sequence):
+        if isinstance(node, NodeSequence):
             for item in reversed(node.items):
                 yield item, follow
                 follow = self.first[item] | (follow if self.is_nullable[item] else 0)
@@ -209,8 +209,8 @@ def _size(node: Node, inner: list[Size | None]) -> Size | None:
 
 def _pruned(node: Node, ends: Mapping[Node, bool]) -> Node:
     """Removes the alternatives and repetitions that never reach an end from a node that reaches one."""
-    if isinstance(node, Sequence) and node.items:
-        return Sequence(tuple(_pruned(item, ends) for item in node.items))
+    if isinstance(node, NodeSequence) and node.items:
+        return NodeSequence(tuple(_pruned(item, ends) for item in node.items))
     if isinstance(node, Choice):
         items = tuple(_pruned(item, ends) for item in node.items if ends[item])
         return items[0] if len(items) == 1 else Choice(items)

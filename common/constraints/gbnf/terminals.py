@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from common.constraints.gbnf.reader import Chars, Node, Ref, Repeat, Sequence
+from common.constraints.gbnf.reader import Chars, Node, NodeSequence, Ref, Repeat
 from common.constraints.gbnf.rules import MOST_POSITIONS, Looks, Rules, Size, TooMuchWorkError, first_bytes, is_looping
 
 # Most pairs of positions compared for one grammar, about a microsecond each.
@@ -22,7 +22,7 @@ class Run(NamedTuple):
     """Neighbours in `sequence`, from index `begin`, that form one terminal; or one node without a sequence."""
 
     items: tuple[Node, ...]
-    sequence: Sequence | None = None
+    sequence: NodeSequence | None = None
     begin: int = 0
 
 
@@ -67,7 +67,7 @@ class Terminals:
         self._looks = Looks(_MOST_LOOKS)
         # Nodes that a clash keeps from being terminals, and (sequence, index) pairs before which a run ends.
         self._opened: set[Node] = set()
-        self._cuts: set[tuple[Sequence, int]] = set()
+        self._cuts: set[tuple[NodeSequence, int]] = set()
         self._are_characters = False
         self._positions: dict[tuple[Node, ...], _Positions] = {}
         self._clashes: dict[tuple[_Positions, int, _Positions], _Clash | None] = {}
@@ -84,7 +84,7 @@ class Terminals:
             return isinstance(node, Chars)
         return self._rules.sizes[node] is not None and node not in self._opened
 
-    def runs(self, sequence: Sequence) -> Iterator[Run]:
+    def runs(self, sequence: NodeSequence) -> Iterator[Run]:
         """Splits a sequence into runs: neighbours that form one terminal, and each other item alone."""
         begin = positions = 0
         for i, item in enumerate(sequence.items):
@@ -106,7 +106,7 @@ class Terminals:
         waiting, seen = [self._rules.rules[self._rules.start]], {self._rules.start}
         while waiting:
             node = waiting.pop()
-            if isinstance(node, Sequence):
+            if isinstance(node, NodeSequence):
                 for run in self.runs(node):
                     if self.is_terminal(run.items[0]):
                         yield run
@@ -202,7 +202,7 @@ class Terminals:
             made.items.append(whose)
             made.follow.append(0)
             return False, bit, bit
-        if isinstance(node, Sequence):
+        if isinstance(node, NodeSequence):
             return self._joined(made, node.items, whose)
         parts = [self._added(made, inner, whose) for inner in self._rules.inner(node)]
         empty = any(part[0] for part in parts)

@@ -15,9 +15,9 @@ from common.constraints.gbnf.reader import (
     Choice,
     GbnfError,
     Node,
+    NodeSequence,
     Ref,
     Repeat,
-    Sequence,
     SpecialToken,
     children,
     parsed,
@@ -48,7 +48,7 @@ def lark_of_gbnf(text: str, *, optional_space: bool = False, special: Collection
     """
     start: Node = Ref(ROOT, 0)
     if optional_space:
-        start = Sequence((Repeat(Chars(((0x20, 0x20),)), 0, 1), start))
+        start = NodeSequence((Repeat(Chars(((0x20, 0x20),)), 0, 1), start))
     try:
         read = {name: with_repetition(name, body) for name, body in parsed(text, special).items()}
         rules = Rules(with_whole_texts(Rules({_START: start, **read}, _START)), _START)
@@ -86,7 +86,7 @@ class _Writer:
             return self._names.setdefault(node.name, f"r{len(self._names)}")
         if depth > _MOST_NESTED and children(node):
             return self._names.setdefault(node, f"r{len(self._names)}")
-        if isinstance(node, Sequence):
+        if isinstance(node, NodeSequence):
             return " ".join(self._run(run, depth + 1) for run in self._terminals.runs(node)) or _NOTHING
         if self._terminals.is_terminal(node):
             return self._run(Run((node,)), depth)
@@ -120,7 +120,7 @@ class _Writer:
             return _choice(self._terminal(item, depth + 1) for item in node.items)
         if isinstance(node, Repeat):
             return _repeated(node, self._terminal(node.item, depth + 1))
-        assert isinstance(node, Sequence)
+        assert isinstance(node, NodeSequence)
         return " ".join(self._items(node.items, depth + 1))
 
     def _items(self, items: tuple[Node, ...], depth: int) -> list[str]:

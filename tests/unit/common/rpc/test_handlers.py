@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from common.rpc import handlers
-from common.rpc.handlers import Wrapped
+from common.rpc.handlers import HandlerCache
 
 
 def handler() -> Any:
@@ -15,7 +15,7 @@ def handler() -> Any:
 
 
 def test_a_handler_is_wrapped_once_and_another_one_anew() -> None:
-    wrapped = Wrapped(lambda found, method: handler())
+    wrapped = HandlerCache(lambda found, method: handler())
     first, other = handler(), handler()
     made = wrapped.of(first, "/a/A")
     assert wrapped.of(first, "/a/A") is made
@@ -30,14 +30,14 @@ def test_the_wrapped_one_is_told_its_method() -> None:
         told.append(method)
         return found
 
-    Wrapped(wrap).of(handler(), "/a.b.C/D")
+    HandlerCache(wrap).of(handler(), "/a.b.C/D")
     assert told == ["a.b.C/D"]
 
 
 def test_names_that_callers_make_up_take_no_memory() -> None:
     """Calls with too much metadata are refused, and so have a handler, before anybody knows whether there is such a
     method."""
-    wrapped = Wrapped(lambda found, method: found)
+    wrapped = HandlerCache(lambda found, method: found)
     refusing = handler()
     for i in range(10 * handlers._MAX_METHODS):
         assert wrapped.of(refusing, f"/made/up{i}") is refusing
