@@ -40,7 +40,7 @@ def show(as_json: bool, command: str, arguments: tuple[str, ...]) -> None:
 
 
 def in_force(command: click.Command, name: str, arguments: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Option, value and source, in the order of the command's help.
+    """Lists options with their values and sources, in the order of the command's help.
 
     Raises:
         CommandError: a value is not allowed.
@@ -69,7 +69,7 @@ def _source(context: click.Context, param: click.Option) -> str:
 
 
 def _text(value: Any, kind: click.ParamType[Any]) -> str:
-    """A value in the form in which the option takes it."""
+    """Formats a value as the command line takes it."""
     if isinstance(kind, Duration) and value is not None:
         return f"{value:g}s"
     if isinstance(kind, Fraction) and value is not None:

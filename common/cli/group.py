@@ -94,7 +94,7 @@ def missing_extra(command: str, module: str) -> CommandError:
 
 @contextlib.contextmanager
 def naming_missing_extra(command: str) -> Iterator[None]:
-    """Turns the failed import of a part that an extra brings into one line."""
+    """Converts the failed import of a part of an extra to a one-line error."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -132,7 +132,7 @@ class LazyGroup(SuggestingGroup):
         return [name for name in SUMMARIES if name in found] + sorted(found.keys() - SUMMARIES.keys())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one command; None when there is none of this name."""
+        """Imports one command; None for an unknown name."""
         entry = find_entry_points(COMMANDS).get(cmd_name)
         if entry is None:
             return None
@@ -146,7 +146,7 @@ class LazyGroup(SuggestingGroup):
             formatter.write_dl([(name, SUMMARIES.get(name, "")) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. What it imports only now may be missing too."""
+        """Runs a command; a missing extra that it imports late is named too."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError:
@@ -207,7 +207,7 @@ def add_stubs_to_path() -> None:
 
 
 def _never_fail_on_characters() -> None:
-    """An answer may have characters that the terminal's encoding has not."""
+    """Replaces characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

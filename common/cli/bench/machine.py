@@ -1,4 +1,4 @@
-"""Use of this machine's processors while something is measured, from /proc (Linux; elsewhere nothing is known).
+"""Use of this machine's processors during a measurement, from /proc; unknown on systems other than Linux.
 
 A foreign process beside a computation that uses all cores spoils more than its share of the time: threads that split
 their work evenly wait for the one that was held up. So every run says how much of the machine others took.
@@ -35,19 +35,19 @@ class Process:
 
 
 def read_process(stat: str) -> Process:
-    """A line of /proc/PID/stat (proc_pid_stat(5), fields 4 and 14 to 17); the name may hold spaces and brackets."""
+    """Reads a line of /proc/PID/stat (proc_pid_stat(5), fields 4, 14 to 17); the name may hold spaces and brackets."""
     fields = stat[stat.rindex(")") + 2 :].split()
     return Process(int(fields[1]), sum(map(int, fields[11:15])))
 
 
 def read_machine(stat: str) -> tuple[int, int]:
-    """Ticks in which a core computed, and ticks that were stolen, from the first line of /proc/stat (proc_stat(5))."""
+    """Reads busy and stolen ticks of all cores from the first line of /proc/stat (proc_stat(5))."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
     return user + nice + system + irq + softirq, steal
 
 
 def trees(processes: Mapping[int, Process], roots: Iterable[int]) -> set[int]:
-    """These processes and all that descend from them, as far as they live."""
+    """Finds these processes and all their living descendants."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
@@ -63,7 +63,7 @@ def trees(processes: Mapping[int, Process], roots: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Ticks since some time in the past."""
+    """Ticks of processor time since a fixed time in the past."""
 
     busy: int
     steal: int
@@ -73,7 +73,7 @@ class CpuTime:
 
 @dataclass(frozen=True, slots=True)
 class CpuMeter:
-    """Reads who has used the machine so far.
+    """Reads the processor time of this machine by its user: client, service, others.
 
     Attributes:
         service: processes that, with their descendants, are the service; None: it runs here, it is not known where.
@@ -129,7 +129,7 @@ def _ticks(processes: Mapping[int, Process], pids: Iterable[int]) -> int:
 
 
 def meter_for(address: str, service: tuple[int, ...] = (), proc: Path = PROC) -> CpuMeter:
-    """For a service at `address` (HOST:PORT; without a port its processes are not found).
+    """Makes the meter for a service at `address` (HOST:PORT; without a port its processes are not found).
 
     On loopback its processes are those given, and the one that listens there; with all of `fissile serve`, when that
     has started it.
@@ -143,7 +143,7 @@ def meter_for(address: str, service: tuple[int, ...] = (), proc: Path = PROC) ->
 
 
 def listening_process(port: int, proc: Path = PROC) -> int | None:
-    """The process that listens on a TCP port here; None when there is none, or its files may not be seen."""
+    """Finds the process that listens on a local TCP port; None if there is none or it may not be inspected."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(proc / "net" / table, port)}
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for folder in proc.iterdir() if wanted else ():
@@ -174,7 +174,7 @@ def _open_files(folder: Path) -> list[str]:
 
 
 def _started_by(pid: int, proc: Path) -> int:
-    """The `fissile serve` that has started a router, else the router itself."""
+    """Returns the `fissile serve` that started a router, else the router itself."""
     try:
         parent = read_process((proc / str(pid) / "stat").read_text()).parent
         command = (proc / str(parent) / "cmdline").read_text()
@@ -184,7 +184,7 @@ def _started_by(pid: int, proc: Path) -> int:
 
 
 def cpu_model(proc: Path = PROC) -> str:
-    """The processor's name; empty when the system does not say."""
+    """Name of the processor; empty if the system does not say."""
     try:
         text = (proc / "cpuinfo").read_text()
     except OSError:

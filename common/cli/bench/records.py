@@ -57,7 +57,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """True if it counts: a whole answer of the length asked for."""
+        """True if the answer is complete and has the requested length."""
         return self.status == OK
 
     @property

@@ -181,7 +181,7 @@ class RouterRun:
                 await self._wait(None if finished else self._load.next_time())
 
     async def _wait(self, until: float | None) -> None:
-        """Until a request ends, or that time has come."""
+        """Waits until a request ends, or until the given time."""
         delay = None if until is None else max(0.0, until - self._now())
         try:
             async with asyncio.timeout(delay):

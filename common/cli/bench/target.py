@@ -48,7 +48,7 @@ class BenchTarget(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends the load that runs, and each that comes, before its first request; for a signal handler."""
+        """Ends the running load, and each later one before its first request; for a signal handler."""
         ...
 
     def draft_counts(self) -> list[tuple[int, int]]:
@@ -56,7 +56,7 @@ class BenchTarget(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases all resources."""
         ...
 
 
@@ -124,7 +124,7 @@ class RouterTarget:
         return records
 
     def stop(self) -> None:
-        """Ends the load that runs, and each that comes; for a signal handler."""
+        """Ends the running load and each later one; for a signal handler."""
         self._stopped = True
         if self._current is not None:
             self._runner.get_loop().call_soon_threadsafe(self._current.stop)

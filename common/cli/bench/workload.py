@@ -1,4 +1,4 @@
-"""The requests of a benchmark: random token ids of drawn lengths, or the lines of a data set. Pure, standard library.
+"""Requests of a benchmark: random token ids of drawn lengths, or the lines of a data set. Pure, standard library.
 
 What request `index` asks for depends on the seed, the round and the index alone: not on how many requests there are, or
 on the order in which they are sent. So every engine that is measured with one seed gets the same work, whatever its
@@ -76,7 +76,7 @@ class RandomWorkload:
         return self.prefix_len + self.input_len.high + self.output_len.high
 
     def work(self, round_: int, index: int) -> Work:
-        """Request `index` of a round: its lengths are the same in every round, its ids are not."""
+        """Request `index` of a round. Its lengths are the same in every round; its token ids differ."""
         lengths = random.Random(f"lengths {self.seed} {index}")
         count, output_tokens = self.input_len.draw(lengths), self.output_len.draw(lengths)
         own = self._ids(f"ids {self.seed} {round_} {index}", count)
@@ -88,7 +88,7 @@ class RandomWorkload:
 
 @dataclass(frozen=True, slots=True)
 class GivenWorkload:
-    """The entries of a data set in turn, from the first one again when they are used up; every round is the same.
+    """Cycles through the entries of a data set; every round is the same.
 
     Raises:
         ValueError: there are none.

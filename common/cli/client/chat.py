@@ -56,7 +56,7 @@ PROMPT: Final = "> "
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and their cost. Pure.
+    """Messages of a conversation so far, and their token counts. Pure.
 
     Attributes:
         system: system message; "" for none.
@@ -76,11 +76,11 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Messages as a model gets them."""
+        """Messages in the form of a request."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def answered(self, said: Sequence[dict[str, Any]], answer: Answer, results: Sequence[dict[str, Any]] = ()) -> None:
-        """Keeps what was said, what has come of its answer, and the results of the tools that the answer calls.
+        """Adds a question, its answer, and the results of the tools that the answer calls.
 
         Calls without results are left out, and nothing is kept where nothing is left of the answer.
         """
@@ -103,7 +103,7 @@ class Conversation:
             setattr(self.usage, name, getattr(self.usage, name) + getattr(answer.finish.usage, name))
 
     def reset(self) -> None:
-        """Forgets what was said; the system message and what it has cost stay."""
+        """Removes all messages except the system message; keeps the token counts."""
         self.turns.clear()
         self.session_id = uuid.uuid4().hex
 
@@ -201,7 +201,7 @@ class Chat:
             said = self._answer(said)
 
     def _answer(self, said: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Shows the answer to the conversation and what is said now. Returns what is to be said then, if anything."""
+        """Streams the answer to a message. Returns the tool results to send next, if any."""
         messages, session_id = [*self._conversation.messages, *said], self._conversation.session_id
         stream = self._client.chat_stream(messages, session_id=session_id, **self._request)
         results: list[dict[str, Any]] = []
@@ -264,7 +264,7 @@ class Chat:
 
 
 def _note(text: str) -> None:
-    """Says what is not of the model, apart from what is."""
+    """Prints a note that is not part of an answer."""
     click.echo(text, err=True)
 
 
@@ -281,12 +281,12 @@ def by_terminal(*, keeps_history: bool) -> tuple[ReadLine, ReadLine, WordWrap]:
 
 
 def piped_line(_: str) -> str | None:
-    """The next line of a pipe, None at its end. Nobody reads a prompt."""
+    """Reads the next line of a pipe; None at its end. Prints no prompt, since nobody reads it."""
     return sys.stdin.readline() or None
 
 
 def chatting_model(client: Client, name: str, timeout_s: float, *, with_tools: bool) -> pb.Model:
-    """The model to talk to.
+    """Finds the model to talk to.
 
     Raises:
         CommandError: no router answers, there is no such model, or it has no chat template, or none that knows tools.

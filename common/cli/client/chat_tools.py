@@ -1,4 +1,4 @@
-"""Tools of `fissile chat`: their definitions in a file, their calls on the screen, and what they have given."""
+"""Tools of `fissile chat`: their definitions in a file, their calls on the screen, and their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUOTED: Final = 300
 
 
 def read_tools(path: Path) -> list[pb.Tool]:
-    """Definitions of tools in a file: JSON, a list of objects with `name`, `description`, `parameters` and `strict`.
+    """Reads tools from a JSON file: a list of objects with `name`, `description`, `parameters` and `strict`.
 
     Each may be the `function` of an object of `type` function, as other services have it.
 
@@ -79,7 +79,7 @@ def commands_of(given: Sequence[tuple[str, tuple[str, ...]]], tools: Sequence[pb
 
 @dataclass(slots=True)
 class CallLines:
-    """Calls on standard output, as they come: a line each, `name(arguments)`."""
+    """Prints calls as they arrive, a line each: `name(arguments)`."""
 
     shown: TextStream
     _is_open: bool = False
@@ -102,7 +102,7 @@ class CallLines:
 
 
 def can_be_answered(answer: Answer) -> bool:
-    """True if it calls tools, and no call is cut or has arguments that no router would take back."""
+    """True if an answer calls tools, and each call is complete with arguments that a router accepts."""
     is_whole = answer.finish.reason == pb.FINISH_REASON_TOOL_CALLS
     return is_whole and all(_is_object(call.arguments_json or "{}") for call in answer.tool_calls)
 
@@ -116,7 +116,7 @@ def _is_object(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolResults:
-    """Results of calls: typed, or what a command prints.
+    """Gets the results of calls from the user or from commands.
 
     Attributes:
         read: gives the lines that are typed.
@@ -133,7 +133,7 @@ class ToolResults:
     is_forgiving: bool = True
 
     def results(self, calls: Sequence[pb.ToolCall]) -> list[dict[str, Any]] | None:
-        """The messages that answer calls; None if the input ends before all results are there.
+        """Makes the messages with the results of calls; None if the input ends before the last result.
 
         Raises:
             CommandError: a command failed.
@@ -170,7 +170,7 @@ def _line(read: str | None) -> str | None:
 
 
 def _printed(command: Sequence[str], arguments: str) -> str:
-    """Standard output of a command that gets arguments on its standard input, without the line's end.
+    """Runs a command with arguments on standard input. Returns its output without the last line break.
 
     Raises:
         CommandError: it cannot be run, or ends with another exit code than 0.

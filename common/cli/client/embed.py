@@ -28,7 +28,7 @@ NPY: Final = "npy"
 def vectors_of(
     caller: TextCaller, texts: Sequence[str], fields: dict[str, Any], timeout_s: float
 ) -> Iterator[Embeddings]:
-    """Answers to as many calls as the texts take, in their order.
+    """Embeds texts in as many calls as they need; yields the answers in order.
 
     Args:
         caller: of the routers.
@@ -51,7 +51,7 @@ def vectors_of(
 
 
 class _VectorWriter:
-    """Writes vectors to standard output: each as a line at once, or all at the end.
+    """Writes vectors to standard output: a line for each at once, or all at the end.
 
     Attributes:
         count: vectors so far.
@@ -66,7 +66,7 @@ class _VectorWriter:
         self._kept: list[Embeddings] = []
 
     def take(self, answer: Embeddings) -> None:
-        """Takes the vectors of one call."""
+        """Writes or keeps the vectors of one call."""
         if self._form == LINES:
             for place, embedding in enumerate(answer.embeddings, self.count):
                 click.echo(json.dumps({"index": place, "embedding": _numbers(embedding)}))
@@ -77,7 +77,7 @@ class _VectorWriter:
         self.usage = added_usage(self.usage, answer.usage)
 
     def end(self) -> None:
-        """Writes what waits for the end."""
+        """Writes the vectors that were kept."""
         if self._form == NPY:
             rows = [embedding.values for answer in self._kept for embedding in answer.embeddings]
             np.save(sys.stdout.buffer, np.array(rows, np.float32))

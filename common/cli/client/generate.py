@@ -53,7 +53,7 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(form: str, given: Any) -> Any:
-    """A constraint's content; a schema or a grammar may be in a file."""
+    """Reads the content of a constraint; a schema or a grammar may be in a file."""
     if form not in (JSON_SCHEMA, GRAMMAR):
         return given
     # A text may be too long for the name of a file.
@@ -64,7 +64,7 @@ def _content(form: str, given: Any) -> Any:
 
 
 def read_prompt(argument: str | None) -> str:
-    """The prompt: the argument, or standard input when there is none or it is `-`.
+    """Reads the prompt: the argument, or standard input without one or for `-`.
 
     Raises:
         UsageError: standard input is a terminal, or the prompt is empty.

@@ -19,7 +19,7 @@ _FAILED: Final = 1
 
 
 async def serving_status(address: str, service: str, timeout_s: float, tls: ClientTls | None = None) -> str:
-    """Status that `grpc.health.v1` at `address` gives of a service: SERVING or NOT_SERVING.
+    """Asks `grpc.health.v1` at `address` for the status of a service: SERVING or NOT_SERVING.
 
     Raises:
         CommandError: nobody answers there, or the service is unknown there (exit code 1).

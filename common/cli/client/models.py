@@ -28,7 +28,7 @@ _SERVED = {
 
 
 async def list_models(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> Sequence[pb.Model]:
-    """The models that the router at `address` serves.
+    """Asks the router at `address` for its models.
 
     Raises:
         CommandError: the call failed.

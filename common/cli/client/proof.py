@@ -1,4 +1,4 @@
-"""Files of proofs: JSON of a ReplayRequest, which has receipt, request and token ids, or of a Receipt alone."""
+"""Files with proofs: JSON of a ReplayRequest (receipt, request and token ids), or of a Receipt alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_proof(path: Path, answer: Answer) -> None:
 
 
 def read_proof(path: Path, request: Path | None) -> pb.ReplayRequest:
-    """The proof in a file.
+    """Reads a proof from a file.
 
     Args:
         path: of a proof, or of a receipt alone.

@@ -23,7 +23,7 @@ _HEADINGS: Final = ("RELEVANCE", "INDEX", "DOCUMENT")
 def ranked(
     caller: TextCaller, query: str, documents: Sequence[str], fields: dict[str, Any], timeout_s: float
 ) -> tuple[list[pb.RankedDocument], pb.Usage]:
-    """All documents, the best one first, and token counts.
+    """Orders documents by relevance, the best first. Returns them with token counts.
 
     A document's relevance depends on itself and the query alone, so that those of several calls can be compared.
 

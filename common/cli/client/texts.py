@@ -1,4 +1,4 @@
-"""Texts of the commands that take many, from arguments or lines, and the calls that take some of them each."""
+"""Commands with many texts: reads the texts from arguments or lines, and splits them into calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_texts(command: _Command) -> _Command:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of a command's texts, and fields that all its requests have.
+    """Source of a command's texts, and fields of all its requests.
 
     Attributes:
         file: with a text in each line; `-` is standard input, None takes the arguments.
@@ -111,7 +111,7 @@ def _read(path: Path) -> bytes:
 
 
 def _checked(text: str, where: str) -> str:
-    """A text that can be sent.
+    """Returns a text after checking that it can be sent.
 
     Raises:
         CommandError: it is empty, or no Unicode.
@@ -128,7 +128,7 @@ def _checked(text: str, where: str) -> str:
 def parts_of(
     texts: Sequence[str], most: int, beside: int = 0, most_bytes: int = MAX_PROMPT_TEXT_BYTES
 ) -> Iterator[Sequence[str]]:
-    """Texts in their order, in as many parts as it takes.
+    """Splits texts, in order, into parts that fit in a call each.
 
     Args:
         texts: all of them.
@@ -148,7 +148,7 @@ def parts_of(
 
 
 class TextCaller:
-    """Calls routers for a command, and puts into words what fails. Used in a `with` block.
+    """Calls routers for a command and converts failures to error lines. Used in a `with` block.
 
     Args:
         addresses: of the routers.
@@ -160,7 +160,7 @@ class TextCaller:
         self.client = Client(**client_arguments(addresses, credentials))
 
     def __enter__(self) -> TextCaller:
-        """Connects when something is asked."""
+        """Returns the caller, which connects with its first call."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,7 +202,7 @@ def _call_of(call: Callable[[Client, Sequence[str]], T], part: Sequence[str], cl
 
 
 def added_usage(total: pb.Usage, usage: pb.Usage) -> pb.Usage:
-    """Token counts of both together."""
+    """Adds two token counts."""
     return pb.Usage(
         prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
         cached_tokens=total.cached_tokens + usage.cached_tokens,
@@ -210,11 +210,11 @@ def added_usage(total: pb.Usage, usage: pb.Usage) -> pb.Usage:
 
 
 def usage_line(count: str, usage: pb.Usage) -> str:
-    """Figures of a command, for standard error."""
+    """Formats the figures of a command for standard error."""
     return f"{count}, {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)"
 
 
 def shown(text: str) -> str:
-    """A text in one line of a table: cut where it is long, with no character that a terminal obeys."""
+    """Formats a text for one line of a table: shortened, without control characters."""
     line = json.dumps(text, ensure_ascii=False).translate(_ESCAPED)
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."

@@ -1,4 +1,4 @@
-"""`fissile verify`: has a finished request run again, and compares what comes of it with its receipt."""
+"""`fissile verify`: runs a finished request again and compares the answer with its receipt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUTCOMES: Final = {
 async def ask_replay(
     address: str, proof: pb.ReplayRequest, worker: str, timeout_s: float, credentials: Credentials
 ) -> Verification:
-    """Has the router at `address` replay a request, where its receipt does not contradict itself.
+    """Asks the router at `address` to replay a request, unless its receipt contradicts itself.
 
     Raises:
         CommandError: the call failed, or the receipt is whole and the token ids beside it are of another answer.
@@ -45,7 +45,7 @@ async def ask_replay(
 
 
 def as_dict(found: Verification) -> dict[str, Any]:
-    """An outcome for JSON."""
+    """Converts an outcome to JSON values."""
     return {
         "verdict": pb.ReplayVerdict.Name(found.verdict).removeprefix("REPLAY_VERDICT_").lower(),
         "position": found.position,

@@ -55,7 +55,7 @@ def call_failed(
     partial: bool = False,
     remedy: str = "`fissile serve` starts one",
 ) -> CommandError:
-    """Puts a failed call into words.
+    """Makes the error of a command from a failed call.
 
     Args:
         error: what the call raised.
@@ -112,7 +112,7 @@ NO_CREDENTIALS = Credentials()
 def open_channel(
     address: str, credentials: Credentials = NO_CREDENTIALS, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """A channel to a router. The longest request must fit; a proxy of the environment is never asked for a router.
+    """Opens a channel to a router. It accepts the longest request and ignores proxies of the environment.
 
     Raises:
         CommandError: a file of TLS cannot be used, or a key would go over a network in plain text.
@@ -131,7 +131,7 @@ def _dialer(address: str, credentials: Credentials) -> Dialer:
 
 
 def client_arguments(addresses: Sequence[str], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
-    """Arguments of a client of these routers, `fissile.client.Client` or `AsyncClient`.
+    """Makes the arguments of a `fissile.client.Client` or `AsyncClient` for these routers.
 
     One router is asked once, as a command that fails is to say so; of several, the others may go on.
 
@@ -181,7 +181,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """A stream put together."""
+    """Answer of a stream."""
 
     trace_id: str = ""
     request_id: str = ""
@@ -197,7 +197,7 @@ class Answer:
 
     @classmethod
     def of(cls, stream: Stream | AsyncStream) -> Answer:
-        """The answer of a stream, as far as it has come."""
+        """Makes the answer from a stream, complete or not."""
         progress = stream.progress
         came = progress.answers[0]
         return cls(
@@ -238,7 +238,7 @@ class Answer:
         return pb.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_").lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Times are in milliseconds."""
+        """Converts the answer to JSON values; times are in milliseconds."""
         finish = self.finish
         return {
             "request_id": self.request_id,
@@ -281,7 +281,7 @@ def milliseconds(duration: Duration) -> float:
 
 
 async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text: Callable[[str], None]) -> Answer:
-    """Asks a router and streams the answer; at another one where the stream breaks and the client knows several.
+    """Asks a router and streams the answer; a broken stream continues at another router, if there are several.
 
     Args:
         client: of the routers.
@@ -311,7 +311,7 @@ async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text
 
 
 def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, chat: bool) -> AsyncStream:
-    """The stream of a question: a conversation of one message, or two with a system message; or a plain prompt."""
+    """Opens the stream of a question: a chat of one message and perhaps a system message, or a plain prompt."""
     given: dict[str, Any] = {
         "timeout_s": timeout_s,
         "model": question.model,
@@ -326,7 +326,7 @@ def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, ch
 
 
 def _trace_id_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The trace that a router says it has made, 32 hex digits; empty when it records none."""
+    """Finds the id of the router's trace, 32 hex digits; empty if it records none."""
     said = next((str(value) for name, value in metadata or () if name == TRACERESPONSE), "")
     return said.split("-")[1] if said.count("-") >= 3 else ""
 
@@ -336,5 +336,5 @@ _SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 1
 
 
 def printable(text: str, *, terminal: bool) -> str:
-    """Text as it may be written to standard output."""
+    """Escapes control characters in text for a terminal."""
     return text.translate(_SHOWN_CONTROLS) if terminal else text

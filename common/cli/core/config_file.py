@@ -1,4 +1,4 @@
-"""Options from a YAML file, below the command line and the environment; click does the layering and knows each source.
+"""Options from a YAML file. The command line and the environment override it; click records the source of each value.
 
 The file has a section per command, and in it that command's options by their long names, without the dashes:
 
@@ -35,7 +35,7 @@ _ARGUMENTS = "fissile.config.arguments"
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the booleans of YAML 1.2 only: `off` and `no` are texts, which options have among their values."""
+    """YAML loader with the booleans of YAML 1.2 only, because `off` and `no` are values of options."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -48,7 +48,7 @@ _Loader.add_implicit_resolver(
 
 
 def config_option(section: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """`--config FILE` for a command whose options are in the file's `section`."""
+    """Makes `--config FILE` for a command whose options are in the file's `section`."""
 
     def read(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
         if value is not None:
@@ -70,7 +70,7 @@ class FilePlace:
     lines: Mapping[str, int]
 
     def of(self, name: str) -> str:
-        """Place of an option in the files, and its full name, for messages."""
+        """Formats the place of an option in the file and its full name, for messages."""
         line = f", line {self.lines[name]}" if name in self.lines else ""
         return f"--config {self.path}{line}: {self.section}.{name}"
 
@@ -86,7 +86,7 @@ class ConfigurableCommand(ModalCommand):
         return super().written(context, param)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
-        """As click's; a value of the file that is not allowed is refused with its place.
+        """Makes the context as click does; refuses an invalid value of the file with its place.
 
         Raises:
             CommandError: a value of the file is not allowed.
@@ -115,7 +115,7 @@ def file_of(context: click.Context) -> Path | None:
 
 
 def _placed(error: click.BadParameter) -> str | None:
-    """Problem and place of a value that comes from a file."""
+    """Describes a wrong value of a file with its place."""
     context, param = error.ctx, error.param
     if context is None or param is None or param.name is None or _PLACE not in context.meta:
         return None
@@ -126,7 +126,7 @@ def _placed(error: click.BadParameter) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """A configuration file.
+    """Reads a configuration file.
 
     Raises:
         CommandError: it cannot be read.
@@ -140,7 +140,7 @@ def read_text(path: Path) -> str:
 
 
 def option_lines(text: str, section: str) -> dict[str, int]:
-    """The line, from 1 on, of each option of a section; none for what is not YAML."""
+    """Finds the line, from 1, of each option of a section; none if the text is not YAML."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
@@ -152,7 +152,7 @@ def option_lines(text: str, section: str) -> dict[str, int]:
 
 
 def sections(text: str, path: Path) -> Mapping[str, Any]:
-    """The sections of a configuration file.
+    """Parses the sections of a configuration file.
 
     Raises:
         CommandError: it is not a mapping.
@@ -172,7 +172,7 @@ def sections(text: str, path: Path) -> Mapping[str, Any]:
 
 
 def _check_size(content: object, path: Path) -> None:
-    """Counts the values with aliases written out: with these a short file can have any number of values.
+    """Limits the number of values with aliases expanded, since a short file can expand to any number.
 
     Raises:
         CommandError: there are more than MAX_OPTIONS_VALUES.
@@ -219,7 +219,7 @@ def option_names(command: click.Command) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """As on the command line: what is no flag is text, so that every option reads it in one way."""
+    """Converts values other than flags to text, so that options read them as on the command line."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value if isinstance(value, bool) else str(value)

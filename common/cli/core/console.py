@@ -104,7 +104,7 @@ class Console:
         sys.stderr.flush()
 
     def spin(self, text: str) -> None:
-        """Shows that something goes on. Nothing when standard error is no terminal."""
+        """Shows a spinner if standard error is a terminal."""
         if not self.terminal or self._kept is not None:
             return
         self._frame += 1
@@ -113,13 +113,13 @@ class Console:
         self._spinning = True
 
     def clear(self) -> None:
-        """Takes the spinner away."""
+        """Removes the spinner."""
         if self._spinning:
             sys.stderr.write("\r\x1b[K")
             self._spinning = False
 
     def begin_answer(self) -> None:
-        """From here on lines are kept back."""
+        """Begins an answer; lines are kept until it ends."""
         self.clear()
         self._kept = []
 

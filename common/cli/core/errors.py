@@ -1,4 +1,4 @@
-"""The failure of a command in one line, with the exit code that a script acts on."""
+"""Failure of a command: one line, and the exit code for scripts."""
 
 from __future__ import annotations
 

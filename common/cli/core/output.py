@@ -1,4 +1,4 @@
-"""Lists as people and programs read them: aligned columns, or JSON."""
+"""Formats lists as aligned columns or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as columns, each as wide as its widest cell; a line a row."""
+    """Aligns rows of equal length in columns, each as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -19,10 +19,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(messages: Iterable[Message]) -> str:
-    """Messages as a JSON list on one line, with the proto's field names, fields at their defaults included."""
+    """Formats messages as a JSON list on one line, with the proto's field names and fields at their defaults."""
     return json.dumps([as_fields(message) for message in messages], ensure_ascii=False)
 
 
 def as_fields(message: Message) -> dict[str, Any]:
-    """A message for JSON, with the proto's field names, fields at their defaults included."""
+    """Converts a message to JSON values, with the proto's field names and fields at their defaults."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -67,7 +67,7 @@ _QUICK_RECONNECT = [
 
 
 class Service:
-    """A fleet that runs, from its start to its end."""
+    """Runs a fleet from its start to its end."""
 
     def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console, config: Path | None = None) -> None:
         self._fleet = fleet
@@ -117,7 +117,7 @@ class Service:
         await asyncio.Event().wait()
 
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
-        """Polls the router's health until it says SERVING; how long that takes is up to the model's size."""
+        """Polls the router's health until it says SERVING, which takes longer for larger models."""
         started = time.monotonic()
         health = health_pb2_grpc.HealthStub(channel)
         while not await _is_serving(health):
@@ -126,7 +126,7 @@ class Service:
         self._console.line(f"the router serves, after {time.monotonic() - started:.1f} s")
 
     async def _ask(self) -> Collection[int]:
-        """Asks the first question. Without `once` a failure is a line, and the service goes on.
+        """Asks the first question. Without `once` a failure is printed and the service continues.
 
         Returns:
             What the model can do.
@@ -287,7 +287,7 @@ _KEY_LINES_VARIABLE: Final = "FISSILE_API_KEY_LINES"
 
 
 def refuse_twice_said(fleet: Fleet, config: Path) -> None:
-    """Refuses options in the file's sections of children that are `serve`'s own to say.
+    """Refuses options in the sections of `router` and `worker` that `serve` sets itself.
 
     What it gives them itself would do nothing there; with TLS and keys that it does not know of it could not call the
     router.
@@ -312,7 +312,7 @@ def refuse_twice_said(fleet: Fleet, config: Path) -> None:
 
 
 def with_model_folder(fleet: Fleet) -> Fleet:
-    """`fleet` on a checkpoint folder: one download for all workers if its model is one of the Hub.
+    """Downloads a model of the Hub once for all workers. Returns the fleet with the checkpoint folder.
 
     Raises:
         CommandError: it cannot be had.
@@ -331,7 +331,7 @@ def default_kv_memory(workers: int, tp_size: int) -> str:
 
 
 def describe_kv_memory(fleet: Fleet) -> str:
-    """Size of the KV caches, in words."""
+    """Describes the size of the KV caches."""
     if fleet.kv_cache_memory:
         return f"{fleet.kv_cache_memory} per rank"
     if fleet.simulate:

@@ -14,7 +14,7 @@ _NUM_DRAFTS: Final = 3
 
 
 def demo_speculation(model: str | None, given: str | None) -> str:
-    """The text of an option with which the demo model's head drafts.
+    """Makes the value of --speculative-config that drafts with the demo model's head.
 
     Raises:
         CommandError: another model is served, or an option of its own is there (exit code 2).

@@ -1,4 +1,4 @@
-"""First question to a service, and commands that can call it afterwards: by what its model can do."""
+"""First question to a service, and commands to call it afterwards, by the model's capabilities."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FirstQuestion:
     async def answered(
         self, address: str, model: str, on_text: Callable[[str], None], drafting: Sequence[str] = ()
     ) -> tuple[str, Collection[int]]:
-        """Asks it: for an answer, or for a vector where the model generates nothing.
+        """Asks the question: for an answer, or for a vector if the model generates nothing.
 
         Args:
             address: of the router.
@@ -77,7 +77,7 @@ class FirstQuestion:
 
 
 def speculation_line(counts: Sequence[wpb.DraftCounts], answer: Answer, plain: Answer) -> str:
-    """Line that says what drafts have brought.
+    """Formats a line with the share of accepted drafts and the speedup.
 
     Args:
         counts: of the worker's drafts.

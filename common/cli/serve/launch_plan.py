@@ -82,11 +82,11 @@ class Fleet:
 
     @property
     def drafting_workers(self) -> list[str]:
-        """Addresses of the workers if they are told to speculate; else none."""
+        """Addresses of the workers if they speculate; else none."""
         return self.worker_addresses if self.worker_options.get("speculative_config") else []
 
     def children(self) -> list[Child]:
-        """The router first: it is the first to be ended, while its workers still finish what it has sent them."""
+        """Makes the children, the router first: it ends first, while its workers finish their requests."""
         limit = self.drain_timeout_s + DRAIN_MARGIN_S
         router = Child("router", "router", [*self._router_arguments()], limit)
         workers = [
@@ -122,7 +122,7 @@ class Fleet:
         yield from ("--drain-timeout", f"{self.drain_timeout_s:g}", "--log-level", self.log_level)
 
     def describe(self, version: str, kv_memory: str) -> str:
-        """The block that `serve` prints at start."""
+        """Formats the summary that `serve` prints at start."""
         workers = f"{len(self.worker_ports)}: {', '.join(self.worker_addresses)}"
         simulated = f" (simulated: {self.simulate}, no weights)" if self.simulate else ""
         rows = {
@@ -145,14 +145,14 @@ def _given(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def threads_per_worker(workers: int, cores: int | None = None) -> int | None:
-    """Threads of each of several workers, so that together they use the cores once; None leaves one worker all."""
+    """Divides the cores among several workers; None leaves all to a single worker."""
     if workers == 1:
         return None
     return max(1, (cores or len(os.sched_getaffinity(0))) // workers)
 
 
 def kv_memory_per_rank(workers: int, ranks: int, free_bytes: int) -> str:
-    """Share of each rank of several workers in a quarter of the free memory; empty leaves that to a single worker."""
+    """Divides a quarter of the free memory among the ranks of several workers; empty for a single worker."""
     if workers == 1:
         return ""
     return f"{free_bytes // KV_SHARE // (workers * ranks) // MIB}MiB"

@@ -1,4 +1,4 @@
-"""TCP ports on loopback for processes that must be told theirs before they listen.
+"""Free TCP ports on loopback for processes that get theirs before they listen.
 
 Between the choice of a port and the moment when the process listens, nobody holds the port itself. So each chosen port
 is one locked byte of a file in the temporary folder, for the life of the choosing process: no two processes of a user
@@ -27,7 +27,7 @@ _chosen: set[int] = set()
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback, all different, that nobody listens on now and no other process has chosen.
+    """Chooses different TCP ports on loopback that are unused and not chosen by another process.
 
     Raises:
         CommandError: there are not so many (exit code 1).
@@ -51,7 +51,7 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Locks the port's byte; True when that cannot be done at all, as before there were locks."""
+    """Locks the port's byte. True if it is ours, or if locks cannot be used."""
     if (file := _locks()) is not None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
@@ -65,7 +65,7 @@ def _claim(port: int) -> bool:
 
 @cache
 def _locks() -> int | None:
-    """The descriptor of the file of locks, open to the end of the process; None when there can be none."""
+    """Opens the file of locks until the end of the process; None if that fails."""
     path = Path(tempfile.gettempdir()) / f"fissile-ports-{os.getuid()}"
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

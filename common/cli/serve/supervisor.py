@@ -48,7 +48,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """True if its process is there now."""
+        """True if the process exists."""
         return self.process is not None and self.process.returncode is None
 
 
@@ -145,7 +145,7 @@ class Supervisor:
         self._console.line(f"{child.name:<{self._width}}{_SEPARATOR}{text}")
 
     def _delay_after(self, child: Child, code: int) -> float:
-        """Says what happened. Returns the seconds to wait before starting the child again."""
+        """Prints how the child ended. Returns the seconds to wait before starting it again."""
         if child.error_line:
             self._child_line(child, child.error_line)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
@@ -183,7 +183,7 @@ def prefix_width(children: Sequence[Child]) -> int:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """The next line; of a line that is too long the first part; empty at the end."""
+    """Reads the next line, or the first part of a long line; empty at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as end:
