@@ -1,1 +1,1 @@
-"""The RPCs of the router, and what each call is held to."""
+"""The RPCs of the router: how calls are admitted, built, answered and written."""

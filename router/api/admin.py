@@ -162,7 +162,7 @@ class AdminService(AdminServiceServicer):
         async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "deadline"}))
             wanted = wpb.DrainRequest(deadline_ms=round(1000 * checked_seconds("deadline", request.deadline)))
-            async with self._asked(self._find(request.worker_id)) as stub:
+            async with self._worker_stub(self._find(request.worker_id)) as stub:
                 answer = await stub.Drain(wanted, timeout=CONNECT_TIMEOUT_S)
             return apb.DrainWorkerResponse(sequences=answer.sequences)
 
@@ -249,7 +249,7 @@ class AdminService(AdminServiceServicer):
         return known[worker_id]
 
     @contextlib.asynccontextmanager
-    async def _asked(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
+    async def _worker_stub(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
         """A worker's service. Its errors become UNAVAILABLE, which is no failure of the router."""
         with self._calls.interruptible():
             async with self._pool.dialer.channel(worker.address) as channel:
@@ -261,13 +261,13 @@ class AdminService(AdminServiceServicer):
 
     async def _set_intake(self, worker_id: str, intake: wpb.Intake.ValueType) -> int:
         """Sets what work a worker takes. Returns the number of its sequences."""
-        async with self._asked(self._find(worker_id)) as stub:
+        async with self._worker_stub(self._find(worker_id)) as stub:
             answer = await stub.SetIntake(wpb.SetIntakeRequest(intake=intake), timeout=CONNECT_TIMEOUT_S)
         return answer.sequences
 
     async def _flush(self, worker: KnownWorker) -> apb.FlushedCache:
         try:
-            async with self._asked(worker) as stub:
+            async with self._worker_stub(worker) as stub:
                 # The worker flushes between two steps, and a step may take long.
                 answer = await stub.FlushCache(wpb.FlushCacheRequest(), timeout=FLUSH_TIMEOUT_S)
         except ApiError as error:

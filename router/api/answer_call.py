@@ -28,10 +28,10 @@ from router.workers.expected_workers import ExpectedWorkers
 
 
 class AnswerObserver(Protocol):
-    """Is shown requests of Generate and Chat whose answers were all sent."""
+    """Observer of Generate and Chat, such as an audit."""
 
     def answered(self, request: AnswerRequest, model: ServedModel, streams: Sequence[RequestStream]) -> None:
-        """Looks at a request, its model and the streams of its answers."""
+        """Is shown a request, its model and the streams of its answers, once all answers were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class AnswerCall(InFlightCall):
     backend: AnswerBackend
 
     async def answer(self, answers: Answers) -> None:
-        """Has the request of Generate or Chat answered, and writes the answers.
+        """Answers the request of Generate or Chat.
 
         Weights may be rolled away before the call has begun: then the request is built once more, for other weights.
 

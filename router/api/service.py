@@ -46,7 +46,7 @@ from router.validation import (
 # Requests of the RPCs that run requests on workers.
 _WorkRequest: TypeAlias = AnswerRequest | pb.ScoreRequest | pb.EmbedRequest | pb.RerankRequest
 _SALT_BYTES = 16
-# Behind a block that returns, where the type checker thinks that a context manager may swallow an error.
+# For the type checker, which thinks that the context manager of a call may swallow an error.
 _REFUSED = "a refused call ends in its scope"
 
 
@@ -234,7 +234,7 @@ class InferenceService(InferenceServiceServicer):
     async def _call(
         self, method: str, operation: str, request: _WorkRequest, context: Context, *, is_streamed: bool = True
     ) -> AsyncIterator[AnswerCall]:
-        """Admits a call, and gives it to the block.
+        """Admits a call, which the block runs.
 
         Args:
             method: name of the RPC.
@@ -252,11 +252,10 @@ class InferenceService(InferenceServiceServicer):
             check_request_id(request_id)
             _check(request, is_streamed=is_streamed)
             scope.record.tenant = tenant = self._admission.tenant(context)
-            one = (
-                request
-                if isinstance(request, AnswerRequest)
-                else pb.GenerateRequest(model=request.model, session_id=request.session_id)
-            )
+            if isinstance(request, AnswerRequest):
+                answer_request = request
+            else:
+                answer_request = pb.GenerateRequest(model=request.model, session_id=request.session_id)
             call = AnswerCall(
                 request_id=request_id,
                 tenant=tenant,
@@ -267,11 +266,11 @@ class InferenceService(InferenceServiceServicer):
                 arrived=arrival,
                 scope=scope,
                 open_calls=self._admission.open_calls,
-                request=one,
+                request=answer_request,
                 measure=measure,
                 backend=self._backend,
             )
-            with self._admission.held(call, takes_over=one.HasField("resume")):
+            with self._admission.held(call, takes_over=answer_request.HasField("resume")):
                 yield call
 
     async def _whole_prompt(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
