@@ -55,6 +55,7 @@ from router.memory import give_memory_back
 from router.model_registry import ModelRegistry
 from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader
 from router.prompts.prompts import PromptEncoder
+from router.prompts.text_queue import TextQueue
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.requests.running import RunningRequests
@@ -108,7 +109,7 @@ class Router:
         self._health: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
-        self._encoder = PromptEncoder()
+        self._encoder = PromptEncoder(TextQueue())
         self._calls = OpenCalls()
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance)

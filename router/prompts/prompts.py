@@ -119,12 +119,12 @@ class PromptEncoder:
         queue: queue of texts, which bounds them and chooses the next one.
     """
 
-    def __init__(self, queue: TextQueue | None = None) -> None:
+    def __init__(self, queue: TextQueue) -> None:
         self._threads = {
             TextPool.SHORT: ThreadPoolExecutor(TOKENIZE_THREADS, "text"),
             TextPool.LONG: ThreadPoolExecutor(TOKENIZE_THREADS, "long-text", initializer=yield_to_loop),
         }
-        self._queue = TextQueue() if queue is None else queue
+        self._queue = queue
         self._running = dict.fromkeys(TextPool, 0)
         self._closed = False
         # Checkers by tokenizer and end-of-sequence ids; the most recently used one is last.

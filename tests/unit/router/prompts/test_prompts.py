@@ -61,7 +61,7 @@ def held(event: threading.Event) -> Steps[None]:
 
 
 async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
-    encoder, end = PromptEncoder(), threading.Event()
+    encoder, end = PromptEncoder(TextQueue()), threading.Event()
     long = [asyncio.create_task(encoder._run(held(end), LONG_TEXT + 1)) for _ in range(2 * TOKENIZE_THREADS)]
     try:
         assert await asyncio.wait_for(encoder.for_generate(pb.GenerateRequest(text="hi"), model()), 60)
@@ -74,7 +74,7 @@ async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
 
 async def test_a_text_that_is_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """X3: one text of 7 MB cost 18 s and 1.5 GB before it was refused."""
-    encoder, served = PromptEncoder(), model()
+    encoder, served = PromptEncoder(TextQueue()), model()
     monkeypatch.setattr(Tokenizer, "encode_pieces", lambda *_, **__: pytest.fail("was tokenized"))
     for text in ("7" * 7_000_000, "word" * 1_500_000, " " * 7_000_000, "中" * 2_000_000):
         with pytest.raises(PromptTooLongError) as refused:
@@ -89,7 +89,7 @@ async def test_a_text_that_is_too_long_is_not_tokenized(monkeypatch: pytest.Monk
 
 async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """X3: a text that its bytes do not tell to be too long is tokenized no further than the model's length."""
-    encoder, served, seen = PromptEncoder(), model(20_000), list[int]()
+    encoder, served, seen = PromptEncoder(TextQueue()), model(20_000), list[int]()
     ids = Tokenizer._ids
 
     def counted(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -106,7 +106,7 @@ async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytes
 
 async def test_texts_go_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: cancelled texts stayed in the threads' queue; X3: and were tokenized to their end."""
-    encoder, served, steps = PromptEncoder(), model(1 << 30), list[str]()
+    encoder, served, steps = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
 
     def watched(self: Tokenizer, text: str, **options: Any) -> Iterator[list[int]]:
@@ -148,7 +148,7 @@ async def test_what_waits_is_bounded_by_its_bytes() -> None:
 
 async def test_a_tenant_waits_for_steps_of_others_and_not_for_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: ten Tokenize of 2 MB held up another tenant's prompt of 24 kB for 13.9 s."""
-    encoder, served, order = PromptEncoder(), model(1 << 30), list[str]()
+    encoder, served, order = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
 
     def watched(self: Tokenizer, text: str, **options: Any) -> Iterator[list[int]]:
@@ -178,7 +178,7 @@ async def test_a_tenant_waits_for_steps_of_others_and_not_for_their_texts(monkey
 
 async def test_answers_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: Tokenize of 8 MB computed for seconds, then failed with gRPC's own error."""
-    encoder, served = PromptEncoder(), model()
+    encoder, served = PromptEncoder(TextQueue()), model()
     worst = await encoder.tokenize("\0" * MAX_TOKENIZE_TEXT_BYTES, served)
     assert worst.ByteSize() < MAX_TEXT_ANSWER_BYTES
     monkeypatch.setattr("router.prompts.prompts.MAX_TEXT_ANSWER_BYTES", 50_000)
@@ -192,7 +192,7 @@ async def test_answers_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_a_token_that_only_the_tokenizer_has_is_the_texts_fault() -> None:
     """M1: INTERNAL, with the worker's words about token_ids."""
-    encoder, served = PromptEncoder(), replace(model(), vocab_size=259)
+    encoder, served = PromptEncoder(TextQueue()), replace(model(), vocab_size=259)
     with pytest.raises(InvalidFieldError, match="text has a part that the model's tokenizer makes token"):
         await encoder.for_generate(pb.GenerateRequest(text="say lo"), served)
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="lo")])
@@ -204,7 +204,7 @@ async def test_a_token_that_only_the_tokenizer_has_is_the_texts_fault() -> None:
 
 async def test_rendered_prompt_has_no_marks() -> None:
     """B15, F20: the text had U+FDD0 and U+FDD1 around a special token of the input."""
-    encoder, served = PromptEncoder(), model()
+    encoder, served = PromptEncoder(TextQueue()), model()
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a<|end|>b")])
     rendered = await encoder.render(chat, served)
     assert rendered.text == "<|start|>user\na<|end|>b<|end|><|start|>assistant\n"
@@ -215,7 +215,7 @@ async def test_rendered_prompt_has_no_marks() -> None:
 async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None:
     """B1: the prompt lacked the text, and the status was OK."""
     files = {**tokenizer_files(), "chat_template.jinja": b"{{ messages[-1].content }}"}
-    encoder, served = PromptEncoder(), replace(model(), text=TextAssets.from_files(files))
+    encoder, served = PromptEncoder(TextQueue()), replace(model(), text=TextAssets.from_files(files))
     messages = [pb.ChatMessage(role="system", content="be kind"), pb.ChatMessage(role="user", content="hi")]
     with pytest.raises(InvalidFieldError) as refused:
         await encoder.for_chat(pb.ChatRequest(messages=messages), served)
@@ -227,7 +227,7 @@ async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None
 @pytest.mark.parametrize("role", ["bogus", "asistant", "user<|end|>", "User", "x" * 4_000_000])
 async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> None:
     """C13: a typo silently gave a worse answer, and a role might look like a token."""
-    encoder = PromptEncoder()
+    encoder = PromptEncoder(TextQueue())
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user"), pb.ChatMessage(role=role, content="x")])
     with pytest.raises(InvalidFieldError) as refused:
         await encoder.for_chat(chat, model())
@@ -239,7 +239,7 @@ async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> N
 
 
 async def test_nothing_is_known_of_the_first_token_where_nothing_begins_a_sequence() -> None:
-    encoder, served = PromptEncoder(), model()
+    encoder, served = PromptEncoder(TextQueue()), model()
     assert served.text.tokenizer is not None
     assert served.text.tokenizer.bos_token_id is None
     ids = served.text.tokenizer.encode("hello, hello")
