@@ -69,7 +69,7 @@ class Signatures:
 
 
 @dataclass(frozen=True)
-class Call:
+class LibraryCall:
     """A call of one of AITER's functions in our source.
 
     Attributes:
@@ -93,7 +93,7 @@ class Call:
         return None
 
 
-def calls(source: str) -> list[Call]:
+def calls(source: str) -> list[LibraryCall]:
     """All calls of AITER's functions in a module of ours.
 
     Raises:
@@ -103,19 +103,19 @@ def calls(source: str) -> list[Call]:
     return [_call(node) for node in nodes if isinstance(node.func, ast.Attribute) and node.func.attr == CALL]
 
 
-def own_calls() -> list[Call]:
+def own_calls() -> list[LibraryCall]:
     """All calls of AITER's functions that we make; see `calls`."""
     return [call for path in CALLERS for call in calls(path.read_text("utf-8"))]
 
 
-def _call(node: ast.Call) -> Call:
+def _call(node: ast.Call) -> LibraryCall:
     name, *positional = node.args or [ast.Constant(None)]
     keywords = [keyword.arg for keyword in node.keywords]
     if not isinstance(name, ast.Constant) or not isinstance(name.value, str) or ":" not in name.value:
         raise ValueError(f"line {node.lineno}: the function's name is not a literal `module:function`")
     if None in keywords or any(isinstance(argument, ast.Starred) for argument in positional):
         raise ValueError(f"line {node.lineno}: arguments of {name.value} are spread with stars")
-    return Call(name.value, len(positional), tuple(str(keyword) for keyword in keywords), node.lineno)
+    return LibraryCall(name.value, len(positional), tuple(str(keyword) for keyword in keywords), node.lineno)
 
 
 def signature(parameters: str) -> inspect.Signature:

@@ -54,7 +54,7 @@ class _Head(ctypes.Structure):
         )
 
 
-class _Step(ctypes.Structure):
+class _DraftsStep(ctypes.Structure):
     _fields_ = (
         ("sequences", c_int64),
         ("begins", c_void_p),
@@ -114,7 +114,7 @@ class NativeDrafts:
         most = int(step.wanted.max(initial=0))
         ids = np.empty((len(step.asking), most), np.int64)
         last = torch.empty(len(step.asking), self._state_width, dtype=states.dtype)
-        native = _Step(
+        native = _DraftsStep(
             len(step.begins),
             *map(address, (step.begins, step.starts, step.counts, step.next_tokens, step.token_ids)),
             states.data_ptr() + (states.shape[1] - self._width) * states.itemsize,

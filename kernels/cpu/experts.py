@@ -15,7 +15,7 @@ from kernels.cpu.library import DTYPES, PACKED_DTYPES, check
 from kernels.cpu.routing import route
 from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
 from kernels.quantized_weight import as_floats
-from kernels.torch_backend.moe import PackedExperts
+from kernels.torch_backend.moe import TorchPackedExperts
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class CpuExpertOps(ExpertOps):
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
-    ) -> PanelExperts | PackedExperts:
+    ) -> PanelExperts | TorchPackedExperts:
         if dtype in DTYPES:
             return pack(self._library, weights, first, clamp, dtype, linear.packed_dtype(packed_format))
         self._fallback.used = True
-        packed: PackedExperts = self._torch.pack(weights, first, clamp, dtype, packed_format)
+        packed: TorchPackedExperts = self._torch.pack(weights, first, clamp, dtype, packed_format)
         return packed
 
     @override
@@ -77,7 +77,7 @@ class CpuExpertOps(ExpertOps):
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        packed: PanelExperts | PackedExperts,
+        packed: PanelExperts | TorchPackedExperts,
     ) -> torch.Tensor:
         if isinstance(packed, PanelExperts):
             return moe(self._library, x, topk_ids, topk_weights, packed)

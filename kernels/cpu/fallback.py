@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
-from kernels.torch_backend.moe import PackedExperts
+from kernels.torch_backend.moe import TorchPackedExperts
 
 
 class Fallback:
@@ -21,4 +21,4 @@ class Fallback:
 
     def adopt(self, packed: object) -> None:
         """Remembers whose kernels multiply by a packed object of another process."""
-        self.used |= isinstance(packed, PackedLinear | PackedHeads | PackedExperts)
+        self.used |= isinstance(packed, PackedLinear | PackedHeads | TorchPackedExperts)

@@ -114,7 +114,7 @@ class _Decoder(ctypes.Structure):
 _JOIN: Any = CFUNCTYPE(c_int, c_void_p)
 
 
-class _Step(ctypes.Structure):
+class _DecoderStep(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
         ("tokens", c_int64),
@@ -220,7 +220,7 @@ class NativeDecoder:
         embedded = None if embedded is None else embedded.contiguous()
         out = x.new_empty(x.shape[0], x.shape[1] * self._num_parts)
         step: StepArrays = metadata.plan.arrays
-        native = _Step(
+        native = _DecoderStep(
             x.shape[0],
             step.tokens,
             x.data_ptr(),
@@ -238,7 +238,7 @@ class NativeDecoder:
         self._run(native, x)
         return out
 
-    def _run(self, step: _Step, x: torch.Tensor) -> None:
+    def _run(self, step: _DecoderStep, x: torch.Tensor) -> None:
         if self._joiner is not None:
             self._joiner.like, self._joiner.error = x, None
         failed = self._library.fissile_decoder(self.address, ctypes.addressof(step))

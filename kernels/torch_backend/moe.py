@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class PackedExperts:
+class TorchPackedExperts:
     """This rank's experts, the first of which has the id `first`."""
 
     first: int
@@ -60,9 +60,9 @@ class TorchExpertOps(ExpertOps):
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
-    ) -> PackedExperts:
+    ) -> TorchPackedExperts:
         linear.require_float(packed_format)
-        packed = PackedExperts(first, [], [], clamp)
+        packed = TorchPackedExperts(first, [], [], clamp)
         # As they come, so that only one is held in two copies.
         for expert in weights:
             packed.gate_up.append(linear.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
@@ -71,7 +71,7 @@ class TorchExpertOps(ExpertOps):
 
     @override
     def apply(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: TorchPackedExperts
     ) -> torch.Tensor:
         rows, hidden = x.shape
         work = _tiled(topk_ids.numpy() - packed.first, len(packed.gate_up))

@@ -389,7 +389,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """Division of a step among programs.
 
     Attributes:
@@ -480,7 +480,7 @@ def attention(
     return attend(q, cache, layer, plan, scores, tiles_of(q, cache, plan.shape, scores.reach, settings))
 
 
-def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> Tiles:
+def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> AttentionTiles:
     """Tiles for a step whose rows see `reach` tokens.
 
     In batch-invariant settings only `dealt` depends on the step, and `block_m` too if tiles agree.
@@ -493,7 +493,9 @@ def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, se
     return replace(tiles, dealt=_dealt(tiles, q, cache.num_kv_heads, shape, reach))
 
 
-def shaped_tiles(rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVCache, settings: Settings) -> Tiles:
+def shaped_tiles(
+    rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVCache, settings: Settings
+) -> AttentionTiles:
     """Tiles for programs that have up to `rows` rows of a sequence; for any number of rows if that is None."""
     block_m, block_d, is_half = 64, _block_d(q.shape[2]), q.element_size() == 2
     if rows is not None:
@@ -503,7 +505,7 @@ def shaped_tiles(rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVC
     # Tiles of 128 keys need Hopper's shared memory, and for many rows eight warps.
     is_wide = rows is not None and settings.target.name == "sm_90" and is_half and block_d <= 128
     tile_bytes = (128 if is_wide else 64) * 256
-    return Tiles(
+    return AttentionTiles(
         block_m=block_m,
         heads=min(group, block_m),
         block_n=min(tile_bytes // 256, max(16, tile_bytes // tile_row_bytes)),
@@ -513,7 +515,7 @@ def shaped_tiles(rows: int | None, group: int, q: torch.Tensor, cache: DeviceKVC
     )
 
 
-def _dealt(tiles: Tiles, q: torch.Tensor, num_kv_heads: int, shape: Shape, reach: int) -> int:
+def _dealt(tiles: AttentionTiles, q: torch.Tensor, num_kv_heads: int, shape: Shape, reach: int) -> int:
     """Number of programs that share the key tiles of a query tile, so that all programs fill the GPU."""
     rows, num_heads, head_dim = q.shape
     slots = tiles.slots(shape, reach)
@@ -532,7 +534,7 @@ def attend(
     layer: int,
     plan: StepPlan,
     scores: Scores,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`attention` with given tiles; `out_dtype` float32 keeps digits that q's dtype rounds away."""
@@ -579,7 +581,7 @@ def attend(
     return out
 
 
-def _constants(q: torch.Tensor, scores: Scores, tiles: Tiles) -> dict[str, int | bool]:
+def _constants(q: torch.Tensor, scores: Scores, tiles: AttentionTiles) -> dict[str, int | bool]:
     """Constants of both kernels."""
     return {
         "NUM_HEADS": q.shape[1],

@@ -44,7 +44,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LatentTiles:
     """Tile of a program.
 
     Attributes:
@@ -386,7 +386,7 @@ def latent_attention(
     return out
 
 
-def _splits_pay(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, tiles: Tiles, splits: int) -> bool:
+def _splits_pay(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, tiles: LatentTiles, splits: int) -> bool:
     """True if a program takes one split: there are few rows, and room for what becomes of them."""
     working = max(triton.cdiv(shape.rows, tiles.tokens), shape.seqs) * triton.cdiv(q.shape[1], tiles.heads)
     part_bytes = 4 * q.shape[0] * q.shape[1] * cache.value_dim * splits
@@ -408,7 +408,7 @@ def _is_wide(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
     return cache_dtype.itemsize > 1 and cache_dtype != dtype
 
 
-def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settings) -> Tiles:
+def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settings) -> LatentTiles:
     """Tiles whose rows are tokens times heads.
 
     With an indexer, a program takes one token, which has keys of its own; also without a selection, so that a row that
@@ -421,4 +421,4 @@ def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settin
     keys = 16 if wide else 32
     heads = min(rows, _padded(q.shape[1]))
     alone = cache.index_spec is not None or (not settings.batch_invariant and shape.max_seqlen_q == 1)
-    return Tiles(1 if alone else rows // heads, heads, keys, _OPTIONS[settings.target.is_amd])
+    return LatentTiles(1 if alone else rows // heads, heads, keys, _OPTIONS[settings.target.is_amd])

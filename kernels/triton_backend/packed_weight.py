@@ -9,7 +9,7 @@ import torch
 from kernels import float8
 from kernels.interface import PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
-from kernels.triton_backend.target import Target
+from kernels.triton_backend.target import CompileTarget
 
 # Dtypes of the models that these kernels support.
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +97,7 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     return PackedWeight(_placed(weight, dtype, device), None, None, dtype, *weight.shape[1:])
 
 
-def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: Target) -> bool:
+def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: CompileTarget) -> bool:
     """True if a model in `dtype` can multiply a checkpoint's numbers without conversion loss.
 
     E4M3FNUZ has numbers that E4M3FN lacks (`other_fp8`).
@@ -110,7 +110,10 @@ def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: Target) -> bool:
 
 
 def kept(
-    weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: Target
+    weight: torch.Tensor | QuantizedWeight,
+    dtype: torch.dtype,
+    packed_format: PackedFormat | None,
+    target: CompileTarget,
 ) -> torch.Tensor | QuantizedWeight:
     """A weight packed for models in `dtype`: stored numbers only if they stay, floats otherwise."""
     if isinstance(weight, QuantizedWeight) and packed_format is None and keeps(weight.format, dtype, target):

@@ -17,7 +17,7 @@ _FIRST_FP8 = 89
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """An architecture, or the interpreter.
 
     Attributes:
@@ -38,10 +38,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("gfx942", True, 65_536, torch.float8_e4m3fnuz),
-        Target("gfx950", True, 163_840),
-        Target("sm_90", False, 232_448),
-        Target(INTERPRETER, False, 1 << 31),
+        CompileTarget("gfx942", True, 65_536, torch.float8_e4m3fnuz),
+        CompileTarget("gfx950", True, 163_840),
+        CompileTarget("sm_90", False, 232_448),
+        CompileTarget(INTERPRETER, False, 1 << 31),
     )
 }
 
@@ -69,7 +69,7 @@ class Settings:
         agreement: knows which tiles agree on this GPU; None if tiles of different shapes count as different.
     """
 
-    target: Target
+    target: CompileTarget
     batch_invariant: bool = True
     agreement: Agreement | None = field(default=None, compare=False)
 
@@ -88,7 +88,7 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def current() -> Target:
+def current() -> CompileTarget:
     """The target of this process; an architecture that we have no figures of is taken for the smallest of its maker.
 
     Raises:
@@ -99,12 +99,12 @@ def current() -> Target:
     return of(driver.active.get_current_target())
 
 
-def of(gpu: GPUTarget) -> Target:
+def of(gpu: GPUTarget) -> CompileTarget:
     """The target of Triton's name for a GPU, as in `current`; an unknown GPU gets the name of its own architecture."""
     if gpu.backend == "hip":
         name = str(gpu.arch)
         least = replace(TARGETS["gfx942"], name=name, has_fp8=False)
     else:
         name = f"sm_{gpu.arch}"
-        least = Target(name, False, 101_376, has_fp8=int(gpu.arch) >= _FIRST_FP8)
+        least = CompileTarget(name, False, 101_376, has_fp8=int(gpu.arch) >= _FIRST_FP8)
     return TARGETS.get(name, least)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.triton_backend.packed_weight import GROUP
-from kernels.triton_backend.target import INTERPRETER, Settings, Target
+from kernels.triton_backend.target import INTERPRETER, CompileTarget, Settings
 
 # What is multiplied: floats of 2 bytes; float32 in full precision; floats of 2 bytes by numbers that must become such
 # first; numbers of 8 bits on both sides.
@@ -195,7 +195,7 @@ def cut(
     return Cut(tiles, parts, length, parts > 1 and programs < processors)
 
 
-def table_for(target: Target, operands: Operands) -> Table:
+def table_for(target: CompileTarget, operands: Operands) -> Table:
     """Tiles of a target; an unknown architecture has the smallest of its maker."""
     return _TABLES.get(target.name, _AMD if target.is_amd else _NVIDIA_SMALL)[operands]
 
@@ -218,7 +218,7 @@ def _parts(programs: int, processors: int, inner: int, tile: int) -> int:
     return parts
 
 
-def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
+def compiler_options(tiles: Tiles, target: CompileTarget) -> dict[str, int]:
     """Compiler options beside a kernel's constants."""
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if target.is_amd:

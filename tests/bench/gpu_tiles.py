@@ -229,7 +229,7 @@ def _pytorch(x: torch.Tensor, weight: PackedWeight) -> Callable[[], object]:
     return lambda: x @ weight.numbers.t()
 
 
-def attention_candidates(rows_of_each: int, serving: attention.Tiles) -> list[attention.Tiles]:
+def attention_candidates(rows_of_each: int, serving: attention.AttentionTiles) -> list[attention.AttentionTiles]:
     """The tiles that serve first."""
     others = [
         replace(serving, block_m=block_m, block_n=block_n, num_warps=warps, stages=stages)
@@ -293,7 +293,7 @@ def _attention(
     layer: int,
     made: plan.StepPlan,
     scores: attention.Scores,
-    each: attention.Tiles,
+    each: attention.AttentionTiles,
 ) -> Callable[[], object]:
     return lambda: attention.attend(q, cache, layer, made, scores, each)
 

@@ -16,7 +16,7 @@ from common.errors import ApiError
 LONGEST_SLEEP_S: Final = 0.2
 
 
-class Part(Protocol):
+class AnswerPart(Protocol):
     """Addition of one step to an answer."""
 
     @property
@@ -123,7 +123,7 @@ class OfflineRun:
         request_id = f"{self._name}-{index}"
         self._live[request_id] = work, record
 
-        def on_part(part: Part) -> None:
+        def on_part(part: AnswerPart) -> None:
             if part.output_tokens:
                 record.arrivals.append(self._now())
                 record.output_tokens += len(part.output_tokens)

@@ -21,7 +21,7 @@ MOST_IDLE: Final = 512
 
 
 @dataclass(slots=True)
-class _Known:
+class _TokenCounts:
     """A sequence's list of tokens, how much of its output is counted, the counts, and its three penalties."""
 
     tokens: list[int]
@@ -30,13 +30,13 @@ class _Known:
     factors: tuple[float, float, float]
 
     @classmethod
-    def of(cls, history: TokenHistory) -> _Known:
+    def of(cls, history: TokenHistory) -> _TokenCounts:
         """Counts all tokens of a history at once."""
         params = history.params
         factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         return cls(history.tokens, history.num_output, SeenIds(history.prompt_ids, history.output_ids), factors)
 
-    def behind(self, drafts: tuple[int, ...]) -> _Known:
+    def behind(self, drafts: tuple[int, ...]) -> _TokenCounts:
         """A copy that also counts `drafts`, which may be wrong."""
         seen = self.seen.copy()
         for token in drafts:
@@ -48,7 +48,7 @@ class SeenTokens:
     """The ids that penalized sequences have seen, kept from step to step: each token is counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _TokenCounts] = {}
 
     def penalties(self, histories: Mapping[int, TokenHistory], late: torch.Tensor | None = None) -> Penalties | None:
         """The penalties of these rows; None if there are none.
@@ -65,13 +65,13 @@ class SeenTokens:
         rows = np.array(list(histories), np.int64)
         return Penalties(rows, [known.seen for known in found], factors[:, 0], factors[:, 1], factors[:, 2], late)
 
-    def _counted(self, history: TokenHistory) -> _Known:
+    def _counted(self, history: TokenHistory) -> _TokenCounts:
         if history.drafts:
             return self._counted(replace(history, drafts=())).behind(history.drafts)
         known = self._known.get(history.seq_id)
         # Another list of tokens; or a step that had counted a token was interrupted.
         if known is None or known.tokens is not history.tokens or known.count > history.num_output:
-            known = self._known[history.seq_id] = _Known.of(history)
+            known = self._known[history.seq_id] = _TokenCounts.of(history)
             return known
         new = history.output_from(known.count)
         for token in new:

@@ -18,7 +18,7 @@ from worker.model.layers.build import Build
 from worker.model.models.eagle3 import Eagle3Head
 from worker.model.sharding import Shard
 from worker.weights.checkpoint import Progress, Shape, Weights, load_weights, weight_files, weights_digest
-from worker.weights.weights_cache import Keeper, Key, Making, WeightsCache, sources_digest
+from worker.weights.weights_cache import Keeper, Key, WeightsCache, WeightsWriter, sources_digest
 
 Made = TypeVar("Made")
 
@@ -114,7 +114,7 @@ class ModelLoader:
             return self._build(make, tensors, kept, progress)
 
         if not self._config.weights_cache or self._kernels.device.type != "cpu":
-            return build(Making())
+            return build(WeightsWriter())
         return WeightsCache(Path(self._config.weights_cache)).load(self._key(), build, progress, self._kernels.adopt)
 
     def _build(self, make: Callable[[Build], Made], tensors: Tensors, kept: Keeper, progress: Progress) -> Made:

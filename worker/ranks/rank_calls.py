@@ -17,7 +17,7 @@ from worker.ranks.rank_peers import RankLostError
 
 
 @dataclass(slots=True)
-class Call:
+class RankCall:
     """A call in flight. `began` is when it became the oldest one."""
 
     serial: int
@@ -37,7 +37,7 @@ class RankCalls:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._calls: deque[Call] = deque()
+        self._calls: deque[RankCall] = deque()
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
@@ -46,7 +46,7 @@ class RankCalls:
         """The error that has ended all calls."""
         return self._error
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: RankCall) -> None:
         """A call is about to be sent.
 
         Raises:
@@ -77,7 +77,7 @@ class RankCalls:
                 self._calls[0].began = self._clock()
         call.future.set_result(call.answers)
 
-    def oldest(self) -> Call | None:
+    def oldest(self) -> RankCall | None:
         """The call that all ranks are in, or have not come to."""
         with self._lock:
             return self._calls[0] if self._calls else None

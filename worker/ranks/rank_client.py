@@ -36,7 +36,7 @@ from worker.engine.executor import TimedOutput
 from worker.progress import Progress
 from worker.ranks.batch_delta import BatchEncoder
 from worker.ranks.frames import FrameError, encode, receive
-from worker.ranks.rank_calls import Call, RankCalls
+from worker.ranks.rank_calls import RankCall, RankCalls
 from worker.ranks.rank_peers import Peer, RankLostError, accept_remote, ended_soon, spawn_local
 from worker.ranks.topology import Topology
 
@@ -206,7 +206,7 @@ class RankGroup:
         """Sends one call. Arguments that are one object for several ranks are encoded once."""
         with self._sending:
             self._serial += 1
-            call = Call(self._serial, name, wanted)
+            call = RankCall(self._serial, name, wanted)
             each = {id(given): given for given in arguments.values()}
             frames = {key: encode((call.serial, name, *given)) for key, given in each.items()}
             self._calls.begin(call)

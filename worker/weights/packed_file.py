@@ -44,7 +44,7 @@ class UnkeptObjectError(Exception):
     """A packed object holds what no file can keep."""
 
 
-class Flattened:
+class FlatTensors:
     """Packed objects as JSON and tensors.
 
     Attributes:
@@ -128,7 +128,7 @@ def write(file: BinaryIO, key: str, objects: Mapping[str, Any], progress: Callab
         UnkeptObjectError: an object cannot be kept.
         OSError: it cannot be written.
     """
-    flattened = Flattened()
+    flattened = FlatTensors()
     header = flattened.header(key, objects)
     begin = _begin(len(header))
     pieces = _Pieces(file, lambda place: progress(max(0, place - begin), flattened.size))

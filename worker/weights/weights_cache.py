@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 _UNUSABLE: Final = (AttributeError, DamagedFileError, ImportError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-class _Locked(Enum):
+class _LockState(Enum):
     """Outcome of taking a lock."""
 
     HELD = "held"
@@ -120,7 +120,7 @@ class Keeper(Protocol):
         ...
 
 
-class Making:
+class WeightsWriter:
     """Keeper that makes everything, and remembers it.
 
     Attributes:
@@ -142,7 +142,7 @@ class Making:
         return made
 
 
-class Mapped:
+class WeightsMap:
     """Keeper that takes everything from a mapped file.
 
     Args:
@@ -200,7 +200,7 @@ class WeightsCache:
         with self._packing(key):
             file = self._open(key)
             if file is None:
-                making = Making()
+                making = WeightsWriter()
                 model = build(making)
                 file = self._write(key, making.objects, progress)
                 if file is None:
@@ -208,10 +208,10 @@ class WeightsCache:
                 # The memory of what was made is given back before the same is mapped.
                 del making, model
         try:
-            return build(Mapped(file, self.path(key), adopt))
+            return build(WeightsMap(file, self.path(key), adopt))
         except _UNUSABLE as error:
             log.warning("packed weights are not used; remove the file", path=str(self.path(key)), reason=_reason(error))
-        return build(Making())
+        return build(WeightsWriter())
 
     def path(self, key: Key) -> Path:
         """Path of the entry."""
@@ -297,7 +297,7 @@ class WeightsCache:
 
     def _wait_for(self, stream: BinaryIO) -> None:
         deadline, said = time.monotonic() + self._wait_s, False
-        while _lock(stream, fcntl.LOCK_EX) is _Locked.BUSY and time.monotonic() < deadline:
+        while _lock(stream, fcntl.LOCK_EX) is _LockState.BUSY and time.monotonic() < deadline:
             if not said:
                 log.info("waiting for another process that packs these weights", folder=str(self._folder))
                 said = True
@@ -336,14 +336,14 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def _lock(stream: BinaryIO, kind: int) -> _Locked:
+def _lock(stream: BinaryIO, kind: int) -> _LockState:
     """Takes a lock that goes with the file's end: LOCK_SH needs a file open for reading, LOCK_EX for writing (NFS)."""
     try:
         fcntl.flock(stream.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
         busy = error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-        return _Locked.BUSY if busy else _Locked.UNKNOWN
-    return _Locked.HELD
+        return _LockState.BUSY if busy else _LockState.UNKNOWN
+    return _LockState.HELD
 
 
 def _opened_in_use(path: Path) -> BinaryIO | None:
@@ -356,7 +356,7 @@ def _opened_in_use(path: Path) -> BinaryIO | None:
     while True:
         stream = path.open("rb")
         # Between the two it may have been removed, or another may have come in its place.
-        if _lock(stream, fcntl.LOCK_SH) is not _Locked.BUSY and _is_at(path, stream):
+        if _lock(stream, fcntl.LOCK_SH) is not _LockState.BUSY and _is_at(path, stream):
             return stream
         stream.close()
         if time.monotonic() > deadline:
@@ -376,7 +376,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
         # Only this user can write to the file, whatever the umask.
         stream = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb")
         # Before it is locked, another may take it for one that was left.
-        if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
+        if _lock(stream, fcntl.LOCK_EX) is not _LockState.BUSY and _is_at(part, stream):
             return part, stream
         stream.close()
         part.unlink(missing_ok=True)
@@ -387,7 +387,7 @@ def _remove_unused(path: Path) -> bool:
     """Removes a file if it is certain that no process has it locked; True if it did."""
     try:
         with path.open("r+b") as stream:
-            unused = _lock(stream, fcntl.LOCK_EX) is _Locked.HELD and _is_at(path, stream)
+            unused = _lock(stream, fcntl.LOCK_EX) is _LockState.HELD and _is_at(path, stream)
             if unused:
                 path.unlink()
     except OSError:

@@ -15,7 +15,7 @@ import pytest
 
 from kernels.aiter import signatures
 from kernels.aiter.dispatch import OPERATIONS, SINCE
-from kernels.aiter.signatures import CALLERS, Call, Signatures, calls, own_calls, release
+from kernels.aiter.signatures import CALLERS, LibraryCall, Signatures, calls, own_calls, release
 from tests.kernels.aiter.fake_aiter import lay
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,7 +23,7 @@ SIGNATURES = Signatures.load()
 SUPPORTED = ("0.1.13", "0.1.16", "0.1.18", "0.1.20.post1")
 
 
-def problems(made: list[Call], tag: str) -> list[str]:
+def problems(made: list[LibraryCall], tag: str) -> list[str]:
     """What is wrong with calls under one version."""
     found = []
     for call in made:

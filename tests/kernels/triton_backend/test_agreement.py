@@ -134,7 +134,7 @@ def test_few_columns_have_narrow_tiles() -> None:
 def test_rows_of_attention_are_those_that_were_compared() -> None:
     cache = DeviceKVCache.allocate(KVSpec(8, 128), 1, 1, 16, BF16, torch.device("meta"))
 
-    def tiles(rows: int, seqs: int, settings: Settings) -> attention.Tiles:
+    def tiles(rows: int, seqs: int, settings: Settings) -> attention.AttentionTiles:
         q = torch.empty(rows, 32, 128, dtype=BF16, device="meta")
         return tiles_of(q, cache, Shape(rows, seqs, 64, rows // seqs, 1024), WHOLE, settings)
 

@@ -18,8 +18,8 @@ from kernels.triton_backend.attention import (
     PARTIAL_BYTES,
     PROGRAMS,
     WHOLE,
+    AttentionTiles,
     Scores,
-    Tiles,
     attend,
     attention,
     tiles_of,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.each_value
 
 CPU = torch.device("cpu")
 # Small enough for short sequences to have many tiles.
-SMALL = Tiles(block_m=16, heads=2, block_n=16, dealt=1, num_warps=4, mfma=None)
+SMALL = AttentionTiles(block_m=16, heads=2, block_n=16, dealt=1, num_warps=4, mfma=None)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
@@ -272,7 +272,7 @@ def test_tuned_tiles_follow_the_step() -> None:
     cache = DeviceKVCache(torch.empty(1, 2, 1, 16, 8, 128, dtype=BF16, device="meta"), 128)
     tuned = Settings(TARGETS["sm_90"], batch_invariant=False)
 
-    def tiles(rows: int, seqs: int, longest: int) -> Tiles:
+    def tiles(rows: int, seqs: int, longest: int) -> AttentionTiles:
         q = torch.empty(rows, 32, 128, dtype=BF16, device="meta")
         return tiles_of(q, cache, Shape(rows, seqs, longest, rows // seqs, longest), WHOLE, tuned)
 

@@ -10,7 +10,7 @@ from kernels.interface import KernelBackend, PackedFormat
 from worker.config.model_config import ModelConfig
 from worker.model.sharding import Shard
 from worker.weights.checkpoint import Weights
-from worker.weights.weights_cache import Keeper, Making
+from worker.weights.weights_cache import Keeper, WeightsWriter
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Build:
     shard: Shard = field(default_factory=Shard)
     kv_dtype: torch.dtype | None = None
     packed_format: PackedFormat | None = None
-    kept: Keeper = field(default_factory=Making)
+    kept: Keeper = field(default_factory=WeightsWriter)
     aux_layers: tuple[int, ...] = ()
     drafts: bool = False
 

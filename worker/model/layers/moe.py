@@ -93,7 +93,7 @@ class ExpertShare:
         return range(self.experts.start, self.experts.stop)
 
 
-class Router:
+class ExpertRouter:
     """Chooses each row's experts, in float32.
 
     Args:
@@ -140,7 +140,7 @@ class MoE:
         build: Build,
         name: str,
         config: MoEConfig,
-        router: Router,
+        router: ExpertRouter,
         experts: Iterable[ExpertWeights],
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
@@ -246,6 +246,6 @@ def grouped_moe_shapes(config: ModelConfig) -> dict[str, Shape]:
 def grouped_moe(build: Build, prefix: str, shared: Callable[[torch.Tensor], torch.Tensor] | None) -> MoE:
     """A grouped mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
     config = grouped_moe_config(build.config)
-    router = Router(build, f"{prefix}.gate", config.routing, correction=True)
+    router = ExpertRouter(build, f"{prefix}.gate", config.routing, correction=True)
     name = f"{prefix}.experts"
     return MoE(build, name, config, router, ExpertNames().take(build, name, config), shared)

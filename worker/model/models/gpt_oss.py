@@ -12,7 +12,7 @@ from kernels.quantized_weight import selected_rows
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build, taken
 from worker.model.layers.linear import WHOLE
-from worker.model.layers.moe import ExpertShare, MoE, MoEConfig, Router
+from worker.model.layers.moe import ExpertRouter, ExpertShare, MoE, MoEConfig
 from worker.model.layers.product import stay_quantized
 from worker.model.models.llama import LlamaAttention, LlamaForCausalLM, refuse_partial_rotary
 from worker.model.sharding import times
@@ -57,7 +57,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A mixture of experts."""
         config = self.moe_config(build.config)
-        router = Router(build, f"{prefix}.router", config.routing, bias=True)
+        router = ExpertRouter(build, f"{prefix}.router", config.routing, bias=True)
         return MoE(build, f"{prefix}.experts", config, router, _experts(build, f"{prefix}.experts", config))
 
     @classmethod

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig
 from worker.model.layers.build import Build
-from worker.model.layers.moe import ExpertNames, MoE, MoEConfig, Router
+from worker.model.layers.moe import ExpertNames, ExpertRouter, MoE, MoEConfig
 from worker.model.models.llama import LlamaForCausalLM, refuse_partial_rotary
 from worker.weights.checkpoint import Shape
 
@@ -40,7 +40,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         """A mixture of experts."""
         prefix = prefix.removesuffix("mlp") + "block_sparse_moe"
         config = self.moe_config(build.config)
-        router = Router(build, f"{prefix}.gate", config.routing)
+        router = ExpertRouter(build, f"{prefix}.gate", config.routing)
         return MoE(build, f"{prefix}.experts", config, router, _EXPERTS.take(build, f"{prefix}.experts", config))
 
     @classmethod

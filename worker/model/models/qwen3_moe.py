@@ -10,7 +10,7 @@ from typing_extensions import override
 from kernels.interface import Routing
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
-from worker.model.layers.moe import ExpertNames, MoE, MoEConfig, Router
+from worker.model.layers.moe import ExpertNames, ExpertRouter, MoE, MoEConfig
 from worker.model.models.llama import LlamaMLP, dense_shapes, refuse_partial_rotary
 from worker.model.models.qwen3 import Qwen3ForCausalLM
 from worker.weights.checkpoint import Shape
@@ -48,7 +48,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         if not self.sparse(build.config, layer):
             return LlamaMLP(build, prefix, build.config.intermediate_size)
         config = self.moe_config(build.config)
-        router = Router(build, f"{prefix}.gate", config.routing)
+        router = ExpertRouter(build, f"{prefix}.gate", config.routing)
         return MoE(build, f"{prefix}.experts", config, router, ExpertNames().take(build, f"{prefix}.experts", config))
 
     @classmethod

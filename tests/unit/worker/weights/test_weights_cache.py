@@ -23,7 +23,7 @@ from common.params.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.linear import PackedHeads, PackedLinear
-from kernels.torch_backend.moe import PackedExperts
+from kernels.torch_backend.moe import TorchPackedExperts
 from tests.checkpoints import make_checkpoint
 from tests.native import backend_or_skip
 from worker.cli.worker import worker as worker_command
@@ -39,7 +39,7 @@ from worker.weights import checkpoint as loader
 from worker.weights import packed_file, weights_cache
 from worker.weights.checkpoint import DIGEST_SAMPLES, weight_files, weights_digest
 from worker.weights.packed_file import DamagedFileError, PackedFile, UnkeptObjectError, write
-from worker.weights.weights_cache import Key, Making, WeightsCache
+from worker.weights.weights_cache import Key, WeightsCache, WeightsWriter
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -115,7 +115,7 @@ def test_a_back_end_adopts_packed_objects_not_tuples_of_them(
     assert {type(each) for each in adopted if not isinstance(each, torch.Tensor)} == {
         PackedLinear,
         PackedHeads,
-        PackedExperts,
+        TorchPackedExperts,
     }
 
 
@@ -561,7 +561,7 @@ def test_a_file_names_no_other_code(tmp_path: Path) -> None:
 
 
 def test_a_name_is_kept_once() -> None:
-    making = Making()
+    making = WeightsWriter()
     making.keep("x", int)
     with pytest.raises(ValueError, match="x is kept twice"):
         making.keep("x", int)
