@@ -243,8 +243,8 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
             "lost",
             ResponseParser,
             "_text",
-            "[Part(channel, _plain(out))]",
-            '[] if "<" in out else [Part(channel, _plain(out))]',
+            "[ChannelPart(channel, _plain(out))]",
+            '[] if "<" in out else [ChannelPart(channel, _plain(out))]',
         ),
         (
             partial(test_response.test_of_a_broken_answer_nothing_is_lost, FAMILIES[0]),
