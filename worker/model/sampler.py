@@ -36,7 +36,7 @@ from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 from worker.model.pooling import Pooled, begin_pooling
 from worker.model.sampled_rows import SampledRows
 from worker.model.speculation.draft_proposer import LaunchedDrafts
-from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDecodeMetadata, Verified
+from worker.model.speculation.rejection_sampler import RejectionSampler, SpecDecodeMetadata, VerifiedDrafts
 
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by row.
@@ -136,7 +136,7 @@ class SampledTokens:
         return RejectionSampler().accepted(metadata, fetched[:count], np.array(fetched[count:], np.int64))
 
     @cached_property
-    def _verified(self) -> Verified:
+    def _verified(self) -> VerifiedDrafts:
         rows = to_device(self._rows.draft_rows, self.ids.device)
         return RejectionSampler().verify(self._rows.metadata, self.ids, self._token_ids.index_select(0, rows))
 

@@ -1,8 +1,8 @@
-"""Finished answers in which prompt lookup looks too: those to prompts that begin alike. Pure.
+"""Finished answers for prompt lookup, by the first tokens of their prompts. Pure.
 
 Invariants:
-- an answer is found by sequences of its own cache salt and adapter alone, whose prompts have the same first tokens;
-- what is kept is bounded; of the beginnings the one goes first that was used least recently.
+- only sequences with the same cache salt, adapter and first prompt tokens find an answer;
+- the number of tokens is bounded: the least recently used beginning of prompts is dropped first.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy.typing as npt
 from worker.engine.sequence import Sequence
 
 Tokens = npt.NDArray[np.int32]
-# First tokens of prompts that begin alike; of a shorter one all.
+# First tokens of a prompt that must be equal; all tokens of a shorter prompt.
 PREFIX_TOKENS: Final = 16
-# Tokens of answers to such prompts, the newest: a search of more takes longer than it may.
+# Newest tokens kept for one beginning: a search of 16,384 tokens takes 9 us.
 MOST_OF_PREFIX: Final = 1 << 14
-# Stands behind each answer. No token is equal to it.
+# Follows each answer; equal to no token.
 END: Final = -1
 _NOTHING: Final = np.empty(0, np.int32)
 _Key: TypeAlias = tuple[bytes, int | None, tuple[int, ...]]
 
 
 class FinishedAnswers:
-    """Answers by what their prompts begin with.
+    """Finished answers by the beginning of their prompts.
 
     Args:
-        most: tokens that are kept in all, 4 bytes each.
-        context: last tokens of the prompt that are kept with an answer.
+        most: most tokens in all, 4 bytes each.
+        context: last tokens of the prompt kept with its answer.
 
     Attributes:
-        num_tokens: that are kept.
+        num_tokens: number of kept tokens.
     """
 
     def __init__(self, most: int, context: int) -> None:
@@ -44,7 +44,7 @@ class FinishedAnswers:
         self.num_tokens = 0
 
     def add(self, seq: Sequence) -> None:
-        """Takes the answer of a sequence that has ended; of one that is embedded there is none."""
+        """Adds an ended sequence's answer; nothing for a pooled sequence, which has none."""
         if seq.pooling is not None:
             return
         begin = max(0, seq.num_prompt_tokens - self._context)
@@ -52,7 +52,7 @@ class FinishedAnswers:
         key = _key(seq)
         kept = self._kept.pop(key, _NOTHING)
         self.num_tokens -= len(kept)
-        # The same once more brings nothing.
+        # A second copy of an answer would find nothing new.
         if answer.tobytes() not in kept.tobytes():
             kept = np.concatenate((kept, answer))[-min(MOST_OF_PREFIX, self._most) :]
         self._kept[key] = kept
@@ -61,7 +61,7 @@ class FinishedAnswers:
             self.num_tokens -= len(self._kept.popitem(last=False)[1])
 
     def beside(self, seq: Sequence) -> Tokens:
-        """Answers to prompts that begin as that of a sequence does, int32 [L], the newest last, END behind each."""
+        """Answers to prompts with the same beginning as the sequence's: int32 [L], newest last, END after each."""
         key = _key(seq)
         if (kept := self._kept.get(key)) is None:
             return _NOTHING

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the newest tokens of a sequence when they came before in it. Pure.
+"""Prompt lookup: proposes what followed the newest tokens at their previous occurrence in the sequence. Pure.
 
-Of the suffixes of `longest` down to `shortest` tokens the longest one that came before counts, and of its places the
-latest; so a proposal is a function of the tokens. What stands there up to the end is repeated where it is too short.
-Finished answers are looked through likewise: they count where a longer suffix came before in them.
+The longest suffix of `shortest` to `longest` tokens that occurred before counts, at its latest place. So a proposal is
+a function of the tokens. If too few tokens follow that place, they are repeated. Finished answers are searched in the
+same way and used if a longer suffix occurs in them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy.typing as npt
 from worker.engine.sequence import Sequence
 from worker.engine.speculation.finished_answers import END, FinishedAnswers, Tokens
 
-# Most tokens of live sequences kept as arrays, 6 bytes each: making an array of a long list takes longer than a search.
-# Each entry also refers to its sequence's own list, so an ended sequence must be forgotten.
+# Most tokens of live sequences kept as arrays, 6 bytes each: converting a long list takes longer than searching it.
+# An entry keeps its sequence's list alive, so `forget` must drop ended sequences.
 MOST_KEPT: Final = 1 << 22
 _SMALLEST: Final = 256
-# Places that are looked at one by one, from the latest on; more are looked at together.
+# Places compared one by one, latest first; further ones are compared together, with numpy.
 _FEW_PLACES: Final = 32
-# Of the token before, in marks: odd, so that no two of these give the same by themselves.
+# Factor of the previous token in a mark: odd, so that different tokens give different products modulo 2^16.
 _FACTOR: Final = 40503
 
 
-class _Tokens:
-    """A sequence's list of tokens as arrays that grow with it.
+class _TokenArrays:
+    """A sequence's tokens as arrays that grow with it.
 
-    A place has a mark of 16 bits, of its token and the one before: a search reads a long sequence from memory, and
-    marks are half as much as tokens.
+    Each place has a mark of 16 bits made from its token and the one before. A search of a long sequence is bound by
+    memory, and marks are half as large as tokens.
     """
 
     def __init__(self, tokens: list[int], shortest: int) -> None:
@@ -42,11 +42,11 @@ class _Tokens:
 
     @property
     def size(self) -> int:
-        """Tokens that there is room for."""
+        """Number of tokens for which the arrays have room."""
         return len(self._array)
 
     def upto_now(self) -> tuple[Tokens, npt.NDArray[np.uint16]]:
-        """All tokens and their marks, [L] each."""
+        """All tokens of the sequence and their marks, [L] each."""
         first, count = self._count, len(self.tokens)
         if count > self.size:
             self._grow(max(count, 2 * self.size))
@@ -72,26 +72,26 @@ class _Tokens:
 
 
 class NgramProposer:
-    """Proposes by lookup; a Proposer (worker/engine/speculation/drafter.py).
+    """Proposer by prompt lookup (Proposer in worker/engine/speculation/drafter.py).
 
     Args:
-        shortest: tokens of a suffix, at least.
-        longest: at most.
-        answers: finished ones that are looked through too; None for none.
+        shortest: fewest tokens of a suffix.
+        longest: most tokens of a suffix.
+        answers: finished answers to search as well; None for none.
     """
 
     def __init__(self, shortest: int, longest: int, answers: FinishedAnswers | None = None) -> None:
         self._shortest = shortest
         self._longest = longest
         self._answers = answers
-        # By sequence, those that were looked up last behind the others.
-        self._kept: OrderedDict[int, _Tokens] = OrderedDict()
+        # By sequence, least recently used first.
+        self._kept: OrderedDict[int, _TokenArrays] = OrderedDict()
         self._num_kept = 0
-        # Whether places have the newest mark: bytes, of which the last one that is 1 is found soonest.
+        # 1 for each place with the newest token's mark; bytes, because `rfind` finds the last 1 fastest.
         self._alike = bytearray(_SMALLEST)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """The `most` tokens that followed; none where no suffix came before."""
+        """`most` tokens that followed the suffix before; empty if it did not occur before."""
         tokens, marks = self._tokens(seq)
         place, length = self._latest(seq.token_ids, tokens, marks)
         if self._answers is not None and length < self._longest:
@@ -112,7 +112,7 @@ class NgramProposer:
         if kept is not None:
             self._num_kept -= kept.size
         if kept is None or kept.tokens is not seq.token_ids:
-            kept = _Tokens(seq.token_ids, self._shortest)
+            kept = _TokenArrays(seq.token_ids, self._shortest)
         found = kept.upto_now()
         self._kept[seq.id] = kept
         self._num_kept += kept.size
@@ -121,7 +121,7 @@ class NgramProposer:
         return found
 
     def _latest(self, token_ids: list[int], tokens: Tokens, marks: npt.NDArray[np.uint16]) -> tuple[int, int]:
-        """The latest place where the longest suffix ends that came before, and its length, which may be too short."""
+        """Latest place at which the longest suffix with an earlier occurrence ends, and its length."""
         end = len(tokens) - 1
         if end > len(self._alike):
             self._alike = bytearray(2 * end)
@@ -140,14 +140,14 @@ class NgramProposer:
         return (int(others[-1]), longer) if longer > length else (best, length)
 
     def _length_at(self, token_ids: list[int], place: int) -> int:
-        """Tokens up to a place that are the newest ones, `longest` at most."""
+        """Number of tokens up to a place that equal the newest ones, at most `longest`."""
         length = 0
         while length < self._longest and length <= place and token_ids[place - length] == token_ids[-1 - length]:
             length += 1
         return length
 
     def _places(self, within: Tokens, tokens: Tokens, found: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], int]:
-        """Narrows places of the newest token to those where the longest suffix ends; and its length, 0 for none."""
+        """Returns the places of the newest token at which the longest suffix ends, and its length, or 0."""
         length = min(1, len(found))
         while length and length < min(self._longest, len(tokens)):
             before = found[found >= length]
@@ -159,7 +159,7 @@ class NgramProposer:
 
 
 def _with(within: Tokens, token: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """The places of some that have a token."""
+    """Returns those of `places` that hold a token."""
     kept: npt.NDArray[np.intp] = places[within[places] == token]
     return kept
 
@@ -170,6 +170,6 @@ def _up_to_end(answer: Tokens) -> list[int]:
 
 
 def continuation(token_ids: list[int], place: int, most: int) -> list[int]:
-    """The tokens behind `place` up to the end, again and again, `most` of them."""
+    """`most` tokens after `place`; those up to the end are repeated if they are fewer."""
     following = token_ids[place + 1 : place + 1 + most]
     return following if len(following) == most else (following * most)[:most]

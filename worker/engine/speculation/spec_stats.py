@@ -1,4 +1,4 @@
-"""Statistics of draft tokens: how many the model has accepted."""
+"""Counts of verified and accepted draft tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOG_EVERY: Final = 1000
 
 
 class SpecStats:
-    """Counts since the start; a log line after every 1000 draft tokens.
+    """Counts of draft tokens since the start, with a log line every 1000.
 
     Args:
         logs: False for no log lines.
 
     Attributes:
-        total_draft_tokens: drafts that were verified.
-        total_accepted_tokens: those of them that were the model's own tokens.
+        total_draft_tokens: number of verified drafts.
+        total_accepted_tokens: number of accepted ones.
     """
 
     def __init__(self, *, logs: bool = True) -> None:
@@ -33,20 +33,19 @@ class SpecStats:
 
     @property
     def by_position(self) -> tuple[Counts, ...]:
-        """Drafts verified and accepted: the first ones behind a token, the second ones, and so on."""
+        """Verified and accepted drafts by position behind the newest token."""
         return self._counter.by_position
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted part of all drafts; 0 before the first."""
+        """Accepted share of all drafts; 0 before the first draft."""
         return self.total_accepted_tokens / self.total_draft_tokens if self.total_draft_tokens else 0.0
 
     def take(self, outcomes: Mapping[tuple[int, int], int]) -> None:
-        """Takes what a step has brought.
+        """Adds one step's draft counts.
 
         Args:
-            outcomes: number of sequences that had so many drafts of which so many were accepted: one less than the
-                tokens that the step has output of each.
+            outcomes: number of sequences by their numbers of verified and of accepted drafts.
         """
         logged = self.total_draft_tokens // _LOG_EVERY
         for (num_drafts, num_accepted), times in outcomes.items():

@@ -1,4 +1,4 @@
-"""All drafts of a step by a head whose part of it is one operation of the kernels, from the engine's batch."""
+"""Makes all drafts of a step by an EAGLE-3 head in one call of the kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from worker.model.speculation.draft_proposer import SampledStep
 
 
 class DraftChains:
-    """Drafts of a head.
+    """Drafts by a head whose work in a step is one operation of the kernels.
 
     Args:
-        head: with an embedding.
-        fused: what it does in a step.
+        head: the head, with an embedding.
+        fused: the operation.
     """
 
     def __init__(self, head: Eagle3Head, fused: FusedDrafts) -> None:
@@ -26,20 +26,20 @@ class DraftChains:
         self._tables = BlockTables()
 
     def run(self, step: SampledStep, wanted: dict[int, int]) -> tuple[torch.Tensor, list[list[int]]]:
-        """Computes the step's rows into the head's KV, and drafts.
+        """Computes the step's rows into the head's KV, and makes drafts.
 
         Args:
-            step: behind which they stand.
-            wanted: how many drafts of the sequences that may have any, by place in the batch; 0 for those that are
-                drawn elsewhere.
+            step: the step that the drafts follow.
+            wanted: number of drafts by the sequence's place in the batch; 0 for sequences whose drafts are made
+                elsewhere but which need the states.
 
         Returns:
-            The head's states [D, 2H] behind the last rows of these sequences, and their drafts.
+            The head's states [D, 2H] after the last rows of these sequences, and their drafts.
         """
         batch = step.batch
         asking, counts = np.array(list(wanted), np.int64), np.array(list(wanted.values()), np.int64)
         reached = step.ends.copy()
-        # The last draft of each is not computed.
+        # The KV of a sequence's last draft is not computed.
         reached[asking] += np.maximum(counts - 1, 0)
         self._head.reach(int(reached.max()))
         sampling = batch.sampling

@@ -1,4 +1,4 @@
-"""Finds and loads the draft model that a speculative config asks for, beside its target."""
+"""Finds and loads the draft model of a speculative config."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from worker.model.speculation.draft_proposer import DraftProposer
 from worker.model.speculation.model_proposers import DraftTarget, EagleProposer, MtpProposer, SmallModelProposer
 from worker.weights.checkpoint import no_progress
 
-# Takes a config, the folder's own one, and what the target is loaded with besides.
+# Takes the engine's config, the folder's config, and the extra arguments that the target is loaded with.
 MakeLoader = Callable[..., ModelLoader]
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft model that is asked for, before it is loaded.
+    """A configured draft model that is not loaded yet.
 
     Attributes:
-        method: of the speculative config.
-        folder: its own; None where it is a layer of the target's checkpoint.
-        config: of that folder.
-        aux_layers: layers of the target whose streams it takes.
+        method: method of the speculative config.
+        folder: its folder; None if it is a layer of the target's checkpoint.
+        config: config of that folder.
+        aux_layers: layers of the target whose inputs it takes.
     """
 
     method: str
@@ -42,14 +42,14 @@ class DraftSource:
 
     @classmethod
     def of(cls, config: Config, target: ModelConfig) -> DraftSource | None:
-        """The draft model of an engine's config; None where it has none.
+        """The draft model of an engine's config; None without one.
 
         Args:
-            config: of the engine.
-            target: that it drafts for.
+            config: config of the engine.
+            target: config of the model that it drafts for.
 
         Raises:
-            ModelError: it cannot draft for that; one line.
+            ModelError: it cannot draft for the target; one line.
         """
         spec = config.speculative_config
         if spec is None or spec.method == NGRAM:
@@ -95,11 +95,11 @@ class DraftSource:
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """Arguments of ModelLoader with which the target has to be loaded."""
+        """Arguments of ModelLoader that the target needs for this draft model."""
         return {"aux_layers": self.aux_layers, "drafts": self.method == MTP}
 
     def load(self, runner: DraftTarget, make_loader: MakeLoader) -> DraftProposer:
-        """The draft model, beside a target that is loaded.
+        """Loads the draft model; the runner's target is loaded already.
 
         Raises:
             ModelError: it cannot be used; one line.
@@ -120,10 +120,10 @@ class DraftSource:
 
 
 def _refuse_lockstep(config: Config, method: str) -> None:
-    """For a draft model with experts.
+    """Refuses a draft model with experts if several engines run in lockstep.
 
     Raises:
-        ModelError: engines run in lockstep, each step of which all of them take.
+        ModelError: they do: experts are shared by all engines, which would have to draft in the same steps.
     """
     if config.parallel_config.data_parallel_size > 1:
         raise ModelError(
@@ -133,7 +133,7 @@ def _refuse_lockstep(config: Config, method: str) -> None:
 
 
 def _token_strings(folder: Path) -> list[str] | None:
-    """The token of each id; None where there is no tokenizer."""
+    """Token strings by id; None without a tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return None
     tokenizer = Tokenizer.from_folder(folder)

@@ -1,11 +1,10 @@
-"""Draft models as the runner calls them: after every step, on each rank, in the same forward pass.
+"""Interface of draft models: the runner calls them after every step, on each rank, in the same forward pass.
 
-Where tokens are on the host at once a draft model is told them (SampledStep). Where they are on their way it drafts
-without (LaunchedStep), so that no launch waits for them: the host counts rows and drafts, the device picks among them.
+If the step's tokens are on the host, a draft model gets them (SampledStep). If they are still on the device, it drafts
+without them (LaunchedStep), so that no launch waits: the host counts rows and drafts, the device selects among them.
 
-A draft model has KV of its own under the block ids of the target, so that prefix hits, preemption and eviction need no
-more. Its rows are those of the target's steps. Where a slot is stale or was never written, drafts are worse, and no
-token is another.
+A draft model has its own KV under the target's block ids, so prefix hits, preemption and eviction need nothing more.
+Stale or unwritten slots make drafts worse and change no token.
 """
 
 from __future__ import annotations
@@ -31,48 +30,51 @@ Ints = npt.NDArray[np.int64]
 
 
 class DraftedStep(Protocol):
-    """A step behind which a draft model drafts."""
+    """The step that a draft model's drafts follow."""
 
     @property
     def batch(self) -> ScheduledBatch: ...
 
     @property
     def states(self) -> torch.Tensor:
-        """[T, (1 + n) H], the target's hidden states, and the streams before n `aux_layers`. Of rows that give no
-        tokens the hidden states may be anything unless the draft model takes them."""
+        """[T, (1 + n) H]: the target's hidden states and the inputs of n `aux_layers`.
+
+        Unless the draft model takes hidden states, those of rows without a sampled token are undefined.
+        """
         ...
 
     @property
     def kv_cache_data(self) -> Mapping[str, KVCacheTensor]:
-        """The draft model's KV, by the names of its layers."""
+        """The draft model's KV by layer name."""
         ...
 
     @property
     def ends(self) -> Ints:
-        """int64 [S], the position behind the last right row of each sequence, or a later one."""
+        """int64 [S]: an upper bound of the position after each sequence's last accepted row."""
         ...
 
     def num_tokens(self, i: int) -> int:
-        """Tokens of a sequence whose last one the step has reached, with the new ones, by its place in the batch; or
-        more."""
+        """Upper bound of a sequence's tokens after the step, by its place in the batch."""
         ...
 
     def num_drafts(self, i: int) -> int:
-        """Drafts that a sequence wants and has slots for: the last one's KV is not computed, nor is the newest token's
-        without the one behind it."""
+        """Number of drafts that a sequence wants and has slots for, by its place in the batch.
+
+        The last draft needs no slot, as its KV is not computed; nor does the newest token without a draft after it.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SampledStep:
-    """A step whose tokens are drawn, and are on the host.
+    """A step whose sampled tokens are on the host.
 
     Attributes:
-        batch, states, kv_cache_data: as of DraftedStep.
-        tokens: the new tokens of each sequence that has any: its right drafts, and the one behind them.
+        batch, states, kv_cache_data: see DraftedStep.
+        tokens: new tokens by sequence: its accepted drafts and the token after them.
         token_ids: int64 [T], tokens of all rows.
-        num_rejected: int64 [S], drafts of each sequence that were in flight when it was scheduled, and wrong: by so
-            many tokens it is shorter than the batch says. None where there were none.
+        num_rejected: int64 [S], rejected drafts that were in flight when the step was scheduled: the sequence is that
+            much shorter than the batch says. None without such drafts.
     """
 
     batch: ScheduledBatch
@@ -84,19 +86,19 @@ class SampledStep:
 
     @cached_property
     def begins(self) -> Ints:
-        """int64 [S]: the first row of each sequence."""
+        """int64 [S]: each sequence's first row."""
         lengths = np.array(self.batch.num_scheduled_tokens, np.int64)
         return np.cumsum(lengths) - lengths
 
     @cached_property
     def starts(self) -> Ints:
-        """int64 [S]: the position of that row."""
+        """int64 [S]: the position of each sequence's first row."""
         starts = np.array(self.batch.num_computed_tokens, np.int64)
         return starts if self.num_rejected is None else starts - self.num_rejected
 
     @cached_property
     def right_rows(self) -> list[int]:
-        """Rows of each sequence without those of drafts that were wrong."""
+        """Number of rows of each sequence, without rejected drafts."""
         rows, drafts = list(self.batch.num_scheduled_tokens), self.batch.scheduled_spec_decode_tokens
         if drafts:
             for i, seq_id in enumerate(self.batch.req_ids):
@@ -107,37 +109,37 @@ class SampledStep:
 
     @cached_property
     def counts(self) -> Ints:
-        """int64 [S]: `right_rows`."""
+        """`right_rows` as int64 [S]."""
         return np.array(self.right_rows, np.int64)
 
     @cached_property
     def ends(self) -> Ints:
-        """int64 [S]: the position behind the last of these rows."""
+        """int64 [S]: the position after each sequence's last accepted row."""
         return self.starts + self.counts
 
     @cached_property
     def next_tokens(self) -> list[int]:
-        """The token behind the last right row of each sequence; any id where nobody knows it."""
+        """The token after each sequence's last accepted row; any id if it is unknown."""
         known = self.batch.next_token_ids
         every = ((seq_id, self.tokens.get(seq_id)) for seq_id in self.batch.req_ids)
         return [max(0, new[-1]) if new else known.get(seq_id, 0) for seq_id, new in every]
 
     def new_tokens(self, i: int) -> tuple[int, ...]:
-        """The new tokens of a sequence, by its place in the batch."""
+        """New tokens of a sequence, by its place in the batch."""
         return self.tokens.get(self.batch.req_ids[i], ())
 
     def num_tokens(self, i: int) -> int:
-        """See DraftedStep: exactly."""
+        """A sequence's tokens after the step: see DraftedStep, here exact."""
         return int(self.ends[i]) + 1
 
     def num_drafts(self, i: int) -> int:
-        """See DraftedStep."""
+        """Number of drafts of a sequence: see DraftedStep."""
         if (self.new_tokens(i) or (NO_TOKEN,))[-1] == NO_TOKEN:
             return 0
         return _with_slots(self.batch, i, self.num_tokens(i))
 
     def history(self, i: int, drafts: list[int]) -> TokenHistory | None:
-        """History of a sequence behind the new tokens and these drafts, where it changes logits."""
+        """A sequence's history with its new tokens and `drafts`; None if it changes no logits."""
         known = self.batch.histories.get(i)
         if known is None:
             return None
@@ -148,18 +150,18 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step whose tokens are on the device, and perhaps on their way to the host.
+    """A step whose sampled tokens are still on the device.
 
-    Of the drafts that it verifies, or that were in flight before it, the host takes all for right: a sequence has at
-    most as many tokens as it says here.
+    The host counts all drafts as accepted, those of this step and those in flight before it, so its numbers of tokens
+    are upper bounds.
 
     Attributes:
-        batch, states, kv_cache_data: as of DraftedStep.
-        sampled: the rows whose tokens are drawn.
-        metadata: of its attention.
-        token_ids: int64 [T], tokens of all rows, on the device.
-        drawn: int64 [R], likewise, of those that are sampled.
-        num_rejected: int64 [F], likewise, drafts of each sequence that were wrong; None where there were none.
+        batch, states, kv_cache_data: see DraftedStep.
+        sampled: the sampled rows.
+        metadata: the step's attention metadata.
+        token_ids: int64 [T] on the device, tokens of all rows.
+        drawn: int64 [R] on the device, sampled tokens.
+        num_rejected: int64 [F] on the device, rejected drafts of each sampled sequence; None without drafts.
     """
 
     batch: ScheduledBatch
@@ -173,7 +175,7 @@ class LaunchedStep:
 
     @property
     def counts(self) -> Ints:
-        """int64 [S]: rows of each sequence."""
+        """int64 [S]: number of rows of each sequence."""
         return np.diff(self.metadata.cu_seqlens_q)
 
     @property
@@ -182,26 +184,30 @@ class LaunchedStep:
 
     @cached_property
     def final_places(self) -> Ints:
-        """int64 [S]: the place of each sequence among the F whose tokens are drawn, if it is one of these."""
+        """int64 [S]: each sequence's place among the F sampled ones, if it is one of them."""
         return np.cumsum(np.array(self.batch.is_final, np.int64)) - 1
 
     @property
     def open_ends(self) -> Ints:
-        """int64: the last row of each chunk behind which more of its prompt comes."""
+        """int64: the last row of each chunk that does not end its prompt."""
         is_open = ~np.array(self.batch.is_final, np.bool_)
         return self.metadata.cu_seqlens_q[1:][is_open] - 1
 
     def num_tokens(self, i: int) -> int:
-        """See DraftedStep."""
+        """Upper bound of a sequence's tokens after the step."""
         return int(self.ends[i]) + 1
 
     def num_drafts(self, i: int) -> int:
-        """See DraftedStep; some, too, where there is no newest token."""
+        """Number of drafts of a sequence: see DraftedStep; not 0 if the step samples no valid token."""
         return _with_slots(self.batch, i, self.num_tokens(i)) if self.batch.is_final[i] else 0
 
     def take(self, sources: Ints) -> torch.Tensor:
-        """int64, on the device: tokens by their places among those of all rows, those that are drawn, and those behind
-        `open_ends`, one after the other; any id for one that is none."""
+        """Selects tokens on the device, int64; any id where a place holds no token.
+
+        Args:
+            sources: int64, places in the concatenation of all rows' tokens, the sampled tokens, and the tokens after
+                `open_ends`.
+        """
         known, rows = self.batch.next_token_ids, zip(self.batch.req_ids, self.batch.is_final, strict=True)
         behind = [known.get(seq_id, 0) for seq_id, is_final in rows if not is_final]
         given = to_device(np.concatenate((sources, np.array(behind, np.int64))), self.token_ids.device)
@@ -209,15 +215,15 @@ class LaunchedStep:
         return every.index_select(0, given[: len(sources)])
 
     def stand(self, own: Ints, rows: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Finds where sequences stand, by their places in the batch.
+        """Finds the last accepted row of sequences.
 
         Args:
-            own: int64 [D], these places.
-            rows: int64 [D], the last row of each.
+            own: int64 [D], their places in the batch.
+            rows: int64 [D], the last row of each, accepted or not.
 
         Returns:
-            On the device, int64 [D]: the last right row of each; and by how many tokens it is shorter than the host
-            says, None where all that it says is so.
+            On the device, int64 [D]: the last accepted row of each, and by how many tokens it is shorter than the host
+            counts; None for the latter if no draft can be rejected.
         """
         given = np.stack((rows, self.final_places[own], own))
         last, places, sequences = to_device(given, self.token_ids.device)
@@ -230,18 +236,18 @@ class LaunchedStep:
 
 
 def _with_slots(batch: ScheduledBatch, i: int, num_tokens: int) -> int:
-    """Drafts that a sequence of so many tokens wants and has slots for."""
+    """Number of drafts that a sequence of `num_tokens` tokens wants and has slots for."""
     wanted = batch.drafts_wanted.get(batch.req_ids[i], 0)
     return max(0, min(wanted, batch.num_slots(i) - num_tokens + 2)) if wanted else 0
 
 
 @dataclass(frozen=True)
 class LaunchedDrafts:
-    """Drafts that are on the device.
+    """Drafts on the device.
 
     Attributes:
-        token_ids: int64 [F, K], of each sequence of a step whose tokens are drawn; any id where it has none.
-        counts: how many each has, by its id.
+        token_ids: int64 [F, K], drafts of each sampled sequence of a step; any id after its last one.
+        counts: number of drafts by sequence id.
     """
 
     token_ids: torch.Tensor
@@ -250,12 +256,12 @@ class LaunchedDrafts:
     def behind(
         self, seq_ids: list[int], tokens: Mapping[int, tuple[int, ...]], token_ids: list[int]
     ) -> dict[int, list[int]]:
-        """Drafts of each sequence, up to the first that is no token; none where no token is the newest one.
+        """Drafts by sequence, each up to the first NO_TOKEN; none for a sequence whose newest token is NO_TOKEN.
 
         Args:
-            seq_ids: of the F sequences.
-            tokens: the new ones of each.
-            token_ids: these, on the host, one row after the other.
+            seq_ids: ids of the F sequences.
+            tokens: new tokens by sequence.
+            token_ids: the drafts' `token_ids` on the host, row by row.
         """
         found, width = {}, self.token_ids.shape[1]
         for place, seq_id in enumerate(seq_ids):
@@ -265,7 +271,7 @@ class LaunchedDrafts:
 
 
 def before_no_token(drafts: Iterable[int]) -> list[int]:
-    """Drafts up to the first that is no token."""
+    """Drafts before the first NO_TOKEN."""
     return list(takewhile(lambda token: token != NO_TOKEN, drafts))
 
 
@@ -273,10 +279,9 @@ class DraftProposer(Protocol):
     """A draft model.
 
     Attributes:
-        kv_spec: of one of its layers.
-        num_layers: that have KV.
-        takes_states: True if it takes the target's hidden states of all rows; the streams before `aux_layers` it gets
-            in any case.
+        kv_spec: KV format of one of its layers.
+        num_layers: number of its layers with KV.
+        takes_states: True if it needs the target's hidden states of all rows. It gets `aux_layers` anyway.
     """
 
     kv_spec: KVSpec
@@ -284,13 +289,13 @@ class DraftProposer(Protocol):
     takes_states: bool
 
     def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
-        """KV of its layers as they find it in the forward context."""
+        """Its layers' KV by layer name, for the forward context."""
         ...
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:
-        """Computes the step's rows into its KV, and at most `num_drafts` drafts of each sequence."""
+        """Computes the step's rows into its KV; returns at most `num_drafts` drafts of each sequence."""
         ...
 
     def launch(self, step: LaunchedStep) -> LaunchedDrafts:
-        """Likewise, without a look at a token, of a step in which no sequence that drafts has a history."""
+        """`propose` for a step whose tokens are on the device; no sequence with drafts has a history."""
         ...

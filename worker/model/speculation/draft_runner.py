@@ -1,4 +1,4 @@
-"""Runs a draft model over rows of sequences, over KV of its own under the block ids of its target."""
+"""Runs a draft model on rows of sequences. Its own KV lies under the target's block ids."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from worker.model.forward_context import Context, KVCacheTensor, forward_context
 from worker.model.step_metadata import step_metadata
 
 Ints = npt.NDArray[np.int64]
-# Token ids and positions int64 [T], states [T, H] -> states [T, H].
+# (token ids int64 [T], positions int64 [T], states [T, H]) -> states [T, H].
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Rows of S sequences, each a run of positions.
+    """Rows of S sequences at consecutive positions.
 
     Attributes:
-        starts: int64 [S], the first position of each.
-        counts: int64 [S], rows of each, at least one.
-        tables: the sequences' block tables, which cover the rows.
-        token_ids: int64 [T], of all rows, on the host or on the device.
-        num_rejected: int64 [S], on the device, by how much lower the positions of each really are; None where none are.
+        starts: int64 [S], first position of each sequence.
+        counts: int64 [S], rows of each sequence, at least one.
+        tables: the sequences' block tables, long enough for the rows.
+        token_ids: int64 [T], tokens of all rows, on the host or on the device.
+        num_rejected: int64 [S] on the device, by how much the real positions are lower; None if they are exact.
     """
 
     starts: Ints
@@ -42,23 +42,23 @@ class DraftRows:
 
     @property
     def last(self) -> Ints:
-        """int64 [S]: the last row of each sequence."""
+        """int64 [S]: each sequence's last row."""
         return np.cumsum(self.counts) - 1
 
 
 class DraftRunner:
-    """The KV and the steps of a draft model.
+    """Runs a draft model's forward passes with its KV.
 
     Args:
-        config: of the engine.
-        kernels: that the model was made with.
+        config: config of the engine.
+        kernels: kernels that the model was made with.
         kv_names: names of the model's layers in the forward context.
-        kv_spec: of one layer.
+        kv_spec: KV format of one layer.
         num_heads: Hq of this rank.
 
     Attributes:
         kv_spec: as above.
-        num_layers: of the model, each with KV of its own.
+        num_layers: number of layers, each with its own KV.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class DraftRunner:
         self._kv_names = kv_names
         self._num_heads = num_heads
         self._size = config.kv_cache_block_size
-        # Of rows of whole steps, and of those behind them.
+        # Block tables of whole steps, and of the drafts after them.
         self._tables, self._chain_tables = BlockTables(), BlockTables()
         self.kv_spec = kv_spec
         self.num_layers = len(kv_names)
 
     def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
-        """KV of the model's layers as they find it in the forward context."""
+        """The model's KV by layer name, for the forward context."""
         return {name: KVCacheTensor(layer, cache) for layer, name in enumerate(self._kv_names)}
 
     @torch.inference_mode()
@@ -87,14 +87,15 @@ class DraftRunner:
         kv_cache_data: Mapping[str, KVCacheTensor],
         wanted: Ints | None = None,
     ) -> torch.Tensor:
-        """Result of `forward`, [T, W], over the rows and states of them; their keys and values are stored.
+        """Computes rows, stores their KV, and returns the result of `forward`, [T, W].
 
         Args:
-            forward: of the model.
-            rows: to compute.
-            states: [T, H].
-            kv_cache_data: of `kv_cache_data`.
-            wanted: int64, ascending, rows whose results count, of each sequence none or its last ones; None for all.
+            forward: the model's forward function.
+            rows: the rows.
+            states: [T, H], their states.
+            kv_cache_data: result of `kv_cache_data`.
+            wanted: int64, ascending, rows whose results are needed: none or the last ones of each sequence; None for
+                all.
         """
         metadata, positions, sequences = step_metadata(rows.starts, rows.counts, rows.tables, self._tables, self._size)
         metadata.wanted_rows, metadata.num_rejected = wanted, rows.num_rejected
@@ -102,7 +103,7 @@ class DraftRunner:
         return self._forward(forward, metadata, token_ids, there, states, kv_cache_data)
 
     def _inputs(self, rows: DraftRows, positions: Ints, sequences: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions on the device, padded; the rows are of these sequences."""
+        """Padded token ids and positions on the device; `sequences` has the sequence of each row."""
         total, device = len(positions), self._kernels.device
         given = np.zeros((2, self._padded(total)), np.int64)
         given[1, :total] = positions
@@ -119,13 +120,13 @@ class DraftRunner:
     def chain(
         self, ends: Ints, counts: Ints, tables: list[list[int]], num_rejected: torch.Tensor | None = None
     ) -> ChainRows:
-        """Rows of D sequences behind others, one after the other: their positions and slots, all at once.
+        """Positions and slots of the rows that drafting computes one after the other, made at once.
 
         Args:
-            ends: int64 [D], the position of the first row of each.
-            counts: int64 [D], rows of each, not ascending.
-            tables: which cover them.
-            num_rejected: as of DraftRows.
+            ends: int64 [D], position of each sequence's first such row.
+            counts: int64 [D], number of these rows of each sequence, in descending order.
+            tables: the sequences' block tables, long enough for the rows.
+            num_rejected: see DraftRows.
         """
         covering = self._chain_tables.of_step(tables, -(-(ends + counts) // self._size))
         return ChainRows.of(ends, counts, covering, self._size, self._kernels, num_rejected)
@@ -140,7 +141,16 @@ class DraftRunner:
         states: torch.Tensor,
         kv_cache_data: Mapping[str, KVCacheTensor],
     ) -> torch.Tensor:
-        """Likewise of a row of each sequence that has so many: [C, W] of token ids int64 [C] and states [C, H]."""
+        """Computes one row of each of the first C sequences of a chain: returns [C, W].
+
+        Args:
+            forward: the model's forward function.
+            rows: the chain's rows.
+            place: index of the row in the chain.
+            token_ids: int64 [C], its tokens.
+            states: [C, H], its states.
+            kv_cache_data: result of `kv_cache_data`.
+        """
         padding = self._padded(len(token_ids)) - len(token_ids)
         if padding:
             token_ids = torch.nn.functional.pad(token_ids, (0, padding))
@@ -160,7 +170,7 @@ class DraftRunner:
         states: torch.Tensor,
         kv_cache_data: Mapping[str, KVCacheTensor],
     ) -> torch.Tensor:
-        """Tokens and positions are padded, states are not."""
+        """Runs `forward`; `token_ids` and `positions` are padded already, `states` are not."""
         total, padded = len(states), len(token_ids)
         cache = kv_cache_data[self._kv_names[0]].cache
         metadata.plan = self._kernels.attention.plan(metadata, cache, self._num_heads)
@@ -173,16 +183,16 @@ class DraftRunner:
 
 @dataclass(frozen=True)
 class ChainRows:
-    """Rows of D sequences of which those with more rows come first: at each place one of each that has so many.
+    """Rows of D sequences that drafting computes one after the other; sequences with more rows come first.
 
     Attributes:
-        counts: of each place, sequences that have a row there.
-        lengths: int64 [K, D], tokens that each row sees, its own included.
-        slots: int64 [K, D], of the rows.
-        tables: of the sequences.
-        borders: int64 [D + 1], 0 and on.
-        positions: int64 [K, P] on the device, 0 for padding.
-        num_rejected: as of DraftRows; `positions` are right.
+        counts: number of sequences with a row at each place of the chain.
+        lengths: int64 [K, D], tokens that each row attends to, itself included.
+        slots: int64 [K, D], KV slots of the rows.
+        tables: block tables of the sequences.
+        borders: int64 [D + 1], 0, 1, 2 and so on: one row a sequence.
+        positions: int64 [K, P] on the device, exact; 0 for padding.
+        num_rejected: see DraftRows.
     """
 
     counts: list[int]
@@ -203,7 +213,7 @@ class ChainRows:
         kernels: KernelBackend,
         num_rejected: torch.Tensor | None,
     ) -> ChainRows:
-        """Rows from `ends` on, so many of each sequence; blocks of `tables` have that size."""
+        """Rows at the `counts` positions from `ends` on; `size` is the number of tokens of a block."""
         places, sequences = np.arange(counts[0])[:, None], np.arange(len(ends))
         is_there = places < counts
         positions = np.where(is_there, ends + places, 0)
@@ -211,7 +221,7 @@ class ChainRows:
         padded = np.pad(positions, ((0, 0), (0, padding))) if padding else positions
         there = to_device(padded, kernels.device)
         if num_rejected is not None:
-            # Where a sequence has no row there is a 0.
+            # Places without a row hold 0, which must not become negative.
             moved = (there[:, : len(ends)] - num_rejected).clamp(min=0)
             there = torch.cat((moved, there[:, len(ends) :]), dim=1)
         return cls(
@@ -225,7 +235,7 @@ class ChainRows:
         )
 
     def at(self, place: int, padded: int) -> tuple[AttentionMetaData, torch.Tensor]:
-        """Metadata without a plan of the rows at a place; and their positions, of which there are so many."""
+        """Attention metadata without a plan, and `padded` positions, of the rows at a place of the chain."""
         count = self.counts[place]
         metadata = AttentionMetaData(
             self.borders[: count + 1],

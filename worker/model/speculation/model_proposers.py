@@ -55,11 +55,11 @@ class DraftTarget(Protocol):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of a draft model for a step of its target.
+    """A draft model's rows for a step of its target.
 
     Attributes:
-        rows: of all sequences of the step.
-        places: int64 [T], rows of the step whose states they have.
+        rows: the rows of all sequences.
+        places: int64 [T], the step's row whose states each of them takes.
     """
 
     rows: DraftRows
@@ -67,7 +67,7 @@ class StepRows:
 
     @classmethod
     def behind(cls, step: SampledStep) -> StepRows:
-        """A row for each right one of the step, with the token behind it."""
+        """One row for each accepted row of the step, with the token after it."""
         counts = step.counts
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(step.begins - (ends - counts), counts)
@@ -77,8 +77,12 @@ class StepRows:
 
     @classmethod
     def with_newest(cls, step: SampledStep, drafting: Iterable[int]) -> StepRows:
-        """A row for each right one of the step, with its own token; and one with the newest token of these sequences,
-        by their places in the batch."""
+        """One row for each accepted row of the step, with its own token, and one with the newest token.
+
+        Args:
+            step: the step.
+            drafting: places in the batch of the sequences that get the additional row.
+        """
         counts = step.counts
         more = np.zeros(len(counts), np.int64)
         more[list(drafting)] = 1
@@ -92,14 +96,14 @@ class StepRows:
 
 @dataclass(frozen=True)
 class LaunchedRows:
-    """Likewise for a step whose tokens are on the device: also rows of drafts that are wrong.
+    """A draft model's rows for a step whose tokens are on the device, rejected drafts included.
 
-    These come behind all right ones of their sequence, so that no right row sees them; whatever stands at their places
-    later is written anew before it is read.
+    Rejected rows come after a sequence's accepted ones, so no accepted row attends to them; their slots are written
+    again before they are read.
 
     Attributes:
-        rows: of all sequences of the step.
-        places: int64 [T], rows of the step whose states they have; None for all in their order.
+        rows: the rows of all sequences.
+        places: int64 [T], the step's row whose states each of them takes; None for the same order.
     """
 
     rows: DraftRows
@@ -107,7 +111,7 @@ class LaunchedRows:
 
     @classmethod
     def behind(cls, step: LaunchedStep) -> LaunchedRows:
-        """A row for each of the step, with the token behind it: what it has drawn, or the next one."""
+        """One row for each row of the step, with the token after it: the sampled one or the next of the prompt."""
         total, drawn = len(step.token_ids), step.sampled.step_rows
         sources = np.arange(1, total + 1)
         sources[drawn] = total + np.arange(len(drawn))
@@ -117,8 +121,15 @@ class LaunchedRows:
 
     @classmethod
     def with_newest(cls, step: LaunchedStep, drafting: Iterable[int]) -> LaunchedRows:
-        """A row for each of the step, with its own token; and one more of these sequences, by places in the batch. Of
-        them a row has what the one in front has drawn: its own token, or the newest one, if that one is right."""
+        """One row for each row of the step, with its own token, and one with the newest token.
+
+        Rows of sequences that draft take what the row before sampled: their own token, or the newest one, if the row
+        before is accepted.
+
+        Args:
+            step: the step.
+            drafting: places in the batch of the sequences that get the additional row.
+        """
         total, counts = len(step.token_ids), step.counts
         more = np.zeros(len(counts), np.int64)
         more[list(drafting)] = 1
@@ -137,11 +148,11 @@ class LaunchedRows:
 
 
 class ModelProposer:
-    """A draft model that goes on by itself: the states and the draft of one row are what the next one takes in.
+    """A proposer whose model drafts in a chain: each row takes the states and the draft of the row before.
 
     Args:
-        model: drafts for the target.
-        runner: of its KV and its rows.
+        model: the draft model.
+        runner: runs its rows.
         target: the rank's model runner; its sampler holds the grammar states.
     """
 
@@ -158,11 +169,11 @@ class ModelProposer:
         self.num_layers = runner.num_layers
 
     def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
-        """KV of its layers as they find it in the forward context."""
+        """Its layers' KV by layer name, for the forward context."""
         return self._runner.kv_cache_data(cache)
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:
-        """Computes the step's rows into its KV, and at most `SampledStep.num_drafts` drafts of each sequence."""
+        """Computes the step's rows into its KV; returns at most `SampledStep.num_drafts` drafts of each sequence."""
         wanted = self.wanted(step)
         made = self.rows(step, wanted)
         states = step.states[torch.from_numpy(made.places).to(step.states.device)]
@@ -173,7 +184,7 @@ class ModelProposer:
         return {step.batch.req_ids[i]: own for i, own in drafts.items()}
 
     def launch(self, step: LaunchedStep) -> LaunchedDrafts:
-        """Likewise, without a look at a token, of a step in which no sequence that drafts has a history."""
+        """`propose` for a step whose tokens are on the device; no sequence with drafts has a history."""
         wanted = self.wanted(step)
         made = self.launched_rows(step, wanted)
         states = step.states
@@ -191,9 +202,9 @@ class ModelProposer:
 
     @staticmethod
     def _launched(step: LaunchedStep, own: Ints, counts: Ints, drafts: list[torch.Tensor]) -> LaunchedDrafts:
-        """Drafts of sequences by their places in the batch, those with more first, one after the other."""
+        """Drafts by sequence from `drafts` by place in the chain; `own` are the sequences' places in the batch."""
         made, borders = torch.cat(drafts), np.cumsum([0, *map(len, drafts[:-1])])
-        # Any of them stands where there is none.
+        # Places without a draft refer to any one of them.
         sources = np.zeros((len(step.sampled.seq_ids), len(drafts)), np.int64)
         is_there = np.arange(len(drafts)) < counts[:, None]
         sources[step.final_places[own]] = np.where(is_there, np.arange(len(own))[:, None] + borders, 0)
@@ -202,38 +213,38 @@ class ModelProposer:
         return LaunchedDrafts(token_ids, {step.batch.req_ids[i]: count for i, count in every})
 
     def wanted(self, step: DraftedStep) -> dict[int, int]:
-        """Drafts of the sequences that get any, by their places in the batch."""
+        """Number of drafts by the sequence's place in the batch, without those that get none."""
         every = range(len(step.batch.req_ids))
         return {i: count for i in every if (count := self.num_drafts(step, i))}
 
     def num_drafts(self, step: DraftedStep, i: int) -> int:
-        """Drafts of a sequence, by its place in the batch."""
+        """Number of drafts of a sequence, by its place in the batch."""
         return step.num_drafts(i)
 
     def rows(self, step: SampledStep, wanted: Iterable[int]) -> StepRows:
-        """Its rows for a step.
+        """The model's rows for a step.
 
         Args:
-            step: behind which it drafts.
+            step: the step that the drafts follow.
             wanted: places in the batch of the sequences that draft.
         """
         return StepRows.behind(step)
 
     def launched_rows(self, step: LaunchedStep, wanted: Iterable[int]) -> LaunchedRows:
-        """Likewise of a step whose tokens are on the device."""
+        """`rows` for a step whose tokens are on the device."""
         return LaunchedRows.behind(step)
 
     def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, positions, self._model.combine(states))
 
     def _chain(self, step: SampledStep, wanted: dict[int, int], ends: Ints, last: torch.Tensor) -> dict[int, list[int]]:
-        """So many drafts of each sequence, by its place in the batch; less where no token is the next one.
+        """Drafts by the sequence's place in the batch; fewer than wanted after a NO_TOKEN.
 
         Args:
-            step: behind which they stand.
-            wanted: how many.
-            ends: int64 [S], position of the first row that has not been computed of each sequence of the step.
-            last: states [D, H] of the last rows of those that draft.
+            step: the step that the drafts follow.
+            wanted: number of drafts of each sequence.
+            ends: int64 [S], position of each sequence's first row that is not computed.
+            last: states [D, H] of the last rows of the sequences that draft.
         """
         if not wanted:
             return {}
@@ -255,22 +266,21 @@ class ModelProposer:
         last: torch.Tensor,
         num_rejected: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Drafts at each place, int64 [C], of the sequences that have so many: the first ones.
+        """Drafts by place in the chain: int64 [C] of the C first sequences, which have a draft there.
 
         Args:
-            step: behind which they stand.
-            own: int64 [D], sequences by their places in the batch.
-            counts: int64 [D], drafts of each, not ascending.
-            ends: int64 [D], position of the first row of each that has not been computed.
-            last: states [D, H] of the rows in front of these.
-            num_rejected: int64 [D], on the device, by how much lower the positions of each really are; None where none
-                are.
+            step: the step that the drafts follow.
+            own: int64 [D], the sequences' places in the batch.
+            counts: int64 [D], drafts of each, in descending order.
+            ends: int64 [D], position of each sequence's first row that is not computed.
+            last: states [D, H] of the rows before these.
+            num_rejected: int64 [D] on the device, by how much the real positions are lower; None if they are exact.
         """
         drafts = [self._draw(step, own, [], last, num_rejected)]
         if counts[0] > 1:
             rows = self._runner.chain(ends, counts - 1, [step.batch.tables[i] for i in own.tolist()], num_rejected)
             for place, count in enumerate(rows.counts):
-                # Nobody looks at what comes behind NO_TOKEN.
+                # Drafts after a NO_TOKEN are dropped, so any valid id will do.
                 newest = drafts[-1][:count].clamp(min=0)
                 last = self._runner.go_on(self._model.forward, rows, place, newest, last[:count], step.kv_cache_data)
                 drafts.append(self._draw(step, own[:count], drafts, last, num_rejected))
@@ -284,15 +294,15 @@ class ModelProposer:
         states: torch.Tensor,
         num_rejected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """int64 [C]: the next draft of the sequences in these places, the first ones of those that have such drafts."""
+        """Samples the next draft of the sequences at the places `own` in the batch, int64 [C]."""
         if step.batch.is_greedy:
             return self._model.greedy(states, self._sampled_ids)
         logits = self._model.compute_logits(states)
         logits[:, self._sampled_ids :] = -torch.inf
-        # Behind the last right row stands the newest token.
+        # The newest token follows the last accepted row, and the drafts follow it.
         positions = step.ends[own] + 1 + len(drafts)
         histories: dict[int, TokenHistory] = {}
-        # Where tokens stay on the device no sequence that drafts has any.
+        # With tokens on the device, no sequence that drafts has a history.
         if isinstance(step, SampledStep) and step.batch.histories:
             histories = self._histories(step, own, drafts)
         num_rejected = None if num_rejected is None else num_rejected[: len(own)]
@@ -303,7 +313,7 @@ class ModelProposer:
 
     @staticmethod
     def _histories(step: SampledStep, own: Ints, drafts: list[torch.Tensor]) -> dict[int, TokenHistory]:
-        """By row, where they change logits, with the drafts up to the first that is no token: it is no id."""
+        """Histories that change logits, by row, with the drafts before the first NO_TOKEN."""
         known = [each.tolist() for each in drafts]
         every = (
             (row, step.history(i, before_no_token(each[row] for each in known))) for row, i in enumerate(own.tolist())
@@ -312,20 +322,23 @@ class ModelProposer:
 
 
 def _most_first(wanted: dict[int, int]) -> tuple[Ints, Ints, Ints]:
-    """Places of the sequences that draft, and how many drafts of each: those with fewer come last, so that the others
-    are the first ones at each place of the chain. In front of both, which of `wanted` each is."""
+    """Sorts sequences by descending number of drafts, so that those with a draft at a place of the chain come first.
+
+    Returns:
+        For each sequence its index in `wanted`, its place in the batch and its number of drafts.
+    """
     own, counts = np.array(list(wanted), np.int64), np.array(list(wanted.values()), np.int64)
     order = np.argsort(-counts, kind="stable")
     return order, own[order], counts[order]
 
 
 def _asked_rows(step: LaunchedStep, last: Ints, drafting: Iterable[int]) -> Ints:
-    """Rows of a draft model that may be the last right one of a sequence.
+    """A draft model's rows that may be the last accepted one of a sequence.
 
     Args:
-        step: behind which it drafts.
-        last: int64 [S], the last row of each sequence of the step.
-        drafting: places of the sequences in the batch.
+        step: the step that the drafts follow.
+        last: int64 [S], the last row of each sequence.
+        drafting: places in the batch of the sequences that draft.
     """
     runs = step.sampled.rows_of
     spans = [np.arange(last[i] + 1 - len(runs[i]), last[i] + 1) for i in drafting]
@@ -333,7 +346,7 @@ def _asked_rows(step: LaunchedStep, last: Ints, drafting: Iterable[int]) -> Ints
 
 
 class EagleProposer(ModelProposer):
-    """Proposes by an EAGLE-3 head (worker/model/models/eagle3.py), in one operation where there is one.
+    """Proposer by an EAGLE-3 head (worker/model/models/eagle3.py), in one operation if the kernels have it.
 
     Args:
         model, runner, target: see ModelProposer.
@@ -353,21 +366,21 @@ class EagleProposer(ModelProposer):
         states, drafts = self._chains.run(step, found)
         made = dict(zip(wanted, drafts, strict=True))
         if steered and (others := {i: count for i, count in wanted.items() if i in steered}):
-            # Penalties and masks follow from drafts, which the operation does not tell of.
+            # Penalties and masks depend on the drafts before, which the operation does not return one by one.
             made |= self._chain(step, others, step.ends, states[[i in others for i in wanted]])
         return {step.batch.req_ids[i]: own for i, own in made.items()}
 
     @classmethod
     def of(cls, head: Eagle3Head, config: ModelConfig, target: DraftTarget) -> EagleProposer:
-        """Proposes for a target that is loaded.
+        """A proposer for a loaded target.
 
         Args:
-            head: with an embedding.
-            config: of the head.
+            head: the head, with an embedding.
+            config: config of the head.
             target: the rank's model runner.
 
         Raises:
-            ModelError: the head cannot be shared out over the ranks.
+            ModelError: the head cannot be sharded over the ranks.
         """
         heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))
         spec = head.kv_spec(config, target.shard)
@@ -376,23 +389,23 @@ class EagleProposer(ModelProposer):
 
 
 class MtpProposer(ModelProposer):
-    """Proposes by the first MTP layer of the target's checkpoint (worker/model/models/grouped_moe.py)."""
+    """Proposer by the first MTP layer of the target's checkpoint (worker/model/models/grouped_moe.py)."""
 
     takes_states = True
 
     @classmethod
     def of(cls, layer: DraftModel, target: DraftTarget) -> MtpProposer:
-        """Proposes for the target that has the layer."""
+        """A proposer for the target that has the layer."""
         rows = DraftRunner(target.config, target.kernels, layer.kv_names, target.kv_spec, target.num_heads)
         return cls(layer, rows, target)
 
 
 class SmallModel:
-    """A model that drafts by its own states; a `DraftModel`, to which its target's states are nothing.
+    """A separate draft model as a `DraftModel` that ignores the target's states.
 
     Args:
-        model: of the target's tokenizer.
-        config: of it.
+        model: the model, with the target's tokenizer.
+        config: config of the model.
     """
 
     def __init__(self, model: CausalModel, config: ModelConfig) -> None:
@@ -401,15 +414,15 @@ class SmallModel:
         self._last_id = config.vocab_size - 1
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states."""
+        """The target's states, unchanged."""
         return states
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H]; ids that only its target's embedding has rows for are taken for the last one."""
+        """Hidden states [T, H]; ids beyond its embedding count as its last id."""
         return self._model.forward(token_ids.clamp(max=self._last_id), positions)
 
     def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [S, V] of its states [S, H]."""
+        """Logits float32 [S, V] of its states [S, H]."""
         return self._model.compute_logits(states)
 
     def greedy(self, states: torch.Tensor, limit: int) -> torch.Tensor:
@@ -418,19 +431,19 @@ class SmallModel:
 
 
 class SmallModelProposer(ModelProposer):
-    """Proposes by a model of the same tokenizer, which sees the newest token before it says what comes behind."""
+    """Proposer by a separate model with the same tokenizer, which computes the newest token before it drafts."""
 
     @classmethod
     def of(cls, model: CausalModel, config: ModelConfig, target: DraftTarget) -> SmallModelProposer:
-        """Proposes for a target that is loaded.
+        """A proposer for a loaded target.
 
         Args:
-            model: that drafts.
-            config: of it.
+            model: the draft model.
+            config: config of the draft model.
             target: the rank's model runner.
 
         Raises:
-            ModelError: the model cannot be shared out over the ranks.
+            ModelError: the model cannot be sharded over the ranks.
         """
         small = SmallModel(model, config)
         heads = length(target.shard.part(config.num_attention_heads, "num_attention_heads"))

@@ -1,8 +1,8 @@
-"""Verification of drafts by coupling: a draft is accepted if it is the token that the model draws itself.
+"""Verifies drafts: a draft is accepted if the model itself samples that token.
 
-Every row is sampled as a plain decode would sample it, with the noise of its seed and position, so nothing is random in
-the verification, and no distribution is changed by it: a draft decides how many tokens a step brings, never which. That
-leaves nothing to reject by chance; the name is the usual one.
+Every row is sampled as in a plain decode, with the noise of its seed and position. So the verification draws no random
+numbers and changes no distribution: drafts change how many tokens a step outputs, never which. Nothing is rejected by
+chance, in spite of the usual name of the class.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ class SpecDecodeMetadata:
     """Drafts of F sequences, D in all, and the sampled rows that verify them.
 
     Attributes:
-        draft_token_ids: int64 [D], those of each sequence one after the other; NO_TOKEN for those that the host does
-            not know.
-        num_draft_tokens: int64 [F].
-        target_logits_indices: int64 [D], the row in front of each draft, which draws the token that it should be.
-        bonus_logits_indices: int64 [F], the row behind all drafts of each sequence.
+        draft_token_ids: int64 [D], sequence by sequence; NO_TOKEN for a draft that only the device knows.
+        num_draft_tokens: int64 [F], drafts of each sequence.
+        target_logits_indices: int64 [D], the row before each draft, whose sampled token the draft must equal.
+        bonus_logits_indices: int64 [F], the row of each sequence's last draft.
     """
 
     draft_token_ids: Ints
@@ -40,7 +39,7 @@ class SpecDecodeMetadata:
 
     @classmethod
     def of(cls, drafts: list[list[int]]) -> SpecDecodeMetadata:
-        """Metadata of the drafts of each sequence."""
+        """Metadata of drafts by sequence."""
         counts = np.array([len(own) for own in drafts], np.int64)
         last = np.cumsum(counts + 1) - 1
         every = np.arange(counts.sum() + len(drafts))
@@ -53,12 +52,12 @@ class SpecDecodeMetadata:
 
 
 @dataclass(frozen=True)
-class Verified:
-    """Result of a verification, on the device that has drawn the tokens.
+class VerifiedDrafts:
+    """Result of a verification on the device.
 
     Attributes:
-        newest: int64 [F], the token behind the right drafts of each sequence; NO_TOKEN where there is none.
-        num_rejected: int64 [F], its other drafts.
+        newest: int64 [F], the token after each sequence's accepted drafts; NO_TOKEN without one.
+        num_rejected: int64 [F], number of rejected drafts.
     """
 
     newest: torch.Tensor
@@ -66,20 +65,20 @@ class Verified:
 
 
 class RejectionSampler:
-    """Finds how much of each sequence's drafts is right: on the host, or where the tokens are drawn."""
+    """Finds the accepted drafts of each sequence, on the host or on the device."""
 
     def accept(self, metadata: SpecDecodeMetadata, token_ids: list[int]) -> list[tuple[int, ...]]:
-        """The tokens that each sequence has got: its right drafts, and the token that the row behind them has drawn.
+        """New tokens of each sequence: its accepted drafts and the token sampled after them.
 
         Args:
-            metadata: of the step, whose drafts are known.
-            token_ids: of all rows, as they were drawn.
+            metadata: the step's drafts, all known to the host.
+            token_ids: sampled tokens of all rows.
         """
         if not len(metadata.draft_token_ids):
             return list(zip(token_ids))
         drawn = np.array(token_ids, np.int64)
         wrong = np.append(drawn[metadata.target_logits_indices] != metadata.draft_token_ids, True)
-        # The last one stands for the end of all drafts.
+        # The appended one marks the end of all drafts.
         first_wrong = np.flatnonzero(wrong)
         begins = np.cumsum(metadata.num_draft_tokens) - metadata.num_draft_tokens
         reached = first_wrong[np.searchsorted(first_wrong, begins)] - begins
@@ -88,23 +87,23 @@ class RejectionSampler:
         )
 
     def accepted(self, metadata: SpecDecodeMetadata, token_ids: list[int], num_rejected: Ints) -> list[tuple[int, ...]]:
-        """`accept`, where somebody else has found how many drafts of each sequence are wrong, int64 [F]."""
+        """`accept` for a known number of rejected drafts of each sequence, int64 [F]."""
         counts = metadata.num_draft_tokens
         firsts = metadata.bonus_logits_indices - counts
         bounds = zip(firsts.tolist(), (counts - num_rejected).tolist(), strict=True)
         return [tuple(token_ids[first : first + count + 1]) for first, count in bounds]
 
-    def verify(self, metadata: SpecDecodeMetadata, token_ids: torch.Tensor, drafts: torch.Tensor) -> Verified:
-        """The same on the device, for which nobody waits.
+    def verify(self, metadata: SpecDecodeMetadata, token_ids: torch.Tensor, drafts: torch.Tensor) -> VerifiedDrafts:
+        """Verifies on the device, without waiting for it.
 
         Args:
-            metadata: of the step; its drafts need not be known.
-            token_ids: int64 [R], of all rows, as they were drawn.
-            drafts: int64 [D], the drafts that were computed; none is NO_TOKEN.
+            metadata: the step's drafts, known to the host or not.
+            token_ids: int64 [R], sampled tokens of all rows.
+            drafts: int64 [D], the computed drafts; none is NO_TOKEN.
         """
         counts = metadata.num_draft_tokens
         begins, firsts = np.cumsum(counts) - counts, metadata.bonus_logits_indices - counts
-        # As many columns as the longest run needs: a shorter one goes on with others' drafts, which do not count.
+        # One column for each draft of the longest run; a shorter run continues with other drafts, cut off by `minimum`.
         places = np.minimum(begins[:, None] + np.arange(counts.max(initial=0)), len(drafts) - 1)
         columns = (metadata.target_logits_indices, places.ravel(), counts, firsts)
         given = to_device(np.concatenate(columns), token_ids.device)
@@ -112,4 +111,4 @@ class RejectionSampler:
         are_right = token_ids.index_select(0, rows) == drafts
         runs = are_right.index_select(0, there).view(places.shape).cumprod(1).sum(1)
         num_right = torch.minimum(runs, num_drafts)
-        return Verified(token_ids.index_select(0, first + num_right), num_drafts - num_right)
+        return VerifiedDrafts(token_ids.index_select(0, first + num_right), num_drafts - num_right)

@@ -1,7 +1,7 @@
-"""Compares the verification of drafts with decodes one at a time, to the bit, on the loaded model.
+"""Checks on the loaded model that verifying drafts gives the bits of single decodes.
 
-Speculation stands on it: a row behind right drafts must have the bits of a plain decode. Kernels that are
-batch-invariant have them; others may not, and an instruction set, a library or a device may get it wrong.
+Speculation depends on it: a row after accepted drafts must have the bits of a plain decode. Batch-invariant kernels
+have them; others, or a wrong instruction set, library or device, may not.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from worker.engine.sequence import Sequence
 if TYPE_CHECKING:
     from worker.model.model_runner import ModelRunner
 
-# Tokens in front of the drafts: less than a block, and so many that back ends split them.
+# Tokens before the drafts: less than a block, and enough that back ends split them.
 _CONTEXTS: Final = (5, 300)
-# A prime, so that the ids are many.
+# A prime, so that the ids differ.
 _STRIDE: Final = 7919
 
 
 def verifies_exactly(runner: ModelRunner, num_drafts: int) -> bool:
-    """True if drafts are verified with the bits of plain decodes, at each of a few lengths."""
+    """True if verified rows have the bits of plain decodes, at a few context lengths."""
     longest = runner.max_model_len - num_drafts - 1
     lengths = sorted({min(length, longest) for length in _CONTEXTS if longest > 0})
     return all(_is_exact(runner, length, num_drafts) for length in lengths)
@@ -39,7 +39,7 @@ def _is_exact(runner: ModelRunner, length: int, num_drafts: int) -> bool:
 
 
 def _logits(runner: ModelRunner, ids: list[int], start: int, drafts: list[int] | None = None) -> torch.Tensor:
-    """Logits of a step that computes `ids` from `start` on, and drafts behind them."""
+    """Logits of a step that computes `ids` from `start` on, and the drafts after them."""
     seq = Sequence(ids, runner.config.kv_cache_block_size)
     seq.num_computed_tokens = start
     drafts = drafts or []
