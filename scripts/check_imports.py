@@ -138,7 +138,6 @@ RULES = {
             "router/requests/request_router.py": (WORLD, EVENT_LOOP),
             "router/requests/running.py": (IO, EVENT_LOOP),
             "router/requests/stream.py": (IO | GRPC, EVENT_LOOP),
-            "router/requests/write_pacer.py": (IO, EVENT_LOOP),
         },
     ),
     "router/workers": Rule(

@@ -22,8 +22,7 @@ from common.process.tasks import failed
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry
 from router.requests.running import DISPATCHING, RunningRequests
-from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
-from router.requests.write_pacer import WritePacer
+from router.requests.stream import ReplacedError, RequestStream, RoutedRequest, WritePacer
 from router.scheduling.dispatcher import ClassLoad, Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
 from router.scheduling.lanes import LaneCounts

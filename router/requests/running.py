@@ -13,21 +13,21 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import DeadlineError, PoisonRequestError, RouterFailedError
-from common.limits import ALONE_S
+from common.limits import ALONE_S, CHARGE_OUTPUT_S, CHARGED_PER_TURN
 from common.process.tasks import failed
-from router.requests.output_charges import OutputCharges
+from router.answers.stream_assembly import StreamAssembly
 from router.requests.stream import RequestStream
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.failover import FailoverPolicy, Loss, Verdict
 from router.scheduling.queued_request import QueuedRequest
 from router.workers.session import Session
-from router.workers.session_state import LiveSequence, StepEffects, Submission
+from router.workers.session_state import RunningRequest, StepEffects, Submission
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
 _COUNTER_BITS = 40
@@ -35,6 +35,46 @@ _COUNTER_BITS = 40
 DISPATCHING = "dispatching"
 
 log = structlog.get_logger(__name__)
+
+
+class Running(Protocol):
+    """A request that a worker has."""
+
+    queued: QueuedRequest
+    assembly: StreamAssembly
+    is_adopted: bool
+
+
+class OutputCharges:
+    """Charges the tenants of what runs, all of it once in CHARGE_OUTPUT_S, a part of it in each turn of the loop.
+
+    Args:
+        charge: told a request and how many output tokens it has in all; a request may be told again.
+    """
+
+    def __init__(self, charge: Callable[[QueuedRequest, int], None]) -> None:
+        self._charge = charge
+        self._due: list[Running] = []
+        self._next = 0.0
+
+    def turn(self, running: Iterable[Running], now: float) -> None:
+        """Charges the next part of `running`."""
+        if not self._due and now >= self._next:
+            self._next = now + CHARGE_OUTPUT_S
+            self._due = list(running)
+        part, self._due = self._due[-CHARGED_PER_TURN:], self._due[:-CHARGED_PER_TURN]
+        for each in part:
+            self.settle(each)
+
+    def settle(self, ended: Running) -> None:
+        """Charges all that has come of a request, but for what another router's sequence brings a second time.
+
+        An answer that is generated a second time, because its client knows its text alone, is charged like any other:
+        it takes its steps again, and a client may ask for it as often as it likes.
+        """
+        if ended.is_adopted:
+            ended.queued.output = max(ended.queued.output, ended.assembly.num_left_out)
+        self._charge(ended.queued, ended.assembly.delivered)
 
 
 class RunningRequests:
@@ -323,6 +363,6 @@ class RunningRequests:
                 self._acquit(stream, stream.rid)
 
 
-def _streams(sequences: Iterable[LiveSequence]) -> list[RequestStream]:
+def _streams(sequences: Iterable[RunningRequest]) -> list[RequestStream]:
     """Requests among the sequences of a session, which are all of them: `submit` alone puts any there."""
     return cast("list[RequestStream]", list(sequences))

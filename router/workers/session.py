@@ -1,8 +1,8 @@
 """The Session with one worker: the shell that dials, writes frames and reads them (docs/explanation/architecture.md).
 
-One writer task and one reader task per stream: two writers on one call would end it. `SessionState` decides what is
-written; `SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its
-sequences are taken up again by the next stream (rules S4, S7) or go on elsewhere.
+Each stream has one writer task and one reader task, because gRPC ends a call with two writers. `RouterSession`
+decides which frames are written. `SessionEvents` receives the frames that are read, and how a stream ended (`Fault`).
+That decides whether the next stream resumes its sequences (rules S4, S7) or they move to other workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.wire.protocol import ADOPTION_MINOR
 from router.answers.stream_assembly import GapError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
 from router.prompts.tokenizer_store import TokenizerStore
-from router.workers.session_state import ProtocolError, SessionState
+from router.workers.session_state import ProtocolError, RouterSession
 
 if TYPE_CHECKING:
     # In the type stubs only: at run time the one stub class serves both kinds of channel.
@@ -172,7 +172,7 @@ class Session:
     ) -> None:
         self.address = address
         self.lease_s = lease_s
-        self.state = SessionState(router_id, lease_s)
+        self.state = RouterSession(router_id, lease_s)
         self.worker_id = ""
         self.instance_id = ""
         self.version = ""

@@ -50,7 +50,7 @@ class ProtocolError(Exception):
     """The worker sent what the protocol does not allow; the Session must be closed."""
 
 
-class LiveSequence(Protocol):
+class RunningRequest(Protocol):
     """A request as a Session has it: what takes its tokens, and who is told that there are some.
 
     Attributes:
@@ -78,7 +78,7 @@ class Submission:
 
     record: wpb.SubmitSequence
     token_ids: array[int]
-    sequence: LiveSequence
+    sequence: RunningRequest
     deadline: float | None = None
 
 
@@ -93,7 +93,7 @@ class Adoption:
     """
 
     frame: wpb.Adopt
-    sequence: LiveSequence
+    sequence: RunningRequest
     deadline: float | None = None
 
 
@@ -109,11 +109,11 @@ class StepEffects:
         refused: attempts that the worker has refused, with the end that says why.
     """
 
-    touched: list[LiveSequence] = field(default_factory=list)
-    ended: list[LiveSequence] = field(default_factory=list)
-    returned: list[LiveSequence] = field(default_factory=list)
-    lost: list[tuple[LiveSequence, Loss]] = field(default_factory=list)
-    refused: list[tuple[LiveSequence, wpb.SequenceEnd]] = field(default_factory=list)
+    touched: list[RunningRequest] = field(default_factory=list)
+    ended: list[RunningRequest] = field(default_factory=list)
+    returned: list[RunningRequest] = field(default_factory=list)
+    lost: list[tuple[RunningRequest, Loss]] = field(default_factory=list)
+    refused: list[tuple[RunningRequest, wpb.SequenceEnd]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Group:
     submitted: bool = False
 
 
-class SessionState:
+class RouterSession:
     """Frames to write and sequences that run on one Session.
 
     Args:
@@ -140,7 +140,7 @@ class SessionState:
 
     def __init__(self, router_id: str, lease_s: float) -> None:
         hello = wpb.Hello(proto_minor=PROTO_MINOR, router_id=router_id, lease_ms=round(lease_s * 1000))
-        self.live: dict[int, LiveSequence] = {}
+        self.live: dict[int, RunningRequest] = {}
         self.kv_seq = 0
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
@@ -154,7 +154,7 @@ class SessionState:
         self._first_rid: int | None = None
         self._aliens: set[int] = set()
 
-    def resume(self, earlier: SessionState) -> None:
+    def resume(self, earlier: RouterSession) -> None:
         """Takes over the sequences of an earlier stream with the same worker. To be called before the first frame."""
         self.live = earlier.live
         self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
@@ -169,13 +169,13 @@ class SessionState:
         self._kv_epoch = epoch
         self.renew_lease()
 
-    def unwritten(self) -> list[LiveSequence]:
+    def unwritten(self) -> list[RunningRequest]:
         """The live sequences of which something has not been written: the worker cannot have them whole."""
         adopted = [adoption.frame.rid for adoption in self._adoptions]
         rids = (rid for group in self._groups for rid in (*group.pending, *group.rests))
         return [self.live[rid] for rid in (*adopted, *rids) if rid in self.live]
 
-    def forget(self, rids: Iterable[int]) -> list[LiveSequence]:
+    def forget(self, rids: Iterable[int]) -> list[RunningRequest]:
         """Drops the sequences that the worker does not have, and returns them."""
         return [self.live.pop(rid) for rid in rids if rid in self.live]
 
@@ -190,7 +190,7 @@ class SessionState:
         self._add(adoption.frame.rid, adoption.sequence)
         self._adoptions.append(adoption)
 
-    def _add(self, rid: int, sequence: LiveSequence) -> None:
+    def _add(self, rid: int, sequence: RunningRequest) -> None:
         if self._first_rid is None:
             self._first_rid = rid
         elif rid < self._submitted_below:
@@ -279,7 +279,7 @@ class SessionState:
 
     def _apply_runs(
         self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float
-    ) -> tuple[dict[int, LiveSequence], list[int]]:
+    ) -> tuple[dict[int, RunningRequest], list[int]]:
         """Appends the runs. The loop runs once per token: what is done per step is done behind it.
 
         Returns:
@@ -294,7 +294,7 @@ class SessionState:
         if any(len(each.positions) != len(each.digests) for each in step.logit_digests):
             raise ProtocolError("columns of logit_digests differ in length")
         pooled = {each.rid: each.values for each in step.pooled}
-        touched: dict[int, LiveSequence] = {}
+        touched: dict[int, RunningRequest] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
         logprobs = {each.rid: each.rows for each in step.logprobs}

@@ -268,7 +268,7 @@ class WorkerPool:
         if not self.sessions():
             self._none_up.set()
         in_good_order = session.is_draining or session.is_leaving or fault is Fault.SHUTDOWN
-        worker.conduct.went_down(now, in_good_order=in_good_order)
+        worker.history.went_down(now, in_good_order=in_good_order)
         self._requests.worker_down(session)
         self._withdraw(session, self._dispatcher.lane_down)
         if fault is Fault.SHUTDOWN:
@@ -328,7 +328,7 @@ class WorkerPool:
             return Session(address, self.router_id, self._clock, self._failover.lease_s, self.dialer)
 
         async def pause(fault: Fault) -> None:
-            wait_s = worker.conduct.redial_after_s(self._clock(), answers=fault is Fault.UNREADY)
+            wait_s = worker.history.redial_after_s(self._clock(), answers=fault is Fault.UNREADY)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker.dial_now.wait(), wait_s)
             worker.dial_now.clear()
@@ -444,8 +444,8 @@ class WorkerPool:
 
     def _begin_probation(self, worker: WorkerRecord, session: Session, now: float) -> None:
         """Gives a worker that has died young again and again few requests at a time, until it has lived for a while."""
-        worker.conduct.came_up(session.instance_id, now)
-        if not (seconds := worker.conduct.probation_s(now)):
+        worker.history.came_up(session.instance_id, now)
+        if not (seconds := worker.history.probation_s(now)):
             return
 
         def end() -> None:

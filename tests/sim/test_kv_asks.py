@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.limits import KV_EVENTS_S
-from router.workers.kv_cursor import Continuity, KvEventCursor
+from router.workers.worker_caches import Continuity, KvEventCursor
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 

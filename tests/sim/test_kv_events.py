@@ -12,9 +12,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.params.sampling_params import SamplingParams
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PrefixAware
-from router.workers.kv_cursor import KvEventCursor
 from router.workers.session import Fault
-from router.workers.worker_caches import WorkerCaches
+from router.workers.worker_caches import KvEventCursor, WorkerCaches
 from tests.sim.service import MAX_MODEL_LEN, SimService
 from tests.sim.test_scenario import Outcome, Scenario
 from tests.sim.virtual_time import run

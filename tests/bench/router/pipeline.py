@@ -26,11 +26,10 @@ from common.text.tokenizer import Tokenizer
 from common.wire.block_hash import hash_chain
 from router.answers.stream_assembly import StreamAssembly
 from router.api.responses import fill_response
-from router.requests.stream import RequestStream, RoutedRequest
-from router.requests.write_pacer import WritePacer
+from router.requests.stream import RequestStream, RoutedRequest, WritePacer
 from router.scheduling.queued_request import QueuedRequest
 from router.validation import check_generate
-from router.workers.session_state import SessionState, Submission
+from router.workers.session_state import RouterSession, Submission
 from tests.bench.router.bed import VOCAB_SIZE, Row, bench_model, parser, prompts, show
 
 PROMPT = array("I", [1, 2, 3])
@@ -52,7 +51,7 @@ class Streams:
     def __init__(self, tokenizer: Tokenizer, count: int, *, token_ids: bool) -> None:
         self._random = random.Random(0)
         self._position = len(PROMPT)
-        self._link = SessionState("bench", 5.0)
+        self._link = RouterSession("bench", 5.0)
         self._streams = [_stream(tokenizer, i, token_ids=token_ids) for i in range(count)]
         self._messages = [pb.GenerateResponse(request_id="0" * 32) for _ in range(count)]
         submissions = [

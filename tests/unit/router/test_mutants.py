@@ -32,7 +32,7 @@ from router.api import pages
 from router.audit.decide import AuditCase
 from router.audit.kv_check import KvCheck
 from router.prompts.text_queue import TextQueue
-from router.requests.write_pacer import WritePacer
+from router.requests.stream import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
 from router.scheduling.assignment import LaneAssignment, ReassignmentQueue
 from router.scheduling.dispatcher import Dispatcher
@@ -42,7 +42,7 @@ from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
 from router.scheduling.worker_load import WorkerLoad
 from router.workers import session_state
-from router.workers.conduct import Conduct
+from router.workers.worker_record import AddressHistory
 from tests.unit import router
 from tests.unit.common import process, test_delay_gate, text
 from tests.unit.common.process import test_restart_policy
@@ -67,7 +67,7 @@ from tests.unit.router.scheduling import (
     test_placement,
     test_prefix_index,
 )
-from tests.unit.router.workers import test_conduct, test_extreme_numbers, test_session_state
+from tests.unit.router.workers import test_address_history, test_extreme_numbers, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
 
@@ -107,7 +107,7 @@ _EARLIEST = test_fair_queue.test_earliest_is_the_least_of_those_alive
 _PROMOTION = test_fair_queue.test_a_class_that_waits_too_long_gets_its_share_and_no_more
 _TWO = test_fair_queue.test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request
 _FRAMES = test_session_state.test_frames_are_bounded_and_complete
-_PAUSES = test_conduct.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
+_PAUSES = test_address_history.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
 _TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_take_none
 _BOOKS = test_text_queue.test_books_are_right_after_any_history
 _CHANNELS = test_reading.test_channels_are_those_of_the_whole_text
@@ -191,7 +191,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("last_wait", Attempts, "waits", "if not waits or loss is not None", "if not waits"), (_WAITS,)),
     (Mutant("long_frames", session_state, "_submit_frame", _FITS, "size > room"), (_FRAMES,)),
     (Mutant("fat_frames", session_state, "_submit_frame", _FITS, "tokens + taken > MAX_FRAME_TOKENS"), (_FRAMES,)),
-    (Mutant("unbounded", Conduct, "redial_after_s", "min(wait_s, longest_s)", "wait_s"), (_PAUSES,)),
+    (Mutant("unbounded", AddressHistory, "redial_after_s", "min(wait_s, longest_s)", "wait_s"), (_PAUSES,)),
     (Mutant("idle_turns", WritePacer, "_next", "        woken += 1", "    woken += 1"), (_TURNS,)),
     (Mutant("keeps_bytes", TextQueue, "add", "for out in made_room:", "for out in made_room[:1]:"), (_BOOKS,)),
     (Mutant("one_of_tail", Detokenizer, "__init__", "-TAIL:", "-1:"), (_CONTINUED, _BEHIND_A_PROMPT)),

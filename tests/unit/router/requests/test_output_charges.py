@@ -8,7 +8,7 @@ from common.limits import CHARGE_OUTPUT_S, CHARGED_PER_TURN, OUTPUT_TOKEN_COST
 from common.text.answer_text import AnswerText
 from router.answers.delivered import DeliveredTokens
 from router.answers.stream_assembly import StreamAssembly
-from router.requests.output_charges import OutputCharges
+from router.requests.running import OutputCharges
 from router.scheduling.fair_queue import TenantShares
 from router.scheduling.queued_request import NORMAL, QueuedRequest
 

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.write_pacer import WritePacer
+from router.requests.stream import WritePacer
 
 
 def note_turn(order: list[int], number: int) -> asyncio.Future[None]:

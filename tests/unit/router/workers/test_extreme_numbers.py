@@ -22,8 +22,8 @@ from router.answers.stream_chunk import drafts_of
 from router.model_registry import TextAssets, WorkerRefusedError, describe
 from router.scheduling.failover import stall_bound_s
 from router.scheduling.lane import Lane
-from router.workers.kv_cursor import KvEventCursor
-from router.workers.session_state import ProtocolError, SessionState
+from router.workers.session_state import ProtocolError, RouterSession
+from router.workers.worker_caches import KvEventCursor
 from router.workers.worker_pool import _load_report
 from tests.unit.router.workers.test_session_state import submission
 from tests.unit.worker.session.test_extreme_numbers import fill
@@ -65,7 +65,7 @@ def test_extreme_loads_of_workers_can_be_shown_and_added(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_extreme_steps_end_the_session_or_nothing(seed: int) -> None:
-    rnd, state, step = random.Random(seed), SessionState("r1", lease_s=5.0), wpb.StepOutput()
+    rnd, state, step = random.Random(seed), RouterSession("r1", lease_s=5.0), wpb.StepOutput()
     state.next_frame(0.0)
     ours = submission(1, 3)
     state.submit(1, [ours])

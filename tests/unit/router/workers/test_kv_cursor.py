@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from router.workers.kv_cursor import Continuity, KvEventCursor
+from router.workers.worker_caches import Continuity, KvEventCursor
 
 NEXT, OUTDATED, GAP = Continuity
 

@@ -1,4 +1,4 @@
-"""SessionState: bounded frames in the right order on the way up, streams and cancels on the way down."""
+"""RouterSession: bounded frames in the right order on the way up, streams and cancels on the way down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import GapError, StreamAssembly
 from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneRecord
-from router.workers.session_state import Adoption, LiveSequence, ProtocolError, SessionState, Submission
+from router.workers.session_state import Adoption, ProtocolError, RouterSession, RunningRequest, Submission
 from tests.unit.router.support import end
 
 
@@ -32,7 +32,7 @@ class Running:
         """Nobody waits."""
 
 
-def rids(sequences: Iterable[LiveSequence]) -> list[int]:
+def rids(sequences: Iterable[RunningRequest]) -> list[int]:
     return [sequence.rid for sequence in sequences]
 
 
@@ -42,15 +42,15 @@ def submission(rid: int, tokens: int, *, deadline: float | None = None, state: i
     return Submission(record, array("I", range(tokens)), Running(rid, assembly), deadline)
 
 
-def link() -> SessionState:
-    made = SessionState("r1", lease_s=5.0)
+def link() -> RouterSession:
+    made = RouterSession("r1", lease_s=5.0)
     frame = made.next_frame(0.0)
     assert frame is not None
     assert (frame.hello.router_id, frame.hello.lease_ms) == ("r1", 5000)
     return made
 
 
-def frames(made: SessionState, now: float = 0.0) -> list[wpb.SessionRequest]:
+def frames(made: RouterSession, now: float = 0.0) -> list[wpb.SessionRequest]:
     found = []
     while (frame := made.next_frame(now)) is not None:
         found.append(frame)
@@ -260,7 +260,7 @@ def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
     earlier.submit(1, [submission(4, 3), submission(5, 3), submission(6, 3)])
     earlier.apply(step(rid=[4], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
     earlier.cancel(5)
-    made = SessionState("r1", lease_s=5.0)
+    made = RouterSession("r1", lease_s=5.0)
     made.resume(earlier)
     hello = made.next_frame(1.0)
     assert hello is not None

@@ -14,19 +14,19 @@ from common.limits import (
     REDIAL_S,
     SHORT_LIFE_S,
 )
-from router.workers.conduct import Conduct
+from router.workers.worker_record import AddressHistory
 
 
-def steady() -> Conduct:
-    return Conduct(lambda: 0.5)
+def steady() -> AddressHistory:
+    return AddressHistory(lambda: 0.5)
 
 
-def lives(conduct: Conduct, seconds: list[float], now: float = 0.0) -> float:
+def lives(history: AddressHistory, seconds: list[float], now: float = 0.0) -> float:
     """Processes that live so long each, one a second after the other; when the last one has died."""
     for number, lived_s in enumerate(seconds):
-        conduct.came_up(f"{now}-{number}", now)
+        history.came_up(f"{now}-{number}", now)
         now += lived_s
-        conduct.went_down(now, in_good_order=False)
+        history.went_down(now, in_good_order=False)
         now += 1.0
     return now
 
@@ -36,12 +36,12 @@ def test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_fail
     chance: float, answers: bool, young: int
 ) -> None:
     """R13: 250 ms for ever, without jitter."""
-    conduct = Conduct(lambda: chance)
-    now = lives(conduct, [1.0] * young)
+    history = AddressHistory(lambda: chance)
+    now = lives(history, [1.0] * young)
     longest_s = MAX_REDIAL_UNREADY_S if answers else MAX_REDIAL_S
     before = 0.0
     for _ in range(200):
-        pause_s = conduct.redial_after_s(now, answers=answers)
+        pause_s = history.redial_after_s(now, answers=answers)
         assert (1 - REDIAL_JITTER) * REDIAL_S <= pause_s <= (1 + REDIAL_JITTER) * longest_s
         assert pause_s >= before - 1e-9
         before, now = pause_s, now + pause_s
@@ -49,65 +49,65 @@ def test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_fail
 
 
 def test_a_worker_that_restarts_is_found_soon() -> None:
-    conduct = steady()
-    now = lives(conduct, [1000.0])
+    history = steady()
+    now = lives(history, [1000.0])
     begin = now
     while now - begin < 5:
-        pause_s = conduct.redial_after_s(now, answers=False)
+        pause_s = history.redial_after_s(now, answers=False)
         assert pause_s <= REDIAL_S + 1e-9
         now += pause_s
-    assert conduct.redial_after_s(begin + 60, answers=False) <= 3.0
+    assert history.redial_after_s(begin + 60, answers=False) <= 3.0
     # Whatever was before: it has been well.
-    conduct.came_up("new", now)
-    assert conduct.probation_s(now) == 0
-    conduct.went_down(now + 100, in_good_order=False)
-    assert conduct.redial_after_s(now + 100, answers=False) <= REDIAL_S + 1e-9
+    history.came_up("new", now)
+    assert history.probation_s(now) == 0
+    history.went_down(now + 100, in_good_order=False)
+    assert history.redial_after_s(now + 100, answers=False) <= REDIAL_S + 1e-9
 
 
 def test_who_dies_young_again_and_again_is_on_probation_for_longer_each_time() -> None:
     """R13: it came back empty, and drew the next requests at once."""
-    conduct, now = steady(), 0.0
+    history, now = steady(), 0.0
     seen: list[float] = []
     for _ in range(8):
-        conduct.came_up(str(now), now)
-        seen.append(conduct.probation_s(now))
+        history.came_up(str(now), now)
+        seen.append(history.probation_s(now))
         now = now + 5.0
-        conduct.went_down(now, in_good_order=False)
+        history.went_down(now, in_good_order=False)
         now += 1.0
     assert seen[:2] == [0.0, 0.0]
     assert seen[2:5] == [PROBATION_S, 2 * PROBATION_S, 4 * PROBATION_S]
     assert seen[5:] == [MAX_PROBATION_S] * 3
-    assert conduct.redial_after_s(now, answers=False) > 4 * REDIAL_S
+    assert history.redial_after_s(now, answers=False) > 4 * REDIAL_S
 
 
 def test_one_long_life_or_a_goodbye_makes_up_for_it() -> None:
     for redeem in ("long", "goodbye"):
-        conduct = steady()
-        now = lives(conduct, [1.0] * 5)
-        conduct.came_up("redeemed", now)
-        assert conduct.probation_s(now) > 0
+        history = steady()
+        now = lives(history, [1.0] * 5)
+        history.came_up("redeemed", now)
+        assert history.probation_s(now) > 0
         now += SHORT_LIFE_S + 1 if redeem == "long" else 1.0
-        conduct.went_down(now, in_good_order=redeem == "goodbye")
-        conduct.came_up("next", now + 1)
-        assert conduct.probation_s(now + 1) == 0
+        history.went_down(now, in_good_order=redeem == "goodbye")
+        history.came_up("next", now + 1)
+        assert history.probation_s(now + 1) == 0
 
 
 def test_a_stream_that_breaks_ends_no_life() -> None:
-    conduct, now = steady(), 0.0
+    history, now = steady(), 0.0
     for _ in range(50):
-        conduct.came_up("the same", now)
-        assert conduct.probation_s(now) == 0
-        conduct.went_down(now + 0.5, in_good_order=False)
-        assert conduct.redial_after_s(now + 0.5, answers=False) <= REDIAL_S + 1e-9
+        history.came_up("the same", now)
+        assert history.probation_s(now) == 0
+        history.went_down(now + 0.5, in_good_order=False)
+        assert history.redial_after_s(now + 0.5, answers=False) <= REDIAL_S + 1e-9
         now += 1.0
 
 
 def test_probation_goes_on_where_it_was_when_a_stream_breaks() -> None:
-    conduct = steady()
-    now = lives(conduct, [1.0, 1.0])
-    conduct.came_up("third", now)
-    assert conduct.probation_s(now) == PROBATION_S
-    conduct.went_down(now + 4, in_good_order=False)
-    conduct.came_up("third", now + 5)
-    assert conduct.probation_s(now + 5) == PROBATION_S - 5
-    assert conduct.probation_s(now + 50) == 0
+    history = steady()
+    now = lives(history, [1.0, 1.0])
+    history.came_up("third", now)
+    assert history.probation_s(now) == PROBATION_S
+    history.went_down(now + 4, in_good_order=False)
+    history.came_up("third", now + 5)
+    assert history.probation_s(now + 5) == PROBATION_S - 5
+    assert history.probation_s(now + 50) == 0
