@@ -122,20 +122,20 @@ class Router:
         self.requests = RequestRouter(
             self.dispatcher,
             self.registry,
+            orphans,
             failover=options.failover,
             slow_client_timeout_s=options.slow_client_timeout_s,
-            orphans=orphans,
         )
         self.pool = WorkerPool(
             self.dispatcher,
             self.registry,
             self._store,
             self.requests.running,
+            orphans,
+            dialer,
             self._serving.set,
             failover=options.failover,
             worker_lost=self._refresh,
-            dialer=dialer,
-            orphans=orphans,
         )
         self.discovery = Discovery(self.pool.set_workers)
         builder = RequestBuilder(
@@ -344,7 +344,7 @@ def _dispatcher(options: RouterOptions) -> Dispatcher:
     gate = DelayGate(options.delay_factor, options.max_hold_s)
     placement = PLACEMENTS[options.placement]()
     shares = TenantShares(options.tenants.weights)
-    return Dispatcher(gate, placement, options.queue_size, options.failover.worker_wait_s, shares)
+    return Dispatcher(gate, placement, shares, options.queue_size, options.failover.worker_wait_s)
 
 
 def run_on_loop(main: Coroutine[Any, Any, None]) -> None:

@@ -147,6 +147,7 @@ RULES = {
             "router/workers/expected_workers.py": (IO, EVENT_LOOP),
             "router/workers/orphans.py": (IO, EVENT_LOOP),
             "router/workers/session.py": (IO | GRPC, EVENT_LOOP),
+            "router/workers/worker_intake.py": (IO, EVENT_LOOP),
             "router/workers/worker_pool.py": (WORLD, EVENT_LOOP),
             "router/workers/worker_record.py": (IO, EVENT_LOOP),
         },

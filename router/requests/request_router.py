@@ -46,21 +46,21 @@ class RequestRouter:
 
     Args:
         dispatcher: decides what goes where and when.
-        registry: knows which weights have gone.
+        registry: knows which weights are no longer served.
+        orphans: sequences of routers that are gone.
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
         slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
-        orphans: sequences of other routers that are gone; None where none is adopted.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         registry: ModelRegistry,
+        orphans: OrphanTable,
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = DEFAULT_FAILOVER,
         slow_client_timeout_s: float = SLOW_CLIENT_TIMEOUT_S,
-        orphans: OrphanTable | None = None,
     ) -> None:
         self.running = RunningRequests(dispatcher, failover.policy, clock, self.dispatch_soon)
         self._dispatcher = dispatcher
@@ -68,7 +68,7 @@ class RequestRouter:
         self._clock = clock
         self._worker_wait_s = failover.worker_wait_s
         self._slow_client_timeout_s = slow_client_timeout_s
-        self._orphans = OrphanTable(clock) if orphans is None else orphans
+        self._orphans = orphans
         self._keys = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._pacer = WritePacer()

@@ -3,7 +3,6 @@
 A request runs under one rid on one session, whose state holds it; there is no other table of what runs. Invariants:
   * A stream has a session exactly while that session's state has it, or what has just come of it is being worked off.
   * A stream that leaves its session is queued again by the same call, or its assembly is closed.
-  * `_suspects` are streams that have their worker for themselves.
 """
 
 from __future__ import annotations
@@ -77,6 +76,46 @@ class OutputCharges:
         self._charge(ended.queued, ended.assembly.delivered)
 
 
+class SuspectStreams:
+    """Streams whose last workers died, and which run alone until they have passed their first steps.
+
+    A suspect's worker gets no other request of this router, for ALONE_S at most.
+
+    Args:
+        dispatcher: reserves workers.
+        dispatch_soon: called when a reservation has ended.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, dispatch_soon: Callable[[], None]) -> None:
+        self._dispatcher = dispatcher
+        self._dispatch_soon = dispatch_soon
+        self._streams: set[RequestStream] = set()
+
+    def add(self, stream: RequestStream, rid: int) -> None:
+        """Adds a stream whose attempt `rid` is about to start alone."""
+        self._streams.add(stream)
+        asyncio.get_running_loop().call_later(ALONE_S, self.clear, stream, rid)
+
+    def release(self, stream: RequestStream, address: str) -> None:
+        """Ends a suspect's exclusive use of its worker; a no-op for streams that are not suspects."""
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._dispatcher.share(address, stream.queued.key)
+            self._dispatch_soon()
+
+    def clear(self, stream: RequestStream, rid: int) -> None:
+        """Clears a stream of suspicion if its attempt `rid` is still under way."""
+        if stream.rid == rid and stream in self._streams and stream.session is not None:
+            stream.attempts.share()
+            self.release(stream, stream.session.address)
+
+    def clear_passed(self) -> None:
+        """Clears the suspects that have passed their first steps."""
+        for stream in list(self._streams):
+            if stream.attempts.has_passed_first_steps(stream.assembly.num_tokens):
+                self.clear(stream, stream.rid)
+
+
 class RunningRequests:
     """Requests from their release to the end of the attempt; takes what the workers report (`SequenceEvents`).
 
@@ -113,7 +152,7 @@ class RunningRequests:
         self._counter = itertools.count(1)
         # On which requests can be sent, by address.
         self._sessions: dict[str, Session] = {}
-        self._suspects: set[RequestStream] = set()
+        self._suspects = SuspectStreams(dispatcher, dispatch_soon)
 
     # To the workers.
 
@@ -173,7 +212,7 @@ class RunningRequests:
         if stream.is_adopted and (stream.assembly.is_closed or stream.attempts.has_begun(stream.assembly.num_tokens)):
             self.num_adopted += 1
         stream.attempts.end(stream.assembly.num_tokens, self._clock())
-        self._share(stream, session.address)
+        self._suspects.release(stream, session.address)
         self._charges.settle(stream)
         session.state.cancel(stream.rid)
         session.notify()
@@ -183,8 +222,7 @@ class RunningRequests:
         must_keep = stream.was_returned or not self._can_go_elsewhere(stream, session.address)
         rid = self._incarnation | next(self._counter)
         if stream.queued.alone:
-            self._suspects.add(stream)
-            asyncio.get_running_loop().call_later(ALONE_S, self._acquit, stream, rid)
+            self._suspects.add(stream, rid)
         return stream.begin(session, rid, now, must_keep=must_keep)
 
     def _can_go_elsewhere(self, stream: RequestStream, address: str) -> bool:
@@ -219,7 +257,7 @@ class RunningRequests:
         """Lets requests go on on the next stream to their worker: it has not died of any of them."""
         for stream in _streams(session.state.live.values()):
             stream.session = session
-            self._acquit(stream, stream.rid)
+            self._suspects.clear(stream, stream.rid)
 
     def carry_out(self, session: Session, effects: StepEffects) -> None:
         """Lets streams that have news write, and ends or moves those that have left the session."""
@@ -227,8 +265,7 @@ class RunningRequests:
             touched.wake()
         for ended in _streams(effects.ended):
             self.unbind(ended)
-        if self._suspects:
-            self._end_first_steps()
+        self._suspects.clear_passed()
         session.notify()
         for returned in reversed(_streams(effects.returned)):
             self._requeue_unstarted(returned, session.address)
@@ -341,26 +378,6 @@ class RunningRequests:
         self.num_unadopted += 1
         self._dispatcher.rejoin(stream.queued, self._clock())
         self.dispatch_soon()
-
-    # Suspects.
-
-    def _share(self, stream: RequestStream, address: str) -> None:
-        """Lets a worker have other requests that a suspect has had for itself; a no-op for other streams."""
-        if stream in self._suspects:
-            self._suspects.remove(stream)
-            self._dispatcher.share(address, stream.queued.key)
-            self.dispatch_soon()
-
-    def _acquit(self, stream: RequestStream, rid: int) -> None:
-        """Ends the suspicion: it has done what should kill its worker, or has had that for itself for long enough."""
-        if stream.rid == rid and stream in self._suspects and stream.session is not None:
-            stream.attempts.share()
-            self._share(stream, stream.session.address)
-
-    def _end_first_steps(self) -> None:
-        for stream in list(self._suspects):
-            if stream.attempts.has_passed_first_steps(stream.assembly.num_tokens):
-                self._acquit(stream, stream.rid)
 
 
 def _streams(sequences: Iterable[RunningRequest]) -> list[RequestStream]:

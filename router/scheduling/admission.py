@@ -133,9 +133,9 @@ class AdmissionQueue:
         shares: told who begins and who ends to wait.
     """
 
-    def __init__(self, capacity: int, shares: TenantShares | None = None) -> None:
+    def __init__(self, capacity: int, shares: TenantShares) -> None:
         self._capacity = capacity
-        self._shares = TenantShares() if shares is None else shares
+        self._shares = shares
         self._requests: dict[int, QueuedRequest] = {}
         self._classes = {priority: _ClassRequests(self._shares) for priority in CLASSES}
         self._deadlines = LazyMinHeap(self._requests)

@@ -25,7 +25,7 @@ from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETR
 from router.scheduling.admission import AdmissionQueue
 from router.scheduling.assignment import LaneAssignment, ReassignmentQueue, Rebalancer
 from router.scheduling.fair_queue import TenantShares
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, LaneKind
 from router.scheduling.lanes import LaneAgenda, LaneCounts, LaneTable
 from router.scheduling.placement import Placement
 from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
@@ -77,21 +77,21 @@ class Dispatcher:
     Args:
         gate: the delay gate of all lanes.
         placement: chooses among the lanes that can serve a request.
+        shares: as the attribute; has the tenants' weights.
         capacity: most waiting requests of one class.
         worker_wait_s: how long a request waits while no worker can serve it, seconds.
-        shares: as the attribute; has the tenants' weights.
     """
 
     def __init__(
         self,
         gate: DelayGate,
         placement: Placement,
+        shares: TenantShares,
         capacity: int = MAX_QUEUED_REQUESTS,
         worker_wait_s: float = WORKER_WAIT_S,
-        shares: TenantShares | None = None,
     ) -> None:
         self._gate = gate
-        self.shares = TenantShares() if shares is None else shares
+        self.shares = shares
         self._queue = AdmissionQueue(capacity, self.shares)
         self._agenda = LaneAgenda()
         self.lanes = LaneTable()
@@ -229,11 +229,9 @@ class Dispatcher:
             worker,
             model,
             report,
-            numerics,
             self.shares,
-            max_model_len=max_model_len,
+            LaneKind(numerics, max_model_len, grammar_engine),
             caches_prefixes=caches_prefixes,
-            grammar_engine=grammar_engine,
         )
         self.lanes.add(lane)
         self.lane_ready(worker, now)

@@ -43,23 +43,53 @@ class LaneStatus:
     report_age_ms: int
 
 
-class Lane:
-    """The lane of one worker.
+@dataclass(frozen=True, slots=True)
+class LaneKind:
+    """The requests that a worker can serve; workers of one kind can serve the same ones.
 
     Attributes:
-        load: what the worker has to do.
-        ready: whether it takes work.
-        limit: most sequences at a time, None for as many as it reports room for.
+        numerics: its numerics class.
+        max_model_len: most tokens of a sequence, prompt and answer.
+        grammar_engine: library that compiles grammars there; "" for none.
+    """
+
+    numerics: str = ""
+    max_model_len: float = math.inf
+    grammar_engine: str = ""
+
+    def can_serve(self, numerics: str | None, most_tokens: int, grammar_engine: str = "") -> bool:
+        """True if the worker can run a sequence of up to `most_tokens` tokens to its end.
+
+        Args:
+            numerics: required numerics class, None for any.
+            most_tokens: longest prompt and answer together.
+            grammar_engine: library of the sequence's grammar, "" for none.
+        """
+        is_class, compiles = numerics in (None, self.numerics), grammar_engine in ("", self.grammar_engine)
+        return is_class and compiles and most_tokens <= self.max_model_len
+
+    def suits(self, request: QueuedRequest) -> bool:
+        """True if the worker can run a request to its end."""
+        return self.can_serve(request.numerics, request.most_tokens, request.grammar_engine)
+
+
+class Lane:
+    """The queue of one worker at this router, and the worker's load.
+
+    Attributes:
+        kind: what the worker can serve.
+        caches_prefixes: True if the worker shares the KV of equal prefixes and reports what it holds.
+        load: the worker's load.
+        ready: True if the worker accepts new work.
+        limit: most sequences at a time, None for as many as the worker reports room for.
 
     Args:
         worker: the worker's address or id, unique in the fleet.
         model: identity of the model it serves.
         report: its load when it said Welcome.
-        numerics: its numerics class.
-        max_model_len: most tokens of a sequence there, prompt and answer.
-        caches_prefixes: whether it shares the KV of equal prefixes and says what it holds.
-        grammar_engine: library that compiles grammars there; "" for none.
-        shares: what the tenants have had; every request that is bound has entered it.
+        shares: service that each tenant has received; a request enters it before it is bound.
+        kind: as the attribute.
+        caches_prefixes: as the attribute.
     """
 
     def __init__(
@@ -67,46 +97,27 @@ class Lane:
         worker: str,
         model: str,
         report: LoadReport,
-        numerics: str = "",
-        shares: TenantShares | None = None,
+        shares: TenantShares,
+        kind: LaneKind,
         *,
-        max_model_len: float = math.inf,
-        caches_prefixes: bool = True,
-        grammar_engine: str = "",
+        caches_prefixes: bool,
     ) -> None:
-        self.grammar_engine = grammar_engine
-        self.caches_prefixes = caches_prefixes
-        self.max_model_len = max_model_len
         self.worker = worker
         self.model = model
-        self.numerics = numerics
+        self.kind = kind
+        self.caches_prefixes = caches_prefixes
         self.load = WorkerLoad(report)
         self.ready = True
         self.limit: int | None = None
-        # It has a request for itself: key of the one that waits here, or has gone to the worker.
+        # Key of the request that the worker is reserved for; it waits here, or runs on the worker.
         self._alone: int | None = None
-        self._bound = FairQueue(TenantShares() if shares is None else shares)
+        self._bound = FairQueue(shares)
 
     def __len__(self) -> int:
         return len(self._bound)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._bound)
-
-    def can_serve(self, numerics: str | None, most_tokens: int, grammar_engine: str = "") -> bool:
-        """True if the worker can run a sequence of so many tokens in a numerics class (None: in any) to its end, with a
-        grammar of this library ("": without one)."""
-        is_class, compiles = numerics in (None, self.numerics), grammar_engine in ("", self.grammar_engine)
-        return is_class and compiles and most_tokens <= self.max_model_len
-
-    def suits(self, request: QueuedRequest) -> bool:
-        """True if the worker can run a request to its end, as far as that depends on what the worker is."""
-        return self.can_serve(request.numerics, request.most_tokens, request.grammar_engine)
-
-    @property
-    def kind(self) -> tuple[str, float, str]:
-        """All that `can_serve` depends on."""
-        return self.numerics, self.max_model_len, self.grammar_engine
 
     @property
     def bound_tokens(self) -> int:

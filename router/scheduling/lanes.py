@@ -1,7 +1,7 @@
 """The lanes of all workers: which ones can serve a request, and which ones the next decision looks at.
 
 Pure. Invariants of `LaneTable`:
-  * `_ready` lists the lanes that accept new work, by model; `_kinds` has one of them for each `Lane.kind`.
+  * `_ready` lists the lanes that accept new work, by model; `_kinds` has their different kinds.
   * `busy` has the lanes with waiting requests, `_taken` the workers reserved for one request, `_limited` those with a
     limit.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
-from router.scheduling.lane import Lane
+from router.scheduling.lane import Lane, LaneKind
 from router.scheduling.queued_request import QueuedRequest
 
 # Stale heap entries that are kept beyond half of all entries.
@@ -96,7 +96,7 @@ class LaneTable:
         self.busy: dict[str, Lane] = {}
         self._lanes: dict[str, Lane] = {}
         self._ready: dict[str, list[Lane]] = {}
-        self._kinds: dict[str, list[Lane]] = {}
+        self._kinds: dict[str, list[LaneKind]] = {}
         self._taken: set[str] = set()
         self._limited: set[str] = set()
 
@@ -131,7 +131,7 @@ class LaneTable:
         self._kinds.pop(model, None)
         if lanes:
             self._ready[model] = lanes
-            self._kinds[model] = list({each.kind: each for each in lanes}.values())
+            self._kinds[model] = list({each.kind for each in lanes})
 
     def limit(self, worker: str, most_seqs: int | None) -> Lane:
         """Limits a worker to `most_seqs` sequences at a time; None lifts the limit."""
@@ -174,14 +174,14 @@ class LaneTable:
             but: excluded worker, "" for none.
         """
         lanes = self._ready.get(model, ())
-        return any(lane.worker != but and lane.can_serve(numerics, most_tokens, grammar_engine) for lane in lanes)
+        return any(lane.worker != but and lane.kind.can_serve(numerics, most_tokens, grammar_engine) for lane in lanes)
 
     def is_servable(self, request: QueuedRequest) -> bool:
         """True if a ready worker can serve a request."""
         if request.only_worker:
             return bool(self._own_lane(request))
         kinds = self._kinds.get(request.model, ())
-        return any(lane.suits(request) for lane in kinds)
+        return any(kind.suits(request) for kind in kinds)
 
     def candidates(self, request: QueuedRequest) -> list[Lane]:
         """The ready lanes that a request may be bound to.
@@ -192,8 +192,8 @@ class LaneTable:
         if request.only_worker:
             return self._own_lane(request)
         lanes = self._ready.get(request.model, [])
-        if not all(lane.suits(request) for lane in self._kinds.get(request.model, ())):
-            lanes = [lane for lane in lanes if lane.suits(request)]
+        if not all(kind.suits(request) for kind in self._kinds.get(request.model, ())):
+            lanes = [lane for lane in lanes if lane.kind.suits(request)]
         if request.excluded_worker:
             lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
         if self._taken or self._limited:
@@ -209,7 +209,7 @@ class LaneTable:
         return [
             lane
             for lane in self._ready.get(request.model, ())
-            if lane.worker == request.only_worker and lane.suits(request)
+            if lane.worker == request.only_worker and lane.kind.suits(request)
         ]
 
     def counts(self, now: float, gate: DelayGate) -> LaneCounts:

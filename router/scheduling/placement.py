@@ -501,7 +501,7 @@ def _among(lanes: Sequence[Lane]) -> Callable[[Lane], bool]:
 
 def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
     """True if a waiting request may move to a lane."""
-    fits = lane.suits(request)
+    fits = lane.kind.suits(request)
     return fits and lane.worker != request.excluded_worker and not (lane.is_taken or lane.is_full)
 
 

@@ -167,8 +167,8 @@ class Session:
         address: str,
         router_id: str,
         clock: Callable[[], float],
+        dialer: Dialer,
         lease_s: float = LEASE_S,
-        dialer: Dialer | None = None,
     ) -> None:
         self.address = address
         self.lease_s = lease_s
@@ -187,7 +187,7 @@ class Session:
         self.proto_minor = 0
         self.step_tokens = 0
         self._clock = clock
-        self._dialer = Dialer() if dialer is None else dialer
+        self._dialer = dialer
         self._to_write = asyncio.Event()
         self._leaving = False
         self._frames_read = 0

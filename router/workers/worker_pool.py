@@ -16,63 +16,28 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
 
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
+from common.limits import SESSION_GOODBYE_S
 from common.process.tasks import keep_running
 from common.rpc.tls import Dialer, is_loopback
 from common.wire.draft_counts import add_counts
-from common.wire.peer_numbers import counted, rate
+from common.wire.peer_numbers import rate
 from router.answers.stream_chunk import drafts_of
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.prompts.tokenizer_store import TokenizerStore
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions, Loss, stall_bound_s
-from router.scheduling.worker_load import LoadReport
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.orphans import OrphanTable
-from router.workers.session import CordonState, Fault, Session, SessionLostError, WorkerState, keep_connected
-from router.workers.session_state import StepEffects
+from router.workers.session import CordonState, Fault, Session, SessionLostError, keep_connected
 from router.workers.worker_caches import WorkerCaches
+from router.workers.worker_intake import SequenceEvents, WorkerIntake, cordon_of, load_report
 from router.workers.worker_record import RESUMABLE, KnownWorker, WorkerRecord
 
-_CORDONS: Final = {wpb.INTAKE_CORDONED: CordonState.CORDONED, wpb.INTAKE_EVICTING: CordonState.EVICTING}
-
 log = structlog.get_logger(__name__)
-
-
-class SequenceEvents(Protocol):
-    """Owner of the sequences that run on workers. Called on the event loop, never concurrently."""
-
-    def worker_up(self, session: Session) -> None:
-        """Sequences can be sent on this session from now on."""
-
-    def worker_down(self, session: Session) -> None:
-        """The session has ended; what it has in `state.live` is held, or lost next."""
-
-    def take_over(self, session: Session) -> None:
-        """The session goes on with the sequences in its `state.live`, which ran on another one."""
-
-    def carry_out(self, session: Session, effects: StepEffects) -> None:
-        """The worker has computed a step."""
-
-    def lose(self, session: Session, loss: Loss, why: str) -> None:
-        """Whatever the session has in `state.live` is lost."""
-
-    def forget(self, session: Session, rids: Iterable[int]) -> None:
-        """The worker has let these sequences go."""
-
-    def return_unwritten(self, session: Session) -> None:
-        """Sequences that are not written whole cannot be at the worker: nobody has to come back for them."""
-
-    def hand_over(self, session: Session) -> None:
-        """Others go on with what runs on the worker, where they can."""
-
-    def dispatch_soon(self) -> None:
-        """Something has changed that a decision depends on."""
 
 
 class WorkerPool:
@@ -104,12 +69,12 @@ class WorkerPool:
         registry: ModelRegistry,
         store: TokenizerStore,
         requests: SequenceEvents,
+        orphans: OrphanTable,
+        dialer: Dialer,
         serving_changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = DEFAULT_FAILOVER,
         worker_lost: Callable[[], None] = lambda: None,
-        dialer: Dialer | None = None,
-        orphans: OrphanTable | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -119,14 +84,15 @@ class WorkerPool:
         self._clock = clock
         self._failover = failover
         self._worker_lost = worker_lost
-        self.dialer = Dialer() if dialer is None else dialer
+        self.dialer = dialer
         self.caches = WorkerCaches(dispatcher.assignment)
         self.expected = ExpectedWorkers(registry, failover.worker_wait_s, clock=clock)
-        self.orphans = OrphanTable(clock) if orphans is None else orphans
+        self.orphans = orphans
         self.on_kv_digests: Callable[[Session, Iterable[wpb.KvDigest]], None] = _nobody
         self.router_id = secrets.token_hex(8)
         self._workers: dict[str, WorkerRecord] = {}
         self._instances: dict[str, Session] = {}
+        self._intake = WorkerIntake(dispatcher, registry, requests, self.expected, serving_changed, clock)
         self._none_up = asyncio.Event()
         self._has_warned = False
 
@@ -214,7 +180,7 @@ class WorkerPool:
         session.step_tokens = limits.max_num_batched_tokens
         _check_stall(session, welcome.busy_ms, welcome.load.prefill_rate, self._failover.stall_timeout_s)
         with self._registry.watched(self._serving_changed):
-            self._admit(session)
+            self._intake.admit(session)
             try:
                 self._count_in(session, welcome)
             except Exception as error:
@@ -230,17 +196,17 @@ class WorkerPool:
         effects = session.state.apply(step, self._clock())
         if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
             # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
-            self._withdraw(session, self._dispatcher.lane_draining)
+            self._intake.withdraw(session, self._dispatcher.lane_draining)
         self._requests.carry_out(session, effects)
         for end in step.ends:
             add_counts(self._workers[session.address].drafts, drafts_of(end))
         if step.HasField("load"):
-            self._take_report(session, step.load, step.submit_seen)
+            self._intake.take_report(session, step.load, step.submit_seen)
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
         """Takes the load."""
         _check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate, self._failover.stall_timeout_s)
-        self._take_report(session, heartbeat.load, heartbeat.submit_seen)
+        self._intake.take_report(session, heartbeat.load, heartbeat.submit_seen)
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
         """Takes changes of the worker's prefix cache, and digests of what it holds."""
@@ -254,7 +220,7 @@ class WorkerPool:
         """Sends the worker nothing more, and hands over what others can take."""
         log.info("worker draining", worker=session.address, worker_id=session.worker_id)
         session.is_draining = True
-        self._update_accepting(session)
+        self._intake.update(session)
         self._requests.hand_over(session)
 
     def orphans_named(self, session: Session, orphans: wpb.Orphans) -> None:
@@ -270,7 +236,7 @@ class WorkerPool:
         in_good_order = session.is_draining or session.is_leaving or fault is Fault.SHUTDOWN
         worker.history.went_down(now, in_good_order=in_good_order)
         self._requests.worker_down(session)
-        self._withdraw(session, self._dispatcher.lane_down)
+        self._intake.withdraw(session, self._dispatcher.lane_down)
         if fault is Fault.SHUTDOWN:
             return
         self._worker_lost()
@@ -304,7 +270,7 @@ class WorkerPool:
             log.info("worker joined", worker=address)
             if worker.session is not None:
                 worker.session.is_parting = False
-                self._update_accepting(worker.session)
+                self._intake.update(worker.session)
 
     def _leave(self, worker: WorkerRecord) -> None:
         """Gives a worker nothing new; the connection ends with the last of what runs there."""
@@ -315,7 +281,7 @@ class WorkerPool:
         log.info("worker left", worker=worker.address, running=0 if session is None else len(session.state.live))
         if session is not None:
             session.is_parting = True
-            self._update_accepting(session)
+            self._intake.update(session)
             session.notify()
 
     async def _connect(self, worker: WorkerRecord) -> None:
@@ -325,7 +291,7 @@ class WorkerPool:
             log.warning("PLAIN TEXT to workers outside loopback: anybody on the network can read it; use --worker-ca")
 
         def open_session() -> Session:
-            return Session(address, self.router_id, self._clock, self._failover.lease_s, self.dialer)
+            return Session(address, self.router_id, self._clock, self.dialer, self._failover.lease_s)
 
         async def pause(fault: Fault) -> None:
             wait_s = worker.history.redial_after_s(self._clock(), answers=fault is Fault.UNREADY)
@@ -356,21 +322,21 @@ class WorkerPool:
         self._dispatcher.lane_up(
             session.address,
             session.model.identity,
-            _load_report(welcome.load, 0, now),
+            load_report(welcome.load, 0, now),
             now,
             session.numerics,
             max_model_len=session.model.max_model_len,
             caches_prefixes=welcome.kv_events,
             grammar_engine=session.model.grammar_engine,
         )
-        self._begin_probation(worker, session, now)
+        self._intake.start_probation(worker, session, now)
         self.caches.welcomed(session)
         worker.release()
         self._requests.forget(session, welcome.unknown)
         session.accepting = True
-        session.cordon = _CORDONS.get(welcome.load.intake, CordonState.OPEN)
+        session.cordon = cordon_of(welcome.load)
         worker.last_error = ""
-        self._update_accepting(session)
+        self._intake.update(session)
         log.info(
             "worker up",
             worker=session.address,
@@ -385,83 +351,11 @@ class WorkerPool:
         session.notify()
         self._requests.dispatch_soon()
 
-    def _admit(self, session: Session) -> None:
-        """Counts a worker among those of its model, and says so where it differs from the others."""
-        assert session.model is not None
-        difference = self._registry.admit(session.address, session.model)
-        if difference:
-            log.info(
-                "worker differs from the others of its model: new requests are shared among both",
-                worker=session.address,
-                worker_id=session.worker_id,
-                model=session.model.name,
-                difference=difference,
-            )
-        self.expected.came_up(session.address)
-
-    def _withdraw(self, session: Session, lane_closes: Callable[[str, float], None]) -> None:
-        """Counts a worker no more among those of its model: it takes no more work."""
-        with self._registry.watched(self._serving_changed):
-            lane_closes(session.address, self._clock())
-            self._registry.release(session.address)
-        self._requests.dispatch_soon()
-
-    def _update_accepting(self, session: Session) -> None:
-        """Lets the worker get new work, or no more, when either side has changed its mind about that."""
-        accepting = session.worker_state is WorkerState.SERVING
-        if accepting == session.accepting:
-            return
-        session.accepting = accepting
-        if not accepting:
-            self._withdraw(session, self._dispatcher.lane_draining)
-            return
-        with self._registry.watched(self._serving_changed):
-            self._admit(session)
-            self._dispatcher.lane_ready(session.address, self._clock())
-        self._requests.dispatch_soon()
-
     def _give_up(self, worker: WorkerRecord, why: str, loss: Loss) -> None:
         """Moves the sequences of a broken stream elsewhere: nobody takes them up (rule S7)."""
         held = worker.release()
         if held is not None:
             self._requests.lose(held, loss, why)
-
-    # Reports.
-
-    def _take_report(self, session: Session, load: wpb.Load, submit_seen: int) -> None:
-        """Takes the worker's load, and what it says about new work."""
-        self._dispatcher.report(session.address, _load_report(load, submit_seen, self._clock()))
-        cordon = _CORDONS.get(load.intake, CordonState.OPEN)
-        if cordon is not session.cordon:
-            session.cordon = cordon
-            log.info(
-                "worker intake changed", worker=session.address, worker_id=session.worker_id, intake=cordon.name.lower()
-            )
-            self._update_accepting(session)
-            if cordon is CordonState.EVICTING:
-                self._requests.hand_over(session)
-        self._requests.dispatch_soon()
-
-    def _begin_probation(self, worker: WorkerRecord, session: Session, now: float) -> None:
-        """Gives a worker that has died young again and again few requests at a time, until it has lived for a while."""
-        worker.history.came_up(session.instance_id, now)
-        if not (seconds := worker.history.probation_s(now)):
-            return
-
-        def end() -> None:
-            if worker.session is session:
-                self._dispatcher.limit(session.address, None)
-                self._requests.dispatch_soon()
-
-        log.warning(
-            "worker on probation",
-            worker=session.address,
-            worker_id=session.worker_id,
-            seconds=round(seconds),
-            why="it has died young each time lately",
-        )
-        self._dispatcher.limit(session.address, PROBATION_SEQS)
-        asyncio.get_running_loop().call_later(seconds, end)
 
 
 def _nobody(session: Session, digests: Iterable[wpb.KvDigest]) -> None:
@@ -472,20 +366,3 @@ def _check_stall(session: Session, busy_ms: int, prefill_rate: float, stall_time
     bound_s = stall_bound_s(stall_timeout_s, session.step_tokens, rate(prefill_rate))
     if busy_ms / 1000 > bound_s:
         raise SessionLostError(Fault.STALLED, f"its engine step takes longer than {bound_s:g} s")
-
-
-def _load_report(load: wpb.Load, submit_seen: int, now: float) -> LoadReport:
-    return LoadReport(
-        time=now,
-        decoding_seqs=load.decoding_seqs,
-        waiting_seqs=load.waiting_seqs,
-        waiting_tokens=counted(load.waiting_tokens),
-        room_tokens=counted(load.room_tokens),
-        room_seqs=load.room_seqs,
-        last_prompt_latency_s=counted(load.last_prompt_latency_us) / 1e6,
-        prefill_rate=rate(load.prefill_rate),
-        prefill_samples=load.prefill_samples,
-        fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
-        fleet_tokens=counted(load.fleet_tokens),
-        submit_seen=submit_seen,
-    )

@@ -25,7 +25,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.delay_gate import DelayGate
 from common.limits import PROMOTE_AFTER_S
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import RoundRobin
 from router.scheduling.queued_request import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
@@ -34,6 +33,7 @@ from tests.chaos.scale import FULL, SCALE
 from tests.chaos.support import code_of, detail, quantile, until
 from tests.e2e.service import Service, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 HEARTBEAT_S = 0.5
 MARGIN_S = 0.25
@@ -123,7 +123,7 @@ class GateMachine(RuleBasedStateMachine):
         self.due: float | None = None
         first = LoadReport(self.now, decoding_seqs=1, room_tokens=1000, room_seqs=50, prefill_rate=1000.0)
         self.oracle = Oracle(factor, max_hold, first)
-        self.dispatcher = Dispatcher(DelayGate(factor, max_hold), RoundRobin(), 10_000)
+        self.dispatcher = make_dispatcher(DelayGate(factor, max_hold), RoundRobin(), 10_000)
         self.dispatcher.lane_up("w", "m", first, self.now)
 
     def pump(self) -> None:
@@ -235,7 +235,7 @@ class OrderMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.key, self.serial = 0.0, 0, 0
-        self.dispatcher = Dispatcher(DelayGate(1.0, 0.25), RoundRobin(), 10_000)
+        self.dispatcher = make_dispatcher(DelayGate(1.0, 0.25), RoundRobin(), 10_000)
         busy = LoadReport(0.0, decoding_seqs=1, last_prompt_latency_s=0.1, prefill_rate=1000.0)
         self.dispatcher.lane_up("w", "m", busy, 0.0)
         self.gone: list[QueuedRequest] = []

@@ -21,12 +21,12 @@ from common.config import Config
 from common.delay_gate import DelayGate
 from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from common.process.tasks import task_failures
+from common.rpc.tls import Dialer
 from common.telemetry.tracing import Tracing
 from router.answers.stream_assembly import GapError
 from router.model_registry import ModelRegistry, TextAssets, describe
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import FailoverOptions
 from router.scheduling.placement import Placement, PrefixAware, RoundRobin
 from router.workers.orphans import OrphanTable
@@ -34,6 +34,7 @@ from router.workers.session import Fault, Session, SessionLostError
 from router.workers.session_state import ProtocolError
 from router.workers.worker_pool import WorkerPool
 from tests.sim.virtual_time import VirtualLoop
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 from worker.engine.core import EngineCore
 from worker.engine.outputs import EngineLoad
 from worker.engine.turns import Cancel, Command, EngineTurns, SetDeadline, Submit, TicketReceipt
@@ -274,7 +275,7 @@ class Connection(Session):
     """
 
     def __init__(self, site: SimService, worker: SimWorker) -> None:
-        super().__init__(worker.name, site.pool.router_id, site.loop.time, lease_s=site.lease_s)
+        super().__init__(worker.name, site.pool.router_id, site.loop.time, Dialer(), lease_s=site.lease_s)
         self.worker_id = worker.name
         self.instance_id = worker.facts.instance_id
         self.model = describe(worker.facts.to_proto(wpb.WORKER_STATE_SERVING), TextAssets())
@@ -471,21 +472,20 @@ class SimService:
             self.workers, self.routers = other.workers, other.routers
         self.routers.append(self)
         options = FailoverOptions(worker_wait_s=worker_wait_s)
-        self.dispatcher = Dispatcher(DelayGate(delay_factor), self.placement, worker_wait_s=worker_wait_s)
+        self.dispatcher = make_dispatcher(DelayGate(delay_factor), self.placement, worker_wait_s=worker_wait_s)
         registry = ModelRegistry()
         self.orphans = OrphanTable(loop.time)
-        self.requests = RequestRouter(
-            self.dispatcher, registry, clock=loop.time, failover=options, orphans=self.orphans
-        )
+        self.requests = RequestRouter(self.dispatcher, registry, self.orphans, clock=loop.time, failover=options)
         self.pool: WorkerPool = WorkerPool(
             self.dispatcher,
             registry,
             TokenizerStore(),
             self.requests.running,
+            self.orphans,
+            Dialer(),
             lambda: None,
             clock=loop.time,
             failover=options,
-            orphans=self.orphans,
         )
         self.connections = [self._connect(worker) for worker in self.workers]
 
@@ -526,7 +526,7 @@ class SimService:
     def _refuse(self, i: int) -> None:
         """A dial meets a closed port."""
         if self.workers[i].is_dead:
-            refused = Session(self.workers[i].name, "", self.loop.time)
+            refused = Session(self.workers[i].name, "", self.loop.time, Dialer())
             self.pool.session_closed(refused, Fault.REFUSED)
 
     def _restart(self, i: int) -> None:

@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 
 from common.delay_gate import DelayGate
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import CacheChange, PrefixAware
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 REQUESTS = 2000
 
@@ -28,7 +28,7 @@ def load(seen: int = 0) -> LoadReport:
 def cost_us(workers: int, granules: int) -> tuple[float, float]:
     """Median and p99 of a request's way through the dispatcher."""
     rnd = random.Random(1)
-    dispatcher = Dispatcher(DelayGate(0.0), PrefixAware())
+    dispatcher = make_dispatcher(DelayGate(0.0), PrefixAware())
     for i in range(workers):
         dispatcher.lane_up(f"w{i}", "m", load(), 0.0)
     prefixes = [[rnd.getrandbits(64) for _ in range(granules)] for _ in range(200)]
@@ -48,7 +48,7 @@ def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
     """Mean and most of a decision, of which there are 400 a second while nothing can be released."""
     rnd = random.Random(1)
     policy = PrefixAware()
-    dispatcher = Dispatcher(DelayGate(0.0), policy)
+    dispatcher = make_dispatcher(DelayGate(0.0), policy)
     full = [LoadReport(0.0, 8, 4, 1000 * i, 0, 0, 0.05, 30_000.0, prefill_samples=1) for i in range(workers)]
     for i, report in enumerate(full):
         dispatcher.lane_up(f"w{i}", "m", report, 0.0)

@@ -22,6 +22,7 @@ from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.placement import PLACEMENTS, CacheChange
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.turns import Command, EngineTurns, Submit, TicketReceipt, Turn
@@ -155,7 +156,7 @@ class FleetRun:
             max_model_len=4096,
         )
         self._workers = {f"w{i}": _Worker(f"w{i}", config, cost, num_routers) for i, cost in enumerate(costs)}
-        self._routers = [Dispatcher(DelayGate(delay_factor), PLACEMENTS[placement]()) for _ in range(num_routers)]
+        self._routers = [make_dispatcher(DelayGate(delay_factor), PLACEMENTS[placement]()) for _ in range(num_routers)]
         self._events: list[tuple[float, int, object]] = []
         self._serial = itertools.count()
         self._requests: dict[int, QueuedRequest] = {}

@@ -14,12 +14,12 @@ from common.delay_gate import DelayGate
 from common.errors import QueueFullError
 from common.limits import CHARGE_OUTPUT_S, OUTPUT_TOKEN_COST
 from router.scheduling.admission import AdmissionQueue
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import FairQueue, TenantShares
 from router.scheduling.placement import PLACEMENTS
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 from tests.bench.router.bed import parser, show
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 SERVICE_S = 1 / 50
 B_ASKS_S = 1 / 5
@@ -39,7 +39,7 @@ class Flood:
 def flood(a_per_s: float, *, capacity: int = 100, seconds: float = 30.0) -> Flood:
     """A worker that begins with a request every SERVICE_S, and two tenants; counted from when the queue can be full."""
     seen = Flood()
-    dispatcher = Dispatcher(DelayGate(0.0), PLACEMENTS["least_loaded"](), capacity)
+    dispatcher = make_dispatcher(DelayGate(0.0), PLACEMENTS["least_loaded"](), capacity)
     dispatcher.lane_up("w", "m", LoadReport(0.0, decoding_seqs=1), 0.0)
     warm_s = capacity / max(a_per_s - 1 / SERVICE_S, 1.0) + 1.0
     due = {"A": 0.0, "B": 0.0, "service": 0.0}

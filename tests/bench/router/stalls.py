@@ -19,6 +19,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
 from common.params.sampling_params import SamplingParams
+from common.rpc.tls import Dialer
 from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import StreamAssembly
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
@@ -30,8 +31,10 @@ from router.scheduling.placement import PrefixAware
 from router.scheduling.prefix_index import PrefixIndex
 from router.scheduling.queued_request import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from router.workers.orphans import OrphanTable
 from router.workers.session import Session
 from router.workers.worker_pool import WorkerPool
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 TURNS = 1000
 MODEL = ServedModel("m", "A", 4096, 300, "", "w", 16, 0, TextAssets(), "n")
@@ -52,7 +55,7 @@ def full(time: float, tokens: int) -> LoadReport:
 def spread_ms(workers: int, classes: tuple[int, ...]) -> dict[str, float]:
     """The longest call, by what has happened."""
     rnd = random.Random(1)
-    dispatcher = Dispatcher(DelayGate(0.0), PrefixAware())
+    dispatcher = make_dispatcher(DelayGate(0.0), PrefixAware())
     for i in range(workers):
         dispatcher.lane_up(f"w{i}", "m", full(0.0, 1000 * i), 0.0)
     key = 0
@@ -95,13 +98,14 @@ def growth_ms() -> list[tuple[int, float]]:
 
 async def decision_ms(workers: int) -> float:
     """Median decision for a fleet in which one request waits for each worker, held by the gate."""
-    dispatcher, registry = Dispatcher(DelayGate(4.0), PrefixAware()), ModelRegistry()
-    requests = RequestRouter(dispatcher, registry)
-    pool = WorkerPool(dispatcher, registry, TokenizerStore(), requests.running, lambda: None)
+    dispatcher, registry = make_dispatcher(DelayGate(4.0), PrefixAware()), ModelRegistry()
+    orphans = OrphanTable(time.monotonic)
+    requests = RequestRouter(dispatcher, registry, orphans)
+    pool = WorkerPool(dispatcher, registry, TokenizerStore(), requests.running, orphans, Dialer(), lambda: None)
     load = wpb.Load(decoding_seqs=8, room_tokens=10**6, room_seqs=100, last_prompt_latency_us=10**7, prefill_rate=1000)
     sessions: list[Session] = []
     for i in range(workers):
-        session = Session(f"w{i}", "r", time.monotonic)
+        session = Session(f"w{i}", "r", time.monotonic, Dialer())
         session.instance_id, session.model = str(i), MODEL
         pool.session_opening(session)
         pool.session_up(session, wpb.Welcome(load=load, kv_events=True))

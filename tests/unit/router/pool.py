@@ -13,6 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.delay_gate import DelayGate
 from common.params.sampling_params import SamplingParams
+from common.rpc.tls import Dialer
 from common.text.answer_text import AnswerText
 from common.wire.protocol import PROTO_MINOR
 from router.answers.stream_assembly import StreamAssembly
@@ -20,12 +21,12 @@ from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.prompts.tokenizer_store import TokenizerStore
 from router.requests.request_router import RequestRouter
 from router.requests.stream import RequestStream, RoutedRequest
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PLACEMENTS
 from router.workers import worker_pool
 from router.workers.orphans import OrphanTable
 from router.workers.session import Session
 from router.workers.worker_pool import WorkerPool
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 from tests.unit.router.support import tokenizer_files
 
 ADDRESS = "127.0.0.1:1"
@@ -41,23 +42,24 @@ class Site:
         monkeypatch.setattr(worker_pool, "keep_connected", never)
         self.told: list[str] = []
         self.registry = ModelRegistry()
-        self.dispatcher = Dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"](), 16)
+        self.dispatcher = make_dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"](), 16)
         self.orphans = OrphanTable(time.monotonic)
-        self.requests = RequestRouter(self.dispatcher, self.registry, orphans=self.orphans)
+        self.requests = RequestRouter(self.dispatcher, self.registry, self.orphans)
         told = self.told
         self.pool = WorkerPool(
             self.dispatcher,
             self.registry,
             TokenizerStore(),
             self.requests.running,
+            self.orphans,
+            Dialer(),
             lambda: told.append("serving changed"),
-            orphans=self.orphans,
         )
         self.pool.set_workers([ADDRESS])
 
     def described(self) -> Session:
         """A Session whose worker has been described."""
-        session = Session(ADDRESS, "r", time.monotonic)
+        session = Session(ADDRESS, "r", time.monotonic, Dialer())
         session.worker_id, session.instance_id = "w", "i"
         text = TextAssets.from_files(tokenizer_files())
         session.model = ServedModel("m", "Qwen3ForCausalLM", 128, 300, "t", "d", 16, 0, text)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 
 from common.delay_gate import DelayGate
+from common.limits import MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from router.scheduling.dispatcher import Dispatcher, Release
-from router.scheduling.placement import RoundRobin
+from router.scheduling.fair_queue import TenantShares
+from router.scheduling.lane import Lane, LaneKind
+from router.scheduling.placement import Placement, RoundRobin
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
 
@@ -21,8 +24,18 @@ def request(key: int, *, tokens: int = 10, arrival: float = 0.0, deadline: float
     return QueuedRequest(key, "m", tokens, arrival, deadline)
 
 
+def make_dispatcher(
+    gate: DelayGate, placement: Placement, capacity: int = MAX_QUEUED_REQUESTS, worker_wait_s: float = WORKER_WAIT_S
+) -> Dispatcher:
+    return Dispatcher(gate, placement, TenantShares(), capacity, worker_wait_s)
+
+
+def make_lane(worker: str, model: str, report: LoadReport, shares: TenantShares | None = None) -> Lane:
+    return Lane(worker, model, report, shares or TenantShares(), LaneKind(), caches_prefixes=True)
+
+
 def dispatcher(*workers: str, factor: float = 0.0, capacity: int = 100, report: LoadReport = ROOM) -> Dispatcher:
-    made = Dispatcher(DelayGate(factor), RoundRobin(), capacity)
+    made = make_dispatcher(DelayGate(factor), RoundRobin(), capacity)
     for worker in workers:
         made.lane_up(worker, "m", report, 0.0)
     return made

@@ -11,12 +11,12 @@ from common.delay_gate import DelayGate
 from common.errors import QueueFullError
 from common.limits import WORKER_WAIT_S
 from router.scheduling.admission import AdmissionQueue
-from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.fair_queue import TenantShares
 from router.scheduling.lane import Lane
 from router.scheduling.placement import PLACEMENTS, PrefixAware, RoundRobin
 from router.scheduling.queued_request import LOW, QueuedRequest
 from router.scheduling.worker_load import STALE_REPORT_S, LoadReport
-from tests.unit.router.scheduling.dispatching import ROOM, decoding, dispatcher, keys, request
+from tests.unit.router.scheduling.dispatching import ROOM, decoding, dispatcher, keys, make_dispatcher, request
 
 
 def test_round_robin_in_order_of_arrival() -> None:
@@ -208,7 +208,7 @@ def test_a_request_goes_to_its_numerics_class_only() -> None:
 def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
     """R1: also one that waits when a shorter worker comes, and one that has lost its worker."""
     for policy in PLACEMENTS.values():
-        d = Dispatcher(DelayGate(0.0), policy())
+        d = make_dispatcher(DelayGate(0.0), policy())
         d.lane_up("long", "m", LoadReport(0.0, decoding_seqs=1, waiting_tokens=9000), 0.0, max_model_len=1024)
         d.arrive(QueuedRequest(1, "m", 10, 0.0, most_tokens=1024), 0.0)
         d.lane_up("short", "m", ROOM, 0.0, max_model_len=256)
@@ -228,7 +228,7 @@ def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_request_for_one_worker_goes_there_alone(placement: str) -> None:
     """However much sooner others would serve it, and when it has come back from there."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in ("a", "b", "c"):
         d.lane_up(worker, "m", ROOM, 0.0)
     d.report("b", LoadReport(0.0, decoding_seqs=9, waiting_tokens=9000, room_tokens=0, room_seqs=0))
@@ -292,7 +292,7 @@ def test_what_comes_back_goes_on_in_its_order() -> None:
 
 
 def test_queue_drops_stale_deadlines() -> None:
-    queue = AdmissionQueue(10)
+    queue = AdmissionQueue(10, TenantShares())
     for key in range(5000):
         queue.push(request(key, deadline=1e9))
         queue.remove(key)
@@ -302,7 +302,7 @@ def test_queue_drops_stale_deadlines() -> None:
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement: str) -> None:
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in "ab":
         d.lane_up(worker, "m", ROOM, 0.0)
     suspect = request(0)
@@ -331,7 +331,7 @@ def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement:
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) -> None:
     """R13: on probation it looks idle, and would be the first choice."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("bad", "m", ROOM, 0.0)
     d.limit("bad", 2)
     d.lane_up("well", "m", LoadReport(0.0, decoding_seqs=40, room_tokens=1000, room_seqs=60), 0.0)
@@ -352,7 +352,7 @@ def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) ->
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> None:
     """R9: late binding leaves suspects where they are, so they are placed anew, before others fill the worker."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("a", "m", ROOM, 0.0)
     for key in range(3):
         suspect = request(key)
@@ -369,7 +369,7 @@ def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> N
 
 def test_a_limit_that_ends_and_a_suspect_that_has_passed_let_what_waits_go() -> None:
     """R9: a decision looks at lanes that have changed, and these two change a lane without a report."""
-    d = Dispatcher(DelayGate(0.0), RoundRobin(), 100)
+    d = make_dispatcher(DelayGate(0.0), RoundRobin(), 100)
     d.lane_up("a", "m", ROOM, 0.0)
     d.limit("a", 1)
     for key in range(3):
@@ -395,7 +395,7 @@ def test_a_limit_that_ends_and_a_suspect_that_has_passed_let_what_waits_go() -> 
 
 def test_what_leaves_a_worker_that_has_come_back_takes_nothing_of_its_new_lane() -> None:
     """R9: what waited for a worker that went is placed in pieces, when another of its address may be up."""
-    d = Dispatcher(DelayGate(0.0), RoundRobin(), 1000)
+    d = make_dispatcher(DelayGate(0.0), RoundRobin(), 1000)
     d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
     for key in range(1, 201):
         d.arrive(request(key), 0.0)
@@ -427,7 +427,7 @@ def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come
     """R9: their prompts are too short for late binding to gain anything, by the speed of their worker."""
     fast = LoadReport(0.5, decoding_seqs=2, room_tokens=1000, room_seqs=98, prefill_rate=30_000.0, submit_seen=1)
     for limited in (True, False):
-        d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
+        d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
         d.lane_up("a", "m", ROOM, 0.0)
         if limited:
             d.limit("a", 2)
@@ -448,7 +448,7 @@ def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come
 
 def test_a_worker_with_a_limit_makes_the_placing_of_all_no_dearer() -> None:
     """R9: prefix_aware compared all of a fleet while one worker in it had a limit, or a suspect."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     for i in range(200):
         d.lane_up(f"w{i}", "m", replace(ROOM, decoding_seqs=1, waiting_tokens=i), 0.0)
     d.limit("w0", 1)
@@ -471,7 +471,7 @@ def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
     """R9: a timer that fires at the very moment finds reports not stale yet, and nothing else may come."""
     for began in (0.0, 0.1, 12345.678, 98765.4321):
         held = LoadReport(began, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=1e9)
-        d = Dispatcher(DelayGate(1e9, 1e9), RoundRobin())
+        d = make_dispatcher(DelayGate(1e9, 1e9), RoundRobin())
         d.lane_up("a", "m", held, began)
         d.arrive(request(1, arrival=began), began)
         now = began + 0.01
@@ -487,7 +487,7 @@ def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
 @pytest.mark.parametrize("policy", PLACEMENTS)
 def test_no_call_looks_at_all_that_wait(policy: str) -> None:
     """R9: when a worker drains, goes or comes, each call binds a bounded number of requests, and all are bound soon."""
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[policy]())
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[policy]())
     full = LoadReport(0.0, decoding_seqs=1, waiting_tokens=1000)
     for worker in "abc":
         d.lane_up(worker, "m", full, 0.0)

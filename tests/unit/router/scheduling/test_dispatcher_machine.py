@@ -14,12 +14,12 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from router.scheduling import assignment
 from router.scheduling import dispatcher as dispatcher_module
-from router.scheduling.dispatcher import Dispatcher, Release
+from router.scheduling.dispatcher import Release
 from router.scheduling.lane import LaneRecord, lane_of
 from router.scheduling.placement import PLACEMENTS, RoundRobin
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
-from tests.unit.router.scheduling.dispatching import LENGTHS, NUMERICS, TENANTS, WAIT_S, can_serve
+from tests.unit.router.scheduling.dispatching import LENGTHS, NUMERICS, TENANTS, WAIT_S, can_serve, make_dispatcher
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -53,7 +53,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @initialize(factor=st.sampled_from([0.0, 0.5, 4.0]))
     def begin(self, factor: float) -> None:
-        self.d = Dispatcher(DelayGate(factor), RoundRobin(), capacity=12, worker_wait_s=WAIT_S)
+        self.d = make_dispatcher(DelayGate(factor), RoundRobin(), capacity=12, worker_wait_s=WAIT_S)
         self.now = 0.0
         self.next_key = 0
         self.waiting: dict[int, QueuedRequest] = {}

@@ -13,9 +13,9 @@ from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.scheduling.admission import QUEUE_RETRY_S, AdmissionQueue, DrainRateEstimator
 from router.scheduling.fair_queue import FairQueue, LazyMinHeap, TenantShares
-from router.scheduling.lane import Lane
 from router.scheduling.queued_request import CLASSES, HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_lane
 
 WEIGHTS = {"a": 1.0, "b": 2.0}
 CAPACITY = 5
@@ -329,7 +329,7 @@ def test_a_flood_does_not_hold_up_the_others() -> None:
 
 
 def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
-    queue = AdmissionQueue(1)
+    queue = AdmissionQueue(1, TenantShares())
     assert queue.place_for(LOW, "", 0.0) is None
     queue.push(request(1, priority=LOW))
     with pytest.raises(QueueFullError, match=r"1 requests of priority low\), and tenant '' has its share") as caught:
@@ -383,7 +383,7 @@ def test_a_tenant_within_its_share_of_the_queue_loses_nothing(
 
 
 def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
-    queue = AdmissionQueue(2)
+    queue = AdmissionQueue(2, TenantShares())
     for key in range(3):
         queue.push_front(request(key, "a"))
     with pytest.raises(QueueFullError):
@@ -391,7 +391,7 @@ def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
 
 
 def test_other_weights_change_who_yields() -> None:
-    queue = AdmissionQueue(5)
+    queue = AdmissionQueue(5, TenantShares())
     for key, tenant in enumerate("aaabb"):
         queue.push(request(key, tenant))
     assert queue.place_for(NORMAL, "c", 0.0) is next(r for r in queue if r.key == 2)
@@ -456,7 +456,7 @@ def test_the_class_that_has_waited_longest_is_promoted_first() -> None:
 
 def test_a_low_request_is_not_hopeless_behind_a_queue_that_it_will_pass() -> None:
     shares = TenantShares()
-    lane = Lane("w", "m", LoadReport(0.0, decoding_seqs=1, prefill_rate=100.0), shares=shares)
+    lane = make_lane("w", "m", LoadReport(0.0, decoding_seqs=1, prefill_rate=100.0), shares)
     for key in range(100):
         shares.enter(new := request(key, tokens=100, priority=HIGH))
         lane.bind(new)
@@ -524,7 +524,7 @@ def test_the_speed_is_right_from_the_first_second() -> None:
 
 def test_a_request_is_hopeless_only_behind_others() -> None:
     shares = TenantShares()
-    lane = Lane("w", "m", LoadReport(0.0, prefill_rate=100.0), shares=shares)
+    lane = make_lane("w", "m", LoadReport(0.0, prefill_rate=100.0), shares)
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 0.0
     lane.load.take(LoadReport(0.0, waiting_tokens=50, prefill_rate=100.0))
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 10.5

@@ -7,10 +7,11 @@ import random
 from router.scheduling.lane import Lane
 from router.scheduling.lanes import LaneAgenda
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_lane
 
 
 def test_what_is_due_comes_first_and_each_once() -> None:
-    a, b, c = (Lane(name, "m", LoadReport(0.0)) for name in "abc")
+    a, b, c = (make_lane(name, "m", LoadReport(0.0)) for name in "abc")
     agenda = LaneAgenda()
     agenda.set_time(a, 2.0)
     agenda.set_time(b, 1.0)
@@ -27,7 +28,7 @@ def test_what_is_due_comes_first_and_each_once() -> None:
 
 def test_random_times_against_a_table() -> None:
     rnd = random.Random(1)
-    lanes = [Lane(str(i), "m", LoadReport(0.0)) for i in range(20)]
+    lanes = [make_lane(str(i), "m", LoadReport(0.0)) for i in range(20)]
     agenda, known = LaneAgenda(), dict[Lane, float]()
     for _ in range(3000):
         lane, at = rnd.choice(lanes), rnd.choice([None, rnd.uniform(0, 100)])

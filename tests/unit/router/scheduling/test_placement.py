@@ -24,13 +24,13 @@ from router.scheduling.placement import (
 )
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
-from tests.unit.router.scheduling.dispatching import chain
+from tests.unit.router.scheduling.dispatching import chain, make_dispatcher, make_lane
 
 GRANULE = 128
 
 
 def lane(worker: str, model: str = "m", **load: float) -> Lane:
-    return Lane(worker, model, LoadReport(0.0, room_tokens=10_000, room_seqs=100, **load))  # type: ignore[arg-type]
+    return make_lane(worker, model, LoadReport(0.0, room_tokens=10_000, room_seqs=100, **load))  # type: ignore[arg-type]
 
 
 @settings(max_examples=60)
@@ -61,7 +61,7 @@ def request(key: int, prompt: list[int] | None = None, session: str = "", tokens
 
 
 def fleet(policy: Placement, *workers: str, rate: float = 10_000.0) -> Dispatcher:
-    d = Dispatcher(DelayGate(0.0), policy)
+    d = make_dispatcher(DelayGate(0.0), policy)
     for worker in workers:
         d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=rate), 0.0)
     return d
@@ -111,7 +111,7 @@ def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
 
 
 def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
-    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    d = make_dispatcher(DelayGate(0.0), PrefixAware())
     for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
         d.lane_up(worker, "m", speeds(0.0, rate, 5), 0.0)
     workers = [send(d, request(key, tokens=500)) for key in range(90)]
@@ -127,7 +127,7 @@ def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tri
 
 
 def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
-    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    d = make_dispatcher(DelayGate(0.0), PrefixAware())
     d.lane_up("a", "m", speeds(0.0, 50_000.0, 5), 0.0)
     d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
     assert [send(d, request(key, tokens=500)) for key in range(10)].count("b") == 5
@@ -136,7 +136,7 @@ def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
 def test_one_wrong_measurement_is_not_the_speed_of_the_unknown_for_ever() -> None:
     """R14: the highest speed ever seen stood for every worker that had not been measured for long."""
     policy = PrefixAware()
-    d = Dispatcher(DelayGate(0.0), policy)
+    d = make_dispatcher(DelayGate(0.0), policy)
     d.lane_up("a", "m", speeds(0.0, 5_000_000.0, 1), 0.0)
     d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
     unknown = d.lanes["b"]
@@ -148,7 +148,7 @@ def test_one_wrong_measurement_is_not_the_speed_of_the_unknown_for_ever() -> Non
 
 def waiting_fleet(policy: Placement, loads: dict[str, int]) -> Dispatcher:
     """Workers that have no room, and so many tokens before what comes."""
-    d = Dispatcher(DelayGate(0.0), policy)
+    d = make_dispatcher(DelayGate(0.0), policy)
     for worker, tokens in loads.items():
         d.lane_up(worker, "m", busy(tokens), 0.0)
     return d
@@ -295,7 +295,7 @@ def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> Non
 
 def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
     policy = PrefixAware()
-    d = Dispatcher(DelayGate(0.0), policy)
+    d = make_dispatcher(DelayGate(0.0), policy)
     report = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
     for worker in "ab":
         d.lane_up(worker, "m", report, 0.0, caches_prefixes=False)
@@ -348,7 +348,7 @@ def test_least_loaded_counts_at_selection() -> None:
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_policy_keeps_to_the_numerics_class_and_survives_coming_and_going(name: str) -> None:
     rnd = random.Random(name)
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS[name]())
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS[name]())
     classes = {f"w{i}": "xy"[i % 2] for i in range(6)}
     up: set[str] = set()
     for key in range(400):

@@ -13,11 +13,11 @@ import pytest
 
 from common.delay_gate import DelayGate
 from common.limits import EXPECTED_S
-from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import CacheChange, PrefixAware
 from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 GRANULE_TOKENS = 128
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def random_prompt(rnd: random.Random) -> list[int]:
 
 def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
     rnd = random.Random(5)
-    dispatcher = Dispatcher(DelayGate(0.0), PrefixAware(1 << 12))
+    dispatcher = make_dispatcher(DelayGate(0.0), PrefixAware(1 << 12))
     idle = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
     caches = {f"w{i}": LruCache(60) for i in range(5)}
     for worker in caches:

@@ -9,12 +9,13 @@ from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PLACEMENTS
 from router.scheduling.queued_request import QueuedRequest
 from router.scheduling.worker_load import LoadReport
+from tests.unit.router.scheduling.dispatching import make_dispatcher
 
 PROMPT, SHARED = 1000, 999
 
 
 def fleet(policy: str, *workers: str, places: int = 100, caches_prefixes: bool = True) -> Dispatcher:
-    made = Dispatcher(DelayGate(0.0), PLACEMENTS[policy](), 1000)
+    made = make_dispatcher(DelayGate(0.0), PLACEMENTS[policy](), 1000)
     for worker in workers:
         report = LoadReport(0.0, room_tokens=100_000, room_seqs=places)
         made.lane_up(worker, "m", report, 0.0, caches_prefixes=caches_prefixes)
@@ -76,7 +77,7 @@ def test_one_that_comes_later_goes_where_the_first_has_gone() -> None:
 def test_while_they_wait_they_stay_with_the_first() -> None:
     """An idle worker that comes takes none of them, and when the first has gone there they follow."""
     busy = LoadReport(0.0, decoding_seqs=5, waiting_seqs=9, waiting_tokens=90_000, room_tokens=0, room_seqs=100)
-    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
+    d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     d.lane_up("a", "m", busy, 0.0)
     asked = answers(4)
     assert arrive(d, asked) == ["a"] * 4

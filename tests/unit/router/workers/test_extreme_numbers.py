@@ -21,10 +21,10 @@ from router.answers.stream_assembly import GapError
 from router.answers.stream_chunk import drafts_of
 from router.model_registry import TextAssets, WorkerRefusedError, describe
 from router.scheduling.failover import stall_bound_s
-from router.scheduling.lane import Lane
 from router.workers.session_state import ProtocolError, RouterSession
 from router.workers.worker_caches import KvEventCursor
-from router.workers.worker_pool import _load_report
+from router.workers.worker_intake import load_report
+from tests.unit.router.scheduling.dispatching import make_lane
 from tests.unit.router.workers.test_session_state import submission
 from tests.unit.worker.session.test_extreme_numbers import fill
 
@@ -52,8 +52,8 @@ def test_extreme_loads_of_workers_can_be_shown_and_added(seed: int) -> None:
     for number in range(3):
         load = wpb.Load()
         fill(load, rnd, depth=1)
-        lane = Lane("w", "m", _load_report(load, rnd.choice([0, UINT64_MAX]), 10.0))
-        lane.load.take(_load_report(load, number, 11.0))
+        lane = make_lane("w", "m", load_report(load, rnd.choice([0, UINT64_MAX]), 10.0))
+        lane.load.take(load_report(load, number, 11.0))
         status = asdict(lane.status(11.0))
         age_s = status.pop("report_age_ms") / 1000
         assert_fits(apb.Worker, **status, report_age=to_duration(age_s))
