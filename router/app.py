@@ -1,4 +1,4 @@
-"""`fissile router`: the wiring of one router, its start and its end."""
+"""`fissile router`: wires, starts and stops one router."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ class Router:
 
     Attributes:
         server: its gRPC server.
-        dispatcher: decides which request goes where, and when.
-        requests: where each request is.
-        pool: who its workers are.
-        discovery: finds the workers.
+        dispatcher: decides which request goes to which worker, and when.
+        requests: its requests.
+        pool: its workers.
+        discovery: finds the addresses of its workers.
         registry: its models.
         service: its public service.
-        admin: the gRPC server of AdminService, None when it is off.
-        configuration: what may change while the router runs.
+        admin: the gRPC server of AdminService, None if it is off.
+        configuration: settings that may change while the router runs.
 
     Args:
-        options: at the start.
-        reread: reads what it was started with again.
+        options: the options at the start.
+        reread: reads the configuration again.
 
     Raises:
         TlsError: the certificate for workers cannot be used.
-        ExportError: the environment asks for an export that there is not.
+        ExportError: the environment names an unknown exporter.
     """
 
     def __init__(self, options: RouterOptions, reread: Callable[[], ReloadedConfig] | None = None) -> None:
@@ -163,7 +163,7 @@ class Router:
         return InferenceService(self._admission, backend, replayer, self._encoder, self._metrics)
 
     async def start(self) -> None:
-        """Listens and begins to dial the workers. Health says SERVING when the first one serves.
+        """Listens, and starts to dial the workers. Health becomes SERVING with the first ready worker.
 
         Raises:
             PortTakenError: the address cannot be listened on.
@@ -194,7 +194,7 @@ class Router:
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
-        """Takes no new requests, lets streams finish within the drain timeout, then stops."""
+        """Accepts no new requests, lets streams finish within the drain timeout, then stops."""
         timeout_s = self._options.drain_timeout_s
         log.info("draining", in_flight=self.service.in_flight, timeout_s=timeout_s)
         await self._leave_health()
@@ -211,16 +211,16 @@ class Router:
             await asyncio.gather(stopping, idle, return_exceptions=True)
 
     async def _idle_after(self, propagation_s: float) -> None:
-        """Waits until there is no call any more, once clients have had the time to learn of the drain."""
+        """Waits until no call is open, after clients have had time to notice the drain."""
         await asyncio.sleep(propagation_s)
         await self._calls.wait_until_none()
 
     async def stop(self) -> None:
-        """Ends what still runs, and everything else. May be called at any time, twice too."""
+        """Ends open calls and stops everything. May be called at any time, also twice."""
         await self._leave_health()
         if self.service.in_flight:
             log.warning("ending requests", in_flight=self.service.in_flight)
-        # Before the server does it, with a status that says what the client has got.
+        # Before the server does, so that the status says what the client has received.
         self._calls.end()
         for auditor in (self._auditor, self._kv_auditor):
             if auditor is not None:
@@ -239,14 +239,14 @@ class Router:
         log.info("router stopped")
 
     def reload(self) -> None:
-        """Reads the configuration again; what is wrong with it is logged, and changes nothing."""
+        """Reads the configuration again; an error is logged and changes nothing."""
         try:
             admin.reread(self.configuration)
         except CommandError as error:
             log.error("configuration not reloaded", why=str(error))
 
     def _apply(self, settings: RuntimeConfig) -> None:
-        """Takes settings into force, between two decisions."""
+        """Applies new settings, between two dispatch decisions."""
         routing, weights = settings.routing, settings.routing.tenant_weight
         placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement]()
         self._placement = routing.placement
@@ -348,23 +348,23 @@ def _dispatcher(options: RouterOptions) -> Dispatcher:
 
 
 def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a router's work on the event loop that routers have, in a process that is set up for it."""
-    # A thread that makes a prompt keeps the interpreter for so long when the loop wants it; by default 5 ms, each time.
+    """Runs a router's main coroutine on uvloop, and sets the process up for it."""
+    # Time for which a prompt thread may keep the interpreter from the event loop; by default 5 ms, each time.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # Objects made so far stay: full collections would traverse them again and again, and hold the loop meanwhile.
+    # Objects made so far stay alive: full garbage collections would traverse them each time, and hold the loop.
     gc.freeze()
     uvloop.run(main)
 
 
 async def run_router(options: RouterOptions, reread: Callable[[], ReloadedConfig] | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining. SIGHUP reads the options again.
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the drain. SIGHUP reads the options again.
 
     Args:
-        options: at the start.
+        options: the options at the start.
         reread: reads them again.
 
     Raises:
-        CommandError: something must be changed; one line.
+        CommandError: the router cannot start; one line says what to change.
     """
     ending, at_once = asyncio.Event(), asyncio.Event()
 

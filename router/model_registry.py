@@ -1,9 +1,9 @@
-"""The models that the workers serve, as the router must know them to validate, tokenize and answer.
+"""The models that workers serve: what the router needs to validate, tokenize and answer.
 
-Pure. Workers of one name may differ in what a prompt's tokens and hashes depend on, and in the weights, as while new
-weights are rolled out: each such `identity` is a model of its own, and a request has one of them from its prompt to its
+Pure. While new weights are rolled out, workers of one model name differ in the weights, or in what the tokens and
+hashes of a prompt depend on. Each such `identity` is a model of its own, and a request keeps one from its prompt to its
 last token. A model whose workers are all gone stays known, so that its requests get UNAVAILABLE and not NOT_FOUND; it
-is forgotten when its addresses serve others.
+is forgotten when its addresses serve other models.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
 from router.answers.channels.form import ResponseForm, response_form
 from router.rerank_template import RERANK_ROLES, rerank_template
 
-# In what workers of one identity agree, besides the name.
+# Fields in which workers of one identity agree, besides the name.
 _IDENTITY = ("weights_digest", "tokenizer_sha256", "block_size", "hash_seed", "architecture", "vocab_size")
-# Models that are remembered though none of the router's addresses serves them any more.
+# Most models that are remembered without an address that serves them.
 _MAX_UNUSED = 16
 
 
@@ -49,11 +49,11 @@ class WorkerRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextAssets:
-    """Everything that comes with a model's tokenizer files; all None or default when it has none.
+    """Everything read from a model's tokenizer files; None or default without such files.
 
     Attributes:
-        rerank_template: makes a prompt of a query and a document.
-        response_form: the form of answers to a conversation; None where they are content alone.
+        rerank_template: renders a query and a document as a prompt.
+        response_form: the form of answers to a conversation; None for content alone.
     """
 
     tokenizer: Tokenizer | None = None
@@ -78,9 +78,12 @@ class TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest,
-    `features` what all have, and `grammar_engine` the router's own if any has that. Of `relevance_tokens` the first
-    says that a document is relevant, the second that it is not; None for a model that was not trained for that."""
+    """One model on one worker, or on all ready workers of an identity.
+
+    For several workers, `max_model_len` (tokens) is the longest, `features` are those of all, and `grammar_engine` is
+    the router's own if any worker has it. `relevance_tokens` are the tokens for "relevant" and "not relevant"; None for
+    a model that was not trained for reranking.
+    """
 
     name: str
     architecture: str
@@ -101,7 +104,7 @@ class ServedModel:
     num_labels: int = 0
     grammar_engine: str = ""
     identity: str = field(init=False)
-    """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
+    """Equal for workers that hold the same weights and can serve the same prepared prompt."""
 
     def __post_init__(self) -> None:
         identity = "/".join(str(getattr(self, name)) for name in ("name", *_IDENTITY))
@@ -109,23 +112,23 @@ class ServedModel:
 
     @property
     def num_ids(self) -> int:
-        """Ids below it can be generated: embedding matrices are often padded beyond the tokenizer's vocabulary."""
+        """Number of token ids that can be generated; embedding matrices are often padded beyond the vocabulary."""
         tokenizer = self.text.tokenizer
         return self.vocab_size if tokenizer is None else min(self.vocab_size, tokenizer.vocab_size)
 
     @property
     def serves_logprobs(self) -> bool:
-        """True if all its ready workers do."""
+        """True if all ready workers have the feature."""
         return LOGPROBS_FEATURE in self.features
 
     @property
     def serves_constraints(self) -> bool:
-        """True if a ready worker compiles grammars as they are checked here."""
+        """True if a ready worker compiles grammars with the same library as the router."""
         return self.grammar_engine == ENGINE and self.text.tokenizer is not None and bool(self.eos_token_ids)
 
     @property
     def embeds(self) -> bool:
-        """True if all its ready workers do."""
+        """True if all ready workers have the feature."""
         return EMBED_FEATURE in self.features
 
     @property
@@ -135,33 +138,33 @@ class ServedModel:
 
     @property
     def has_relevance_head(self) -> bool:
-        """True if its classifier gives one number."""
+        """True if it is a classifier with one label."""
         return self.head == CLASSIFIER and self.num_labels == 1
 
     @property
     def reranks(self) -> bool:
-        """True if it was trained to, and all its ready workers do what that needs."""
+        """True if it was trained for reranking, and all ready workers have the features for it."""
         says = self.generates and self.relevance_tokens is not None and self.serves_logprobs
         return (says or self.has_relevance_head) and self.text.tokenizer is not None
 
     @property
     def pairs_texts(self) -> bool:
-        """True if query and document stand beside each other in a prompt, in no form of words."""
+        """True if a prompt is the query followed by the document, without a template."""
         own = self.text.template
         return self.has_relevance_head and (own is None or not own.roles >= RERANK_ROLES)
 
     def check_generates(self) -> None:
-        """Refuses what needs an output head.
+        """Checks that the model can generate.
 
         Raises:
-            NoOutputHeadError: it has none.
+            NoOutputHeadError: it has no output head.
         """
         if not self.generates:
             raise NoOutputHeadError(self.name)
 
     @property
     def reasons(self) -> bool:
-        """True if its answers may have reasoning, which can be told from their content."""
+        """True if its answers may have reasoning that can be separated from their content."""
         return self.text.response_form is not None and self.text.response_form.template.has_reasoning
 
     @property
@@ -170,13 +173,13 @@ class ServedModel:
         return self.text.response_form is not None and self.text.response_form.calls_tools
 
     def disagreement(self, other: ServedModel) -> str:
-        """In what `other` differs from this, "" when their identities are the same."""
+        """The differences between this identity and that of `other`, "" without any."""
         values = [(name, getattr(self, name), getattr(other, name)) for name in _IDENTITY]
         return "; ".join(f"{name} is {theirs}, not {ours}" for name, ours, theirs in values if ours != theirs)
 
 
 def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedModel:
-    """The model that a worker serves.
+    """Makes the model of a worker's description.
 
     Raises:
         WorkerRefusedError: the block size or the longest sequence is out of range.
@@ -210,24 +213,24 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
 
 
 class ModelRegistry:
-    """Models of the router, the weights they have, and the workers that serve them."""
+    """The router's models with their weights, and the workers that serve them."""
 
     def __init__(self) -> None:
-        # By name and identity: the weights that are known, the latest last.
+        # By name and identity: the known models, the latest last.
         self._models: dict[str, dict[str, ServedModel]] = {}
-        # What each address has served last, and what each ready one serves.
+        # By address: the model it served last, and the model that each ready worker serves.
         self._assigned: dict[str, ServedModel] = {}
         self._ready: dict[str, ServedModel] = {}
-        # Names of the models that any address has served last.
+        # Names of the models in `_assigned`.
         self._names: list[str] = []
-        # By name and identity: how many are ready, of those that have any.
+        # By name and identity: the number of ready workers, if any.
         self._counts: dict[str, Counter[str]] = {}
 
     def admit(self, worker: str, model: ServedModel) -> str:
-        """Counts the worker at address `worker` among those that serve `model`.
+        """Adds the worker at address `worker` to the ready workers of `model`.
 
         Returns:
-            In what it differs from other ready workers of this name, if it is the first one that does; else "".
+            How it differs from the other ready workers of this name, if it is the first one that does; else "".
         """
         self.release(worker)
         before, self._assigned[worker] = self._assigned.get(worker), model
@@ -244,7 +247,7 @@ class ModelRegistry:
         return difference
 
     def release(self, worker: str) -> None:
-        """The worker at this address is gone, or takes no more work."""
+        """Removes a worker from the ready ones."""
         gone = self._ready.pop(worker, None)
         if gone is None:
             return
@@ -255,7 +258,7 @@ class ModelRegistry:
         self._measure(gone)
 
     def forget(self, worker: str) -> None:
-        """The worker at this address is none of this router's any more."""
+        """Removes a worker that has left this router."""
         self.release(worker)
         gone = self._assigned.pop(worker, None)
         self._names = self._assigned_names()
@@ -264,11 +267,11 @@ class ModelRegistry:
             self._forget_oldest()
 
     def knows(self, name: str) -> bool:
-        """True if there is, or was, a model called `name`, or any for an empty name."""
+        """True if a model called `name` is known, or any model for an empty name."""
         return name in self._models if name else bool(self._models)
 
     def get(self, name: str) -> ServedModel:
-        """The model called `name`, or the only one for an empty name, with the weights that most ready workers have.
+        """The model called `name` with the weights of most ready workers; for an empty name the only model.
 
         Raises:
             NoWorkerError: no worker has come up yet.
@@ -280,14 +283,14 @@ class ModelRegistry:
         return max(reversed(self._models[name].values()), key=lambda model: counts[model.identity])
 
     def choose(self, name: str, key: str) -> ServedModel:
-        """The model called `name` with the weights that a new request gets: the same ones for the same `key`.
+        """Chooses the weights of a new request for the model called `name`: the same for the same `key`.
 
-        Weighted rendezvous hashing (Thaler and Ravishankar 1996; Schindelhauer and Schomaker 2005): each of its weights
-        gets new requests in proportion to its ready workers. Routers with the same ready workers choose alike, and
-        only keys whose weights have lost workers, or others have won some, change theirs.
+        Weighted rendezvous hashing (Thaler and Ravishankar 1996; Schindelhauer and Schomaker 2005): each identity gets
+        new requests in proportion to its ready workers. Routers with the same ready workers choose alike, and few keys
+        change their choice when workers come or go.
 
         Raises:
-            ApiError: as `get`.
+            ApiError: see `get`.
         """
         name = self._resolve(name)
         counts = self._counts.get(name)
@@ -298,16 +301,16 @@ class ModelRegistry:
         return self._models[name][max(counts, key=lambda identity: _score(identity, key, counts[identity]))]
 
     def resumable(self, name: str, weights_digest: str, numerics: str) -> ServedModel:
-        """The model called `name` with these weights, of which a worker of this numerics class is ready.
+        """The model called `name` with given weights, if a worker of the numerics class is ready.
 
         Args:
-            name: as of `get`.
-            weights_digest: of the weights; "" for any.
-            numerics: the class; "" for any.
+            name: see `get`.
+            weights_digest: digest of the weights; "" for any.
+            numerics: required numerics class; "" for any.
 
         Raises:
-            OtherModelStateError: there is no such worker.
-            ApiError: as `get`.
+            OtherModelStateError: no ready worker has these weights and this class.
+            ApiError: see `get`.
         """
         name = self._resolve(name)
         ready = [model for model in self._ready.values() if model.name == name]
@@ -324,27 +327,27 @@ class ModelRegistry:
         return self._models[name][of_class[0].identity]
 
     def is_replaced(self, name: str, identity: str) -> bool:
-        """True if no worker of an identity is ready, and one of another identity of the same name is."""
+        """True if an identity has no ready worker, but another identity of the same name has."""
         counts = self._counts.get(name, Counter())
         return bool(counts) and identity not in counts
 
     def ready_workers(self, name: str) -> int:
-        """Number of workers that serve a model now, whatever its weights."""
+        """Number of ready workers of a model name, with any weights."""
         return sum(self._counts.get(name, Counter()).values())
 
     @property
     def models(self) -> list[ServedModel]:
-        """All models, in order of their names, each as in `get`."""
+        """All models in order of their names, each as `get` returns it."""
         return [self.get(name) for name in sorted(self._models)]
 
     @property
     def serving(self) -> bool:
-        """True if any worker serves."""
+        """True if any worker is ready."""
         return bool(self._ready)
 
     @contextlib.contextmanager
     def watched(self, serving_changed: Callable[[], None]) -> Iterator[None]:
-        """Calls `serving_changed` when the block makes the first worker serve, or leaves none that does."""
+        """Calls `serving_changed` if the first worker becomes ready in the block, or the last one stops."""
         was_serving = self.serving
         yield
         if self.serving != was_serving:
@@ -358,21 +361,21 @@ class ModelRegistry:
             if name not in self._models:
                 raise UnknownModelError(name, sorted(self._models))
             return name
-        # One that no address serves any more is not in the way of the others.
+        # Models without an address do not make an empty name ambiguous.
         names = self._names or sorted(self._models)
         if len(names) > 1:
             raise InvalidFieldError("model", "is empty", f"one of {', '.join(names)}")
         return names[0]
 
     def _difference(self, model: ServedModel) -> str:
-        """In what a model differs from the ready one of its name, "" where its weights are known to be ready."""
+        """Differences of a model from the ready one of its name, "" if its own identity is ready."""
         counts = self._counts.get(model.name)
         if not counts or model.identity in counts:
             return ""
         return self._models[model.name][next(iter(counts))].disagreement(model)
 
     def _measure(self, model: ServedModel) -> None:
-        """Notes the length of the longest ready worker, and what all can do; without one that stays as it was."""
+        """Updates a model from its ready workers: longest length, common features; unchanged without any."""
         ready = [served for served in self._ready.values() if served.identity == model.identity]
         if ready:
             longest = max(served.max_model_len for served in ready)
@@ -385,7 +388,7 @@ class ModelRegistry:
         return sorted({model.name for model in self._assigned.values()})
 
     def _forget_unused(self, name: str) -> None:
-        """Forgets the weights that no address has served last; the latest stay if none has."""
+        """Forgets identities that no address served last; keeps the latest one if none did."""
         used = {model.identity for model in self._assigned.values() if model.name == name}
         known = self._models[name]
         if not used:
@@ -393,15 +396,15 @@ class ModelRegistry:
         self._models[name] = {identity: model for identity, model in known.items() if identity in used}
 
     def _forget_oldest(self) -> None:
-        """Bounds the models that are known though no address serves them any more."""
+        """Keeps at most _MAX_UNUSED models without an address."""
         unused = self._models.keys() - set(self._names)
         for name in [name for name in self._models if name in unused][: max(0, len(unused) - _MAX_UNUSED)]:
             del self._models[name]
 
 
 def _score(identity: str, key: str, weight: int) -> float:
-    """Preference of a key for an identity; it gets the one with the highest score."""
+    """Score of an identity for a key; the highest one is chosen."""
     digest = hashlib.blake2b(f"{identity}\0{key}".encode(), digest_size=8).digest()
-    # Strictly between 0 and 1: 52 bits and a half.
+    # 52 bits plus one half, so that the value is strictly between 0 and 1.
     uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52
     return -weight / math.log(uniform)

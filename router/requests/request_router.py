@@ -1,9 +1,9 @@
-"""The requests of a router, and where each of them is: from its arrival at the router until its handler closes it.
+"""All requests of a router, from their arrival until their handler closes them.
 
-Everything a request leaves behind is removed by `close`, on every path. Invariants:
+On every path `close` removes all state of a request. Invariants:
   * `_streams` holds exactly the requests whose handler has not closed them.
   * A stream is queued in the dispatcher, or `running` has it, or its assembly is closed.
-  * After any event that a decision depends on, one is made in the same turn of the loop or the next.
+  * After any event that a decision depends on, a decision is made in the same turn of the loop or the next.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from router.scheduling.placement import Placement
 from router.scheduling.queued_request import QueuedRequest
 from router.workers.orphans import OrphanTable
 
-# How often a write is looked at before it counts as stuck: that is found so much later than it could be.
+# Checks of a waiting write per timeout; a stuck client is dropped later by up to one check.
 _LOOKS_PER_TIMEOUT = 8
-# Requests without a worker that one decision looks at.
+# Parked requests that one decision looks at.
 _REVIEWED_PER_DECISION = 64
 
 Weights: TypeAlias = Mapping[str, float]
 
 
 class RequestRouter:
-    """The requests of one router, and the decisions about them.
+    """The requests of one router; makes and carries out the dispatch decisions.
 
     Attributes:
-        running: those of them that workers have.
+        running: the requests that run on workers.
 
     Args:
-        dispatcher: decides what goes where and when.
+        dispatcher: decides which request goes to which worker, and when.
         registry: knows which weights are no longer served.
         orphans: sequences of routers that are gone.
         clock: monotonic seconds.
-        failover: what happens to requests whose worker is lost.
-        slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
+        failover: policy for requests whose worker is lost.
+        slow_client_timeout_s: a client that blocks a write for this time is dropped; 0 disables it.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class RequestRouter:
         self._clients_look: asyncio.TimerHandle | None = None
         self._decision_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # Log lines of a decision do not concern the request in whose context it is made.
+        # An empty context: log lines of a decision must not name the request that caused it.
         self._context = contextvars.Context()
 
     @property
     def in_flight(self) -> int:
-        """Number of requests that have not been closed."""
+        """Number of open requests."""
         return len(self._streams)
 
     def open(
@@ -91,23 +91,23 @@ class RequestRouter:
         earlier: RequestStream | None = None,
         lead: RequestStream | None = None,
     ) -> RequestStream:
-        """Sends a request on its way. The caller closes the stream on every path.
+        """Queues a request, or adopts its sequence. The caller must close the stream on every path.
 
         Args:
             request: the request.
-            assembly: takes its answer.
-            on_submit: told the worker's id at every submission.
-            earlier: a closed stream of the same request that failed with ReplacedError, whose place this one takes.
-            lead: the first answer's stream, for the others to the same prompt.
+            assembly: collects its answer.
+            on_submit: called with the worker's id at every submission.
+            earlier: a closed stream of the same request that failed with ReplacedError; the new one takes its place.
+            lead: for a further answer to a prompt, the stream of the first answer.
 
         Raises:
-            QueueFullError: too many requests wait, and no other tenant has more of them for its weight.
+            QueueFullError: its class is full, and no other tenant has a larger share of it.
             HopelessDeadlineError: its deadline would pass while it waits.
         """
         queued = request.queued(next(self._keys) if earlier is None else earlier.queued.key)
         queued.tokens = assembly.num_tokens
         queued.lead = None if lead is None else lead.queued
-        # What the client brings of a broken stream has been charged where it came.
+        # Tokens that the client resends of a broken stream have been charged before.
         queued.output = assembly.delivered
         adopt_from = self._orphans.take(request.adoption_key) if earlier is None else ""
         is_adopted = self.running.can_adopt(queued, adopt_from)
@@ -117,7 +117,7 @@ class RequestRouter:
             self._arrive(queued)
         assembly.most_tokens = queued.most_tokens
         stream = self._streams[queued.key] = RequestStream(queued, request, assembly, on_submit, self._pacer)
-        # Another answer of its request may have had to be prepared anew: what this one had is of other weights then.
+        # If the earlier stream has delivered tokens, its attempts used other weights.
         if earlier is not None and not earlier.assembly.delivered:
             stream.follow(earlier)
         if is_adopted:
@@ -127,54 +127,54 @@ class RequestRouter:
         return stream
 
     async def wait_for_orphans(self, keys: Iterable[bytes]) -> None:
-        """Waits a moment for the sequences with which requests might go on: a client may be faster than the worker."""
+        """Waits briefly for workers to name the sequences with these keys: a client may reconnect sooner."""
         if self.running.may_adopt:
             await self._orphans.wait_for(keys, ORPHAN_WAIT_S)
 
     def may_adopt(self, key: bytes) -> bool:
-        """True if a worker has named a sequence with which a request would go on."""
+        """True if a worker has named a sequence with this key."""
         return self._orphans.knows(key)
 
     def close(self, stream: RequestStream) -> None:
-        """Forgets a request; cancels it where it waits or runs."""
+        """Forgets a request, and cancels it if it waits or runs."""
         del self._streams[stream.queued.key]
         if self._dispatcher.cancel(stream.queued.key):
             self.dispatch_soon()
         self.running.unbind(stream)
 
     def configure(self, gate: DelayGate, placement: Placement | None, queue_size: int, weights: Weights) -> None:
-        """Other rules for what waits, as `Dispatcher.configure`."""
+        """Replaces the dispatcher's settings; see `Dispatcher.configure`."""
         self._dispatcher.configure(gate, placement, queue_size, weights)
         self.dispatch_soon()
 
     def end_streams(self) -> None:
-        """Ends all requests, because this router ends."""
+        """Ends all requests, because the router stops."""
         for stream in self._streams.values():
             stream.assembly.end_with_router()
             stream.wake()
 
     def stop(self) -> None:
-        """Decides nothing any more."""
+        """Cancels all timers; no decision is made afterwards."""
         for handle in (self._decision_due, self._timer, self._clients_look):
             if handle is not None:
                 handle.cancel()
 
     def waiting(self) -> list[ClassLoad]:
-        """Waiting requests by priority class."""
+        """Load of each priority class."""
         return self._dispatcher.waiting(self._clock())
 
     def lanes(self) -> LaneCounts:
-        """Number of lanes that have something to do."""
+        """Number of idle, open and held lanes."""
         return self._dispatcher.lane_counts(self._clock())
 
     def tables(self) -> dict[str, int]:
-        """Entries of every table that grows with requests, tenants or sessions."""
+        """Sizes of the tables that grow with requests, tenants or sessions, by name."""
         sequences = sum(stream.session is not None for stream in self._streams.values())
         return {"streams": len(self._streams), "sequences": sequences, **self._dispatcher.tables()}
 
     def _arrive(self, queued: QueuedRequest) -> None:
         if self._decision_due is not None and self._dispatcher.is_full(queued.priority):
-            # Requests about to be released do not count: the queue is full only if it is full without them.
+            # Requests that are about to be released must not fill the queue.
             self._decision_due.cancel()
             self.dispatch_now()
         dropped = self._dispatcher.arrive(queued, self._clock())
@@ -187,7 +187,7 @@ class RequestRouter:
             self._clients_look = asyncio.get_running_loop().call_later(wait_s, self._look_at_clients)
 
     def _look_at_clients(self) -> None:
-        """Drops the clients that do not read. Looking now and then costs the messages of the others nothing."""
+        """Drops clients that do not read. A periodic check adds no cost to each message."""
         self._clients_look = None
         if self._streams:
             self._look_at_clients_later()
@@ -198,18 +198,18 @@ class RequestRouter:
     # Decisions.
 
     def dispatch_soon(self) -> None:
-        """Decides once for all events of this turn of the loop."""
+        """Schedules one decision for all events of this turn of the loop."""
         if self._decision_due is None:
             self._decision_due = asyncio.get_running_loop().call_soon(self.dispatch_now, context=self._context)
 
     def dispatch_now(self) -> None:
-        """Decides what goes where; again after a moment if that fails."""
+        """Makes a decision; after a failure tries again in TASK_RESTART_S."""
         self._decision_due = None
         try:
             self._decide(self._clock())
         except Exception:
             failed(DISPATCHING, "dispatching failed; restarting it", after_s=TASK_RESTART_S)
-            # Even if nothing else happens, and not in every turn of the loop.
+            # A timer, because no other event may come, and an immediate retry could spin.
             loop = asyncio.get_running_loop()
             self._decision_due = loop.call_later(TASK_RESTART_S, self.dispatch_now, context=self._context)
 
@@ -226,9 +226,9 @@ class RequestRouter:
         self._set_timer(now)
 
     def _review_parked(self) -> None:
-        """Has requests prepared anew that wait for weights which no ready worker has, while others of their model do.
+        """Fails parked requests with ReplacedError whose weights are gone while their model is served with others.
 
-        Only those that have not begun: a begun one waits for a worker with its weights.
+        A request with tokens keeps waiting for a worker with its weights.
         """
         for key in self._dispatcher.assignment.parked.take_to_review(_REVIEWED_PER_DECISION):
             stream = self._streams[key]
@@ -240,7 +240,7 @@ class RequestRouter:
             self.dispatch_soon()
 
     def _end_unserved(self, stream: RequestStream) -> None:
-        """Ends a request for which there has been no worker for too long."""
+        """Fails a request that was parked for too long."""
         queued = stream.queued
         wanted = "" if queued.numerics is None else f" of numerics class {queued.numerics}"
         if queued.grammar_engine:

@@ -1,8 +1,9 @@
-"""The requests that workers have: what comes of each step, and what becomes of them when a worker is lost.
+"""The requests that run on workers: applies what each step produced, and moves requests off lost workers.
 
-A request runs under one rid on one session, whose state holds it; there is no other table of what runs. Invariants:
-  * A stream has a session exactly while that session's state has it, or what has just come of it is being worked off.
-  * A stream that leaves its session is queued again by the same call, or its assembly is closed.
+A running request has one rid on one session. `Session.state` is the only table of running requests. Invariants:
+  * A stream has a session exactly while that session's state has the stream, or while the effects of its last step are
+    being carried out.
+  * The call that removes a stream from its session also queues it again, or its assembly is closed.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from router.scheduling.queued_request import QueuedRequest
 from router.workers.session import Session
 from router.workers.session_state import RunningRequest, StepEffects, Submission
 
-# A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
+# A rid is a random number for the router process, above a counter: unique on every worker (rule S1).
 _COUNTER_BITS = 40
-# Name of what fails here.
+# Name of the task in failure logs.
 DISPATCHING = "dispatching"
 
 log = structlog.get_logger(__name__)
 
 
-class Running(Protocol):
-    """A request that a worker has."""
+class ChargedRequest(Protocol):
+    """A running request whose output is charged."""
 
     queued: QueuedRequest
     assembly: StreamAssembly
@@ -45,19 +46,19 @@ class Running(Protocol):
 
 
 class OutputCharges:
-    """Charges the tenants of what runs, all of it once in CHARGE_OUTPUT_S, a part of it in each turn of the loop.
+    """Charges tenants for output tokens: every CHARGE_OUTPUT_S, and when an attempt ends; never token by token.
 
     Args:
-        charge: told a request and how many output tokens it has in all; a request may be told again.
+        charge: called with a request and the number of all its output tokens, as often as needed.
     """
 
     def __init__(self, charge: Callable[[QueuedRequest, int], None]) -> None:
         self._charge = charge
-        self._due: list[Running] = []
+        self._due: list[ChargedRequest] = []
         self._next = 0.0
 
-    def turn(self, running: Iterable[Running], now: float) -> None:
-        """Charges the next part of `running`."""
+    def turn(self, running: Iterable[ChargedRequest], now: float) -> None:
+        """Charges the next CHARGED_PER_TURN of `running`; call once per turn of the event loop."""
         if not self._due and now >= self._next:
             self._next = now + CHARGE_OUTPUT_S
             self._due = list(running)
@@ -65,11 +66,11 @@ class OutputCharges:
         for each in part:
             self.settle(each)
 
-    def settle(self, ended: Running) -> None:
-        """Charges all that has come of a request, but for what another router's sequence brings a second time.
+    def settle(self, ended: ChargedRequest) -> None:
+        """Charges the output delivered so far, except tokens that an adopted sequence repeats.
 
-        An answer that is generated a second time, because its client knows its text alone, is charged like any other:
-        it takes its steps again, and a client may ask for it as often as it likes.
+        An answer that is generated again, because its client has kept only the text, is charged like any other: it
+        costs the same steps, and a client may ask for it any number of times.
         """
         if ended.is_adopted:
             ended.queued.output = max(ended.queued.output, ended.assembly.num_left_out)
@@ -117,19 +118,19 @@ class SuspectStreams:
 
 
 class RunningRequests:
-    """Requests from their release to the end of the attempt; takes what the workers report (`SequenceEvents`).
+    """Requests from their release to the end of the attempt. Implements `SequenceEvents`.
 
     Attributes:
-        lost: attempts that ended before their request, by `Loss`.
-        num_releases: groups of requests that have gone to a worker.
-        num_released: requests in them.
-        num_adopted: sequences of other routers that requests have gone on with.
-        num_unadopted: those that were not there any more, or did not go on behind what had come.
-        dispatch_soon: called when a decision may come out otherwise than before.
+        lost: number of lost attempts, by `Loss`.
+        num_releases: number of groups sent to workers.
+        num_released: number of requests in these groups.
+        num_adopted: number of requests that continued with a sequence of another router.
+        num_unadopted: number of sequences that could not be adopted.
+        dispatch_soon: called after an event that a dispatch decision depends on.
 
     Args:
-        dispatcher: takes back what has to go elsewhere.
-        policy: where a request that has tokens may go on.
+        dispatcher: takes requests back that must move to other workers.
+        policy: where a request that already has tokens may continue.
         clock: monotonic seconds.
         dispatch_soon: as the attribute.
     """
@@ -150,21 +151,21 @@ class RunningRequests:
         self._charges = OutputCharges(dispatcher.shares.charge_output)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
-        # On which requests can be sent, by address.
+        # The sessions with workers that are up, by address.
         self._sessions: dict[str, Session] = {}
         self._suspects = SuspectStreams(dispatcher, dispatch_soon)
 
     # To the workers.
 
     def submit(self, release: Release, streams: Sequence[RequestStream], now: float) -> None:
-        """Sends a group to its worker."""
+        """Sends a released group to its worker."""
         session = self._sessions[release.worker]
         group: list[Submission] = []
         for stream in streams:
             try:
                 group.append(self._begin(stream, session, now))
             except Exception:
-                # Nobody else has it any more: it would wait for ever.
+                # It has left the queue: without an end it would wait for ever.
                 failed(DISPATCHING, "request not sent", worker=session.address, **stream.request.ids)
                 self.unbind(stream)
                 stream.fail(RouterFailedError())
@@ -175,37 +176,39 @@ class RunningRequests:
 
     @property
     def may_adopt(self) -> bool:
-        """True if some worker lets this router adopt what others leave there."""
+        """True if a worker allows adoption of other routers' sequences."""
         return any(session.may_adopt for session in self._sessions.values())
 
     def can_adopt(self, queued: QueuedRequest, address: str) -> bool:
-        """True if the worker at `address` may be asked for a sequence that is to go on for a request."""
+        """True if a request may adopt a sequence on the worker at `address`."""
         session = self._sessions.get(address)
         if session is None or session.is_draining or session.is_leaving or not session.may_adopt:
             return False
         return queued.numerics in (None, session.numerics)
 
     def adopt(self, stream: RequestStream, address: str) -> None:
-        """Asks a worker for the sequence of another router with which a request goes on. It passes no queue: the
-        sequence has its place there already."""
+        """Asks a worker to hand over another router's sequence to a request.
+
+        The request passes no queue, because the sequence already has its place on the worker.
+        """
         session = self._sessions[address]
         adoption = stream.begin_adoption(session, self._incarnation | next(self._counter), self._clock())
         session.state.adopt(adoption)
         session.notify()
 
     def announce(self, addresses: Iterable[str]) -> None:
-        """Tells workers what waits for them here."""
+        """Sends workers their lane records."""
         for address in addresses:
             if (session := self._sessions.get(address)) is not None:
                 session.state.announce(self._dispatcher.lanes[address].record())
                 session.notify()
 
     def charge_output(self, running: Iterable[RequestStream], now: float) -> None:
-        """Charges tenants for some of what has come of their running requests."""
+        """Charges tenants for the output of some running requests."""
         self._charges.turn(running, now)
 
     def unbind(self, stream: RequestStream) -> None:
-        """Takes a stream off its session; a no-op when it is on none."""
+        """Removes a stream from its session; a no-op if it has none."""
         session, stream.session = stream.session, None
         if session is None:
             return
@@ -218,7 +221,7 @@ class RunningRequests:
         session.notify()
 
     def _begin(self, stream: RequestStream, session: Session, now: float) -> Submission:
-        # A request goes back once at most: a fleet that is full everywhere would pass it around for ever.
+        # A request is returned once at most; otherwise a full fleet would pass it around for ever.
         must_keep = stream.was_returned or not self._can_go_elsewhere(stream, session.address)
         rid = self._incarnation | next(self._counter)
         if stream.queued.alone:
@@ -226,7 +229,7 @@ class RunningRequests:
         return stream.begin(session, rid, now, must_keep=must_keep)
 
     def _can_go_elsewhere(self, stream: RequestStream, address: str) -> bool:
-        """True if another worker than the one at `address` could take a request."""
+        """True if a worker other than the one at `address` can serve a request."""
         queued = stream.queued
         if queued.only_worker:
             return False
@@ -235,7 +238,7 @@ class RunningRequests:
         )
 
     def workers_of(self, identity: str, numerics: str) -> dict[str, str]:
-        """Addresses, by worker id, of the workers of a model and numerics class that take work."""
+        """Addresses, by worker id, of the workers of a model and numerics class that accept work."""
         return {
             session.worker_id: session.address
             for session in self._sessions.values()
@@ -246,21 +249,21 @@ class RunningRequests:
     # From the workers (`SequenceEvents`).
 
     def worker_up(self, session: Session) -> None:
-        """Requests can be sent on this session from now on."""
+        """Adds a session; requests can be sent on it from now on."""
         self._sessions[session.address] = session
 
     def worker_down(self, session: Session) -> None:
-        """Sends nothing more on this session, which has ended."""
+        """Removes a session that has ended."""
         del self._sessions[session.address]
 
     def take_over(self, session: Session) -> None:
-        """Lets requests go on on the next stream to their worker: it has not died of any of them."""
+        """Moves requests to the next stream to their worker, which clears the suspects: it is alive."""
         for stream in _streams(session.state.live.values()):
             stream.session = session
             self._suspects.clear(stream, stream.rid)
 
     def carry_out(self, session: Session, effects: StepEffects) -> None:
-        """Lets streams that have news write, and ends or moves those that have left the session."""
+        """Wakes the streams with new output, and ends or moves those that have left the session."""
         for touched in effects.touched:
             touched.wake()
         for ended in _streams(effects.ended):
@@ -274,21 +277,21 @@ class RunningRequests:
             self._refuse(cast("RequestStream", refused), session.address, end)
 
     def lose(self, session: Session, loss: Loss, why: str) -> None:
-        """Moves what a session has left, which nobody takes up."""
+        """Moves the requests of a session that will not be resumed."""
         self._fail_over([(stream, loss) for stream in _streams(session.state.live.values())], why)
 
     def forget(self, session: Session, rids: Iterable[int]) -> None:
-        """Moves what a worker has let go."""
+        """Moves requests that a worker no longer has."""
         gone = _streams(session.state.forget(rids))
         self._fail_over([(stream, Loss.FORGOTTEN) for stream in gone], "the worker has let it go")
 
     def return_unwritten(self, session: Session) -> None:
-        """Routes again what cannot be at the worker, because it was not written whole."""
+        """Queues requests again that cannot be at the worker, because they were not completely written."""
         for stream in reversed(_streams(session.state.unwritten())):
             self._requeue_unstarted(stream)
 
     def hand_over(self, session: Session) -> None:
-        """Moves what runs on a draining worker to those who can go on with it."""
+        """Moves running requests off a draining worker if another worker can continue them."""
         begun: list[tuple[RequestStream, Loss]] = []
         for stream in reversed(_streams(session.state.live.values())):
             num_tokens, queued = stream.assembly.num_tokens, stream.queued
@@ -304,10 +307,10 @@ class RunningRequests:
                 self._requeue_unstarted(stream, session.address)
         self._fail_over(begun, "it drains")
 
-    # What becomes of a request.
+    # Failover.
 
     def _fail_over(self, lost: list[tuple[RequestStream, Loss]], why: str) -> None:
-        """Sends streams whose attempt is over on another one, ahead of what waits and in their order, or ends them."""
+        """Requeues streams whose attempt was lost, in their order and ahead of waiting requests, or ends them."""
         self.lost.update(loss.value for _, loss in lost)
         culprits = {stream.session for stream, _ in lost if stream.attempts.is_alone}
         for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
@@ -329,7 +332,7 @@ class RunningRequests:
             self.dispatch_soon()
 
     def _retry_or_fail(self, stream: RequestStream, why: str) -> None:
-        """Queues a stream for its next attempt, unless there must be none."""
+        """Queues a stream for its next attempt, or ends it."""
         now, verdict = self._clock(), stream.attempts.verdict()
         if stream.assembly.is_closed:
             return
@@ -347,10 +350,10 @@ class RunningRequests:
             self._dispatcher.requeue(stream.queued, now, excluded_worker=stream.refused_by)
 
     def _refuse(self, stream: RequestStream, address: str, end: wpb.SequenceEnd) -> None:
-        """Tries a request that a worker refuses on another one.
+        """Moves a request that a worker refuses to another worker.
 
-        It fails as the worker says when nobody else could take it, or a second worker refuses it from the start: this
-        router found it valid, so it is the router that is wrong.
+        It fails with the worker's error if no other worker can serve it, or if a second worker refuses it before any
+        token: then it was wrong of this router to find it valid.
         """
         is_first = len(stream.attempts) == 1 and not self._can_go_elsewhere(stream, address)
         if is_first or (stream.attempts.refused and not stream.assembly.delivered):
@@ -362,8 +365,10 @@ class RunningRequests:
             self._fail_over([(stream, Loss.REFUSED)], f"refused the request: {end.message}")
 
     def _requeue_unstarted(self, stream: RequestStream, address: str = "") -> None:
-        """Routes a request again that did not count as an attempt (rule S9): the worker at `address` gave it back, or
-        none has had it."""
+        """Queues a request again without counting an attempt (rule S9).
+
+        The worker at `address` returned it, or with "" no worker had it.
+        """
         self.unbind(stream)
         stream.attempts.return_unstarted()
         if stream.is_adopted:
@@ -373,7 +378,7 @@ class RunningRequests:
         self._dispatcher.requeue(stream.queued, self._clock(), excluded_worker=address or stream.refused_by)
 
     def _arrive_unadopted(self, stream: RequestStream) -> None:
-        """Queues a request behind the others: there was nothing to go on with, so it has all to wait and to pay for."""
+        """Queues a request whose adoption failed like a new one: it has no place and has paid for nothing."""
         stream.is_adopted = False
         self.num_unadopted += 1
         self._dispatcher.rejoin(stream.queued, self._clock())
@@ -381,5 +386,5 @@ class RunningRequests:
 
 
 def _streams(sequences: Iterable[RunningRequest]) -> list[RequestStream]:
-    """Requests among the sequences of a session, which are all of them: `submit` alone puts any there."""
+    """The streams of a session's requests, which are all streams: `submit` and `adopt` alone add them."""
     return cast("list[RequestStream]", list(sequences))

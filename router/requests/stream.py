@@ -1,4 +1,4 @@
-"""A request on its way: what was asked, where it is, and what its RPC handler reads."""
+"""A request after validation: its parameters, and the stream of its answer that its handler reads."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _CALL_ID_CHARS: Final = string.ascii_letters + string.digits
 
 
 class ReplacedError(NoWorkerError):
-    """No worker has the weights any more that a waiting request was prepared for, and others of its model's name serve.
+    """The weights that a waiting request was prepared for are gone, and its model is served with other weights.
 
-    Its handler prepares it again; a client never sees this.
+    Its handler prepares the request again; clients never see this error.
     """
 
     def __init__(self, model: str) -> None:
@@ -51,10 +51,10 @@ class ReceiptTerms:
     """The part of a receipt that is known before the answer.
 
     Attributes:
-        request: digests the canonical request.
-        tokenizer_sha256: of the model's tokenizer files.
-        template_sha256: of the chat template that made the prompt, "" for none.
-        logits_every: the logits of every n-th token are digested, 0 for none.
+        request: digest of the canonical request.
+        tokenizer_sha256: digest of the model's tokenizer files.
+        template_sha256: digest of the chat template that made the prompt, "" for none.
+        logits_every: digest the logits of every n-th token, 0 for none.
     """
 
     request: RequestDigest
@@ -69,31 +69,31 @@ class RoutedRequest:
 
     Attributes:
         model: name of its model.
-        request_id: the client's, or the one that was made for it.
+        request_id: the client's id, or a generated one.
         identity: `ServedModel.identity` of the model that the prompt was made for.
-        weights_digest: of the weights that answer it.
+        weights_digest: digest of the weights that answer it.
         token_ids: the prompt, uint32.
         params: canonical parameters.
-        seed: seed in force (uint64).
+        seed: the seed in use, uint64.
         chain_hash: hash of the prompt's last full block, 0 when it has none.
-        cache_salt: of the prefix cache; requests of different salts share nothing.
+        cache_salt: salt of the prefix cache; requests with different salts share no KV.
         priority: its class, here and in the worker's scheduler; the same numbers in both protos.
-        tenant: who it is for; "" for nobody in particular.
+        tenant: its tenant; "" for none.
         session_id: the client's session, "" for none.
-        granules: of the prompt, for the placement (`prefix_index`), of `granule_tokens` tokens each.
+        granules: names of the prompt's granules (`prefix_index`), of `granule_tokens` tokens each.
         arrival: monotonic seconds of its arrival at the router.
         deadline: monotonic seconds of the client's deadline, None for none.
         traceparent: W3C trace context of the router's span, "" for none.
         tracestate: W3C trace state.
-        choice: which of the request's answers.
-        resumed_from: as of `Attempts`.
-        prompt_text: text that the client wants in front of the answer; None where it does not.
+        choice: number of the answer, if the request has several.
+        resumed_from: see `Attempts`.
+        prompt_text: text to send before the answer; None for none.
         keeps_special_tokens: True if special tokens are part of the text.
-        receipt: content of the answer's receipt; None where it has none.
-        only_worker: address of the one worker that it may go to, "" for any.
-        pooling: how the prompt becomes a vector; None for one that is answered.
-        reading: terms on which the answer is read in channels; None where it is content alone.
-        adoption_key: under which its sequence may be adopted by another router; empty for none.
+        receipt: first part of the answer's receipt; None for no receipt.
+        only_worker: address of the one worker that may serve it, "" for any.
+        pooling: how the prompt becomes a vector; None for generation.
+        reading: how the answer is split into channels; None for content alone.
+        adoption_key: key with which another router may adopt its sequence; empty for none.
     """
 
     model: str
@@ -126,26 +126,26 @@ class RoutedRequest:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Fields that name it in a log line, on whatever task the line is written."""
+        """Fields that identify the request in a log line."""
         trace_id = trace_id_of(self.traceparent)
         return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
 
     @property
     def logits_every(self) -> int:
-        """The logits of every n-th token are digested, 0 for none."""
+        """Interval of the tokens whose logits are digested, 0 for none."""
         return 0 if self.receipt is None else self.receipt.logits_every
 
     def call_id(self, call: int) -> str:
-        """Id of a call of a tool: nine letters and digits, as the strictest templates want it.
+        """Id of a tool call: nine letters and digits, as the strictest chat templates require.
 
-        A function of seed and prompt: the latter makes it another one in each turn of a conversation.
+        It depends on seed and prompt, so that it differs between the turns of a conversation.
         """
         place = struct.pack("<QII", self.seed, self.choice, call)
         number = int.from_bytes(hashlib.blake2b(self.token_ids.tobytes(), key=place, digest_size=8).digest())
         return "".join(_CALL_ID_CHARS[number // len(_CALL_ID_CHARS) ** i % len(_CALL_ID_CHARS)] for i in range(9))
 
     def queued(self, key: int) -> QueuedRequest:
-        """The request as the dispatcher knows it, under the number `key` of this router."""
+        """The request for the dispatcher, with the router's number `key`."""
         return QueuedRequest(
             key,
             self.identity,
@@ -155,7 +155,7 @@ class RoutedRequest:
             tenant=self.tenant,
             priority=self.priority,
             session=self.session_id,
-            # All of a mean's tokens are computed, wherever some are cached.
+            # Mean pooling computes all tokens, even cached ones.
             granules=() if self.pooling == MEAN else self.granules,
             granule_tokens=self.granule_tokens,
             most_tokens=len(self.token_ids) + self.params.max_tokens,
@@ -167,19 +167,19 @@ class RoutedRequest:
 
     @property
     def _shared_tokens(self) -> int:
-        """Tokens of the prompt but the last one, which every answer computes."""
+        """Prompt tokens without the last one, which every answer computes itself."""
         return len(self.token_ids) - 1
 
     def to_record(
         self, rid: int, *, must_keep: bool, has_generated: bool, may_adopt: bool = False
     ) -> wpb.SubmitSequence:
-        """The request as the worker gets it, without what depends on the frame.
+        """The request's record for a worker, without the fields that depend on the frame.
 
         Args:
-            rid: of the attempt.
-            must_keep: whether the worker may not give it back.
-            has_generated: whether an earlier attempt has brought a token, and before it the logprobs of given ones.
-            may_adopt: whether the worker lets other routers adopt it.
+            rid: id of the attempt.
+            must_keep: True if the worker must not return it.
+            has_generated: True if an earlier attempt generated a token, after the logprobs of the given tokens.
+            may_adopt: True if the worker supports adoption.
         """
         params = self.params.without_given_logprobs if has_generated else self.params
         return wpb.SubmitSequence(
@@ -206,7 +206,13 @@ STREAMS_PER_TURN: Final = 12
 
 
 class WritePacer:
-    """Futures that are resolved in order of their coming, `per_turn` of them in each turn of the event loop."""
+    """Wakes streams with new output in their order, `per_turn` of them in each turn of the event loop.
+
+    One step of a worker has output for hundreds of streams, and a write to a client costs tens of microseconds. Woken
+    together, the streams would hold the loop for many milliseconds, and frames of workers would be read only after all
+    of them. If a router has more to write than it can, a stream whose turn comes late finds more tokens, and sends them
+    in one message.
+    """
 
     def __init__(self, per_turn: int = STREAMS_PER_TURN) -> None:
         self._per_turn = per_turn
@@ -216,7 +222,7 @@ class WritePacer:
         return len(self._waiting)
 
     def join(self, future: asyncio.Future[None]) -> None:
-        """Resolves `future` when its turn comes; one that is cancelled meanwhile takes no turn."""
+        """Queues `future` to be resolved in its turn; a cancelled future takes no turn."""
         self._waiting.append(future)
         if len(self._waiting) == 1:
             future.get_loop().call_soon(self._next)
@@ -233,21 +239,21 @@ class WritePacer:
 
 
 class RequestStream:
-    """A request on its way, as its RPC handler sees it.
+    """A request from its arrival to its last message, as its RPC handler sees it.
+
+    Only that handler calls `next`.
 
     Attributes:
-        on_submit: told the worker's id at every submission.
-        session: where it runs, None while it is queued.
-        rid: of the attempt under way.
-        written_tokens: tokens that have been written to the client.
-        written_reasoning_tokens: those of reasoning among them.
-        attempts: the workers it was submitted to.
-        was_returned: whether a worker has given it back for lack of room.
-        refused_by: the address of the worker that has refused it last, "" for none.
-        worker_version: version of Fissile on the worker that it was submitted to last.
-        is_adopted: whether its attempt goes on with a sequence of another router, or asks for one.
-
-    One handler calls `next`, and nobody else.
+        on_submit: called with the worker's id at every submission.
+        session: the session it runs on, None while it is queued.
+        rid: id of the current attempt.
+        written_tokens: tokens written to the client.
+        written_reasoning_tokens: reasoning tokens among them.
+        attempts: its attempts on workers.
+        was_returned: True if a worker has returned it for lack of room.
+        refused_by: address of the worker that refused it last, "" for none.
+        worker_version: Fissile version of the worker that it was last submitted to.
+        is_adopted: True if the current attempt adopts a sequence of another router, or tries to.
     """
 
     def __init__(
@@ -271,16 +277,16 @@ class RequestStream:
         self.worker_version = ""
         self.is_adopted = False
         self._pacer = pacer
-        # Future of the handler that waits for news, until it has been given its turn.
+        # Future of the handler that waits for output, until the pacer has it.
         self._waiter: asyncio.Future[None] | None = None
-        # Who writes, or waits for its turn to write.
+        # The task that writes, or waits for the call's lock.
         self._writer: asyncio.Task[object] | None = None
         self._is_writing = False
-        # When the message that is being written was first seen to wait.
+        # When the current write was first seen to wait.
         self._waits_since: float | None = None
 
     def follow(self, earlier: RequestStream) -> None:
-        """Goes on for a stream of the same request that has not begun."""
+        """Takes over the attempts of an earlier stream of the same request that generated no token."""
         self.attempts, self.was_returned, self.refused_by = earlier.attempts, earlier.was_returned, earlier.refused_by
 
     async def next(self) -> StreamChunk:
@@ -300,32 +306,34 @@ class RequestStream:
             has_turn = True
 
     async def written(self, write: Awaitable[None]) -> None:
-        """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
-        and with it its request id and its tenant's place, for ever.
+        """Waits until a message has been written or the client is dropped.
+
+        A client that reads nothing would otherwise hold the handler, its request id and its tenant's place for ever.
 
         Raises:
-            ApiError: the client has been dropped.
+            ApiError: the client was dropped.
         """
         self._waits_since = None
         self._is_writing = True
         try:
             await self._unless_dropped(write)
         except grpc.aio.InternalError:
-            # Raised by gRPC when the client has gone while the write waited for it.
+            # gRPC raises it if the client goes while the write waits.
             raise asyncio.CancelledError from None
         finally:
             self._is_writing = False
 
     def note_written(self) -> None:
-        """Counts as written what has been taken."""
+        """Counts the tokens that the handler has taken as written."""
         self.written_tokens, self.written_reasoning_tokens = self.assembly.written_tokens()
 
     async def turn(self, lock: asyncio.Lock) -> None:
-        """Takes a lock that the writers of one call share, or ends like `written` when the client is dropped meanwhile:
-        who has it may wait for the client for ever.
+        """Acquires the lock that the writers of one call share, or raises if the client is dropped meanwhile.
+
+        The holder of the lock may wait for the client for ever.
 
         Raises:
-            ApiError: the client has been dropped.
+            ApiError: the client was dropped.
         """
         await self._unless_dropped(lock.acquire())
 
@@ -334,7 +342,7 @@ class RequestStream:
         try:
             await work
         except asyncio.CancelledError:
-            # It was not `wake`, or not `wake` alone.
+            # Another task cancelled it too, not `wake` alone.
             if self._writer is not None or writer is None or writer.uncancel() or self.assembly.error is None:
                 raise
             raise self.assembly.error from None
@@ -342,7 +350,7 @@ class RequestStream:
             self._writer = None
 
     def wake(self) -> None:
-        """The assembly has changed."""
+        """Wakes the handler, because the assembly has changed."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             self._pacer.join(waiter)
@@ -351,7 +359,7 @@ class RequestStream:
             self._writer = None
 
     def drop_if_stuck(self, now: float, timeout_s: float) -> None:
-        """Drops the client if a message has waited for it since an earlier look, for `timeout_s` or longer."""
+        """Drops the client if the same write has been waiting for `timeout_s` since an earlier call."""
         if not self._is_writing:
             return
         if self._waits_since is None:
@@ -361,17 +369,17 @@ class RequestStream:
             self.wake()
 
     def fail(self, error: ApiError) -> None:
-        """Ends the stream with a status."""
+        """Ends the stream with an error."""
         self.assembly.fail(error)
         self.wake()
 
     def drop(self, error: ApiError) -> None:
-        """Ends the stream with a status, also where a message waits for its client."""
+        """Ends the stream with an error, even while a write waits for the client."""
         self.assembly.drop(error)
         self.wake()
 
     def begin(self, session: Session, rid: int, now: float, *, must_keep: bool) -> Submission:
-        """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
+        """Starts an attempt on a worker with the prompt and the tokens so far (rule S5)."""
         self._begin_attempt(session, rid, now)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids
@@ -380,7 +388,7 @@ class RequestStream:
         return Submission(record, token_ids, self, request.deadline)
 
     def begin_adoption(self, session: Session, rid: int, now: float) -> Adoption:
-        """An attempt that goes on with the sequence of another router, behind what has come so far (rule S12)."""
+        """Starts an attempt that adopts another router's sequence after the tokens so far (rule S12)."""
         self._begin_attempt(session, rid, now)
         self.is_adopted = True
         frame = wpb.Adopt(

@@ -1,14 +1,14 @@
-"""Requests that no worker has yet, all lanes together: the bound, the deadlines, and how fast they go.
+"""All waiting requests of a router: their bound, their deadlines, and the rate at which they leave.
 
-Tenants share the capacity of a class as they share the service: a request for which there is no place gets that of the
-newest one of the tenant with the most, for its weight (longest queue drop; Suter, Lakshman, Stiliadis, Choudhury 1998).
-A fixed part of the capacity for each tenant would leave places unused that others want, and could be kept to only above
-the capacity, because who is there first has taken all of it before the next tenant asks. Invariants:
+Tenants share the capacity of a class as they share the service. If a class is full, a new request replaces the newest
+request of the tenant with the most requests for its weight (longest queue drop; Suter, Lakshman, Stiliadis, Choudhury
+1998). A fixed quota for each tenant would leave places unused, and would come too late for a tenant that asks after
+another one has filled the queue. Invariants:
   * A key is in the queue at most once.
-  * The number of waiting requests of a class never exceeds `capacity`, except by requests that have come back from a
-    worker, because those were accepted before. Those are never dropped either.
-  * A tenant that has no more than capacity * weight / (sum of the weights of those that wait) requests there is not
-    refused, and none of them is dropped; `capacity` less what has come back.
+  * A class has at most `capacity` waiting requests, apart from retries. Retries were accepted before, and are never
+    dropped.
+  * A tenant with at most (capacity - retries) * weight / (sum of the weights of waiting tenants) requests is not
+    refused, and none of its requests is dropped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
 from router.scheduling.fair_queue import LazyMinHeap, TenantShares
 from router.scheduling.queued_request import CLASS_NAMES, CLASSES, QueuedRequest
 
-# Retry delay for a refused client while no speed is known.
+# Retry delay for a refused client while no rate is known.
 QUEUE_RETRY_S = 1.0
 _SPARE = 64
-# Departures are forgotten with this time constant, seconds.
+# Time constant with which departures lose their weight, seconds.
 _SPEED_MEMORY_S = 5.0
 
 
 class DrainRateEstimator:
-    """Estimate of the requests that leave the queue per second, and of when refused ones should ask again.
+    """Estimates how many requests leave the queue per second, and when refused clients should retry.
 
-    Each refused client is given a place of its own in the time to come, one per expected departure: the sooner ones
-    first, so that they do not all come back at once for the one place that is free by then.
+    Each refused client gets the time of another expected departure, so that they do not all return at once for the
+    one place that is free by then.
     """
 
     def __init__(self) -> None:
@@ -44,21 +44,21 @@ class DrainRateEstimator:
         self._promised = -math.inf
 
     def departed(self, number: int, now: float) -> None:
-        """So many requests have left the queue."""
+        """Counts `number` requests that have left the queue."""
         self._began = now if self._began is None else self._began
         self._count = self._decayed(now) + number
         self._time = now
 
     def rate(self, now: float) -> float:
-        """Requests per second; 0 when not known."""
+        """Departures per second; 0 if unknown."""
         if self._began is None:
             return 0.0
-        # Until the memory has filled, what it would have held is not counted.
+        # Until the memory is full, only the time seen so far counts.
         seen = _SPEED_MEMORY_S * -math.expm1(-max(now - self._began, 0.1) / _SPEED_MEMORY_S)
         return self._decayed(now) / seen
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds after which one more refused client should ask again."""
+        """Seconds after which one more refused client should retry."""
         rate = self.rate(now)
         if rate <= 0:
             return QUEUE_RETRY_S
@@ -70,14 +70,14 @@ class DrainRateEstimator:
 
 
 class _ClassRequests:
-    """The waiting requests of one class, and which tenant has the most of them for its weight."""
+    """The waiting requests of one class, with the tenant that has the most of them for its weight."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
-        # By tenant, in order of arrival: those that have not been with a worker, and may be dropped.
+        # By tenant, in order of arrival: the requests that may be dropped, which are all but retries.
         self._tenants: dict[str, OrderedDict[int, QueuedRequest]] = {}
-        # For each tenant an entry with its share, or with more than that: the share, negative, and the tenant.
+        # At least one entry (-share, tenant) for each tenant; the share of an entry may be too large, never too small.
         self._heap: list[tuple[float, str]] = []
 
     def push(self, request: QueuedRequest) -> None:
@@ -100,11 +100,11 @@ class _ClassRequests:
             del self._tenants[request.tenant]
 
     def share(self, tenant: str, more: int = 0) -> float:
-        """Requests of a tenant that may be dropped, and `more`, per weight."""
+        """Number of a tenant's droppable requests plus `more`, divided by its weight."""
         return (len(self._tenants.get(tenant, ())) + more) / self._shares.weight(tenant)
 
     def largest(self) -> str | None:
-        """The tenant with the largest share; None when nothing may be dropped."""
+        """The tenant with the largest share; None if no request may be dropped."""
         while self._heap:
             entry = self._heap[0]
             if entry[1] not in self._tenants:
@@ -116,21 +116,21 @@ class _ClassRequests:
         return None
 
     def newest(self, tenant: str) -> QueuedRequest:
-        """The one of a tenant that came last."""
+        """The newest droppable request of a tenant."""
         return next(reversed(self._tenants[tenant].values()))
 
     def reweigh(self) -> None:
-        """The weights are other ones, or most entries are old."""
+        """Rebuilds the heap, because weights have changed or most entries are stale."""
         self._heap = [(-self.share(tenant), tenant) for tenant in self._tenants]
         heapq.heapify(self._heap)
 
 
 class AdmissionQueue:
-    """The waiting requests.
+    """All waiting requests of a router, with a bound for each priority class.
 
     Args:
         capacity: most requests of one class.
-        shares: told who begins and who ends to wait.
+        shares: told of every request that starts or stops waiting.
     """
 
     def __init__(self, capacity: int, shares: TenantShares) -> None:
@@ -148,52 +148,52 @@ class AdmissionQueue:
         return key in self._requests
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """Higher classes first; in a class those that have come back, then by arrival."""
+        """The requests: higher classes first, and in a class retries first, then by arrival."""
         for waiting in self._classes.values():
             yield from waiting.requests.values()
 
     def configure(self, capacity: int, weights: Mapping[str, float]) -> None:
-        """Another capacity and other weights from now on; those that wait already stay."""
+        """Sets the capacity and the tenants' weights; requests that wait already stay."""
         self._capacity = capacity
         self._shares.set_weights(weights)
         for waiting in self._classes.values():
             waiting.reweigh()
 
     def is_full(self, priority: int) -> bool:
-        """True if a class has no place for another request."""
+        """True if a class has no free place."""
         return self._shares.waiting(priority) >= self._capacity
 
     def place_for(self, priority: int, tenant: str, now: float) -> QueuedRequest | None:
-        """The waiting request that a new one takes the place of; None where there is a free place.
+        """The waiting request that a new one must replace; None if there is a free place.
 
         Raises:
-            QueueFullError: the class is full, and no tenant has more of it for its weight.
+            QueueFullError: the class is full, and no other tenant has a larger share of it.
         """
         if not self.is_full(priority):
             return None
         waiting = self._classes[priority]
         largest = waiting.largest()
-        # Also false for the tenant itself: dropping its newest to keep one that is newer still gains nothing.
+        # A tenant never replaces its own request: dropping its newest one for an even newer one gains nothing.
         if largest is not None and waiting.share(tenant, more=1) <= waiting.share(largest):
             return waiting.newest(largest)
         raise self.full(priority, tenant, now)
 
     def full(self, priority: int, tenant: str, now: float) -> QueueFullError:
-        """The error of a request that gets no place, or has lost its own."""
+        """The error for a request that gets no place, or has lost its place."""
         waiting = self._shares.waiting(priority)
         return QueueFullError(waiting, self.speed.retry_after_s(now), CLASS_NAMES[priority], tenant)
 
     def push(self, request: QueuedRequest) -> None:
-        """Appends a request, for which there is room."""
+        """Appends a request; `place_for` must have found a place."""
         self._enter(request)
 
     def push_front(self, request: QueuedRequest) -> None:
-        """Puts back a request that had been accepted and released: returned (rule S9), or its worker was lost."""
+        """Puts a released request back: its worker returned it (rule S9) or was lost."""
         request.is_retry = True
         self._enter(request)
 
     def remove(self, key: int) -> QueuedRequest | None:
-        """Takes a request out; None when it does not wait."""
+        """Removes and returns a request; None if it is not waiting."""
         request = self._requests.pop(key, None)
         if request is not None:
             self._classes[request.priority].remove(request)
@@ -201,14 +201,14 @@ class AdmissionQueue:
         return request
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request, monotonic seconds."""
+        """The earliest deadline of a waiting request, monotonic seconds; None without one."""
         top = self._deadlines.top()
         return None if top is None else top[0]
 
     def pop_expired(self, now: float) -> QueuedRequest | None:
-        """Takes out the request with the earliest deadline, if that has passed.
+        """Removes and returns the request with the earliest deadline, if that has passed.
 
-        One by one: what is taken out is to leave its lane before the next one, which may be the last of its class.
+        One at a time, because each must leave its lane before the next one, which may be the last of its class.
         """
         top = self._deadlines.top()
         return self.remove(top[1]) if top is not None and top[0] <= now else None

@@ -1,17 +1,16 @@
-"""Failover decisions: what becomes of a request whose attempt on a worker has ended before the request. Pure.
+"""Failover decisions: how a request continues after its attempt on a worker was lost. Pure.
 
 Invariants:
-  * A request ends when MAX_ATTEMPTS attempts in a row have brought no token, and after MAX_ATTEMPTS_IN_ALL in any case;
-    those do not count that a worker gave away in good order (a rolling restart may meet it on every one of a fleet).
-  * A worker's death is one that is proved: nothing listens, another process does, or the engine says so. One that is
-    silent, stalled or cannot be reached may be well.
-  * A death throws suspicion on the requests in their first steps there, unless a suspect ran alone. A request that
-    MAX_SUSPICIONS deaths throw suspicion on runs alone: the worker gets no other request of this router before its
-    first steps have passed. Only one whose worker dies then is a poison, so that a poison kills MAX_SUSPICIONS + 1
-    workers, one more if it was old when the first one died, and never more than MAX_DEATHS.
-  * An exact move stays inside the numerics class of the tokens that the router has; a request without tokens may go
-    anywhere.
-  * A sequence that a worker gives back unbegun, or that was never written to one, was no attempt (rule S9).
+  * A request ends after MAX_ATTEMPTS attempts in a row without a token, and after MAX_ATTEMPTS_IN_ALL in any case.
+    Attempts that a draining worker gave up do not count: a rolling restart may reach the request on every worker.
+  * A worker counts as dead only with proof: nothing listens at its address, another process does, or its engine says
+    so. A worker that is silent, stalled or unreachable may be well.
+  * When a worker dies, the requests in their first steps there become suspects, unless a suspect ran alone. After
+    MAX_SUSPICIONS such deaths a request runs alone: its worker gets no other request of this router until the first
+    steps have passed. If that worker dies too, the request is poison. So a poison request kills MAX_SUSPICIONS + 1
+    workers, one more if it was past its first steps at the first death, and never more than MAX_DEATHS.
+  * Under EXACT, a request with tokens stays in their numerics class; a request without tokens may go anywhere.
+  * A sequence that a worker returns unstarted, or that was never written to a worker, was no attempt (rule S9).
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from common.limits import (
 
 
 class FailoverPolicy(enum.Enum):
-    """Rule for where a request that has tokens already may go on."""
+    """Rule for where a request that already has tokens may continue."""
 
     EXACT = "exact"
-    """Only on a worker of the same numerics class, which continues it with exactly the tokens it would have had."""
+    """Only on a worker of the same numerics class, which continues with exactly the same tokens."""
     ANY = "any"
     """On any worker of the same weights; the finish says `exact = false` when the class differs."""
 
@@ -49,10 +48,10 @@ class FailoverOptions:
     """Policy for requests whose worker is lost; times in seconds.
 
     Attributes:
-        policy: where a request that has tokens may go on.
-        worker_wait_s: how long a request waits while there is no worker for it.
+        policy: where a request that already has tokens may continue.
+        worker_wait_s: how long a request waits while no worker can serve it.
         stall_timeout_s: an engine step that runs longer counts as stalled.
-        lease_s: how long workers keep the sequences of a stream that broke.
+        lease_s: how long workers keep the sequences of a broken stream.
     """
 
     policy: FailoverPolicy = FailoverPolicy.EXACT
@@ -72,23 +71,23 @@ class Loss(enum.Enum):
     UNREACHABLE = "unreachable"
     """The connection broke and could not be made again in time."""
     UNREADY = "unready"
-    """The worker says itself that it takes no work now, or this router may not use it any more."""
+    """The worker says that it accepts no work now, or this router may no longer use it."""
     SILENT = "silent"
     """No frame for several heartbeats (rule S10)."""
     STALLED = "stalled"
     """The engine step has been running for too long (rule S10)."""
     ENGINE_FAILED = "engine_failed"
-    """The engine has failed and the worker ends."""
+    """The engine has failed; the worker process ends."""
     VIOLATED = "violated"
-    """The worker broke the protocol, again after the stream had been taken up anew."""
+    """The worker broke the protocol, and again after the stream was resumed."""
     DRAINED = "drained"
-    """The worker is going away in good order."""
+    """The worker drains or ends the request in good order."""
     FORGOTTEN = "forgotten"
-    """The worker has let it go: the lease had ended, or it had not arrived (rule S4)."""
+    """The worker no longer has the sequence: its lease had ended, or it had never arrived (rule S4)."""
     REFUSED = "refused"
-    """The worker says that it cannot run it."""
+    """The worker says that it cannot run the request."""
     CUT_SHORT = "cut_short"
-    """The worker's own length ended it before it had all tokens that it may have."""
+    """The worker's own length limit ended the sequence before the request's limit."""
 
 
 _DEATHS = frozenset({Loss.DIED, Loss.ENGINE_FAILED})
@@ -99,18 +98,18 @@ class Verdict(enum.Enum):
 
     RESUBMIT = enum.auto()
     ALONE = enum.auto()
-    """On a worker that gets nothing else before it is clear whether it kills that one too."""
+    """Resubmit to a worker that gets no other request until the first steps have passed."""
     POISON = enum.auto()
-    """Workers die of it: no other one shall."""
+    """The request kills workers, and must not reach another one."""
     GIVE_UP = enum.auto()
-    """It has been given to as many workers as any request may be."""
+    """No attempt is left."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A request on one worker. Times in monotonic seconds; `tokens` counts those that this attempt has brought.
+    """A request on one worker. Times in monotonic seconds; `tokens` counts those that this attempt generated.
 
-    `alone`: the worker gets no other request of this router meanwhile. `excused`: its death has a better explanation.
+    `alone`: the worker gets no other request of this router. `excused`: a suspect that ran alone explains the death.
     """
 
     worker_id: str
@@ -125,13 +124,16 @@ class Attempt:
 
     @property
     def is_death(self) -> bool:
-        """True if the worker died with it."""
+        """True if the attempt ended because the worker died."""
         return self.loss in _DEATHS
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Time without a worker, monotonic seconds: which one ended it (""), and how the one before was lost (None)."""
+    """Time without a worker, monotonic seconds.
+
+    `worker_id` is the next worker, "" for none; `loss` is how the attempt before was lost, None before the first.
+    """
 
     began: float
     ended: float
@@ -143,8 +145,8 @@ class Attempts:
     """The attempts of one request, oldest first.
 
     Args:
-        resumed_from: numerics class of the tokens that the client brings from a broken stream, "" where it is not
-            known; None for a stream that begins here.
+        resumed_from: numerics class of the tokens that the client resends to resume a stream, "" if unknown; None for
+            a new stream.
     """
 
     def __init__(self, resumed_from: str | None = None) -> None:
@@ -160,30 +162,30 @@ class Attempts:
         return self._attempts
 
     def begin(self, worker_id: str, numerics: str, num_tokens: int, now: float, *, alone: bool = False) -> None:
-        """The request goes to a worker; the router has `num_tokens` of it, prompt included."""
+        """Starts an attempt on a worker; the router has `num_tokens`, prompt included."""
         self._attempts.append(Attempt(worker_id, numerics, now, num_tokens, alone=alone))
 
     @property
     def is_alone(self) -> bool:
-        """True if the attempt under way, or the last one, has its worker for itself."""
+        """True if the last attempt runs, or ran, alone on its worker."""
         return bool(self._attempts) and self._attempts[-1].alone
 
     def has_passed_first_steps(self, num_tokens: int) -> bool:
-        """True if the attempt under way has brought so many of the `num_tokens` there are that it is no suspect."""
+        """True if this attempt generated FIRST_TOKENS tokens, which clears it of suspicion."""
         return num_tokens - self._attempts[-1].began_with >= FIRST_TOKENS
 
     def share(self) -> None:
-        """The worker of the attempt under way gets other requests from now on."""
+        """Lets the current attempt's worker get other requests."""
         self._attempts[-1].alone = False
 
     def return_unstarted(self) -> None:
-        """The worker has computed nothing: that was no attempt."""
+        """Removes the last attempt: its worker computed nothing."""
         self._attempts.pop()
 
     def end(self, num_tokens: int, now: float, loss: Loss | None = None, *, excused: bool = False) -> None:
-        """The last attempt is over, the request with it unless there is a loss; the router has `num_tokens`.
+        """Ends the last attempt, with a loss or with the request; the router has `num_tokens`.
 
-        `excused`: another request ran alone there, so that a death is laid to that one.
+        `excused`: another request ran alone on the worker, and is blamed for a death.
         """
         attempt = self._attempts[-1]
         if attempt.ended is None:
@@ -191,7 +193,7 @@ class Attempts:
             attempt.ended, attempt.loss, attempt.excused = now, loss, excused
 
     def waits(self, opened: float, ended: float) -> list[Wait]:
-        """Intervals in which the request was on no worker; time on one that gave it back is part of a wait."""
+        """Intervals in which the request was on no worker. Time on a worker that returned it counts as waiting."""
         waits: list[Wait] = []
         since, loss = opened, None
         for attempt in self._attempts:
@@ -202,7 +204,7 @@ class Attempts:
         return waits
 
     def verdict(self) -> Verdict:
-        """Decision on how the request goes on after its last attempt."""
+        """Decides how the request continues after its last attempt."""
         if self.is_alone and self._attempts[-1].is_death:
             return Verdict.POISON
         fruitless, counted = self._fruitless(), sum(map(_counts, self._attempts))
@@ -211,11 +213,11 @@ class Attempts:
         return Verdict.ALONE if self._suspicions() >= MAX_SUSPICIONS else Verdict.RESUBMIT
 
     def _fruitless(self) -> int:
-        """Attempts since the last one that brought a token."""
+        """Number of counted attempts since the last one that generated a token."""
         return sum(map(_counts, itertools.takewhile(lambda attempt: not attempt.tokens, reversed(self._attempts))))
 
     def _suspicions(self) -> int:
-        """Deaths within its first steps since it last passed them."""
+        """Number of unexcused deaths within the first steps, since an attempt last passed them."""
         latest = itertools.takewhile(lambda attempt: attempt.tokens < FIRST_TOKENS, reversed(self._attempts))
         return sum(attempt.is_death and not attempt.excused for attempt in latest)
 
@@ -226,15 +228,15 @@ class Attempts:
 
     @property
     def refused(self) -> bool:
-        """True if a worker has refused the request before the last one."""
+        """True if a worker before the last one refused the request."""
         return any(attempt.loss is Loss.REFUSED for attempt in self._attempts[:-1])
 
     def has_begun(self, num_tokens: int) -> bool:
-        """True if the attempt under way has brought tokens; the router has `num_tokens` now."""
+        """True if the current attempt has generated tokens; the router has `num_tokens`."""
         return num_tokens > self._attempts[-1].began_with
 
     def numerics_wanted(self, policy: FailoverPolicy, num_tokens: int) -> str | None:
-        """The class that the next worker must be of, None for any; the router has `num_tokens` now."""
+        """Numerics class that the next worker must have, None for any; the router has `num_tokens`."""
         if self._resumed_from:
             return self._resumed_from
         if policy is FailoverPolicy.ANY:
@@ -246,12 +248,12 @@ class Attempts:
 
     @property
     def deaths(self) -> int:
-        """Number of workers that died with it."""
+        """Number of workers that died while running the request."""
         return sum(attempt.is_death for attempt in self._attempts)
 
     @property
     def exact(self) -> bool:
-        """True if all tokens came from one numerics class. To be asked when the last attempt has ended."""
+        """True if all tokens come from one numerics class; valid after the last attempt has ended."""
         classes = {attempt.numerics for attempt in self._attempts if attempt.tokens}
         return len(classes if self._resumed_from is None else {*classes, self._resumed_from}) <= 1
 

@@ -1,20 +1,21 @@
-"""The order of service: classes by rank, and within a class the tenants by what they have had, divided by their weight.
+"""The order of service: by priority class, and within a class by the service of each tenant divided by its weight.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with the tags at the tenants instead of at the requests, so that what
-is cancelled costs nothing and a request may change its lane. Invariants:
-  * Within a class and tenant requests go in the order in which they came to the queue.
-  * A request that has come back from a worker (`is_retry`) goes before the others of its class, uncharged.
-  * A tenant has had the prompt tokens of its requests that were served, those of a prompt with several answers once
-    where they go to one worker that shares them, and OUTPUT_TOKEN_COST for each output token
-    that has come (the Virtual Token Counter of Sheng et al., 2024). Output is charged as it comes: nobody knows its
-    length before, and what a tenant has had never becomes less, as a refund would make it. Tokens that a client of a
-    broken stream brings with it, or that come once more with an adopted sequence, are not charged again.
-  * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request, and
-    by the output of what it has running, which is charged later:
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with tags for tenants instead of requests, so that a cancelled request
+costs nothing and a request may change its lane. Invariants:
+  * The requests of a tenant in a class are served in the order in which they arrived.
+  * Retries (`is_retry`) are served before the other requests of their class, and are not charged again.
+  * A tenant's service is the prompt tokens of its served requests, plus OUTPUT_TOKEN_COST for each output token (the
+    Virtual Token Counter of Sheng et al., 2024). Answers to one prompt that share its tokens on a worker are charged
+    for them once. Output is charged as it is delivered, because its length is not known before, and a refund would
+    let a tenant's service decrease. Tokens that a client resends to resume a broken stream, or that an adopted
+    sequence repeats, are not charged again.
+  * Of two tenants of a class that both wait throughout, neither gets ahead of the other by more than one request, and
+    by the output of its running requests, which is charged later:
     |had_a / weight_a - had_b / weight_b| <= most_a / weight_a + most_b / weight_b + running_a + running_b.
-  * Higher classes go first, and starve nobody: a class whose oldest request has waited for PROMOTE_AFTER_S goes before
-    higher ones, until it has had PROMOTED_SHARE of the tokens served meanwhile, to within one request of each.
-  * Nothing is kept of a class in which nothing waits, nor of more than MAX_TENANTS tenants that wait for nothing.
+  * Higher classes go first without starving lower ones: a class whose oldest request has waited for PROMOTE_AFTER_S
+    goes first until it has had PROMOTED_SHARE of the tokens served meanwhile, to within one request of each class.
+  * Accounts of a class are dropped when no request of it waits. At most MAX_TENANTS tenants without waiting requests
+    are remembered.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _SPARE = 64
 
 
 class LazyMinHeap:
-    """The least value of the keys that are in `alive`; each operation is O(log n), amortized.
+    """A heap of keys by value, with lazy deletion: only keys in `alive` count. O(log n) amortized.
 
-    A key that leaves `alive` is forgotten. One that comes back must be added again, with the value it had.
+    A key that leaves `alive` is forgotten. A key that returns must be added again, with the same value.
 
     Args:
         alive: the keys that count, kept by the owner.
@@ -46,11 +47,11 @@ class LazyMinHeap:
         self._limit = _SPARE
 
     def __len__(self) -> int:
-        """Number of entries, those of keys that are gone included."""
+        """Number of entries, stale ones included."""
         return len(self._heap)
 
     def add(self, value: float, key: int) -> None:
-        """Counts `key`, which is in `alive`, with its value."""
+        """Adds a key, which must be in `alive`."""
         heapq.heappush(self._heap, (value, key))
         if len(self._heap) > self._limit:
             self._heap = list({entry for entry in self._heap if entry[1] in self._alive})
@@ -58,7 +59,7 @@ class LazyMinHeap:
             self._limit = 2 * len(self._heap) + _SPARE
 
     def top(self) -> tuple[float, int] | None:
-        """The least (value, key); None when there is none."""
+        """The least (value, key); None without keys."""
         while self._heap and self._heap[0][1] not in self._alive:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -66,7 +67,7 @@ class LazyMinHeap:
 
 @dataclass(slots=True)
 class _Account:
-    """Service that a tenant has had in a class, per weight, and the number of its waiting requests."""
+    """Service of a tenant in a class, divided by its weight, and the number of its waiting requests."""
 
     start: float
     waiting: int = 0
@@ -77,29 +78,29 @@ class _ClassAccounts:
     virtual_time: float = 0.0
     waiting: int = 0
     tenants: dict[str, _Account] = field(default_factory=dict)
-    # Tenants beyond which those that wait for nothing are forgotten.
+    # Number of tenants above which those without waiting requests are forgotten.
     limit: int = MAX_TENANTS
 
     def account(self, tenant: str) -> _Account:
-        """Account of a tenant; a new one starts at what the last served tenant had before."""
+        """A tenant's account; a new one starts at the virtual time, so that it has no lead and no debt."""
         account = self.tenants.get(tenant)
         if account is None:
             account = self.tenants[tenant] = _Account(self.virtual_time)
         return account
 
     def trim(self) -> None:
-        """Bounds the accounts of those that wait for nothing by MAX_TENANTS, in O(1) amortized."""
+        """Keeps at most MAX_TENANTS accounts of tenants without waiting requests, in O(1) amortized."""
         if len(self.tenants) > self.limit:
             self.tenants = {name: account for name, account in self.tenants.items() if account.waiting}
             self.limit = len(self.tenants) + MAX_TENANTS
 
 
 class TenantShares:
-    """Service that each tenant has had, over all lanes of a router.
+    """Service of each tenant, over all lanes of a router.
 
     Args:
-        weights: of tenants that are not like the others, > 0.
-        default_weight: of the others.
+        weights: weights of single tenants, > 0.
+        default_weight: weight of all other tenants.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, default_weight: float = 1.0) -> None:
@@ -108,19 +109,19 @@ class TenantShares:
         self._classes = {priority: _ClassAccounts() for priority in CLASSES}
 
     def __len__(self) -> int:
-        """Number of tenants of which something is kept, in each class."""
+        """Number of accounts, over all classes."""
         return sum(len(accounts.tenants) for accounts in self._classes.values())
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Other weights from now on; what tenants have had stays as it was counted."""
+        """Replaces the weights; service counted so far stays."""
         self._weights = dict(weights)
 
     def waiting(self, priority: int) -> int:
-        """Number of requests of a class that wait."""
+        """Number of waiting requests of a class."""
         return self._classes[priority].waiting
 
     def enter(self, request: QueuedRequest) -> None:
-        """A request begins to wait. Nobody saves up service while he asks for none."""
+        """Counts a request that starts waiting. A tenant saves up no service while it has no waiting request."""
         accounts = self._classes[request.priority]
         account = accounts.account(request.tenant)
         if not account.waiting:
@@ -129,7 +130,7 @@ class TenantShares:
         accounts.waiting += 1
 
     def leave(self, request: QueuedRequest) -> None:
-        """A request waits no more, served or not."""
+        """Counts a request that stops waiting, served or not."""
         accounts = self._classes[request.priority]
         accounts.tenants[request.tenant].waiting -= 1
         accounts.waiting -= 1
@@ -143,7 +144,7 @@ class TenantShares:
         return self._weights.get(tenant, self._default)
 
     def start(self, priority: int, tenant: str) -> float:
-        """Service that a tenant has had, or would have if it began to wait; the one with the least goes first."""
+        """Service of a tenant per weight, or what it would be if the tenant started waiting. The least goes first."""
         accounts = self._classes[priority]
         account = accounts.tenants.get(tenant)
         if account is None:
@@ -151,7 +152,7 @@ class TenantShares:
         return account.start if account.waiting else max(account.start, accounts.virtual_time)
 
     def charge(self, request: QueuedRequest) -> None:
-        """A request that waits is about to be served."""
+        """Charges the tenant of a waiting request that is about to be served."""
         if request.is_retry:
             return
         accounts = self._classes[request.priority]
@@ -160,11 +161,11 @@ class TenantShares:
         account.start += request.charged_tokens / self.weight(request.tenant)
 
     def charge_output(self, request: QueuedRequest, output: int) -> None:
-        """A request has had `output` tokens in all; costs its tenant something only while others could have had them.
+        """Charges a tenant for output, unless no other request of the class waits.
 
         Args:
-            request: one that was served, and may be served again: no token is charged twice.
-            output: tokens that have come since its arrival.
+            request: a served request, which may be charged before; no token is charged twice.
+            output: all its output tokens since its arrival.
         """
         tokens, request.output = output - request.output, output
         accounts = self._classes[request.priority]
@@ -174,7 +175,7 @@ class TenantShares:
 
 
 class _TenantQueue:
-    """The requests of one tenant, in the order in which they came to the queue; to this lane some may come later."""
+    """The requests of one tenant in a lane, in order of arrival, even if some changed to this lane later."""
 
     def __init__(self) -> None:
         self.requests: dict[int, QueuedRequest] = {}
@@ -200,7 +201,7 @@ class _ClassQueue:
         self.tenants: dict[str, _TenantQueue] = {}
         self.work = 0
         self._tenant_work: dict[str, int] = {}
-        # A lower bound of (what the tenant has had, its first request) for each tenant here.
+        # For each tenant at least one entry that is a lower bound of its current `_rank`.
         self._heap: list[tuple[float, int, str]] = []
 
     def push(self, request: QueuedRequest, *, first: bool) -> None:
@@ -239,7 +240,7 @@ class _ClassQueue:
         others = 0.0
         for other, waiting in self._tenant_work.items():
             if other != request.tenant:
-                # One that has had more gets so much less before their shares are equal.
+                # A tenant that is ahead gets `lead` per weight less until the two are equal.
                 lead = max(0.0, self._shares.start(self._priority, other) - had)
                 others += min(waiting, max(0.0, per_weight - lead) * self._shares.weight(other))
         return sum(retry.work for retry in self.retries.values()) + own + others
@@ -256,7 +257,7 @@ class _ClassQueue:
             request = own.first()
             if (rank := self._rank(request)) == entry:
                 return request
-            # The tenant has been served elsewhere, or its first request is another one by now.
+            # The tenant was served in another lane, or its first request has changed.
             heapq.heapreplace(self._heap, rank)
         return None
 
@@ -269,7 +270,7 @@ class _ClassQueue:
         return bool(self.retries or self.tenants)
 
     def _trim(self) -> None:
-        """Entries that are too low stay until they come up; here they are dropped when most are such."""
+        """Rebuilds the heap when most of its entries are stale."""
         if len(self._heap) > 2 * len(self.tenants) + _SPARE:
             self._heap = [self._rank(own.first()) for own in self.tenants.values()]
             heapq.heapify(self._heap)
@@ -279,11 +280,11 @@ class _ClassQueue:
 
 
 class FairQueue:
-    """The requests that wait for one worker, in order of service. Each operation is O(log n), amortized.
+    """The requests of one lane, in order of service. Each operation is O(log n), amortized.
 
     Attributes:
-        tokens: of all requests here.
-        work: tokens to compute of all requests here.
+        tokens: tokens of all its requests.
+        work: tokens that must be computed for them.
     """
 
     def __init__(self, shares: TenantShares) -> None:
@@ -293,7 +294,7 @@ class FairQueue:
         self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
         self._requests: dict[int, QueuedRequest] = {}
         self._arrivals = {priority: LazyMinHeap(self._requests) for priority in CLASSES}
-        # Tokens that others are to have before a class is promoted again.
+        # Tokens that higher classes must be served before a class is promoted again.
         self._promotion_debt = 0.0
         self._deadlines = LazyMinHeap(self._requests)
 
@@ -301,20 +302,20 @@ class FairQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """The requests: classes in order, tenants in none."""
+        """The requests: higher classes first, in no order of tenants."""
         for queue in self._classes.values():
             yield from queue
 
     def work_before(self, request: QueuedRequest) -> float:
-        """Tokens that would be computed before a new request, by the order of service as it is now.
+        """Tokens that are computed before a new request, by the current order of service.
 
-        Other tenants get no more than their share meanwhile, and less if they have had more so far. O(tenants here).
+        Other tenants count with their share at most, and with less if they are ahead. O(number of tenants).
         """
         higher = sum(self._classes[priority].work for priority in CLASSES if priority > request.priority)
         return higher + self._classes[request.priority].work_before(request)
 
     def push(self, request: QueuedRequest, *, first: bool = False) -> None:
-        """Adds a request that has entered the shares; `first`: before others that have come back too."""
+        """Adds a request that has entered the shares. `first`: ahead of other retries."""
         self.tokens += request.tokens
         self.work += request.work
         self._requests[request.key] = request
@@ -324,27 +325,27 @@ class FairQueue:
             self._deadlines.add(request.deadline, request.key)
 
     def get(self, key: int) -> QueuedRequest | None:
-        """A request that is here; None when it is not."""
+        """The request with this key; None if it is not in this queue."""
         return self._requests.get(key)
 
     def remove(self, request: QueuedRequest) -> None:
-        """Takes out a request that is here."""
+        """Removes a request that is in this queue."""
         self.tokens -= request.tokens
         self.work -= request.work
         del self._requests[request.key]
         self._classes[request.priority].remove(request)
 
     def work_before_in_class(self, request: QueuedRequest) -> float:
-        """As `work_before`, of the request's own class alone."""
+        """Tokens of the request's own class that are computed before it; see `work_before`."""
         return self._classes[request.priority].work_before(request)
 
     def head(self, now: float) -> QueuedRequest | None:
-        """The request that goes next; None when there is none."""
+        """The request to serve next; None if the queue is empty."""
         priority = self._next_class(now)
         return None if priority is None else self._classes[priority].head()
 
     def pop(self, now: float) -> QueuedRequest:
-        """Takes out the head and charges its tenant."""
+        """Removes and returns the head, and charges its tenant."""
         request = self.head(now)
         assert request is not None
         if request.priority != self._highest():
@@ -356,13 +357,13 @@ class FairQueue:
         return request
 
     def oldest_arrival(self) -> float | None:
-        """Monotonic seconds of the earliest arrival; None when nothing waits."""
+        """Monotonic seconds of the earliest arrival; None if the queue is empty."""
         return min(
             (top[0] for arrivals in self._arrivals.values() if (top := arrivals.top()) is not None), default=None
         )
 
     def earliest_deadline(self) -> float | None:
-        """Monotonic seconds; None when no request has a deadline."""
+        """Monotonic seconds of the earliest deadline; None without one."""
         top = self._deadlines.top()
         return None if top is None else top[0]
 
@@ -374,7 +375,7 @@ class FairQueue:
         return next((priority for priority, queue in self._classes.items() if queue), None)
 
     def _next_class(self, now: float) -> int | None:
-        """The highest class in which something waits, or the one that has waited longest for it, and too long."""
+        """The class to serve next: the longest waiting one that is due for promotion, else the highest one."""
         highest = self._highest()
         if highest is None or self._promotion_debt > 0:
             return highest

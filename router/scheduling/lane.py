@@ -1,4 +1,4 @@
-"""One worker as the dispatcher sees it: who waits for it, and when and how much of that it gets.
+"""The queue of one worker at this router: which requests wait for it, and when and how many of them are released.
 
 State, gate and room are those of docs/explanation/architecture.md; what the worker does is in its `WorkerLoad`.
 """
@@ -16,15 +16,15 @@ from router.scheduling.fair_queue import FairQueue, TenantShares
 from router.scheduling.queued_request import HIGH, QueuedRequest
 from router.scheduling.worker_load import STALE_REPORT_S, LoadReport, WorkerLoad
 
-# A lane that is not open is looked at again after no less, so that rounding lets no timer find it shut for ever.
+# Least time to the next look at a closed gate: with less, rounding could let a timer find it closed for ever.
 _LEAST_WAIT_S = 1e-5
-# A request whose deadline is closer than its prefill plus this is not held.
+# The gate holds no request whose deadline is closer than its prefill plus this.
 DEADLINE_MARGIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRecord:
-    """Summary of what waits at this router for one worker; the worker echoes the fleet's to all routers."""
+    """Summary of what waits for one worker at this router; the worker echoes those of all routers."""
 
     oldest_arrival: float | None
     tokens: int
@@ -121,43 +121,42 @@ class Lane:
 
     @property
     def bound_tokens(self) -> int:
-        """Tokens of the requests that wait for this worker."""
+        """Tokens of the requests in this lane."""
         return self._bound.tokens
 
     @property
     def is_taken(self) -> bool:
-        """True if one request has this worker for itself, and others have to wait."""
+        """True if the worker is reserved for one request."""
         return self._alone is not None
 
     @property
     def is_full(self) -> bool:
-        """True if the worker has a limit, and has as many sequences, those that wait here and on their way included."""
+        """True if the limit is reached by the sequences at the worker, on their way, and in this lane."""
         return self.limit is not None and len(self._bound) + self.load.num_seqs >= self.limit
 
     @property
     def is_blocked(self) -> bool:
-        """True if something that waits here waits for others to end, whatever room the worker reports.
+        """True if a request in this lane must wait for others to end, whatever room the worker reports.
 
-        One request has the worker for itself, or there are more than its limit.
+        The worker is reserved for one request, or the limit is exceeded.
         """
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
 
     @property
     def places(self) -> int:
-        """Sequences that the worker can run beside those on their way to it and those that wait here; below 0 if these
-        are too many."""
+        """Sequences that the worker can run besides those on their way and in this lane; may be negative."""
         return self.load.report.room_seqs - self.load.unseen_seqs - len(self._bound)
 
     def share(self, key: int) -> None:
-        """The request that had this worker for itself does not need it any more, or has gone; a no-op for any other.
+        """Ends the exclusive use of this worker by request `key`; a no-op if it has none.
 
-        The next one that waits here for the same takes its place.
+        The next waiting request that needs the worker to itself gets it.
         """
         if self._alone == key:
             self._alone = next((request.key for request in self._bound if request.alone), None)
 
     def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
-        """Lets `request` wait for this worker; `first`: before others that have been with a worker."""
+        """Adds a request to this lane. `first`: ahead of the lane's other retries."""
         request.lane = self
         request.worker = self.worker
         if request.alone and self._alone is None:
@@ -165,16 +164,16 @@ class Lane:
         self._bound.push(request, first=first)
 
     def unbind(self, request: QueuedRequest) -> None:
-        """Forgets a request that waits for this worker."""
+        """Removes a request from this lane."""
         self._bound.remove(request)
         request.lane = None
         self.share(request.key)
 
     def seconds_to_serve(self, request: QueuedRequest) -> float:
-        """Least seconds until the prompt of a new request is computed, if it waits here.
+        """Least seconds until the prompt of a new request is computed, if it waits in this lane.
 
-        0 when nothing is before it, and at an unknown speed: a measurement that is wrong must not keep out the request
-        that would correct it.
+        0 when nothing is ahead of it, and at an unknown speed: a wrong measurement must not keep out the request that
+        would correct it.
         """
         on_its_way, rate = self.load.waiting_work, self.load.report.prefill_rate
         before = on_its_way + self._bound.work_before(request)
@@ -187,16 +186,16 @@ class Lane:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Prompt tokens to compute that wait at the worker, are on their way to it, or wait for it here."""
+        """Prompt tokens to compute: at the worker, on their way to it, and in this lane."""
         load = self.load
         return load.report.waiting_tokens + load.unseen_work + self._bound.work
 
     def record(self) -> LaneRecord:
-        """Summary of what waits here, for the worker's echo."""
+        """Summary of what waits in this lane at this router; the worker echoes it to all routers."""
         return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
 
     def status(self, now: float) -> LaneStatus:
-        """Requests that wait here and at the worker, for operators."""
+        """Requests in this lane and at the worker, for operators."""
         report = self.load.report
         return LaneStatus(
             queued=len(self._bound),
@@ -208,7 +207,7 @@ class Lane:
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
-        """True if what waits here may go now, room aside (docs/explanation/architecture.md)."""
+        """True if the gate is open, so that requests may go while there is room (docs/explanation/architecture.md)."""
         if self._alone is not None:
             return self._lone() is not None and not self.load.has_unseen
         report = self.load.report
@@ -221,17 +220,17 @@ class Lane:
         )
 
     def opens_in(self, now: float, gate: DelayGate) -> float:
-        """Seconds until the gate opens if nothing is reported meanwhile; 0 when it is open, or waits for an event."""
+        """Seconds until the gate opens without a new report; 0 when it is open, or only an event can open it."""
         if self._alone is not None or self.is_open(now, gate):
             return 0.0
         by_staleness = self.load.report.time + STALE_REPORT_S - now
         return max(_LEAST_WAIT_S, min(self._gate_opens_in(now, gate), by_staleness, self._holdable_s(now)))
 
     def release(self, now: float) -> tuple[list[QueuedRequest], int]:
-        """Takes the longest prefix of what waits that fits the worker's room.
+        """Removes the longest prefix of the queue that fits the worker's room.
 
-        The first request always goes when there is any room, because the worker chunks it, and when the worker is
-        idle, so that no report can starve a lane.
+        The first request always goes if there is any room, because the worker chunks it, and if the worker is idle, so
+        that no report can starve a lane.
 
         Returns:
             The requests, and the serial number of their group; ([], 0) when nothing fits.
@@ -251,11 +250,11 @@ class Lane:
         return (group, self.load.send(group)) if group else ([], 0)
 
     def _lone(self) -> QueuedRequest | None:
-        """The request that waits here to have the worker for itself."""
+        """The request in this lane that the worker is reserved for; None if there is none, or it has been released."""
         return None if self._alone is None else self._bound.get(self._alone)
 
     def _release_alone(self) -> tuple[list[QueuedRequest], int]:
-        """Takes the request that has the worker for itself, when nothing else of this router is on its way there."""
+        """Removes the request that the worker is reserved for, once no other request is on its way there."""
         request = self._lone()
         tokens, seqs = self._room()
         if request is None or self.load.has_unseen or not (self.load.is_idle or (tokens > 0 and seqs > 0)):
@@ -265,7 +264,7 @@ class Lane:
         return [request], self.load.send([request])
 
     def _room(self) -> tuple[float, int]:
-        """Room in tokens and sequences: what was reported less what is on its way, and of that this router's share."""
+        """Room in tokens and sequences: this router's share of what was reported, less what is on its way."""
         load, report = self.load, self.load.report
         share = self.bound_tokens / max(report.fleet_tokens, self.bound_tokens, 1)
         seqs = report.room_seqs - load.unseen_seqs
@@ -284,7 +283,7 @@ class Lane:
         )
 
     def _age_s(self, now: float) -> float:
-        """Age of the fleet's oldest request for this worker: this router's, or the one that the worker echoes."""
+        """Age of the oldest request for this worker, at this router or as the worker echoes it."""
         report = self.load.report
         oldest = self._bound.oldest_arrival()
         own = 0.0 if oldest is None else now - oldest
@@ -292,7 +291,7 @@ class Lane:
         return max(own, echoed)
 
     def _holdable_s(self, now: float) -> float:
-        """Seconds for which what waits here may be held, by its first deadline: its prefill here comes before that."""
+        """Seconds for which the gate may hold the lane, so that its first deadline leaves time for the prefill."""
         deadline = self._bound.earliest_deadline()
         if deadline is None:
             return math.inf

@@ -1,7 +1,7 @@
-"""Placement policies: choose the worker that a request goes to.
+"""Placement policies: choose the worker for each request.
 
-A policy hears of every lane that comes and goes and of every change of its load, so that a decision looks at a few of
-them only, however many there are. Loads are counted when a request is placed, not when its worker reports it.
+A policy is told of every lane that comes or goes and of every change of load, so that a decision looks at a few lanes
+only, however large the fleet. A request counts as load from its placement on, not from its worker's next report.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from router.scheduling.lane import Lane
 from router.scheduling.prefix_index import PrefixIndex
 from router.scheduling.queued_request import PrefixLookup, QueuedRequest
 
-# Stands in for the speed of workers that have measured none, tokens per second.
+# Assumed speed of workers that have reported none, tokens per second.
 _ASSUMED_RATE = 10_000.0
-# Speeds that were reported longer ago than one to two of these count no more.
+# Reported speeds are forgotten after one to two windows.
 _FASTEST_WINDOW_S = 30.0
-# What a sequence waits that finds no place in the running set: longer than a prefill, for another must end first.
+# Assumed wait for a place in a full running set: longer than a prefill, because another sequence must end first.
 _NO_PLACE_S = 1.0
 _NUM_LEAST = 2
-# The least loaded lanes are looked for among so many: some may be too short for a request, or of another class.
+# Lanes among which the least loaded suitable ones are searched: some cannot serve every request.
 _MAX_LOOKED_AT = 16
 _MAX_OWNERS = 4
 _SPARE = 64
-# A waiting request changes its lane for no less: seconds, and part of what it would wait.
+# Least gain for which a waiting request changes its lane: seconds, and fraction of its wait.
 _MIN_GAIN_S = 0.005
 _MIN_GAIN = 0.1
-# What is known of a waiting request's prefix is looked up anew when it has changed at its end, or after so long.
+# A waiting request's cached prefixes are looked up again after this time, or when the longest one has changed.
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Granules that have entered a worker's prefix cache and those that have left it.
+    """Granules that have entered and left a worker's prefix cache.
 
-    `anew`: what was known of it before counts for nothing.
+    `anew`: the change starts from an empty cache.
     """
 
     stored: Sequence[int] = ()
@@ -52,65 +52,67 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A better lane for a waiting request, and the tokens that would have to be computed there."""
+    """A better lane for a waiting request, and the tokens to compute there."""
 
     lane: Lane
     work: int
 
 
 class Placement(abc.ABC):
-    """A policy. What it does not want to know of it need not take.
+    """Base class of the policies; the events that a policy does not need are ignored.
 
     Attributes:
-        moves_waiting: True if `better` moves what waits to a lane that has come; else `choose` is asked again for it.
+        moves_waiting: True if `find_better_lane` moves waiting requests to new lanes; otherwise `choose` is called
+            again for each of them.
     """
 
     moves_waiting = False
 
     @abc.abstractmethod
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
-        """The lane for `request` among `lanes`: those of its model that take work and can serve it, at least one.
+        """Chooses a lane for a request, and sets `request.work` if that is less than its tokens.
 
-        Sets `request.work` where that is less than its tokens.
+        `lanes` has at least one lane: the ready ones that can serve the request.
         """
 
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
-        """A better place for a waiting request: a lane that would serve it clearly sooner than its own, or its own lane
-        with another amount of work than was thought; None when nothing has changed.
+        """Finds a lane that would serve a waiting request clearly sooner, or corrects its work in its own lane.
+
+        None if the request should stay as it is.
 
         Args:
-            request: waits for `lane`.
+            request: the waiting request.
             lane: its lane.
-            ahead: tokens of work of the waiting requests before it, by worker.
+            ahead: tokens of work of the waiting requests ahead of it, by worker.
             now: monotonic seconds.
         """
         return None
 
     def lane_up(self, lane: Lane) -> None:  # noqa: B027
-        """A worker takes work."""
+        """A lane is ready."""
 
     def lane_down(self, lane: Lane) -> None:  # noqa: B027
-        """A worker takes no more work; may be said twice."""
+        """A lane is no longer ready; may be called twice."""
 
     def load_changed(self, lane: Lane) -> None:  # noqa: B027
-        """Notes that what waits for a lane has changed, or its worker's report."""
+        """Notes that a lane's requests or its worker's report have changed."""
 
     def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:  # noqa: B027
         """A request was released to a lane's worker."""
 
     def cache_changed(self, worker: str, change: CacheChange) -> None:  # noqa: B027
-        """A worker that has been up says what its cache holds."""
+        """A worker reports a change of its prefix cache."""
 
     def cache_gone(self, worker: str) -> None:  # noqa: B027
-        """Nothing is known any more of a worker's cache. Until this is said, it may come up again with what it had."""
+        """A worker's cache is lost. Until this call, the worker may return with the cache that it had."""
 
     def tables(self) -> dict[str, int]:
-        """Entries of what is remembered of requests and sessions, by name."""
+        """Sizes of the policy's tables, by name."""
         return {}
 
 
 class RoundRobin(Placement):
-    """One lane after the other, per model, whatever their load."""
+    """The lanes of a model in turn, whatever their load."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
@@ -123,9 +125,9 @@ class RoundRobin(Placement):
 
 
 def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
-    """Seconds until a request that adds `tokens` to a lane would have its prompt computed.
+    """Seconds until a lane has computed its prompts and `tokens` more.
 
-    A worker whose running set is full counts as a second later: another sequence must end there first.
+    A worker with a full running set counts _NO_PLACE_S more, because another sequence must end there first.
     """
     return (lane.outstanding_tokens + tokens) / rate + _no_place_s(lane, len(lane))
 
@@ -136,22 +138,22 @@ def _no_place_s(lane: Lane, waiting: int) -> float:
 
 
 class LoadOrder:
-    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest.
+    """The lanes of one model, least loaded first; of equal ones, the one whose load has not changed for longest.
 
     Args:
-        seconds: the work before a new request on a lane.
+        seconds: time until a lane has computed its prompts.
     """
 
     def __init__(self, seconds: Callable[[Lane], float] = seconds_of_work) -> None:
         self._seconds = seconds
         self.lanes: dict[str, Lane] = {}
         self._loads: dict[str, tuple[float, int, int]] = {}
-        # Entries that `_loads` has no more are stale.
+        # Entries that differ from `_loads` are stale.
         self._heap: list[tuple[tuple[float, int, int], str]] = []
         self._serials = itertools.count()
 
     def update(self, lane: Lane) -> None:
-        """Counts a lane with its load as it is: O(log n), amortized."""
+        """Adds a lane or updates its load: O(log n), amortized."""
         report = lane.load.report
         load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.load.unseen_seqs + len(lane)
         known = self._loads.get(lane.worker)
@@ -170,7 +172,7 @@ class LoadOrder:
             del self.lanes[lane.worker], self._loads[lane.worker]
 
     def least(self, number: int, suits: Callable[[Lane], bool] = lambda lane: True) -> list[Lane]:
-        """The least loaded lanes that suit, at most `number`, of the first few."""
+        """Up to `number` least loaded lanes that suit, among the first _MAX_LOOKED_AT."""
         entries: list[tuple[tuple[float, int, int], str]] = []
         found: list[Lane] = []
         while self._heap and len(found) < number and len(entries) < _MAX_LOOKED_AT:
@@ -185,7 +187,10 @@ class LoadOrder:
 
 
 class LeastLoaded(Placement):
-    """The lane with the fewest prompt tokens waiting, there, under way or here; then the fewest sequences."""
+    """The lane with the fewest prompt tokens to compute: at the worker, on their way, or waiting here.
+
+    Of equal lanes, the one with the fewest sequences.
+    """
 
     moves_waiting = True
 
@@ -202,11 +207,11 @@ class LeastLoaded(Placement):
         return min(lanes, key=lambda lane: (seconds_of_work(lane), lane.load.report.decoding_seqs + len(lane)))
 
     def lane_up(self, lane: Lane) -> None:
-        """Counts it."""
+        """Adds the lane."""
         self._orders.setdefault(lane.model, LoadOrder(self._seconds)).update(lane)
 
     def lane_down(self, lane: Lane) -> None:
-        """Forgets it, and its model with the last lane."""
+        """Removes the lane, and its model with the last lane."""
         order = self._orders.get(lane.model)
         if order is not None:
             order.remove(lane)
@@ -214,15 +219,16 @@ class LeastLoaded(Placement):
                 del self._orders[lane.model]
 
     def load_changed(self, lane: Lane) -> None:
-        """Notes its load."""
+        """Updates the lane's load."""
         order = self._orders.get(lane.model)
         if order is not None and order.lanes.get(lane.worker) is lane:
             order.update(lane)
 
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
-        """The lane of least cost, if that is less by more than 5 ms and 10 % of the cost here; any if here is blocked.
+        """The lane of least cost, if it is cheaper than the own lane by more than 5 ms and 10 %.
 
-        The candidates are those of `choose`, looked up again when what is known of the prefix has changed.
+        If the own lane is blocked, any other lane is better. The candidates are those of `choose`, looked up again when
+        the cached prefixes have changed.
         """
 
         def cost_s(other: Lane, work: int) -> float:
@@ -244,15 +250,15 @@ class LeastLoaded(Placement):
         return stays if stays.work != request.work else None
 
     def _seconds(self, lane: Lane) -> float:
-        """The work before a new request on a lane."""
+        """Seconds until a lane has computed its prompts."""
         return seconds_of_work(lane)
 
     def _speed(self, lane: Lane, now: float) -> float:
-        """At which a lane's prompts are computed, tokens per second."""
+        """Prefill speed of a lane's worker, tokens per second."""
         return _ASSUMED_RATE
 
     def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
-        """Granules of the prompt that the candidates have."""
+        """Cached granules of the prompt on each candidate, looked up again if they may have changed."""
         return request.lookup.hits
 
     def least(self, request: QueuedRequest) -> list[Lane]:
@@ -265,7 +271,7 @@ class LeastLoaded(Placement):
 
 
 class SessionAffinityTable:
-    """Worker that each session was last sent to; the MAX_SESSIONS most recent ones."""
+    """The worker that each session last used, for the MAX_SESSIONS most recent sessions."""
 
     def __init__(self) -> None:
         self._workers: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -274,11 +280,11 @@ class SessionAffinityTable:
         return len(self._workers)
 
     def find(self, request: QueuedRequest) -> str:
-        """The worker of a request's session; "" when there is none."""
+        """The worker of a request's session; "" if unknown."""
         return self._workers.get((request.model, request.session), "") if request.session else ""
 
     def note(self, request: QueuedRequest, worker: str) -> None:
-        """A request of the session goes to a worker."""
+        """Notes that a request's session uses a worker."""
         if request.session:
             self._workers[(request.model, request.session)] = worker
             self._workers.move_to_end((request.model, request.session))
@@ -287,14 +293,14 @@ class SessionAffinityTable:
 
 
 class SessionAffinity(LeastLoaded):
-    """Requests of one session to one worker while it takes work; a new session, or none, to the least loaded lane."""
+    """Sends a session's requests to one worker while its lane is ready; other requests to the least loaded lane."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sessions = SessionAffinityTable()
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
-        """The session's lane."""
+        """The lane that the session last used, or the least loaded one."""
         known = self.lanes(request.model).get(self._sessions.find(request))
         subset = len(lanes) < len(self.lanes(request.model))
         if known is None or (subset and known not in lanes):
@@ -303,7 +309,7 @@ class SessionAffinity(LeastLoaded):
         return known
 
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
-        """As the least loaded lane; one of a session only where its lane is blocked, and the session goes with it."""
+        """A better lane as of LeastLoaded. A session moves only if its lane is blocked, and with all later requests."""
         if request.session and not lane.is_blocked:
             return None
         better = super().find_better_lane(request, lane, ahead, now)
@@ -312,15 +318,15 @@ class SessionAffinity(LeastLoaded):
         return better
 
     def tables(self) -> dict[str, int]:
-        """The sessions."""
+        """Number of sessions."""
         return {"sessions": len(self._sessions)}
 
 
 @dataclass(slots=True)
 class _Fastest:
-    """The highest speed that the workers of a model have reported lately: in this window, and the one before.
+    """The highest prefill speed that a model's workers reported in this window and the one before.
 
-    One wrong measurement is forgotten when its worker has measured again.
+    So a single wrong measurement is forgotten soon.
     """
 
     began: float
@@ -332,7 +338,7 @@ class _Fastest:
         return max(self.highest, self.before)
 
     def note(self, rate: float, now: float) -> None:
-        """A worker reports this speed."""
+        """Notes a reported speed."""
         if now - self.began >= _FASTEST_WINDOW_S:
             self.before = self.highest if now - self.began < 2 * _FASTEST_WINDOW_S else 0.0
             self.began, self.highest = now, 0.0
@@ -340,9 +346,9 @@ class _Fastest:
 
 
 class PrefixAware(LeastLoaded):
-    """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
+    """The lane that would finish the prompt first, given its load and its worker's prefix cache.
 
-    Affinity and load are in one unit, seconds (docs/explanation/architecture.md), so that a hot prefix spreads as soon
+    Cache hits and load are compared in seconds (docs/explanation/architecture.md), so that a hot prefix spreads as soon
     as waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
     the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
     is judged by its load alone.
@@ -355,7 +361,7 @@ class PrefixAware(LeastLoaded):
         super().__init__()
         self._capacity = capacity
         self._indexes: dict[str, PrefixIndex] = {}
-        # The model of each worker whose cache is in an index; it may be away for a while.
+        # The model of each worker whose cache is in an index, even while the worker is away.
         self._models: dict[str, str] = {}
         self._sessions = SessionAffinityTable()
         self._fastest: dict[str, _Fastest] = {}
@@ -372,7 +378,7 @@ class PrefixAware(LeastLoaded):
         return best
 
     def _candidates(self, request: QueuedRequest, lanes: Sequence[Lane], owners: Sequence[str]) -> dict[str, Lane]:
-        """The lanes to compare. Where some of the model's may not serve the request, all others if these are few."""
+        """The lanes to compare: owners, the session's lane and the least loaded; or all of `lanes` if few."""
         order = self._orders[request.model]
         if len(lanes) == len(order.lanes):
             known, least = order.lanes, order.least(_NUM_LEAST)
@@ -387,11 +393,11 @@ class PrefixAware(LeastLoaded):
         return candidates
 
     def tables(self) -> dict[str, int]:
-        """The sessions, and the entries of the prefix indexes."""
+        """Number of sessions, and of entries in the prefix indexes."""
         return {"sessions": len(self._sessions), "prefixes": sum(map(len, self._indexes.values()))}
 
     def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
-        """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
+        """Seconds to the end of the request's prefill in a lane, and the number of sequences it would run beside."""
         running = lane.load.report.decoding_seqs + lane.load.unseen_seqs + len(lane)
         return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
 
@@ -415,31 +421,31 @@ class PrefixAware(LeastLoaded):
         return request.lookup.hits
 
     def _note_speed(self, lane: Lane) -> None:
-        """The fastest of a model stands for those that have not been measured, or not for long."""
+        """Notes a reported speed; the highest of a model is the prior for workers without a recent measurement."""
         report = lane.load.report
         if report.prefill_rate > 0:
             self._fastest.setdefault(lane.model, _Fastest(report.time)).note(report.prefill_rate, report.time)
 
     def load_changed(self, lane: Lane) -> None:
-        """Notes its load and its speed."""
+        """Updates the lane's load and speed."""
         self._note_speed(lane)
         super().load_changed(lane)
 
     def lane_down(self, lane: Lane) -> None:
-        """Forgets it, and its model with the last lane; its cache stays known until it is said to be gone."""
+        """Removes the lane, and its model with the last lane. The worker's cache stays known until `cache_gone`."""
         super().lane_down(lane)
         if lane.model not in self._orders:
             self._fastest.pop(lane.model, None)
 
     def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
-        """Granules of the longest cached prefix, and its owners."""
+        """Number of granules in the prompt's longest cached prefix, and the workers that hold it."""
         index = self._indexes.get(request.model)
         return (0, []) if index is None else index.longest(request.granules, now)
 
     def _hits(
         self, request: QueuedRequest, workers: Iterable[str], longest: int, owners: Sequence[str], now: float
     ) -> dict[str, int]:
-        """Granules of the prompt that each worker has."""
+        """Number of the prompt's granules cached on each worker."""
         hits = dict.fromkeys(workers, 0)
         if longest:
             index, prefix = self._indexes[request.model], request.granules[:longest]
@@ -451,7 +457,7 @@ class PrefixAware(LeastLoaded):
         return hits
 
     def lane_up(self, lane: Lane) -> None:
-        """Counts it; its cache is empty unless it has been here."""
+        """Adds the lane; its cache starts empty unless the worker returns with a known one."""
         self._note_speed(lane)
         super().lane_up(lane)
         if not lane.caches_prefixes:
@@ -464,12 +470,12 @@ class PrefixAware(LeastLoaded):
             self._indexes[lane.model].add_worker(lane.worker)
 
     def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
-        """The worker will have the prompt in its cache."""
+        """Expects the prompt in the worker's cache."""
         if lane.worker in self._models:
             self._indexes[request.model].expect(lane.worker, request.granules, now)
 
     def cache_changed(self, worker: str, change: CacheChange) -> None:
-        """Notes it."""
+        """Applies the change to the index."""
         model = self._models.get(worker)
         if model is None:
             return
@@ -481,7 +487,7 @@ class PrefixAware(LeastLoaded):
             index.evict(worker, change.evicted)
 
     def cache_gone(self, worker: str) -> None:
-        """Forgets it, and the model with its last worker."""
+        """Removes the worker from the index, and the index with its last worker."""
         model = self._models.pop(worker, None)
         if model is not None:
             self._indexes[model].remove_worker(worker)
@@ -490,7 +496,7 @@ class PrefixAware(LeastLoaded):
 
 
 def _work(request: QueuedRequest, hit: int) -> int:
-    """Tokens that a worker with `hit` granules of the prompt would have to compute; the last one always."""
+    """Tokens to compute on a worker with `hit` cached granules; at least the last token."""
     return max(request.tokens - hit * request.granule_tokens, 1)
 
 
@@ -506,7 +512,7 @@ def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
 
 
 def _some(owners: list[str], turn: int) -> list[str]:
-    """At most 4 of the owners, others at every turn."""
+    """At most _MAX_OWNERS owners, starting at another one for each `turn`."""
     if len(owners) <= _MAX_OWNERS:
         return owners
     first = turn % len(owners)

@@ -1,21 +1,20 @@
-"""Index of the prefixes that each worker has in its cache, in granules of 8 blocks.
+"""Index of the prefixes in each worker's cache, in granules of 8 blocks.
 
 A granule is named by the chain hash of its last block, which covers the whole prefix (common/wire/block_hash.py).
-Workers report the blocks they hold (KvEvents of the Session), from whichever router the prompt came. A prompt that this
-router has just sent counts for EXPECTED_S without a report. The index is a hint: workers compare the tokens.
+Workers report the blocks they hold (KvEvents of the Session), whichever router sent the prompt. A prompt that this
+router has just sent counts for EXPECTED_S without a report. The index is only a hint: workers compare the tokens.
 
 Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 8 owners of 16 bits: 24 bytes
-an entry. The index begins small and grows as it is filled, by linear hashing (Litwin 1980): one bucket after the other
-splits in two by one more bit of its hashes, which loses nothing, so that memory follows what the workers hold and no
-report waits for all of it to be moved. Invariants:
-  * There are never more than `capacity` entries, and never more than MAX_EXPECTED_GRANULES that are only expected.
-  * Without overflow the index has exactly what the workers have said. What is forgotten: of a full bucket an entry
-    without owners, else any of it; of more than 8 owners of a granule all but the first 8. An owner that is forgotten
-    counts again when it stores the granule anew.
-  * A worker that has left, or begins anew, owns nothing.
+an entry. The index starts small and grows by linear hashing (Litwin 1980): one bucket after the other splits in two by
+one more bit of its hashes, without loss. So memory follows what the workers hold, and no report waits until the whole
+table has been moved. Invariants:
+  * There are at most `capacity` entries, and at most MAX_EXPECTED_GRANULES that are only expected.
+  * Without overflow the index is exactly what the workers have reported. A full bucket forgets an entry without owners,
+    or else any entry. A granule keeps its first 8 owners; another owner counts when it stores the granule again.
+  * A worker that has left, or starts again, owns nothing.
 
-A worker that holds a granule holds the ones before it in the prompt, so that depths are found by binary search; what
-was forgotten may make a depth too small, never too large.
+A worker that holds a granule also holds the ones before it in the prompt, so that depths are found by binary search.
+Forgotten entries may make a depth too small, never too large.
 """
 
 from __future__ import annotations
@@ -36,17 +35,19 @@ _WAYS = 8
 _OWNERS = 8
 _MAX_WORKERS = (1 << 16) - 1
 _FIRST_BUCKETS = 1 << 13
-# It grows when fewer than so many entries are there for each in use: then hardly a bucket overflows.
+# The table grows below 6 slots per used entry: so sparse, buckets rarely overflow.
 _SPARSE = 6
-# Buckets that are renumbered at once.
+# Buckets that are renumbered in one step.
 _PIECE = 1 << 12
 _Names = npt.NDArray[np.uint64]
 _Positions = npt.NDArray[np.intp]
 
 
 def _marked_positions() -> list[int]:
-    """Numbers of the granules of a prompt that are noted when it is sent: those of at most 4 significant bits, so that
-    there are few of them and what is found is less than an eighth short."""
+    """Positions of the granules that are noted when a prompt is sent: numbers of at most 4 significant bits.
+
+    So there are few of them, and the depth found is less than an eighth too small.
+    """
     return sorted({mantissa << shift for shift in range(40) for mantissa in range(1, 16)})
 
 
@@ -69,7 +70,7 @@ class PrefixIndex:
         # A memoryview gives plain ints four times as fast.
         self._hash_at, self._owner_at = self._hashes.reshape(-1).data, self._owners.reshape(-1).data
         self._slots: dict[str, int] = {}
-        # By slot; 0 is nobody, and who has left is nobody too.
+        # Worker name of each slot. Slot 0 is unused; a departed worker's name is set to "".
         self._names = [""]
         self._is_owner = np.zeros(_MAX_WORKERS + 1, np.bool_)
         self._hand = 0
@@ -78,7 +79,7 @@ class PrefixIndex:
         self._expected = _Expected()
 
     def __len__(self) -> int:
-        """Entries, those of workers that have left included until they are overwritten."""
+        """Number of entries, including those of departed workers that have not been overwritten."""
         return self._size
 
     @property
@@ -87,21 +88,21 @@ class PrefixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of the entries that there is room for now, bytes."""
+        """Size of the table's current buckets, bytes."""
         return self._num_buckets * _WAYS * BYTES_PER_ENTRY
 
     @property
     def forgotten(self) -> int:
-        """Number of owners that could not be noted, or were overwritten, for want of room."""
+        """Number of owners that were not stored or were overwritten for lack of room."""
         return self._forgotten
 
     @property
     def workers(self) -> list[str]:
-        """Workers that may own something."""
+        """The workers in the index."""
         return list(self._slots)
 
     def add_worker(self, worker: str) -> None:
-        """A worker begins with an empty cache."""
+        """Adds a worker with an empty cache."""
         self.remove_worker(worker)
         if len(self._names) > _MAX_WORKERS:
             self._renumber()
@@ -110,25 +111,25 @@ class PrefixIndex:
         self._is_owner[slot] = True
 
     def remove_worker(self, worker: str) -> None:
-        """A worker is gone; a no-op for one that is not here."""
+        """Removes a worker; a no-op if it is not in the index."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
             self._names[slot] = ""
             self._is_owner[slot] = False
 
     def store(self, worker: str, granules: Iterable[int]) -> None:
-        """The worker says that it holds these."""
+        """Adds granules that a worker reports as stored."""
         slot, names = self._slots[worker], _array(granules)
         self._grow(min(self._most_buckets, (self._size + names.size) * _SPARSE // _WAYS))
         while names.size:
             buckets = self._buckets(names)
-            # One of each bucket at a time, so that none overwrites another.
+            # One granule per bucket and round, so that none overwrites another.
             _, firsts = np.unique(buckets, return_index=True)
             self._store_apart(slot, names[firsts], buckets[firsts])
             names = np.delete(names, firsts) if firsts.size < names.size else names[:0]
 
     def evict(self, worker: str, granules: Iterable[int]) -> None:
-        """The worker says that it holds these no more."""
+        """Removes granules that a worker reports as evicted."""
         slot, names = self._slots[worker], np.unique(_array(granules))
         buckets = self._buckets(names)
         is_here = self._hashes[buckets] == names[:, None]
@@ -142,12 +143,14 @@ class PrefixIndex:
         self._size -= empty.size
 
     def expect(self, worker: str, granules: Sequence[int], now: float) -> None:
-        """The worker is being sent a prompt with these granules, first to last; it will hold them all."""
+        """Notes that a worker is being sent a prompt with these granules, first to last."""
         self._expected.add(self._slots[worker], granules, now)
 
     def longest(self, granules: Sequence[int], now: float) -> tuple[int, list[str]]:
-        """Number of first granules that some workers hold or are expected to, and those workers; (0, []) when nobody
-        holds any."""
+        """Length of the longest prefix that a worker holds or is expected to hold, in granules, and its workers.
+
+        (0, []) if no worker holds the first granule.
+        """
         told = _deepest(range(1, len(granules) + 1), lambda i: bool(self._owners_of(granules[i - 1])))
         marks = _marks(len(granules))
         sent = _deepest(marks, lambda i: bool(self._sent_to(granules[i - 1], now)))
@@ -157,24 +160,24 @@ class PrefixIndex:
         return max(told, sent), [name for slot in slots if (name := self._names[slot])]
 
     def depth(self, worker: str, granules: Sequence[int], now: float) -> int:
-        """Number of first granules that a worker holds, or is expected to: O(log) of their number."""
+        """Length of the prefix that a worker holds or is expected to hold, in granules: O(log n)."""
         slot = self._slots[worker]
         sent = _deepest(_marks(len(granules)), lambda i: slot in self._sent_to(granules[i - 1], now))
         return max(sent, self._told_depth(slot, granules))
 
     def knows(self, granule: int, now: float) -> bool:
-        """True if some worker holds a granule, or is expected to."""
+        """True if a worker holds a granule or is expected to hold it."""
         return bool(self._owners_of(granule) or self._sent_to(granule, now))
 
     def held(self, worker: str) -> set[int]:
-        """All granules that a worker has said to hold. O(capacity): for tests."""
+        """All granules that a worker has reported as held. O(capacity): for tests."""
         used = slice(self._num_buckets)
         return {int(name) for name in self._hashes[used][(self._owners[used] == self._slots[worker]).any(2)]}
 
     def _told_depth(self, slot: int, granules: Sequence[int]) -> int:
         def may_own(i: int) -> bool:
             owners = self._owners_of(granules[i - 1])
-            # The granule may have more owners than there is room for, and this one be among the others.
+            # If all owner places are taken, this worker may hold the granule without being listed.
             return slot in owners or len(owners) == _OWNERS
 
         depth = _deepest(range(1, len(granules) + 1), may_own)
@@ -183,7 +186,7 @@ class PrefixIndex:
         return _deepest(range(1, depth), lambda i: slot in self._owners_of(granules[i - 1]))
 
     def _owners_of(self, granule: int) -> list[int]:
-        """Slots of the workers that have said to hold a granule."""
+        """Slots of the workers that have reported a granule."""
         bucket = granule & (2 * self._low - 1)
         start = (bucket if bucket < self._num_buckets else bucket - self._low) * _WAYS
         names = self._hash_at[start : start + _WAYS].tolist()
@@ -193,11 +196,11 @@ class PrefixIndex:
         return [slot for slot in self._owner_at[at : at + _OWNERS].tolist() if self._names[slot]]
 
     def _sent_to(self, granule: int, now: float) -> list[int]:
-        """Slots of the workers that are expected to hold a granule."""
+        """Slots of the workers that were sent a granule lately."""
         return [slot for slot in self._expected.slots(granule, now) if self._names[slot]]
 
     def _grow(self, num_buckets: int) -> None:
-        """Splits buckets until there are so many; takes time for those alone."""
+        """Splits buckets until there are `num_buckets`; the cost is that of the new buckets alone."""
         while self._num_buckets < num_buckets:
             first = self._num_buckets - self._low
             count = min(num_buckets - self._num_buckets, self._low - first)
@@ -216,7 +219,7 @@ class PrefixIndex:
         return buckets
 
     def _store_apart(self, slot: int, names: _Names, buckets: _Positions) -> None:
-        """Stores names of which no two are of one bucket."""
+        """Stores granules that are all in different buckets."""
         rows = self._hashes[buckets]
         is_here = rows == names[:, None]
         ways = is_here.argmax(1)
@@ -234,7 +237,7 @@ class PrefixIndex:
         self._forgotten += int((lacks & ~has_room).sum())
 
     def _make_room(self, buckets: _Positions, rows: _Names) -> _Positions:
-        """An entry of each bucket that may be overwritten."""
+        """The entry to overwrite in each bucket."""
         empty = rows == 0
         ways: _Positions = empty.argmax(1)
         full = np.flatnonzero(~empty.any(1))
@@ -248,11 +251,11 @@ class PrefixIndex:
         return ways
 
     def _renumber(self) -> None:
-        """Numbers of workers have run out after 65,535 restarts: those who are here get new ones."""
+        """Gives the current workers new slots, because all 65,535 have been used."""
         new_slots = np.zeros(_MAX_WORKERS + 1, np.uint16)
         for number, old in enumerate(self._slots.values(), 1):
             new_slots[old] = number
-        # In place, because the views of it stay.
+        # In place, because views of the array exist.
         for start in range(0, self._num_buckets, _PIECE):
             piece = self._owners[start : min(start + _PIECE, self._num_buckets)]
             piece[:] = new_slots[piece]
@@ -264,7 +267,7 @@ class PrefixIndex:
 
 
 class _Expected:
-    """Prefixes sent in the last EXPECTED_S: slots and the end of their time, by granule."""
+    """Prefixes sent in the last EXPECTED_S: by granule, the slots and when each expires."""
 
     def __init__(self) -> None:
         self._until: dict[int, dict[int, float]] = {}
@@ -298,9 +301,9 @@ class _Expected:
 
 
 def _zeros(nbytes: int) -> mmap.mmap:
-    """Address space; what has not been written takes no memory.
+    """Zeroed memory that the system provides page by page on the first write.
 
-    In small pages: the system clears one when it is first written, and a huge one takes it milliseconds on some hosts.
+    In small pages, because clearing a huge page takes milliseconds on some hosts.
     """
     space = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -309,13 +312,13 @@ def _zeros(nbytes: int) -> mmap.mmap:
 
 
 def _marks(count: int) -> list[int]:
-    """The marked positions of a prompt of `count` granules; its last one always."""
+    """The marked positions of a prompt of `count` granules, including its last one."""
     marks = _MARKS[: bisect_right(_MARKS, count)]
     return [*marks, count] if count and marks[-1] != count else marks
 
 
 def _deepest(positions: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The last of ascending `positions` that `holds`, when all before it do too; 0 when none does."""
+    """The last of ascending `positions` for which `holds` is true, by binary search; 0 if none is."""
     low, high = 0, len(positions)
     while low < high:
         middle = (low + high + 1) // 2
@@ -324,6 +327,6 @@ def _deepest(positions: Sequence[int], holds: Callable[[int], bool]) -> int:
 
 
 def _array(granules: Iterable[int]) -> _Names:
-    """As an array; 0 stands for no granule."""
+    """The granules as an array, without zeros: 0 means "no granule"."""
     names: _Names = np.fromiter(granules, np.uint64)
     return np.asarray(names[names != 0], np.uint64)

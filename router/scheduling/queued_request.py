@@ -31,12 +31,12 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class PrefixLookup:
-    """Result of a placement's last look at a waiting request.
+    """Cached prefixes of a request's prompt, as the placement last found them.
 
     Attributes:
-        time: monotonic seconds.
-        depth: granules of the longest prefix that anybody had.
-        hits: granules that each candidate had.
+        time: monotonic seconds of the lookup.
+        depth: granules of the longest prefix cached on any worker.
+        hits: granules cached on each candidate worker.
     """
 
     time: float = -math.inf
@@ -51,30 +51,29 @@ class QueuedRequest:
     Attributes:
         key: number of the request in this router.
         model: identity of the model that must serve it.
-        tokens: tokens to compute before the next one: the prompt, and what an earlier attempt has generated.
+        tokens: prompt tokens, plus those that an earlier attempt has generated.
         arrival: monotonic seconds of its arrival.
         deadline: monotonic seconds after which it is dropped, None for never.
-        lane: that of the worker it will go to as things stand, None when there is none; nothing is promised before its
-            release.
-        numerics: class that the worker must be of, None for any.
-        parked: monotonic seconds since when there has been no worker for it, None while there is one.
-        tenant: who pays for it; "" for nobody in particular.
+        lane: the lane it is bound to, None while it has none; it may change its lane until it is released.
+        numerics: required numerics class, None for any.
+        parked: monotonic seconds at which it was parked, None while a worker can serve it.
+        tenant: the tenant that is charged for it; "" for none.
         priority: LOW, NORMAL or HIGH.
-        is_retry: whether it has been with a worker already.
+        is_retry: True if it has returned from a worker.
         session: its session in the model, "" for none.
         granules: names of the granules of its prompt, as in `prefix_index`.
         granule_tokens: tokens of a granule.
-        most_tokens: tokens that it has at its end at most, prompt and answer; 0 when nobody has said.
-        grammar_engine: library that its worker must compile grammars with; "" for a request without one.
-        work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
-        excluded_worker: a worker that it does not go to if there is another, "" for none.
-        only_worker: the one worker that it may go to, "" for any.
-        alone: whether the worker that it goes to gets no other requests until its first steps have passed.
-        lookup: what its placement has found out about it; the placement's own.
+        most_tokens: longest prompt and answer together, tokens; 0 if unknown.
+        grammar_engine: library that its worker must compile grammars with; "" for a request without a grammar.
+        work: `tokens` less what its lane's worker probably has cached; fixed while it is in a lane.
+        excluded_worker: a worker to avoid while another one can serve it, "" for none.
+        only_worker: the one worker that may serve it, "" for any.
+        alone: True if its worker gets no other requests until its first steps have passed.
+        lookup: cached prefixes of its prompt; written by the placement.
         output: output tokens that its tenant has been charged for.
-        lead: the first answer's request, of the others to the same prompt; they go where that is or has been.
-        shared_tokens: tokens of the prompt that an answer takes over from `lead` on the same worker.
-        worker: that which it was last bound to; "" before.
+        lead: for a further answer to a prompt, the request of the first answer; the answers share a worker if possible.
+        shared_tokens: prompt tokens that a further answer takes from `lead` on the same worker.
+        worker: the worker that it was last bound to; "" before.
     """
 
     key: int
@@ -105,8 +104,10 @@ class QueuedRequest:
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens that its tenant is charged when it goes to the worker of its lane: cached ones too, but none that the
-        first answer to the same prompt was charged for and has left there."""
+        """Tokens that its tenant is charged for on its release, cached ones included.
+
+        A further answer on the worker of the first one is not charged for the tokens that the two share.
+        """
         lane = self.lane
         if self.lead is None or lane is None or lane.worker != self.lead.worker or not lane.caches_prefixes:
             return self.tokens

@@ -1,7 +1,7 @@
-"""Load of one worker: what it has reported, and what has been sent to it that no report accounts for yet.
+"""Load of one worker: its last report, and the groups sent since that the report does not count yet.
 
 Pure. Invariant: `unseen_tokens`, `unseen_seqs` and `unseen_work` are the sums over the groups whose serial number is
-above the last `submit_seen`, so that room is never given away twice.
+above the last `submit_seen`, so that no room is used twice.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 from router.scheduling.queued_request import QueuedRequest
 
 STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
-# A speed that has not been measured again loses its weight with this time constant.
+# A measured speed loses its weight with this time constant until it is measured again.
 _SPEED_MEMORY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The worker's load as of `time` (monotonic seconds at the router); fields as in the proto's Load."""
+    """A worker's load at `time` (monotonic seconds at the router); fields as in the proto's Load."""
 
     time: float
     decoding_seqs: int = 0
@@ -49,10 +49,10 @@ class WorkerLoad:
     """The load of one worker.
 
     Attributes:
-        report: the last one.
-        unseen_tokens: prompt tokens on their way to it.
+        report: the last report.
+        unseen_tokens: prompt tokens on their way to the worker.
         unseen_seqs: sequences on their way.
-        unseen_work: prompt tokens to compute of those on their way.
+        unseen_work: prompt tokens on their way that the worker must compute.
     """
 
     def __init__(self, report: LoadReport) -> None:
@@ -65,7 +65,7 @@ class WorkerLoad:
         self._serial = 0
 
     def take(self, report: LoadReport) -> None:
-        """Replaces the report and drops the groups that it accounts for."""
+        """Replaces the report and drops the groups that it counts."""
         if report.prefill_samples != self.report.prefill_samples:
             self._measured = report.time
         self.report = report
@@ -87,38 +87,40 @@ class WorkerLoad:
 
     @property
     def has_unseen(self) -> bool:
-        """True if something is on its way to the worker."""
+        """True if a group is on its way to the worker."""
         return bool(self._unseen)
 
     @property
     def is_idle(self) -> bool:
-        """True if the worker has nothing to do and nothing is on its way to it."""
+        """True if the worker has no work and none is on its way."""
         report = self.report
         return not (report.decoding_seqs or report.waiting_seqs or report.waiting_tokens or self._unseen)
 
     @property
     def has_waiting(self) -> bool:
-        """True if prompts wait at the worker, or are on their way to it."""
+        """True if prompts wait at the worker or are on their way."""
         return self.report.waiting_seqs > 0 or self.unseen_seqs > 0
 
     @property
     def num_seqs(self) -> int:
-        """Sequences at the worker, or on their way to it."""
+        """Sequences at the worker and on their way."""
         return self.report.decoding_seqs + self.report.waiting_seqs + self.unseen_seqs
 
     @property
     def waiting_work(self) -> int:
-        """Prompt tokens to compute that wait at the worker, or are on their way to it."""
+        """Prompt tokens to compute at the worker and on their way."""
         return self.report.waiting_tokens + self.unseen_work
 
     def speed(self, prior: float, now: float) -> float:
-        """Prompt tokens that the worker computes per second: its measured speed, drawn to `prior` with the time since
-        then. So a worker that once looked slow and therefore gets little is tried again."""
+        """Prompt tokens that the worker computes per second: its measured speed, which tends to `prior` as it ages.
+
+        So a worker that once looked slow, and therefore gets few requests, is tried again.
+        """
         own = self.report.prefill_rate
         if own <= 0:
             return prior
         return prior + (own - prior) * math.exp(-max(now - self._measured, 0.0) / _SPEED_MEMORY_S)
 
     def waits_s(self, speed: float, ahead: int) -> float:
-        """Seconds until the worker begins with a request that has `ahead` tokens of work before it at the router."""
+        """Seconds until the worker starts on a request that has `ahead` tokens of work before it in the lane."""
         return (self.waiting_work + ahead) / speed

@@ -1,9 +1,9 @@
-"""Addresses of the workers as an operator writes them, and what follows from the answers. Pure.
+"""Worker addresses: the forms in which an operator names them, and the workers that DNS answers mean. Pure.
 
 A target is one of (the forms of `--worker`):
   * `HOST:PORT`: one worker.
-  * `dns:///NAME:PORT`, `dns://SERVER[:PORT]/NAME:PORT`: every address of a name, gRPC's way to write it. SERVER is the
-    address of a DNS server; absent: those of this machine.
+  * `dns:///NAME:PORT`, `dns://SERVER[:PORT]/NAME:PORT`: every address of a name, in gRPC's syntax. SERVER is the
+    address of a DNS server; by default this machine's servers are asked.
   * `file:PATH`: the workers that a file lists.
 """
 
@@ -31,7 +31,7 @@ _EXAMPLE: Final = "for example 127.0.0.1:50061"
 
 
 class AddressError(ValueError):
-    """An address that cannot be dialled, or a list that is none; one line that says what would be valid."""
+    """An invalid address or list; the message says in one line what would be valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StaticTarget:
 
 @dataclass(frozen=True, slots=True)
 class DnsTarget:
-    """All addresses of `name`, at `port`. `server` is the DNS server's IP address, "" for those of this machine."""
+    """All addresses of `name`, at `port`. `server` is a DNS server's IP address, "" for this machine's servers."""
 
     name: str
     port: int
@@ -69,10 +69,10 @@ Target: TypeAlias = StaticTarget | DnsTarget | FileTarget
 
 
 def parse_address(text: str) -> str:
-    """Checks one `host:port`; IPv6 hosts stand in brackets.
+    """Checks one `host:port`; IPv6 hosts are in brackets.
 
     Raises:
-        AddressError: it is none.
+        AddressError: it is not an address.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
@@ -81,10 +81,10 @@ def parse_address(text: str) -> str:
 
 
 def parse_target(text: str) -> Target:
-    """One target in one of its forms.
+    """Parses one target.
 
     Raises:
-        AddressError: it is none.
+        AddressError: it is not a target.
     """
     if text.startswith(FILE) and len(text) > len(FILE):
         return FileTarget(Path(text.removeprefix(FILE)))
@@ -97,10 +97,10 @@ def parse_target(text: str) -> Target:
 
 
 def parse_targets(texts: Iterable[str]) -> tuple[Target, ...]:
-    """The targets named by the operator: each element one, or several separated by commas.
+    """Parses targets; each text has one, or several separated by commas.
 
     Raises:
-        AddressError: one of them is no target, or stands twice, or there is none.
+        AddressError: one is not a target or is named twice, or there is none.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
     targets = tuple(parse_target(part) for part in parts if part)
@@ -113,10 +113,10 @@ def parse_targets(texts: Iterable[str]) -> tuple[Target, ...]:
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """The addresses in a file: a YAML or JSON list, or one a line. `[]` is a list without workers, nothing is none.
+    """Parses the addresses in a file: a YAML or JSON list, or one address a line. `[]` is valid, an empty file is not.
 
     Raises:
-        AddressError: it is not a list, or has something in it that is not an address.
+        AddressError: the text is not a list of addresses.
     """
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     plain = [line for line in lines if line]
@@ -135,14 +135,14 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class KnownAddresses:
-    """Addresses that DNS has given for a name: a failure or an empty answer takes nothing away that was known.
+    """Addresses that DNS has given for a name; they survive failures and short empty answers.
 
-    Each family (A, AAAA) counts by itself: one that fails keeps its addresses, one that is empty while the other is not
-    has none any more. An answer that is empty altogether is a Service between two sets of Pods more often than one
-    that is gone for good: it counts after DNS_EMPTY_S of nothing else.
+    Each family (A, AAAA) counts by itself: a failed lookup keeps the family's addresses, and an empty answer removes
+    them if the other family has some. If both are empty, the addresses are removed after DNS_EMPTY_S: mostly it is a
+    Kubernetes Service between two sets of Pods.
 
     Args:
-        port: of every worker.
+        port: port of every worker.
     """
 
     port: int
@@ -151,14 +151,14 @@ class KnownAddresses:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """host:port of each, sorted, so that the order of an answer does not matter."""
+        """host:port of each worker, sorted, so that the order of an answer does not matter."""
         return tuple(sorted({_join(host, self.port) for hosts in self._families.values() for host in hosts}))
 
     def learn(self, answers: Mapping[str, Iterable[str] | None], now: float) -> bool:
-        """Takes the answers by family, None for a failure; False when nothing new is known, because all are empty.
+        """Applies the answers by family, None for a failure; False if no family has addresses.
 
         Args:
-            answers: what was said.
+            answers: addresses by family.
             now: monotonic seconds.
         """
         given = {family: tuple(hosts) for family, hosts in answers.items() if hosts is not None}

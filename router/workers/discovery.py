@@ -1,9 +1,9 @@
-"""Follows the targets of an operator: a static list, DNS, files. A shell: what answers mean is decided in `addresses`.
+"""Follows an operator's targets: static addresses, DNS names and files. `addresses` decides what answers mean.
 
 Invariants:
-  * Nothing is told before every target has been asked once, so that a change of the targets takes no worker away that
-    the new ones name too.
-  * A target that fails keeps what it has said before, with one warning until it works again.
+  * `changed` is not called before every target has answered once, so that new targets do not remove workers that they
+    name themselves.
+  * A target that fails keeps its last workers, with one warning until it works again.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def read_list(path: Path) -> tuple[str, ...]:
 
 
 class _Troubles:
-    """Warns once about each new kind of failure of a target, and says when it is over."""
+    """Logs each new kind of failure of a target once, and its end."""
 
     def __init__(self, target: Target) -> None:
         self._target = str(target)
         self._why = ""
 
     def failed(self, why: str, kept: int) -> None:
-        """Notes a failure; so many workers are kept."""
+        """Notes a failure; `kept` workers stay known."""
         if why != self._why:
             log.warning("worker discovery failed", target=self._target, why=why, kept=kept)
         self._why = why
@@ -78,7 +78,7 @@ class _Troubles:
 
 
 async def _follow_file(target: FileTarget) -> AsyncIterator[tuple[str, ...]]:
-    """The list, whenever the file has been read. What is read twice is told twice."""
+    """Yields the list after each read of the file, changed or not."""
     troubles = _Troubles(target)
     known: tuple[str, ...] = ()
     while True:
@@ -93,17 +93,17 @@ async def _follow_file(target: FileTarget) -> AsyncIterator[tuple[str, ...]]:
 
 
 class _Resolver:
-    """Asks for the addresses of one name."""
+    """Looks up the addresses of one DNS name."""
 
     def __init__(self, target: DnsTarget) -> None:
         self._target = target
         self.known = KnownAddresses(target.port)
-        # Not before it is needed: a machine without resolv.conf may still have static workers.
+        # Created late: a machine without resolv.conf may still have static workers.
         self._resolver: dns.asyncresolver.Resolver | None = None
         self._troubles = _Troubles(target)
 
     async def ask(self) -> float:
-        """Asks once; seconds until the next time."""
+        """Looks the name up once; returns the seconds until the next lookup."""
         results = await asyncio.gather(*(self._family(family) for family in _FAMILIES))
         answers = {family: hosts for family, (hosts, _, _) in zip(_FAMILIES, results, strict=True)}
         learned = self.known.learn(answers, asyncio.get_running_loop().time())
@@ -116,7 +116,7 @@ class _Resolver:
         return min(max(ttl, DNS_MIN_REFRESH_S), DNS_MAX_REFRESH_S)
 
     async def _family(self, family: str) -> tuple[list[str] | None, float, str]:
-        """Addresses (None for a failure), their time to live in seconds, and why there are none, "" for no reason."""
+        """Addresses (None for a failure), their time to live in seconds, and why there are none ("" for no reason)."""
         try:
             if self._resolver is None:
                 self._resolver = self._make()
@@ -147,20 +147,20 @@ class Discovery:
     """The workers of all targets together.
 
     Args:
-        changed: told the addresses, in order of the targets and each once, whenever they have changed.
+        changed: called with all addresses, each once and in order of the targets, when they have changed.
     """
 
     def __init__(self, changed: Callable[[Sequence[str]], None]) -> None:
         self._changed = changed
         self._told: tuple[str, ...] | None = None
         self._targets: tuple[Target, ...] = ()
-        # By target: what it has said, None before that.
+        # By target: its workers, None before its first answer.
         self._lists: dict[Target, tuple[str, ...] | None] = {}
         self._tasks: dict[Target, asyncio.Task[None]] = {}
         self._ask_again: dict[Target, asyncio.Event] = {}
 
     def follow(self, targets: Sequence[Target]) -> None:
-        """Follows these targets from now on, and no others."""
+        """Replaces the targets."""
         self._targets = tuple(targets)
         for gone in self._lists.keys() - set(targets):
             self._forget(gone)
@@ -170,12 +170,12 @@ class Discovery:
         self._tell()
 
     def refresh(self) -> None:
-        """Asks DNS at once: a worker has been lost, which is often why an answer is about to change."""
+        """Looks up all DNS names soon, because a lost worker often means a changed answer."""
         for event in self._ask_again.values():
             event.set()
 
     async def stop(self) -> None:
-        """Follows nothing any more, and tells nothing."""
+        """Stops following the targets."""
         tasks = list(self._tasks.values())
         for target in list(self._lists):
             self._forget(target)
@@ -211,7 +211,7 @@ class Discovery:
             again.clear()
             wait_s = await resolver.ask()
             self._learn(target, resolver.known.workers)
-            # However often it is wanted, a name server is not asked more often than this.
+            # A name server is not asked more often, whatever the number of refreshes.
             await asyncio.sleep(DNS_MIN_REFRESH_S)
             await _until(again, wait_s - DNS_MIN_REFRESH_S)
 

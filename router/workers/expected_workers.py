@@ -1,4 +1,4 @@
-"""Workers that have never been up: whether one of them may still bring a model that nobody serves."""
+"""Workers that have never been up; requests for an unknown model wait for them for a while."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.model_registry import ModelRegistry, ServedModel
 
 
 class ExpectedWorkers:
-    """The addresses of which nothing has been heard, and the requests that wait for a model from one of them.
+    """Addresses that have never been up, and the requests that wait for a model from one of them.
 
     Args:
-        registry: the models that have been heard of.
-        wait_s: for how long an address is expected to come up, seconds.
+        registry: the known models.
+        wait_s: how long a new address is expected to come up, seconds.
         clock: monotonic seconds.
     """
 
@@ -23,31 +23,31 @@ class ExpectedWorkers:
         self._registry = registry
         self._wait_s = wait_s
         self._clock = clock
-        # By address: until when it is expected.
+        # By address: the end of its expectation.
         self._until: dict[str, float] = {}
         self._came_up = asyncio.Event()
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return self._num_waiting
 
     def expect(self, address: str) -> None:
-        """Expects a worker that has just been named."""
+        """Expects a worker whose address has just been added."""
         self._until[address] = self._clock() + self._wait_s
 
     def forget(self, address: str) -> None:
-        """Expects a worker no more."""
+        """Stops expecting a worker."""
         self._until.pop(address, None)
 
     def came_up(self, address: str) -> None:
-        """Notes that a worker has come up: the registry knows its model now."""
+        """Wakes the waiting requests, because a worker is up and the registry knows its model."""
         self.forget(address)
         self._came_up.set()
         self._came_up = asyncio.Event()
 
     async def model(self, name: str) -> ServedModel:
-        """Waits for the model called `name`, as `wait_for_model` does, and returns it.
+        """Waits for a model as `wait_for_model` does, and returns it.
 
         Raises:
             ApiError: as `ModelRegistry.get`.
@@ -56,11 +56,11 @@ class ExpectedWorkers:
         return self._registry.get(name)
 
     async def wait_for_model(self, name: str) -> None:
-        """Returns when a model called `name` (any for an empty name) is known, or nothing speaks for it any more.
+        """Waits until a model called `name` (any model for an empty name) is known, or no expected worker is left.
 
-        What has never been up may serve it: all workers together for `wait_s` from now while none has been up, and then
-        each address for as long after it was named. So that a router that has just been started does not refuse what it
-        will serve in a moment. At once when too many wait for it already.
+        Until a first worker has been up, waits `wait_s`; afterwards until `wait_s` after the last address was added. So
+        a router that has just started does not refuse requests that it can serve in a moment. Returns at once if too
+        many requests wait.
         """
         if self._registry.knows(name) or self._num_waiting >= MAX_QUEUED_REQUESTS:
             return

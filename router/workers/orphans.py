@@ -1,8 +1,8 @@
-"""Sequences of routers that are gone, as workers name them: what this router could adopt, and where (rule S12).
+"""Sequences of routers that are gone, as named by workers; this router may adopt them (rule S12).
 
 Invariants:
-  * At most MAX_ORPHANS are known, the newest ones; none longer than its lease.
-  * A key is handed out once: whoever asks again would find the sequence adopted.
+  * At most MAX_ORPHANS sequences are known, the newest ones, and none longer than its lease.
+  * A key is returned by `take` once, because its sequence can be adopted once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.limits import MAX_ORPHANS
 
 
 class OrphanTable:
-    """The adoption keys that workers have named.
+    """The adoption keys of sequences that workers have named.
 
     Args:
         clock: monotonic seconds.
@@ -31,7 +31,7 @@ class OrphanTable:
         return len(self._known)
 
     def add(self, address: str, keys: Iterable[bytes], lease_left_s: float) -> None:
-        """A worker has orphans of these keys for so long."""
+        """Adds keys that a worker has named, for the rest of their lease."""
         now = self._clock()
         for key in keys:
             self._known[key] = address, now + lease_left_s
@@ -42,16 +42,16 @@ class OrphanTable:
         news.set()
 
     def knows(self, key: bytes) -> bool:
-        """True if a worker has named this key, and its lease has not ended."""
+        """True if a worker has named this key and the lease has not ended."""
         return key in self._known and not self._is_over(key, self._clock())
 
     def take(self, key: bytes) -> str:
-        """Address of the worker that has this key, which is forgotten; "" for none."""
+        """Removes a key and returns its worker's address; "" if the key is not known."""
         address, lease_end = self._known.pop(key, ("", 0.0))
         return address if lease_end > self._clock() else ""
 
     async def wait_for(self, keys: Iterable[bytes], timeout_s: float) -> None:
-        """Waits until all of these keys are known, at most `timeout_s`: a client may be faster than the worker."""
+        """Waits up to `timeout_s` until all keys are known: a client may reconnect before a worker names them."""
         wanted, end = {key for key in keys if key}, self._clock() + timeout_s
         while any(not self.knows(key) for key in wanted) and (left_s := end - self._clock()) > 0:
             try:

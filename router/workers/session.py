@@ -47,34 +47,34 @@ _CHANNEL_OPTIONS = (
 
 
 class Fault(enum.Enum):
-    """Why a Session has ended, or could not begin."""
+    """Why a Session ended or could not start."""
 
     BROKEN = enum.auto()
     """The stream broke; the worker may be well (rule S7)."""
     VIOLATION = enum.auto()
-    """The worker sent what the protocol does not allow, or tokens that do not continue."""
+    """The worker broke the protocol, or sent tokens that do not continue a sequence."""
     REFUSED = enum.auto()
     """Nothing listens at the address."""
     UNREADY = enum.auto()
-    """The worker says itself that it takes no work now, or may not be used."""
+    """The worker says that it accepts no work now, or may not be used."""
     SILENT = enum.auto()
     """No frame for several heartbeats (rule S10)."""
     STALLED = enum.auto()
     """The worker's engine step has been running for too long (rule S10)."""
     SHUTDOWN = enum.auto()
-    """This router ends."""
+    """The router stops."""
 
 
 class WorkerState(enum.Enum):
-    """State of a worker toward new requests of this router: it takes them, or why not."""
+    """State of a worker toward new requests of this router."""
 
     SERVING = enum.auto()
     CORDONED = enum.auto()
-    """An operator wants it so."""
+    """An operator has cordoned it."""
     DRAINING = enum.auto()
-    """It is about to end."""
+    """It announced its end."""
     LEAVING = enum.auto()
-    """It has left the list of this router's workers."""
+    """It has left this router's list of workers."""
     UNCONNECTED = enum.auto()
     """There is no connection."""
 
@@ -84,13 +84,13 @@ class CordonState(enum.Enum):
 
     OPEN = enum.auto()
     CORDONED = enum.auto()
-    """None; what runs goes on there."""
+    """No new work; running requests stay."""
     EVICTING = enum.auto()
-    """None, and what runs goes on elsewhere where it can."""
+    """No new work; running requests move to other workers if possible."""
 
 
 class SessionLostError(Exception):
-    """The Session has ended, or could not begin; the message says why in one line."""
+    """The Session ended or could not start; the message says why in one line."""
 
     def __init__(self, fault: Fault, why: str) -> None:
         super().__init__(why)
@@ -98,46 +98,46 @@ class SessionLostError(Exception):
 
 
 class SessionEvents(Protocol):
-    """Receiver of what a Session reads. Called on the event loop, never concurrently."""
+    """Receiver of a Session's events. Called on the event loop, never concurrently."""
 
     def session_opening(self, session: Session) -> None:
-        """The worker has been described; gives the link what an earlier stream has left behind.
+        """The worker was described; an earlier stream's sequences may be resumed.
 
         Raises:
-            WorkerRefusedError: it must not get a Hello.
+            WorkerRefusedError: the worker must not get a Hello.
         """
 
     def session_closed(self, session: Session, fault: Fault) -> None:
-        """The session's life is over, whatever came of it. Called exactly once."""
+        """The session is over, with or without a stream. Called exactly once."""
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
-        """The worker takes work.
+        """The worker said Welcome.
 
         Raises:
-            WorkerRefusedError: it cannot be used.
-            SessionLostError: it is stalled.
+            WorkerRefusedError: the worker cannot be used.
+            SessionLostError: the worker is stalled.
         """
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
-        """Tokens, ends and load. Raises GapError or ProtocolError when the Session must be closed."""
+        """Handles tokens, ends and load. Raises GapError or ProtocolError if the Session must be closed."""
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
-        """The load, from a worker that had nothing else to say. Raises SessionLostError when it is stalled."""
+        """Handles the load of a worker without output. Raises SessionLostError if it is stalled."""
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
-        """Handles changes of the worker's prefix cache. Raises SessionLostError when something is missing."""
+        """Handles changes of the worker's prefix cache. Raises SessionLostError if events are missing."""
 
     def draining(self, session: Session) -> None:
-        """The worker takes no new work."""
+        """The worker drains: it accepts no new work."""
 
     def orphans_named(self, session: Session, orphans: wpb.Orphans) -> None:
-        """Another router is gone, and the worker still runs these sequences of it."""
+        """The worker still runs sequences of a router that is gone."""
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
-        """The stream has ended. Called exactly once for each `session_up` that returned."""
+        """The stream ended. Called exactly once for each `session_up` that returned."""
 
     def unusable(self, session: Session, why: str) -> None:
-        """The worker has not been reached, or has been lost; the next session with it is about to be opened."""
+        """The worker could not be reached or was lost; it will be dialled again."""
 
 
 class Session:
@@ -145,20 +145,20 @@ class Session:
 
     Attributes:
         address: host:port; the worker's key in the fleet.
-        state: what is to be written, and the sequences that run there.
-        model: what the worker serves.
+        state: frames to write, and the requests that run there.
+        model: the model that the worker serves.
         worker_id: the worker's own name.
         instance_id: the worker's process.
         version: the worker's version of Fissile.
         kernels: the worker's kernel back end, with its instruction set.
-        speculation: how the worker makes drafts; empty where it makes none.
-        served: whether the worker has taken work in this life.
-        is_draining: whether the worker has said that it is about to end.
-        cordon: what the worker has last said about new work.
-        accepting: whether it gets any.
-        is_parting: whether the stream ends with the last of what runs there.
-        proto_minor: version of the protocol that the worker speaks, 0 before it said so.
-        step_tokens: most tokens in one step of the worker, 0 before it said so.
+        speculation: how the worker makes drafts; empty without drafts.
+        served: True if the worker said Welcome.
+        is_draining: True if the worker announced its end.
+        cordon: the worker's last report about new work.
+        accepting: True if the worker gets new requests.
+        is_parting: True if the stream must end with its last request.
+        proto_minor: the worker's protocol version, 0 before Welcome.
+        step_tokens: most tokens in one step of the worker, 0 before Welcome.
         lease_s: how long the worker keeps this router's sequences without hearing from it.
     """
 
@@ -194,24 +194,24 @@ class Session:
         self._announced = 0.0
 
     def notify(self) -> None:
-        """Wakes the writer: `state` has something to write, or fewer sequences."""
+        """Wakes the writer, because `state` has changed."""
         if self.is_parting and not self.state.live:
             self._leaving = True
         self._to_write.set()
 
     @property
     def may_adopt(self) -> bool:
-        """True if the worker lets this router go on with sequences of others."""
+        """True if the worker supports adoption of other routers' sequences."""
         return self.proto_minor >= ADOPTION_MINOR
 
     @property
     def is_leaving(self) -> bool:
-        """True if nothing new can be written any more."""
+        """True if the stream is being closed."""
         return self._leaving
 
     @property
     def worker_state(self) -> WorkerState:
-        """Worker's state toward new requests."""
+        """State of the worker toward new requests."""
         if self.is_draining:
             return WorkerState.DRAINING
         if self.is_parting or self._leaving:
@@ -220,12 +220,12 @@ class Session:
 
     @property
     def numerics(self) -> str:
-        """Numerics class; one of its own for a worker that names none, so that no answer is called exact by mistake."""
+        """Numerics class; unique for a worker that reports none, so that no answer is called exact by mistake."""
         assert self.model is not None
         return self.model.numerics or f"unknown, of instance {self.instance_id}"
 
     def leave(self) -> None:
-        """Closes the stream when all is written, so that the worker does not wait for this router to come back."""
+        """Closes the stream after the last frame, so that the worker does not wait for this router to return."""
         self._leaving = True
         self._to_write.set()
 
@@ -252,14 +252,14 @@ class Session:
 
     async def _dial(self, stub: WorkerServiceAsyncStub, store: TokenizerStore, events: SessionEvents) -> None:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
-        # Also for a worker that does not serve: another process than before means that the previous one has ended.
+        # Also for a worker that does not serve: a new instance id proves that the previous process has ended.
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
         self.version, self.kernels = description.version, description.kernels
         self.speculation = description.speculation
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
             raise SessionLostError(Fault.UNREADY, f"the worker is {state}")
-        # Before the Hello: a second one of this router would end the stream that the first one opened.
+        # Before the Hello: a second Hello of this router would end the first one's stream.
         events.session_opening(self)
         self.model = describe(description, await store.assets(description, stub))
         call: _SessionCall = stub.Session()
@@ -330,18 +330,18 @@ class Session:
                 try:
                     await call.write(frame)
                 except asyncio.InvalidStateError:
-                    # The worker has ended the stream; the reader finds out how.
+                    # The worker ended the stream; the reader finds out how.
                     await asyncio.Event().wait()
             if self._leaving:
-                # The worker ends the stream, and the reader finds out; nothing may be written any more.
+                # The worker ends the stream, and the reader notices; no frame may be written now.
                 await call.done_writing()
                 await asyncio.Event().wait()
             await self._to_write.wait()
 
     async def _watch(self) -> None:
-        """Renews the lease and finds out that the worker is silent (rule S10).
+        """Renews the lease, and detects a silent worker (rule S10).
 
-        Silence is counted in turns of this loop, so that a pause of the router itself is not taken for the worker's.
+        Silence is counted in turns of this loop, so that a pause of the router itself does not count.
         """
         seen, silent = self._frames_read, 0
         while silent < MISSED_HEARTBEATS + 1:
@@ -355,7 +355,7 @@ class Session:
 
 
 async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Runs all until one ends, ends the others, and raises what that one raised."""
+    """Runs all until one ends, cancels the others, and raises that one's error."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -368,7 +368,7 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 def _lost(error: Exception) -> SessionLostError:
-    """Meaning of an error for the Session."""
+    """The error as a SessionLostError with its fault."""
     if isinstance(error, SessionLostError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
@@ -388,14 +388,14 @@ async def keep_connected(
     wanted: Callable[[], bool],
     pause: Callable[[Fault], Awaitable[None]],
 ) -> None:
-    """Dials a worker while it is wanted: at once when a stream broke, else after a pause; logs changes only.
+    """Dials a worker while `wanted()`: at once after a broken stream, else after a pause. Logs changes only.
 
     Args:
         open_session: makes the next session.
         store: fetches tokenizers.
-        events: takes what the sessions read.
-        wanted: False ends it.
-        pause: waits before the next dial; told how the last session ended.
+        events: receives the sessions' events.
+        wanted: False stops the loop.
+        pause: waits before the next dial; called with the last session's fault.
     """
     last = ""
     while wanted():

@@ -1,12 +1,12 @@
-"""The router's end of one Session, without its I/O: what must be written, in which order, and what came back.
+"""The router's end of one Session, without I/O: frames to write, in order, and the effects of frames read.
 
 Invariants (docs/explanation/architecture.md):
   * A frame is at most 1 MiB and holds at most 16,384 token ids; control frames go before the next Extend (S8).
-  * A sequence that is dropped here without an end from the worker is cancelled there exactly once; what still comes for
-    it is ignored. A rid that this router never submitted is cancelled once (S2).
-  * `resume` takes over what an earlier stream has left; Hello then names it, with what has arrived of each (S4).
-  * An end that is none of the request (the worker goes, its engine has failed, it is too short for the whole answer)
-    ends the attempt only.
+  * A sequence that is dropped here without an end from the worker is cancelled there exactly once; its later output
+    is ignored. A rid that this router never submitted is cancelled once (S2).
+  * `resume` takes over the sequences of an earlier stream; Hello then names them, with their tokens so far (S4).
+  * An end that is not the request's own (the worker drains, its engine failed, its length limit is too small) ends the
+    attempt only.
   * A group's serial number reaches the worker even if all its sequences were cancelled before they were written: the
     dispatcher counts the group as on its way until the worker echoes its number.
 """
@@ -34,7 +34,7 @@ _FRAME_OVERHEAD_BYTES = 1024
 _TOKEN_BYTES = 5
 _CANCELS_PER_FRAME = 8192
 _MAX_ALIENS = 1024
-# Ends with which a worker gives a sequence up: the request goes on elsewhere.
+# Ends with which a worker gives up a sequence: the request continues on another worker.
 LOSSES: Final = {
     wpb.END_REASON_CANCELLED: Loss.DRAINED,
     wpb.END_REASON_ERROR: Loss.ENGINE_FAILED,
@@ -42,7 +42,7 @@ LOSSES: Final = {
 }
 
 
-# Initial state of a Session at the worker.
+# The lane record that a worker assumes before the first Lane frame.
 _NOTHING_WAITS: Final = LaneRecord(None, 0, 0)
 
 
@@ -51,28 +51,28 @@ class ProtocolError(Exception):
 
 
 class RunningRequest(Protocol):
-    """A request as a Session has it: what takes its tokens, and who is told that there are some.
+    """A request running on this Session: its assembly and its wake-up callback.
 
     Attributes:
-        rid: of the attempt under way.
-        assembly: takes the tokens that come back.
+        rid: id of the current attempt.
+        assembly: collects the answer's tokens.
     """
 
     rid: int
     assembly: StreamAssembly
 
     def wake(self) -> None:
-        """The assembly has changed."""
+        """Called after the assembly has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One sequence for the worker.
+    """One sequence to submit to the worker.
 
     Attributes:
         record: everything but `token_ids`, `more` and `deadline_left_ms`, which depend on the frame.
         token_ids: prompt and tokens generated so far, uint32.
-        sequence: whose answer it brings.
+        sequence: the request that gets its output.
         deadline: monotonic seconds, None for never.
     """
 
@@ -84,11 +84,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A sequence of another router that this one goes on with.
+    """A sequence of another router that this router adopts.
 
     Attributes:
         frame: everything but `deadline_left_ms`, which depends on when it is written.
-        sequence: whose answer it brings.
+        sequence: the request that gets its output.
         deadline: monotonic seconds, None for never.
     """
 
@@ -99,14 +99,14 @@ class Adoption:
 
 @dataclass(slots=True)
 class StepEffects:
-    """Effects of a StepOutput; all but the first have left the Session.
+    """Effects of a StepOutput. The requests in all lists but `touched` have left the Session.
 
     Attributes:
-        touched: sequences that have something new, in order, each once.
-        ended: those whose stream is closed.
-        returned: those that were given back.
-        lost: attempts lost, and why.
-        refused: attempts that the worker has refused, with the end that says why.
+        touched: requests with new output, in order, each once.
+        ended: requests whose stream is closed.
+        returned: requests that the worker returned.
+        lost: requests whose attempt was lost, and why.
+        refused: requests that the worker refused, with the end that says why.
     """
 
     touched: list[RunningRequest] = field(default_factory=list)
@@ -118,7 +118,7 @@ class StepEffects:
 
 @dataclass(slots=True)
 class _Group:
-    """A group on its way: sequences not yet in a Submit frame, then the rests of the long ones."""
+    """A group to write: sequences without a Submit frame yet, and the rests of long prompts."""
 
     serial: int
     pending: OrderedDict[int, Submission]
@@ -127,15 +127,15 @@ class _Group:
 
 
 class RouterSession:
-    """Frames to write and sequences that run on one Session.
+    """Frames to write and running requests of one Session.
 
     Args:
         router_id: id of this router's process.
-        lease_s: the worker drops this router's sequences when it hears nothing for so long.
+        lease_s: how long the worker keeps this router's sequences without hearing from it.
 
     Attributes:
-        live: the sequences that run there, by rid: all that this router knows by a rid.
-        kv_seq: what Hello says of the worker's KV events.
+        live: the running requests by rid; the only table of rids.
+        kv_seq: number of the last KV event that Hello says is known.
     """
 
     def __init__(self, router_id: str, lease_s: float) -> None:
@@ -145,7 +145,7 @@ class RouterSession:
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
         self._adoptions: deque[Adoption] = deque()
-        # Backlog record that the worker has, or is about to be sent.
+        # The lane record that the worker has, or is about to get.
         self._record = _NOTHING_WAITS
         self._lane_is_due = False
         self._kv_epoch = 0
@@ -155,12 +155,12 @@ class RouterSession:
         self._aliens: set[int] = set()
 
     def resume(self, earlier: RouterSession) -> None:
-        """Takes over the sequences of an earlier stream with the same worker. To be called before the first frame."""
+        """Takes over the sequences of an earlier stream with the same worker. Call it before the first frame."""
         self.live = earlier.live
         self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
 
     def know_cache(self, seq: int) -> None:
-        """The worker's KV events are known up to number `seq`. To be called before the first frame."""
+        """Sets the number up to which KV events are known. Call it before the first frame."""
         assert self._hello is not None
         self.kv_seq = self._hello.kv_seq = seq
 
@@ -170,23 +170,23 @@ class RouterSession:
         self.renew_lease()
 
     def unwritten(self) -> list[RunningRequest]:
-        """The live sequences of which something has not been written: the worker cannot have them whole."""
+        """The live sequences that have not been completely written."""
         adopted = [adoption.frame.rid for adoption in self._adoptions]
         rids = (rid for group in self._groups for rid in (*group.pending, *group.rests))
         return [self.live[rid] for rid in (*adopted, *rids) if rid in self.live]
 
     def forget(self, rids: Iterable[int]) -> list[RunningRequest]:
-        """Drops the sequences that the worker does not have, and returns them."""
+        """Removes and returns the live sequences among `rids`, without a Cancel frame."""
         return [self.live.pop(rid) for rid in rids if rid in self.live]
 
     def submit(self, serial: int, group: Sequence[Submission]) -> None:
-        """Queues a group of new sequences; their rids must be above all earlier ones."""
+        """Queues a group of new sequences, whose rids must be above all earlier ones."""
         for submission in group:
             self._add(submission.record.rid, submission.sequence)
         self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
 
     def adopt(self, adoption: Adoption) -> None:
-        """Queues the adoption of a sequence; its rid must be above all earlier ones."""
+        """Queues an adoption, whose rid must be above all earlier ones."""
         self._add(adoption.frame.rid, adoption.sequence)
         self._adoptions.append(adoption)
 
@@ -199,7 +199,7 @@ class RouterSession:
         self.live[rid] = sequence
 
     def cancel(self, rid: int) -> None:
-        """Drops a sequence; a no-op when it is not live. What has not been written of it never will be."""
+        """Drops a sequence and its unwritten parts, and queues a Cancel if needed; a no-op if it is not live."""
         if self.live.pop(rid, None) is None:
             return
         for adoption in self._adoptions:
@@ -213,17 +213,17 @@ class RouterSession:
         self._cancels.append(rid)
 
     def announce(self, record: LaneRecord) -> None:
-        """Queues a Lane frame if something else waits than was said last; one that has not been written is replaced."""
+        """Queues a Lane frame if the record has changed, in place of an unwritten one."""
         if record != self._record:
             self._record = record
             self._lane_is_due = True
 
     def renew_lease(self) -> None:
-        """Queues a Lane frame: the worker must hear from this router (rule S6)."""
+        """Queues a Lane frame, so that the worker hears from this router (rule S6)."""
         self._lane_is_due = True
 
     def next_frame(self, now: float) -> wpb.SessionRequest | None:
-        """The frame to write next, None when there is nothing to write."""
+        """The next frame to write; None without one."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
             kept = self.live.items()
@@ -240,11 +240,11 @@ class RouterSession:
         return self._next_group_frame(now)
 
     def apply(self, step: wpb.StepOutput, now: float) -> StepEffects:
-        """Hands the step's tokens and ends to the streams.
+        """Applies a step's tokens and ends to the requests' assemblies.
 
         Raises:
-            ProtocolError: columns that do not fit each other, or too many sequences that are not this router's.
-            GapError: tokens or an end that do not continue what is there.
+            ProtocolError: columns do not fit each other, or too many rids are not this router's.
+            GapError: tokens or an end do not continue a sequence.
         """
         effects = StepEffects()
         for start in step.starts:
@@ -280,13 +280,13 @@ class RouterSession:
     def _apply_runs(
         self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float
     ) -> tuple[dict[int, RunningRequest], list[int]]:
-        """Appends the runs. The loop runs once per token: what is done per step is done behind it.
+        """Appends the runs of tokens. The loop is hot: it runs once per token, so work per step stays outside.
 
         Returns:
-            The sequences that got tokens, in order, and the rids of those whose streams closed without an end of the
-            worker's: a stop string, a slow client.
+            The requests that got tokens, in order, and the rids of those that closed without an end from the worker,
+            because of a stop string or a slow client.
         """
-        # Columns as lists at once: item by item, protobuf makes them ten times slower.
+        # Whole columns as lists: reading single items from protobuf is ten times slower.
         rids, positions, counts, token_ids = list(step.rid), list(step.first_pos), list(step.n), list(step.token_ids)
         if not len(rids) == len(positions) == len(counts) or sum(counts) != len(token_ids):
             raise ProtocolError("columns of a StepOutput differ in length")
@@ -321,7 +321,7 @@ class RouterSession:
         return touched, list(closed)
 
     def _refuse_alien(self, rid: int) -> None:
-        """Cancels a rid that is not this router's. One that was dropped here has been cancelled already."""
+        """Cancels a rid that this router never submitted. A dropped rid of this router was cancelled before."""
         ours = self._first_rid is not None and self._first_rid <= rid < self._submitted_below
         if ours or rid in self._aliens:
             return
@@ -346,14 +346,14 @@ def _first_token(start: wpb.SequenceStart, assembly: StreamAssembly) -> FirstTok
 
 
 def _loss(end: wpb.SequenceEnd, assembly: StreamAssembly) -> Loss | None:
-    """The loss that an end is to its request; None when it ends it."""
+    """The loss that an end means for its request; None if it ends the request."""
     if end.reason == wpb.END_REASON_LENGTH and end.end_pos < assembly.most_tokens:
         return Loss.CUT_SHORT
     return LOSSES.get(end.reason)
 
 
 def _submit_frame(group: _Group, now: float) -> wpb.Submit:
-    """As many of the group's sequences as fit a frame; a prompt that is longer than a frame gives its beginning."""
+    """A frame with as many of the group's sequences as fit; longer prompts continue in Extend frames."""
     frame = wpb.Submit(serial=group.serial)
     tokens, room = 0, MAX_FRAME_BYTES - _FRAME_OVERHEAD_BYTES
     while group.pending:
@@ -388,12 +388,12 @@ def _adopt_frame(adoption: Adoption, now: float) -> wpb.Adopt:
 
 
 def _deadline_left_ms(deadline: float | None, now: float) -> int:
-    # 0 means no deadline, so one that has passed is sent as the shortest.
+    # 0 means no deadline, so a deadline that has passed is sent as 1.
     return 0 if deadline is None else max(1, as_uint32((deadline - now) * 1000))
 
 
 def _extend_frame(group: _Group) -> wpb.Extend:
-    """The next tokens of the first long prompt."""
+    """A frame with the next tokens of the first long prompt."""
     rid, (submission, done) = next(iter(group.rests.items()))
     end = min(done + MAX_FRAME_TOKENS, len(submission.token_ids))
     if end == len(submission.token_ids):
@@ -404,6 +404,6 @@ def _extend_frame(group: _Group) -> wpb.Extend:
 
 
 def _lane_frame(record: LaneRecord, kv_epoch: int, now: float) -> wpb.Lane:
-    # 0 means that none waits, so the youngest age is 1.
+    # 0 means that no request waits, so the least age is 1.
     age_ms = 0 if record.oldest_arrival is None else max(1, as_uint32((now - record.oldest_arrival) * 1000))
     return wpb.Lane(oldest_age_ms=age_ms, tokens=as_uint64(record.tokens), seqs=record.seqs, kv_epoch=kv_epoch)

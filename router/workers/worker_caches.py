@@ -1,7 +1,11 @@
-"""Prefix caches of the workers: how far each is known, and what the placement learns of it.
+"""State of each worker's prefix cache at this router; passes changes on to the placement.
 
-A cursor lasts over streams to one instance: the next stream goes on where the last one broke off. Invariant: a worker
-has a cursor while it is up, or may come back to a stream that broke; without one, the placement knows nothing of it.
+A cursor outlives the streams to one instance: the next stream continues where the last one broke.
+Invariants:
+  * A worker has a cursor while it is up or may resume a broken stream. Without one, the placement knows nothing of its
+    cache.
+  * The frames that `KvEventCursor.accept` passes add up to the instance's cache after change `seq`; with `seq` 0 they
+    may be incomplete, as in the middle of a snapshot. After an `ask` no frame passes until its snapshot.
 """
 
 from __future__ import annotations
@@ -21,22 +25,22 @@ class Continuity(enum.Enum):
     """Fit of a frame of KV events with those before it."""
 
     NEXT = enum.auto()
-    """It continues them, or begins a snapshot."""
+    """The frame continues them, or starts a snapshot."""
     OUTDATED = enum.auto()
-    """It was written before the worker had read the newest ask, and says nothing that is still wanted."""
+    """The worker wrote the frame before it read the newest ask; the frame is ignored."""
     GAP = enum.auto()
-    """Something is missing: a new stream has to begin from scratch."""
+    """Events are missing: a new stream must start from an empty cache."""
 
 
 class KvEventCursor:
-    """The KV events of one instance of a worker, over all streams to it."""
+    """Position in the KV events of one worker instance, over all streams to it."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._seq = 0
-        # Granules that a snapshot has yet to bring.
+        # Granules of the current snapshot that are still to come.
         self._left = 0
-        # Asks on this stream, and whether the newest waits for its snapshot.
+        # Number of asks on this stream, and whether the newest one has no snapshot yet.
         self._epoch = 0
         self._awaits = False
 
@@ -46,26 +50,25 @@ class KvEventCursor:
         return 0 if self._left else self._seq
 
     def goes_on_with(self, instance_id: str) -> bool:
-        """True if a stream to this instance continues what is known; otherwise that is to be forgotten."""
+        """True if a stream to this instance continues the known events; otherwise they must be forgotten."""
         return instance_id == self._instance_id and self.seq > 0
 
     def open(self) -> None:
-        """A new stream begins, on which nothing has been asked for."""
+        """Starts a new stream, on which nothing has been asked."""
         self._epoch, self._awaits = 0, False
 
     def reset(self) -> None:
-        """Counts what has come as nothing: the next frame leaves a gap, unless it begins a snapshot."""
+        """Discards the known events: the next frame is a gap unless it starts a snapshot."""
         self._seq = self._left = 0
 
     def ask(self) -> int:
-        """Counts what has come as nothing, and waits for a snapshot. Returns what the worker must be told
-        (`Lane.kv_epoch`)."""
+        """Discards the known events and waits for a snapshot; returns the `Lane.kv_epoch` to send."""
         self.reset()
         self._epoch, self._awaits = self._epoch + 1, True
         return self._epoch
 
     def accept(self, events: wpb.KvEvents) -> Continuity:
-        """Counts a frame, unless it is outdated."""
+        """Counts a frame unless it is outdated."""
         if events.epoch < self._epoch:
             return Continuity.OUTDATED
         if not (events.snapshot or self._continues(events)):
@@ -82,14 +85,14 @@ class KvEventCursor:
 
 
 class WorkerCaches:
-    """The cursors of all workers, by address; what they say goes to the placement of `assignment`."""
+    """The KV event cursors of all workers; passes their changes to the placement of `assignment`."""
 
     def __init__(self, assignment: LaneAssignment) -> None:
         self._assignment = assignment
         self._cursors: dict[str, KvEventCursor] = {}
 
     def opening(self, session: Session) -> None:
-        """Has the Hello of a new stream say how far the cache is known."""
+        """Makes the Hello of a new stream say up to which event the cache is known."""
         cursor = self._cursors.get(session.address)
         if cursor is None or not cursor.goes_on_with(session.instance_id):
             self._assignment.placement.cache_gone(session.address)
@@ -98,15 +101,15 @@ class WorkerCaches:
         session.state.know_cache(cursor.seq)
 
     def welcomed(self, session: Session) -> None:
-        """Asks for all of the cache where the placement has changed since the Hello."""
+        """Asks for the whole cache if the placement was replaced since the Hello."""
         if self._cursors[session.address].seq != session.state.kv_seq:
             self._ask(session)
 
     def accept(self, session: Session, events: wpb.KvEvents) -> None:
-        """Hands events to the placement, unless it is about to get all of the cache.
+        """Passes events to the placement, unless a snapshot is about to come.
 
         Raises:
-            SessionLostError: something is missing.
+            SessionLostError: events are missing.
         """
         continuity = self._cursors[session.address].accept(events)
         if continuity is Continuity.GAP:
@@ -116,14 +119,14 @@ class WorkerCaches:
             self._assignment.placement.cache_changed(session.address, change)
 
     def forget(self, address: str) -> None:
-        """Forgets a cache that is gone; a no-op when nothing is known of it."""
+        """Forgets a lost cache; a no-op if it is not known."""
         self._cursors.pop(address, None)
         self._assignment.placement.cache_gone(address)
 
     def learn_anew(self, sessions: Iterable[Session]) -> None:
-        """Counts as nothing what is known, for a placement that knows no cache, and asks those that are up for all.
+        """Discards the known events, for a new placement, and asks the workers that are up for their whole caches.
 
-        Workers without a stream say all of their caches on the next one.
+        Other workers send their whole caches on their next stream.
         """
         for cursor in self._cursors.values():
             cursor.reset()
@@ -131,9 +134,9 @@ class WorkerCaches:
             self._ask(session)
 
     def _ask(self, session: Session) -> None:
-        """Has a worker say all of its cache on the stream there is.
+        """Asks a worker for its whole cache on the current stream.
 
-        One that is too old for that does so on a new stream, which the gap at its next event brings about.
+        A worker with an older protocol sends it on a new stream, after the gap at its next event.
         """
         if session.proto_minor >= KV_EPOCH_MINOR:
             session.state.ask_for_cache(self._cursors[session.address].ask())

@@ -35,28 +35,28 @@ class SequenceEvents(Protocol):
         """Sequences can be sent on this session from now on."""
 
     def worker_down(self, session: Session) -> None:
-        """The session has ended; what it has in `state.live` is held, or lost next."""
+        """The session has ended; its sequences in `state.live` are held, or lost next."""
 
     def take_over(self, session: Session) -> None:
-        """The session goes on with the sequences in its `state.live`, which ran on another one."""
+        """The session continues the sequences in its `state.live`, which ran on an earlier session."""
 
     def carry_out(self, session: Session, effects: StepEffects) -> None:
         """The worker has computed a step."""
 
     def lose(self, session: Session, loss: Loss, why: str) -> None:
-        """Whatever the session has in `state.live` is lost."""
+        """The sequences in the session's `state.live` are lost."""
 
     def forget(self, session: Session, rids: Iterable[int]) -> None:
-        """The worker has let these sequences go."""
+        """The worker no longer has these sequences."""
 
     def return_unwritten(self, session: Session) -> None:
-        """Sequences that are not written whole cannot be at the worker: nobody has to come back for them."""
+        """Sequences that were not completely written cannot be at the worker, and must be queued again."""
 
     def hand_over(self, session: Session) -> None:
-        """Others go on with what runs on the worker, where they can."""
+        """Running sequences must move to other workers if possible."""
 
     def dispatch_soon(self) -> None:
-        """Something has changed that a decision depends on."""
+        """A dispatch decision may have changed."""
 
 
 class WorkerIntake:

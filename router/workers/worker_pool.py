@@ -1,11 +1,11 @@
-"""The workers of a router: dialled, up, cordoned, draining, parting, or gone with sequences that wait for their return.
+"""The workers of a router: dialled, up, cordoned, draining, parting, or lost with sequences held for them.
 
-Takes what Sessions report (`SessionEvents`), keeps registry, lanes and placement informed of it, and hands on to the
-owner of the requests what concerns them (`SequenceEvents`). A stream that breaks ends nothing: its sequences are held
-until the next stream to the same instance takes them up again (rules S4, S7), or go on elsewhere. Invariants:
-  * A worker is counted in whole or not at all: the dispatcher has it while it is up, the registry while it gets work.
-  * An instance has one session at a time, from before its Hello to its end, whatever addresses it has.
-  * `_workers` has every address that is dialled; one leaves with the task that dials it.
+Receives the events of Sessions (`SessionEvents`), updates registry, lanes and placement, and passes on to the owner of
+the requests what concerns them (`SequenceEvents`). The sequences of a broken stream are held until the next stream to
+the same instance resumes them (rules S4, S7), or move to other workers. Invariants:
+  * The dispatcher has a lane for each worker that is up; the registry counts it while it gets work (`WorkerIntake`).
+  * An instance has one session at a time, from before its Hello to its end, even under several addresses.
+  * `_workers` has every dialled address; an address leaves with the task that dials it.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class WorkerPool:
 
     Attributes:
         dialer: opens the channels to workers.
-        caches: how far their prefix caches are known.
-        expected: those that have never been up.
-        orphans: sequences of other routers that are gone.
-        on_kv_digests: told of digests of KV blocks that a worker has sent.
+        caches: known state of their prefix caches.
+        expected: workers that have never been up.
+        orphans: sequences of routers that are gone.
+        on_kv_digests: called with the digests of KV blocks that a worker sends.
 
     Args:
-        dispatcher: learns which lanes there are, and their load.
-        registry: learns the models from the workers.
-        store: fetches their tokenizers.
-        requests: owns the sequences that run there.
-        serving_changed: called when a first worker serves, and when the last one is gone.
+        dispatcher: has the workers' lanes.
+        registry: has the workers' models.
+        store: fetches tokenizers from workers.
+        requests: owns the sequences that run on workers.
+        orphans: as the attribute.
+        dialer: as the attribute.
+        serving_changed: called when the first worker serves, and when the last one stops.
         clock: monotonic seconds.
         failover: how long a worker may be silent, stalled or away.
         worker_lost: called when a stream with a worker has broken.
-        dialer: opens the channels to workers; None in plain text.
-        orphans: takes the sequences that may be adopted; None where nobody adopts any.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WorkerPool:
         self._has_warned = False
 
     def set_workers(self, addresses: Sequence[str]) -> None:
-        """Dials these workers from now on and takes leave of all others: they finish what runs, and get no more."""
+        """Replaces the list of workers: new ones are dialled, others get no new work and finish their requests."""
         wanted = set(addresses)
         for address in addresses:
             self._add(address)
@@ -106,7 +106,7 @@ class WorkerPool:
                 self._leave(worker)
 
     def workers(self) -> list[KnownWorker]:
-        """The workers of this router, connected or not, in order of their addresses."""
+        """All workers, connected or not, in order of their addresses."""
         now = self._clock()
         loads = {session.address: self._dispatcher.lanes[session.address].status(now) for session in self.sessions()}
         return [worker.known(loads.get(address)) for address, worker in sorted(self._workers.items())]
@@ -116,13 +116,13 @@ class WorkerPool:
         return [worker.session for worker in self._workers.values() if worker.session is not None]
 
     def tables(self) -> dict[str, int]:
-        """Entries of the tables that grow with workers."""
+        """Sizes of the tables that grow with workers, by name."""
         held = sum(worker.held is not None for worker in self._workers.values())
         tables = {"workers": len(self._workers), "sessions_held": held, "early": len(self.expected)}
         return {**tables, "orphans": len(self.orphans)}
 
     async def stop(self) -> None:
-        """Ends all sessions; the workers drop what still runs there."""
+        """Ends all sessions; the workers drop the sequences that still run."""
         for session in self.sessions():
             session.leave()
         if self.sessions():
@@ -140,10 +140,10 @@ class WorkerPool:
     # Sessions (`SessionEvents`).
 
     def session_opening(self, session: Session) -> None:
-        """Refuses a second session with one worker; hands over what an earlier stream has left."""
+        """Refuses a second session with one worker; lets the session resume held sequences."""
         worker = self._workers.get(session.address)
         if worker is None:
-            # Not dialled by this pool.
+            # The pool does not dial this worker.
             worker = self._workers[session.address] = WorkerRecord(session.address)
         if not worker.is_wanted:
             raise WorkerRefusedError("is not a worker of this router any more")
@@ -161,17 +161,17 @@ class WorkerPool:
         self._requests.take_over(session)
 
     def session_closed(self, session: Session, fault: Fault) -> None:
-        """Lets another session have the worker."""
+        """Allows another session with the worker; gives up held sequences unless the fault is resumable."""
         if self._instances.get(session.instance_id) is session:
             del self._instances[session.instance_id]
-        # It cannot be there any more, or does not want to be; otherwise the next dial may succeed.
+        # After a fault that is not resumable, the next stream has nothing to resume.
         if fault not in RESUMABLE:
             self.caches.forget(session.address)
             worker = self._workers[session.address]
             self._give_up(worker, f"it is {fault.name.lower()}", worker.loss_by(session, fault))
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
-        """Counts the worker in."""
+        """Adds the worker to registry and dispatcher."""
         if session.model is None:
             raise WorkerRefusedError("it serves no model")
         limits = welcome.limits or wpb.Limits()
@@ -184,18 +184,18 @@ class WorkerPool:
             try:
                 self._count_in(session, welcome)
             except Exception as error:
-                # All or nothing: a lane of which nobody knows that its stream has ended would keep its requests for
-                # ever. What the worker has of an earlier stream goes on as after any break.
+                # All or nothing: a lane whose stream has ended unnoticed would keep its requests for ever. Sequences
+                # of an earlier stream are treated as after any break.
                 fault = error.fault if isinstance(error, SessionLostError) else Fault.VIOLATION
                 self._workers[session.address].release()
                 self.session_down(session, fault, str(error))
                 raise
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
-        """Hands tokens to their streams."""
+        """Applies a step's tokens, ends and load."""
         effects = session.state.apply(step, self._clock())
         if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
-            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            # It will return as another instance. Until then it gets no requests, in particular none that it just lost.
             self._intake.withdraw(session, self._dispatcher.lane_draining)
         self._requests.carry_out(session, effects)
         for end in step.ends:
@@ -204,31 +204,31 @@ class WorkerPool:
             self._intake.take_report(session, step.load, step.submit_seen)
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
-        """Takes the load."""
+        """Applies the load; raises SessionLostError if the worker is stalled."""
         _check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate, self._failover.stall_timeout_s)
         self._intake.take_report(session, heartbeat.load, heartbeat.submit_seen)
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
-        """Takes changes of the worker's prefix cache, and digests of what it holds."""
+        """Applies changes of the worker's prefix cache, and passes on digests of its KV blocks."""
         if events.digests:
-            # What only observes may fail by itself.
+            # A failing observer must not end the session.
             with contextlib.suppress(Exception):
                 self.on_kv_digests(session, events.digests)
         self.caches.accept(session, events)
 
     def draining(self, session: Session) -> None:
-        """Sends the worker nothing more, and hands over what others can take."""
+        """Gives the worker no new requests, and moves running ones to other workers if possible."""
         log.info("worker draining", worker=session.address, worker_id=session.worker_id)
         session.is_draining = True
         self._intake.update(session)
         self._requests.hand_over(session)
 
     def orphans_named(self, session: Session, orphans: wpb.Orphans) -> None:
-        """Remembers what another router has left there."""
+        """Remembers the sequences of another router that is gone."""
         self.orphans.add(session.address, orphans.keys, orphans.lease_left_ms / 1000)
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
-        """Holds what ran on the worker if it may still be there, loses it if not."""
+        """Holds the worker's sequences if it may still have them, or moves them to other workers."""
         now, worker = self._clock(), self._workers[session.address]
         worker.session = None
         if not self.sessions():
@@ -250,7 +250,7 @@ class WorkerPool:
             worker.hold(lambda: self._give_up(worker, why, Loss.UNREACHABLE))
 
     def unusable(self, session: Session, why: str) -> None:
-        """Remembers the reason for those who ask."""
+        """Remembers the reason, for operators."""
         worker = self._workers[session.address]
         if not worker.is_parting:
             worker.last_error = why
@@ -258,7 +258,7 @@ class WorkerPool:
     # Joining and parting.
 
     def _add(self, address: str) -> None:
-        """Dials a worker, or takes it back that was about to be left."""
+        """Dials a worker, or keeps one that was about to part."""
         worker = self._workers.get(address)
         if worker is None:
             self.expected.expect(address)
@@ -273,7 +273,7 @@ class WorkerPool:
                 self._intake.update(worker.session)
 
     def _leave(self, worker: WorkerRecord) -> None:
-        """Gives a worker nothing new; the connection ends with the last of what runs there."""
+        """Gives a worker no new requests; its connection ends with its last request."""
         worker.is_parting = True
         worker.last_error = ""
         self.expected.forget(worker.address)
@@ -352,14 +352,14 @@ class WorkerPool:
         self._requests.dispatch_soon()
 
     def _give_up(self, worker: WorkerRecord, why: str, loss: Loss) -> None:
-        """Moves the sequences of a broken stream elsewhere: nobody takes them up (rule S7)."""
+        """Moves the held sequences of a worker to other workers (rule S7)."""
         held = worker.release()
         if held is not None:
             self._requests.lose(held, loss, why)
 
 
 def _nobody(session: Session, digests: Iterable[wpb.KvDigest]) -> None:
-    """Compares nothing."""
+    """Ignores digests."""
 
 
 def _check_stall(session: Session, busy_ms: int, prefill_rate: float, stall_timeout_s: float) -> None:

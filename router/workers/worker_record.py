@@ -1,9 +1,14 @@
-"""One address of a worker, over all Sessions with it: what lasts longer than a stream.
+"""State of one worker address that lasts longer than a Session.
 
 Invariants:
-  * `held` is a session that has ended, or the one that is about to take its sequences up; they wait for nobody else.
-    It is let go when the next stream has said what is left of them, or by the timer that `hold` sets.
-  * The address is dialled while it is wanted, or something of this router is left there.
+  * `held` is a session that has ended, or the one that is about to resume its sequences. It is released when the next
+    stream has said which of them are left, or by the timer that `hold` sets.
+  * The address is dialled while it is wanted, or while sequences of this router are held there.
+  * A worker that was well is dialled again at once, and then every REDIAL_S. The interval grows with the time for which
+    the address has failed (after a minute away a worker is found within three seconds), up to MAX_REDIAL_S, or
+    MAX_REDIAL_UNREADY_S while a process answers there. Intervals are random, so that routers do not dial in step.
+  * A life is the time of one process. After SHORT_LIVES short lives in a row a worker is on probation when it returns,
+    and is dialled later after each death. A life that ended in good order does not count as short.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from router.scheduling.failover import Loss
 from router.scheduling.lane import LaneStatus
 from router.workers.session import Fault, Session, WorkerState
 
-# Faults after which the worker may still have the sequences, so that the next stream takes them up.
+# Faults after which the worker may still have the sequences, so that the next stream can resume them.
 RESUMABLE: Final = frozenset({Fault.BROKEN, Fault.VIOLATION})
 _LOSSES: Final = {
     Fault.REFUSED: Loss.DIED,
@@ -44,10 +49,12 @@ _LOSSES: Final = {
 
 
 class AddressHistory:
-    """The record of one address. Times are monotonic seconds.
+    """Lives and failed dials of one address: decides when to dial again, and on probation. Pure.
+
+    Times are monotonic seconds.
 
     Args:
-        chance: gives a number in [0, 1), another one each time.
+        chance: returns a random number in [0, 1).
     """
 
     def __init__(self, chance: Callable[[], float]) -> None:
@@ -55,12 +62,12 @@ class AddressHistory:
         self._instance = ""
         self._began = 0.0
         self._ended: float | None = None
-        # Lives in a row that were short, the one that is under way not counted.
+        # Short lives in a row, without the current one.
         self._short_lives = 0
         self._failing_since: float | None = None
 
     def came_up(self, instance: str, now: float) -> None:
-        """A stream with a process has been opened; the same one as before goes on with its life."""
+        """Notes that a stream was opened; another `instance` than before starts a new life."""
         self._failing_since = None
         if instance != self._instance:
             self._end_life()
@@ -68,7 +75,7 @@ class AddressHistory:
         self._ended = None
 
     def went_down(self, now: float, *, in_good_order: bool) -> None:
-        """The stream has ended. In good order: the worker had said so, or this router wanted it."""
+        """Notes that the stream ended; in good order if the worker announced it or this router closed it."""
         self._failing_since = None
         self._ended = now
         if in_good_order:
@@ -76,18 +83,18 @@ class AddressHistory:
             self._instance = ""
 
     def probation_s(self, now: float) -> float:
-        """For how long the worker that has come up is on probation, seconds; 0 when it is not."""
+        """Remaining probation of the worker, seconds; 0 if it is not on probation."""
         if self._short_lives < SHORT_LIVES:
             return 0.0
         whole_s = min(PROBATION_S * 2.0 ** min(self._short_lives - SHORT_LIVES, 10), MAX_PROBATION_S)
         return max(0.0, self._began + whole_s - now)
 
     def redial_after_s(self, now: float, *, answers: bool) -> float:
-        """Seconds until the next dial, after one that has failed, or a stream that was over at once.
+        """Seconds until the next dial, after a failed dial or a stream that ended at once.
 
         Args:
             now: monotonic seconds.
-            answers: whether a process there says itself that it does not serve.
+            answers: True if a process at the address says that it does not serve.
         """
         if self._failing_since is None:
             self._failing_since = now
@@ -98,7 +105,7 @@ class AddressHistory:
         return min(wait_s, longest_s) * (1 + REDIAL_JITTER * (self._chance() - 0.5))
 
     def _end_life(self) -> None:
-        """The process that was here last is gone."""
+        """Ends the life of the last process."""
         if not self._instance or self._ended is None:
             return
         is_short = self._ended - self._began < SHORT_LIFE_S
@@ -109,9 +116,9 @@ class AddressHistory:
 class KnownWorker:
     """A worker as operators see it.
 
-    `running` counts the requests of this router there, `drafts` those of speculation that were verified and accepted
-    for its requests that have ended, by their position behind a token. Of a worker without a connection the address is
-    known, what it was called when it last had one, and `last_error`, which says why there is none.
+    `running` counts this router's requests there. `drafts` counts verified and accepted draft tokens of its ended
+    requests, by position. Of a worker without a connection only the address, its last name and model, and `last_error`
+    are known.
     """
 
     address: str
@@ -130,20 +137,20 @@ class KnownWorker:
 
 
 class WorkerRecord:
-    """Memory of one address.
+    """The state of one worker address.
 
     Attributes:
         address: host:port.
-        session: the stream there is, None while there is none.
+        session: the current session, None without one.
         held: the session whose sequences wait for the next stream.
-        is_parting: whether it has left the list of workers.
-        last_error: why a worker that is wanted cannot be used now, "" while it can.
-        worker_id: what the worker has called itself.
-        model: name of the model that it has served.
+        is_parting: True if it has left the list of workers.
+        last_error: why the worker cannot be used now, "" while it can.
+        worker_id: the worker's last name for itself.
+        model: name of the model that it last served.
         history: its lives and failed dials.
         drafts: see KnownWorker.
         dial_now: ends the pause before the next dial.
-        task: dials it; None where somebody else does.
+        task: dials it; None if the pool does not.
     """
 
     def __init__(self, address: str) -> None:
@@ -163,15 +170,15 @@ class WorkerRecord:
 
     @property
     def is_wanted(self) -> bool:
-        """True if it must stay connected: it is one of this router's, or sequences of this router are there."""
+        """True if it must stay connected: it is in the list of workers, or sequences are held there."""
         return not self.is_parting or self.held is not None
 
     def hold(self, give_up: Callable[[], object]) -> None:
-        """Lets the sequences of `held` wait for the next stream, until it is time to give them up."""
+        """Keeps the sequences of `held` for the next stream; calls `give_up` after RECONNECT_S."""
         self._give_up = asyncio.get_running_loop().call_later(RECONNECT_S, give_up)
 
     def release(self) -> Session | None:
-        """Takes the session whose sequences wait for the next stream: they wait no more."""
+        """Removes and returns the held session, and stops its timer."""
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
@@ -179,20 +186,20 @@ class WorkerRecord:
         return held
 
     def loss_by(self, session: Session, fault: Fault) -> Loss:
-        """Kind of loss of the sequences that an earlier stream has left, when `session` has ended."""
+        """Kind of loss of the held sequences, after `session` has ended with a fault."""
         if self.held is not None and session.instance_id not in ("", self.held.instance_id):
             return Loss.DIED
         return _LOSSES.get(fault, Loss.UNREACHABLE)
 
     def violates_again(self, fault: Fault, now: float) -> bool:
-        """True if the protocol is broken a second time: resuming does not mend it."""
+        """True if this is the second protocol violation in VIOLATION_MEMORY_S: resuming does not help."""
         if fault is not Fault.VIOLATION:
             return False
         before, self._violated = self._violated, now
         return before is not None and now - before < VIOLATION_MEMORY_S
 
     def known(self, load: LaneStatus | None) -> KnownWorker:
-        """The worker for operators, with the load of its lane."""
+        """The worker as operators see it, with the load of its lane."""
         session = self.session
         if session is None or session.model is None:
             return KnownWorker(self.address, worker_id=self.worker_id, model=self.model, last_error=self.last_error)
