@@ -5,7 +5,7 @@ Invariants:
   * The concatenated text of all messages is the decoded text of the delivered tokens. It lacks the token that ended the
     sequence, and a matched stop string unless the request includes it. It does not depend on how workers cut runs.
     If special tokens are kept, an end-of-sequence token is text like any other.
-  * An answer that is read in channels (`router.answers.reading`) has that text in its channels, without gaps.
+  * An answer that is read in channels (`router.answers.channel_reader`) has that text in its channels, without gaps.
   * An echoed prompt comes with the first token, in front of all text and token ids. It is not counted.
   * `delivered` counts the tokens for the client, an end-of-sequence or stop token included. Tokens behind a stop string
     are dropped and not counted.
@@ -35,10 +35,10 @@ from common.errors import (
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.text.answer_text import AnswerText, TextPiece
 from router.answers.answer_logprobs import AnswerLogprobs, LogprobGapError
+from router.answers.channel_reader import ChannelReader
 from router.answers.channels.parser import Channel, ChannelPart
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
-from router.answers.reading import ChannelReader
 from router.answers.stream_chunk import Echo, FinishInfo, FirstTokenInfo, StreamChunk, UnreadParts, ending_of, error_of
 
 

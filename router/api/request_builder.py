@@ -23,9 +23,9 @@ from common.text.stop_strings import StopStrings
 from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import GRANULE_BLOCKS
 from router.answers.answer_logprobs import AnswerLogprobs
+from router.answers.channel_reader import ChannelReader, ChannelTerms
 from router.answers.delivered import DeliveredText, DeliveredTokens
 from router.answers.logit_digests import LogitChain
-from router.answers.reading import ChannelReader, ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import Echo
 from router.api.answers import AnswerRequest

@@ -9,12 +9,12 @@ from fissile.receipts import confining
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
+from router.answers.channel_reader import Confinement
 from router.answers.channels import arguments
 from router.answers.channels.arguments import Argument
 from router.answers.channels.form import ResponseForm
 from router.answers.channels.grammar import AnswerGrammar, CalledTool, ReasoningLimit
 from router.answers.channels.parser import ResponseParser
-from router.answers.confinement import Confinement
 from router.answers.tools import ends_with_first_call
 from router.model_registry import ServedModel
 

@@ -7,7 +7,7 @@ from typing import Any
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
-from router.answers.reading import ChannelTerms
+from router.answers.channel_reader import ChannelTerms
 from router.answers.tools import declared, ends_with_first_call, template_calls
 from router.model_registry import ServedModel
 from router.prompts.confinement import confinement_of

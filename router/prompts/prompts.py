@@ -40,8 +40,7 @@ from common.text.bad_words import bad_words_token_ids
 from common.text.template_sandbox import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
-from router.answers.confinement import Confinement
-from router.answers.reading import ChannelTerms
+from router.answers.channel_reader import ChannelTerms, Confinement
 from router.answers.tools import template_tools
 from router.model_registry import ServedModel
 from router.prompts.conversation import reading_of, template_messages

@@ -25,7 +25,7 @@ from common.telemetry.tracing import trace_id_of
 from common.wire.adoption import delivered_digest
 from common.wire.pooling_protos import worker_pooling
 from common.wire.sampling_protos import sampling_to_proto
-from router.answers.reading import ChannelTerms
+from router.answers.channel_reader import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import StreamChunk
 from router.scheduling.failover import Attempts

@@ -22,11 +22,11 @@ from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
 from common.text.tokenizer import Tokenizer
 from common.wire import peer_numbers
+from router.answers.channel_reader import ChannelReader
 from router.answers.channels import parser
 from router.answers.channels.markers import SpelledMarkers
 from router.answers.channels.parser import ResponseParser
 from router.answers.delivered import DeliveredText
-from router.answers.reading import ChannelReader
 from router.answers.stream_assembly import StreamAssembly
 from router.api import pages
 from router.audit.decide import AuditCase
@@ -51,7 +51,7 @@ from tests.unit.common.wire import test_block_hash
 from tests.unit.mutants import Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
 from tests.unit.router import test_validation
-from tests.unit.router.answers import test_logit_digests, test_reading, test_stream_assembly
+from tests.unit.router.answers import test_channel_reader, test_logit_digests, test_stream_assembly
 from tests.unit.router.answers.channels import test_response, test_response_reference
 from tests.unit.router.answers.channels.responses import FAMILIES
 from tests.unit.router.api import test_pages
@@ -110,8 +110,8 @@ _FRAMES = test_session_state.test_frames_are_bounded_and_complete
 _PAUSES = test_address_history.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
 _TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_take_none
 _BOOKS = test_text_queue.test_books_are_right_after_any_history
-_CHANNELS = test_reading.test_channels_are_those_of_the_whole_text
-_GOES_ON = test_reading.test_stream_resumes_after_each_message
+_CHANNELS = test_channel_reader.test_channels_are_those_of_the_whole_text
+_GOES_ON = test_channel_reader.test_stream_resumes_after_each_message
 _COMES_AGAIN = test_stream_assembly.test_what_a_client_has_is_left_out_of_an_answer_that_comes_again
 _BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from common.errors import ResumeMismatchError
 from common.text.answer_text import AnswerText
 from common.text.stop_strings import StopStrings
+from router.answers.channel_reader import ChannelReader, ChannelTerms
 from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.parser import Channel, ChannelPart, ResponseParser
 from router.answers.delivered import DeliveredText
-from router.answers.reading import ChannelReader, ChannelTerms
 from router.answers.stream_assembly import StreamAssembly
 from router.answers.stream_chunk import FinishInfo, StreamChunk
 from router.model_registry import TextAssets
