@@ -41,13 +41,12 @@ GOALS: Final = {
 }
 # Figure -> the most that `make lint` allows, where that is not the goal.
 LIMITS: Final = {
-    "lines of common": 22_800,
-    "files of common with one user": 6,
-    "class names twice": 36,
-    "classes named by participles": 19,
-    "large classes": 5,
-    "short files": 81,
-    "marker words per 1,000": 6.3,
+    "lines of common": 21_750,
+    "class names twice": 1,
+    "classes named by participles": 8,
+    "large classes": 4,
+    "short files": 82,
+    "marker words per 1,000": 5.3,
 }
 
 
