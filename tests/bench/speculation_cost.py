@@ -30,7 +30,7 @@ from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_controller import DraftController
 from worker.engine.speculation.drafter import Proposer
 from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.engine.speculation.step_costs import StepCosts
@@ -53,7 +53,7 @@ class Given(Proposer):
         return self._drafts if most == MOST else self._drafts[:most]
 
 
-class Unweighed(DraftLengths):
+class Unweighed(DraftController):
     """Takes all drafts, and learns nothing."""
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class Trial:
     Args:
         num_running: sequences.
         proposer: of drafts; None for no speculation.
-        lengths: chooses how many are verified; None for the usual one.
+        controller: chooses how many are verified; None for the usual one.
         repeats: whether the same token comes always; else there is nothing to be found.
     """
 
     def __init__(
-        self, num_running: int, proposer: Proposer | None, lengths: DraftLengths | None = None, *, repeats: bool
+        self, num_running: int, proposer: Proposer | None, controller: DraftController | None = None, *, repeats: bool
     ) -> None:
         self.scheduler = Scheduler(
             Config(
@@ -93,10 +93,10 @@ class Trial:
         )
         drafter = self.scheduler.drafter
         drafter.proposer = proposer
-        if lengths is not None:
-            drafter.lengths = self.scheduler.postprocessor._lengths = lengths
+        if controller is not None:
+            drafter.controller = self.scheduler.postprocessor._controller = controller
         # Rows are free, so that drafts pay, and steps are long, so that there is always a look at them.
-        drafter.lengths.costs = StepCosts({1: 1e3, 100_000: 1e3})
+        drafter.controller.costs = StepCosts({1: 1e3, 100_000: 1e3})
         self._rnd, self._repeats, self._num_running = random.Random(1), repeats, num_running
         params = SamplingParams(max_tokens=100_000)
         prompts = ([i, *self._tokens(PROMPT - 1)] for i in range(num_running))

@@ -45,7 +45,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.prefix_cache import PrefixCache
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_controller import DraftController
 from worker.grammars import Grammars
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
@@ -275,7 +275,7 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
         engine.core.scheduler.drafter.proposer = RandomProposer(streams, NUM_IDS, random.Random(number))
     else:
         # On a busy machine text that grammars force may not pay.
-        engine.core.scheduler.drafter.lengths = DraftLengths(MOST_FORCED, adapts=False)
+        engine.core.scheduler.drafter.controller = DraftController(MOST_FORCED, adapts=False)
     # Steps in which everything waits for a grammar take no time, and would use up MAX_STEPS.
     for request in requests.values():
         if request.params.grammar and watched.grammars is not None:

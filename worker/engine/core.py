@@ -136,9 +136,7 @@ class EngineCore:
         """Measures the times of steps by their number of rows, if drafts are adaptive; call before the first step."""
         spec = self.config.speculative_config
         if spec is not None and spec.adaptive:
-            lengths = self.scheduler.drafter.lengths
-            lengths.costs, lengths.proposals = measure_costs(self.config, self.executor)
-            costs = lengths.costs
+            costs = self.scheduler.drafter.controller.costs = measure_costs(self.config, self.executor)
             log.info("step costs measured", ms_by_rows={rows: round(1e3 * s, 2) for rows, s in costs.table.items()})
 
     def validate(self, seq: Sequence) -> None:

@@ -17,8 +17,9 @@ from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.outputs import GivenLogprobs, RequestOutput
-from worker.engine.sequence import DraftHistory, EndReason, Sequence, SequenceStatus
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.sequence import EndReason, Sequence, SequenceStatus
+from worker.engine.speculation.draft_controller import DraftController
+from worker.engine.speculation.draft_rates import DraftHistory
 from worker.engine.speculation.spec_stats import SpecStats
 from worker.engine.step import Step
 from worker.engine.stop_rules import Stop, StopRules
@@ -38,7 +39,7 @@ class Postprocessor:
         lifecycle: the live sequences.
         stop_rules: rules by which sequences end.
         in_flight: the steps that are being computed, oldest first; `take` and `discard` remove the first.
-        lengths: learns which drafts were right.
+        controller: learns which drafts were right.
 
     Attributes:
         spec_stats: drafts verified and accepted, without those of `forced_stats`.
@@ -47,13 +48,13 @@ class Postprocessor:
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, stop_rules: StopRules, in_flight: deque[Step], lengths: DraftLengths
+        self, lifecycle: Lifecycle, stop_rules: StopRules, in_flight: deque[Step], controller: DraftController
     ) -> None:
         self._lifecycle = lifecycle
         self._blocks = lifecycle.block_manager
         self._stop_rules = stop_rules
         self._in_flight = in_flight
-        self._lengths = lengths
+        self._controller = controller
         self.spec_stats = SpecStats()
         self.forced_stats = SpecStats(logs=False)
         # Sequences whose drafts are text that grammars force, in the step that is applied.
@@ -127,7 +128,7 @@ class Postprocessor:
                 seq.spec_token_ids = drafts.get(seq_id, [])
             elif not seq.num_inflight_drafts and (own := drafts.get(seq_id)):
                 # The step launched meanwhile verifies none of them; otherwise it took them on the device.
-                self._lengths.decided({seq_id: own}, seqs, ())
+                self._controller.decided({seq_id: own}, seqs, ())
 
     def _take_decodes(
         self,
@@ -175,7 +176,7 @@ class Postprocessor:
                 seq.num_inflight_tokens -= num_drafts
                 seq.num_inflight_drafts -= num_drafts
                 outcomes.append((num_drafts, num_accepted))
-                self._lengths.verified(seq, num_drafts, num_accepted)
+                self._controller.verified(seq, num_drafts, num_accepted)
                 own += sampled[:-1]
                 computed += num_accepted
                 new = [*sampled]
@@ -292,7 +293,7 @@ class Postprocessor:
         """Compares new tokens with drafts that were not verified, to learn how often those are right."""
         for token_id in token_ids:
             if history.shadow:
-                self._lengths.came(history, token_id)
+                self._controller.came(history, token_id)
 
     def _without_token(self, constraint_end: str | None) -> Stop:
         """Why a sequence stops whose row has no token."""
@@ -310,7 +311,7 @@ class Postprocessor:
             self.forced_stats.take({(len(drafts), accepted): 1})
         else:
             self.spec_stats.take({(len(drafts), accepted): 1})
-            self._lengths.verified(seq, len(drafts), accepted)
+            self._controller.verified(seq, len(drafts), accepted)
         return len(drafts) - accepted
 
 

@@ -54,7 +54,7 @@ from worker.engine.outputs import EngineLoad, RequestOutput
 from worker.engine.postprocessor import Postprocessor
 from worker.engine.prefill_meter import PrefillMeter
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus, SequenceType
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_controller import DraftController
 from worker.engine.speculation.drafter import Drafter, make_answers, make_proposer
 from worker.engine.step import Step, StepLimits
 from worker.engine.stop_rules import Stop, StopRules
@@ -111,12 +111,12 @@ class Scheduler:
         spec = config.speculative_config
         self._answers = make_answers(spec)
         proposer = make_proposer(spec, self._answers)
-        lengths = DraftLengths(limits.mtp_k, adapts=spec is None or spec.adaptive)
+        controller = DraftController(limits.mtp_k, adapts=spec is None or spec.adaptive)
         in_runner = self.use_spec and proposer is None
         self.drafter = Drafter(
-            limits, self.lifecycle, proposer, lengths, in_runner=in_runner, is_deferred=config.deferred_output
+            limits, self.lifecycle, proposer, controller, in_runner=in_runner, is_deferred=config.deferred_output
         )
-        self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self.in_flight, lengths)
+        self.postprocessor = Postprocessor(self.lifecycle, self.stop_rules, self.in_flight, controller)
         self.spec_stats, self.forced_stats = self.postprocessor.spec_stats, self.postprocessor.forced_stats
         self._num_prefill_steps = 0
         self._pace = ConstraintPace()

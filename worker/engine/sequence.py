@@ -7,17 +7,15 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from operator import mul
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
-from common.wire.draft_counts import DraftCounter
 from worker.engine.pooling import PooledStates
+from worker.engine.speculation.draft_rates import DraftHistory
 
 _ids = itertools.count()
 
@@ -61,91 +59,6 @@ class EndReason(enum.Enum):
     CONSTRAINT = enum.auto()
     CONSTRAINT_FAILED = enum.auto()
     INVALID = enum.auto()
-
-
-# A rate that nothing is known of: drafts are worth a try where they cost little.
-_UNKNOWN_RATE: Final = 0.6
-
-
-@dataclass(slots=True)
-class DraftRates:
-    """Rates at which drafts at a position behind the newest token were right, if those before them were.
-
-    Attributes:
-        rates: of the positions that are known; a further one counts as the last of these.
-        counts: how many drafts each is the mean of, as long as that matters.
-        unknown: taken for a rate of which nothing is known.
-    """
-
-    rates: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    unknown: float = _UNKNOWN_RATE
-
-    def of(self, position: int) -> float:
-        """The rate at a position; `unknown` where nothing is known."""
-        if position < len(self.rates):
-            return self.rates[position]
-        return self.rates[-1] if self.rates else self.unknown
-
-    def gains(self, count: int, doubt: float = 1.0) -> list[float]:
-        """Tokens that each of so many drafts brings on average: what follows a wrong one is for nothing.
-
-        Args:
-            count: how many.
-            doubt: part of the wrong ones that are taken for wrong.
-        """
-        return list(itertools.accumulate((1 - doubt * (1 - rate) for rate in self.first(count)), mul))
-
-    def learn(self, position: int, is_right: bool, weight: float) -> None:
-        """One more draft, which counts as the others do at first, and later `weight`."""
-        rates, counts = self.rates, self.counts
-        if position == len(rates):
-            rates.append(self.of(position))
-            counts.append(1)
-        counts[position] = count = counts[position] + 1
-        share = weight if weight * count >= 1 else 1 / count
-        rates[position] += share * ((1.0 if is_right else 0.0) - rates[position])
-
-    def learn_run(self, num_right: int, num_drafts: int, weight: float) -> None:
-        """Drafts from the first position on: so many were right, and the next one wrong if there was one. As `learn`
-        of each, but for counts that matter no more."""
-        rates, counts = self.rates, self.counts
-        num_learnt = num_right + 1 if num_right < num_drafts else num_drafts
-        if num_learnt > len(rates) or counts[num_learnt - 1] * weight < 1:
-            for position in range(num_learnt):
-                self.learn(position, position < num_right, weight)
-            return
-        # Each counts `weight`: a position is known at least as well as the next one.
-        for position in range(num_right):
-            rates[position] += weight * (1.0 - rates[position])
-        if num_learnt > num_right:
-            rates[num_right] -= weight * rates[num_right]
-
-    def first(self, count: int) -> list[float]:
-        """Rates at the first positions."""
-        missing = count - len(self.rates)
-        return self.rates[:count] if missing <= 0 else [*self.rates, *[self.of(count)] * missing]
-
-    def prior(self, count: int) -> DraftRates:
-        """A copy that stands for at most so many drafts at each position."""
-        return DraftRates(list(self.rates), [min(count, own) for own in self.counts], self.unknown)
-
-
-@dataclass(slots=True)
-class DraftHistory:
-    """Record of what has become of a sequence's drafts (worker/engine/speculation/draft_lengths.py).
-
-    Attributes:
-        rates: how often they were right.
-        counter: drafts that were verified.
-        shadow: drafts that are compared with the tokens that come, and are not verified.
-        position: of the next one in `shadow`.
-    """
-
-    rates: DraftRates
-    counter: DraftCounter = field(default_factory=DraftCounter)
-    shadow: list[int] | tuple[int, ...] = ()
-    position: int = 0
 
 
 class Sequence:

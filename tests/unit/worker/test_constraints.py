@@ -28,7 +28,7 @@ from worker.engine.core import EngineCore
 from worker.engine.executor import PipelinedExecutor
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_controller import DraftController
 from worker.grammars import GrammarError
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
@@ -350,7 +350,7 @@ def test_text_that_a_grammar_forces_takes_fewer_steps_and_changes_nothing(
         return [[answer[name] for name in names] for answer in generate(engine, asked)]
 
     # On a busy machine drafts may not pay.
-    monkeypatch.setattr(DraftLengths, "choose", lambda _self, drafts, *_others: dict(drafts))
+    monkeypatch.setattr(DraftController, "choose", lambda _self, drafts, *_others: dict(drafts))
     engine = engine_of(runner)
     found, stats = answered(engine, params), engine.core.scheduler.forced_stats
     assert engine.core.scheduler.spec_stats.total_draft_tokens == 0

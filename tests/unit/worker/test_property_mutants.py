@@ -22,8 +22,7 @@ from tests.unit.worker.engine import (
     test_state_machine,
 )
 from tests.unit.worker.engine.speculation import (
-    test_draft_lengths,
-    test_draft_savings,
+    test_draft_controller,
     test_drafter,
     test_forced_text,
     test_model_drafts,
@@ -35,8 +34,7 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.prefill_meter import ContextCost
 from worker.engine.prefix_cache import PrefixCache
-from worker.engine.speculation.draft_lengths import DraftLengths
-from worker.engine.speculation.draft_savings import DraftSavings
+from worker.engine.speculation.draft_controller import DraftController
 from worker.engine.speculation.ngram_proposer import NgramProposer
 from worker.engine.speculation.step_costs import StepCosts
 from worker.engine.step import StepLimits
@@ -55,7 +53,6 @@ _LOGPROBS = test_outbox.test_logprobs_go_with_their_tokens_and_those_of_given_on
 _CUT = test_intake.test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
 _HOLDS = test_cache_events.test_the_engine_says_what_its_cache_holds
-_LOST = test_draft_savings.test_no_more_is_lost_than_a_small_part
 _LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
 _ALIKE = test_drafter.test_lookup_among_many_places_that_look_alike
 _AFFORDED = test_context_cost.test_as_many_tokens_as_can_be_afforded
@@ -67,12 +64,14 @@ _ANY_BYTES = test_frames.test_any_bytes_are_a_message_or_a_frame_error
 _ALL_WAITING = test_extreme_numbers.test_the_waiting_tokens_of_all_routers_fit_their_field
 _BATCHES = test_batch_delta.test_batches_arrive_as_they_were
 _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
-_CHOICES = test_draft_lengths.test_choices_are_beginnings_of_what_there_is
-_NEVER_LONGER = test_draft_lengths.test_it_never_takes_longer_than_plain_decoding
-_BEST_NUMBER = test_draft_lengths.test_no_other_number_brings_more_in_the_time
-_HARDLY_LONGER = test_draft_lengths.test_forced_text_hardly_lengthens_steps_of_sequences_without_it
-_OF_EACH = test_step_costs.test_verifications_of_one_draft_after_the_other_are_those_of_each
-_ROW_COSTS = "self.costs.verifications(rows, most)"
+_CHOICES = test_draft_controller.test_choices_are_beginnings_of_what_there_is
+_NEVER_LONGER = test_draft_controller.test_it_never_takes_longer_than_plain_decoding
+_BEST_NUMBER = test_draft_controller.test_no_other_number_brings_more_in_the_time
+_HARDLY_LONGER = test_draft_controller.test_forced_text_hardly_lengthens_steps_of_sequences_without_it
+_OF_EACH = test_step_costs.test_longer_is_the_ratio_of_each_number_of_drafts
+_FREE_ROWS = Mutant(
+    "free_rows", DraftController, "_count", "self.costs.longer(rows, num_drafts)", "np.ones(num_drafts)"
+)
 _NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_it_never_takes_longer_than_plain_decoding
 
 _SIZE, _LEFT = "min(max_chunk_size, size - chunk * max_chunk_size)", "size - chunk * max_chunk_size"
@@ -99,7 +98,6 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("never_gone", KvLog, "append", "self._present.discard(~change)", "pass"), test_cache_events.LogMachine),
     (Mutant("no_snapshot", KvCursor, "restart", "True, None", "False, None"), test_cache_events.LogMachine),
     (Mutant("silent_cache", PrefixCache, "take_granule_changes", "return", "return [] and"), _HOLDS),
-    (Mutant("all_may_be_lost", DraftSavings, "step", "_ALLOWED * (duration_s", "(duration_s"), _LOST),
     (Mutant("oldest_place", NgramProposer, "_latest", "> length:\n", ">= length:\n"), _LOOKUP),
     (Mutant("oldest_of_many", NgramProposer, "_latest", "int(others[-1])", "int(others[0])"), _ALIKE),
     (Mutant("flat", ContextCost, "most_tokens", "1 + self.weight * start", "1"), _AFFORDED),
@@ -153,15 +151,12 @@ MUTANTS: list[tuple[Mutant, Test]] = [
     (Mutant("sent_whole", BatchEncoder, "_grown", "= (table, needed)", "= (table, len(table))"), _BATCHES),
     *((mutant, test_prefill_slice.test_no_gap_is_longer_than_a_slice) for mutant in test_prefill_slice.MUTANTS[:1]),
     *((mutant, _FORCED) for mutant in test_forced_text.MUTANTS),
-    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _CHOICES),
-    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _NEVER_LONGER),
-    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _BEST_NUMBER),
-    (Mutant("free_rows", DraftLengths, "_longer", _ROW_COSTS, "np.zeros(most)"), _HARDLY_LONGER),
-    (Mutant("a_row_less", StepCosts, "verifications", "rows + 1, longest + 1", "rows, longest"), _OF_EACH),
-    (
-        Mutant("dear_plain_steps", DraftLengths, "plain_s", "self.costs.of(num_seqs)", "3 * self.costs.of(num_seqs)"),
-        _NEVER_LONGER_WITH_A_MODEL,
-    ),
+    (_FREE_ROWS, _CHOICES),
+    (_FREE_ROWS, _NEVER_LONGER),
+    (_FREE_ROWS, _BEST_NUMBER),
+    (_FREE_ROWS, _HARDLY_LONGER),
+    (Mutant("a_row_less", StepCosts, "longer", "rows + 1, longest + 1", "rows, longest"), _OF_EACH),
+    (Mutant("free_drafts", StepCosts, "drafting_s", "self.making_s(proposal)", "0.0"), _NEVER_LONGER_WITH_A_MODEL),
 ]
 # A machine that is another one for longer.
 _LONGER = {test_state_machine.LongMachine.__name__}

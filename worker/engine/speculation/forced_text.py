@@ -1,27 +1,28 @@
-"""Text that grammars force, as drafts: what a runner says that comes next, and how often that was right. Pure.
+"""Text that grammars force, as drafts, and how often its tokens were right. Pure.
 
-A grammar that leaves one text only, such as a key of an object and its quotes, does not say how it is cut into tokens:
-the model does. So the usual cut is a guess, mostly right, which is verified as any other draft is. It is compared with
-the tokens that come, verified or not.
+Where a grammar allows one text only, such as a key of an object with its quotes, the model still chooses how that text
+is cut into tokens. The usual cut is a guess, mostly right, and is verified like any other draft. Verified or not, it is
+compared with the sequence's next tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from worker.engine.sequence import DraftRates, Sequence
-
-# What the newest token counts at least in the mean of its sequence, and in that of all.
-_WEIGHT: Final = 0.07
-_WEIGHT_OF_ALL: Final = 0.01
-# Tokens that what is known of all sequences stands for in a new one.
-_PRIOR: Final = 4
+from worker.engine.sequence import Sequence
+from worker.engine.speculation.draft_rates import SEQUENCE_WEIGHT, TOTAL_WEIGHT, DraftRates
 
 
 @dataclass(slots=True)
-class _Run:
-    """Tokens from a position on, how many of them have come, and how often those of this sequence were right."""
+class _ForcedRun:
+    """One sequence's forced tokens.
+
+    Attributes:
+        rates: acceptance of this sequence's forced tokens.
+        first: position of the first token.
+        token_ids: the tokens; empty after a wrong one.
+        count: number of them compared so far.
+    """
 
     rates: DraftRates
     first: int = 0
@@ -30,42 +31,42 @@ class _Run:
 
 
 class ForcedText:
-    """Runs of tokens that grammars force, by sequence."""
+    """Forced tokens by sequence."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}
-        self._rates = DraftRates(unknown=1.0)
+        self._runs: dict[int, _ForcedRun] = {}
+        self._rates = DraftRates()
 
     def __bool__(self) -> bool:
         return bool(self._runs)
 
     def come(self, seq: Sequence) -> None:
-        """Compares what there is of a sequence with tokens that have come since."""
+        """Compares a sequence's forced tokens with its new tokens."""
         if (run := self._runs.get(seq.id)) is None:
             return
         for token_id in seq.token_ids[run.first + run.count : run.first + len(run.token_ids)]:
             is_right = token_id == run.token_ids[run.count]
-            run.rates.learn(run.count, is_right, _WEIGHT)
-            self._rates.learn(run.count, is_right, _WEIGHT_OF_ALL)
+            run.rates.learn(run.count, is_right, SEQUENCE_WEIGHT)
+            self._rates.learn(run.count, is_right, TOTAL_WEIGHT)
             run.count += 1
             if not is_right:
                 run.token_ids = ()
                 return
 
     def note(self, seq: Sequence, first: int, token_ids: tuple[int, ...]) -> None:
-        """Takes a run of a sequence, from an absolute position on, in place of what was known."""
+        """Replaces a sequence's forced tokens by those from position `first` on."""
         if (run := self._runs.get(seq.id)) is None:
-            run = self._runs[seq.id] = _Run(self._rates.prior(_PRIOR))
+            run = self._runs[seq.id] = _ForcedRun(self._rates.copy())
         run.first, run.token_ids, run.count = first, token_ids, 0
         self.come(seq)
 
     def of(self, seq: Sequence) -> list[int]:
-        """Tokens that probably come behind the newest known one."""
+        """Forced tokens after the sequence's newest known one."""
         run = self._runs.get(seq.id)
         return [] if run is None or not run.token_ids else list(run.token_ids[seq.num_tokens - run.first :])
 
     def rates(self, seq: Sequence) -> DraftRates:
-        """Rates at which tokens at each place of a run were right."""
+        """Acceptance by position in the forced text."""
         run = self._runs.get(seq.id)
         return self._rates if run is None else run.rates
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import TypeAlias
 
 from worker.engine.sequence import Sequence
-from worker.engine.speculation.draft_lengths import DraftLengths
+from worker.engine.speculation.draft_controller import DraftController
 
 # Seconds of a step by its rows.
 Cost: TypeAlias = Callable[[int], float]
@@ -33,7 +33,7 @@ class DraftMachine(ABC):
     """Sequences that decode at once.
 
     Args:
-        lengths: chooses how many drafts are verified.
+        controller: chooses how many drafts are verified.
         right: the probability that a draft is right behind right ones.
         cost: of a step.
         num_seqs: that decode.
@@ -44,7 +44,7 @@ class DraftMachine(ABC):
 
     def __init__(
         self,
-        lengths: DraftLengths,
+        controller: DraftController,
         right: float,
         cost: Cost,
         num_seqs: int,
@@ -52,7 +52,7 @@ class DraftMachine(ABC):
         noise: float = 0.0,
         interrupted: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        self.lengths, self.right, self.cost = lengths, right, cost
+        self.controller, self.right, self.cost = controller, right, cost
         self.seconds, self.tokens, self.verified = 0.0, 0, 0
         self._noise, self._rnd, self._ids = noise, random.Random(seed), count()
         self._interrupted = interrupted
@@ -82,8 +82,8 @@ class DraftMachine(ABC):
 
     def chosen(self, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The drafts that a step verifies of these."""
-        chosen = self.lengths.choose(drafts, self.seqs, len(self.seqs))
-        self.lengths.decided(drafts, self.seqs, chosen)
+        chosen = self.controller.choose(drafts, self.seqs, len(self.seqs))
+        self.controller.decided(drafts, self.seqs, chosen)
         return chosen
 
     def land(self, chosen: Mapping[int, list[int]]) -> None:
@@ -92,9 +92,9 @@ class DraftMachine(ABC):
             own = chosen.get(seq_id, [])
             accepted = own.index(1) if 1 in own else len(own)
             if own:
-                self.lengths.verified(seq, len(own), accepted)
+                self.controller.verified(seq, len(own), accepted)
             elif seq.draft_history is not None and seq.draft_history.shadow:
-                self.lengths.came(seq.draft_history, 0)
+                self.controller.came(seq.draft_history, 0)
             self.tokens += 1 + accepted
             self.verified += len(own)
 

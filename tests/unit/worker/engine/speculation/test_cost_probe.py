@@ -10,7 +10,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.speculation import cost_probe
 from worker.engine.speculation.cost_probe import measure_costs
-from worker.engine.speculation.proposal_costs import Proposal
+from worker.engine.speculation.step_costs import Proposal
 
 SIZE = 16
 
@@ -44,30 +44,30 @@ def engine(runner: Timed, num_blocks: int = 500, *, adaptive: bool = True, metho
 
 def test_costs_are_those_of_the_clock() -> None:
     core = engine(Timed())
-    costs, _ = measure_costs(core.config, core.executor)
+    costs = measure_costs(core.config, core.executor)
     assert costs.table == pytest.approx({rows: 0.01 + 0.001 * rows for rows in costs.table})
     assert {1, 8, 32} <= costs.table.keys()
-    assert costs.verification(8) == pytest.approx(0.023)
+    assert costs.drafting_s(8) == pytest.approx(0.023)
 
 
 def test_what_a_models_drafts_take_is_told_from_the_rest() -> None:
     core = engine(Timed(), method=DRAFT_MODEL)
-    costs, proposals = measure_costs(core.config, core.executor)
-    assert costs.of(8) == pytest.approx(0.018)
-    assert [proposals.of(Proposal(rows, rows, 2)) for rows in (1, 8, 32)] == pytest.approx([0.008] * 3)
-    assert measure_costs(engine(runner := Timed()).config, engine(runner).executor)[1].of(Proposal(8, 8, 2)) == 0.0
+    costs = measure_costs(core.config, core.executor)
+    assert costs.decode(8) == pytest.approx(0.018)
+    assert [costs.making_s(Proposal(rows, rows, 2)) for rows in (1, 8, 32)] == pytest.approx([0.008] * 3)
+    assert measure_costs(engine(runner := Timed()).config, engine(runner).executor).making_s(Proposal(8, 8, 2)) == 0.0
 
 
 def test_sizes_are_those_that_the_pool_has_blocks_for() -> None:
     core = engine(Timed(), 40)
-    assert max(measure_costs(core.config, core.executor)[0].table) == 12
+    assert max(measure_costs(core.config, core.executor).table) == 12
 
 
 def test_it_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_probe, "_MOST_S", 0.05)
     runner = Timed()
     core = engine(runner)
-    assert measure_costs(core.config, core.executor)[0].table.keys() == {1, 2, 4, 8}
+    assert measure_costs(core.config, core.executor).table.keys() == {1, 2, 4, 8}
     assert runner.now < 0.1
 
 
@@ -75,7 +75,7 @@ def test_an_engine_knows_them_and_holds_nothing() -> None:
     runner = Timed()
     core = engine(runner)
     core.measure_step_costs()
-    assert core.scheduler.drafter.lengths.costs.of(8) == pytest.approx(0.018)
+    assert core.scheduler.drafter.controller.costs.decode(8) == pytest.approx(0.018)
     assert not core.has_unfinished()
     assert core.scheduler.block_manager.num_free_blocks == 500
     core.scheduler.check_integrity()

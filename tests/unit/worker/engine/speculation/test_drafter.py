@@ -229,10 +229,12 @@ def brute_force(tokens: list[int], shortest: int, longest: int, most: int) -> li
     st.integers(1, 9),
     st.integers(1, 10),
 )
-def test_lookup_is_that_of_its_definition(tokens: list[int], lengths: tuple[int, int], most: int, start: int) -> None:
-    proposer, seq = NgramProposer(*lengths), Sequence(tokens[:start], SIZE)
+def test_lookup_is_that_of_its_definition(
+    tokens: list[int], controller: tuple[int, int], most: int, start: int
+) -> None:
+    proposer, seq = NgramProposer(*controller), Sequence(tokens[:start], SIZE)
     for token in [*tokens[start:], 0]:
-        assert proposer.propose(seq, most) == brute_force(seq.token_ids, *lengths, most)
+        assert proposer.propose(seq, most) == brute_force(seq.token_ids, *controller, most)
         seq.append_token(token)
 
 
@@ -244,15 +246,15 @@ def test_lookup_is_that_of_its_definition(tokens: list[int], lengths: tuple[int,
     st.integers(1, 60),
 )
 def test_lookup_among_many_places_that_look_alike(
-    tokens: list[int], lengths: tuple[int, int], few: int, start: int
+    tokens: list[int], controller: tuple[int, int], few: int, start: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_proposer, "_FEW_PLACES", few)
         patch.setattr(ngram_proposer, "_SMALLEST", 16)
-        proposer, seq = NgramProposer(*lengths), Sequence(tokens[:start], SIZE)
+        proposer, seq = NgramProposer(*controller), Sequence(tokens[:start], SIZE)
         for i, token in enumerate([*tokens[start:], 1]):
             if i % 3 != 1:
-                assert proposer.propose(seq, 4) == brute_force(seq.token_ids, *lengths, 4)
+                assert proposer.propose(seq, 4) == brute_force(seq.token_ids, *controller, 4)
             seq.append_token(token)
 
 

@@ -86,8 +86,8 @@ class Known:
 
 def longest_match(within: list[int], tokens: list[int], longest: int) -> int:
     """Length of the longest suffix of `tokens` in `within`, `longest` at most."""
-    lengths = range(1, min(longest, len(tokens)) + 1)
-    return max((n for n in lengths if any(within[i : i + n] == tokens[-n:] for i in range(len(within)))), default=0)
+    controller = range(1, min(longest, len(tokens)) + 1)
+    return max((n for n in controller if any(within[i : i + n] == tokens[-n:] for i in range(len(within)))), default=0)
 
 
 def check(asked: list[Asked], most: int, shortest: int, longest: int, drafts: int) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.mutants import OBJECTIONS, Mutant
-from worker.engine.sequence import DraftRates, Sequence
+from worker.engine.sequence import Sequence
+from worker.engine.speculation.draft_rates import DraftRates
 from worker.engine.speculation.forced_text import ForcedText
 
 Event: TypeAlias = tuple[int, list[int], tuple[int, list[int]] | None]
@@ -23,7 +24,7 @@ def check(steps: list[Event]) -> None:
     forced, seqs = ForcedText(), [Sequence([7], 4, id=i) for i in range(2)]
     # By sequence: position of the run, and its tokens.
     known: list[tuple[int, list[int]] | None] = [None, None]
-    every, own = DraftRates(unknown=1.0), dict[int, DraftRates]()
+    every, own = DraftRates(), dict[int, DraftRates]()
     for place, tokens, run in steps:
         seq = seqs[place]
         before = seq.num_tokens
@@ -34,10 +35,10 @@ def check(steps: list[Event]) -> None:
             first = max(1, seq.num_tokens - run[0])
             forced.note(seq, first, tuple(run[1]))
             known[place] = (first, run[1])
-            own.setdefault(place, every.prior(4))
+            own.setdefault(place, every.copy())
             found += comparisons(known[place], seq, first)
         for position, is_right in found:
-            own[place].learn(position, is_right, 0.07)
+            own[place].learn(position, is_right, 0.12)
             every.learn(position, is_right, 0.01)
         assert forced.rates(seq) == own.get(place, every)
         assert forced.of(seq) == left(known[place], seq)
@@ -77,7 +78,7 @@ def test_it_is_what_all_comparisons_say(steps: list[Any]) -> None:
 
 def test_a_new_sequence_begins_with_what_others_have_shown() -> None:
     forced, seqs = ForcedText(), [Sequence([7], 4, id=i) for i in range(2)]
-    assert forced.rates(seqs[0]).of(0) == 1.0
+    assert forced.rates(seqs[0]).first(1) == [1.0]
     for _ in range(20):
         forced.note(seqs[0], seqs[0].num_tokens, (1, 2))
         seqs[0].append_token(1)
@@ -85,8 +86,8 @@ def test_a_new_sequence_begins_with_what_others_have_shown() -> None:
         forced.come(seqs[0])
     forced.note(seqs[1], 1, (1, 2))
     for seq in seqs:
-        assert forced.rates(seq).of(0) == 1.0
-        assert forced.rates(seq).of(1) < 0.4
+        assert forced.rates(seq).first(2)[0] == 1.0
+        assert forced.rates(seq).first(2)[1] < 0.4
 
 
 MUTANTS = [
