@@ -50,7 +50,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedRequest:
     """A waiting request that lost its place to another tenant's request, and the error for its client."""
 
     request: QueuedRequest
@@ -143,7 +143,7 @@ class Dispatcher:
         """True if a class has no free place: a new request is refused or replaces another."""
         return self._queue.is_full(priority)
 
-    def arrive(self, request: QueuedRequest, now: float) -> Dropped | None:
+    def arrive(self, request: QueuedRequest, now: float) -> DroppedRequest | None:
         """Queues a new request.
 
         Returns:
@@ -159,7 +159,7 @@ class Dispatcher:
             _check_deadline(request, lane, now)
         dropped = None
         if yields is not None:
-            dropped = Dropped(yields, self._queue.full(yields.priority, yields.tenant, now))
+            dropped = DroppedRequest(yields, self._queue.full(yields.priority, yields.tenant, now))
             self.cancel(yields.key)
         self._queue.push(request)
         self.assignment.bind(request, now, lane)

@@ -186,7 +186,7 @@ class LoadOrder:
         return found
 
 
-class LeastLoaded(Placement):
+class LeastLoad(Placement):
     """The lane with the fewest prompt tokens to compute: at the worker, on their way, or waiting here.
 
     Of equal lanes, the one with the fewest sequences.
@@ -292,7 +292,7 @@ class SessionAffinityTable:
                 self._workers.popitem(last=False)
 
 
-class SessionAffinity(LeastLoaded):
+class SessionAffinity(LeastLoad):
     """Sends a session's requests to one worker while its lane is ready; other requests to the least loaded lane."""
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class SessionAffinity(LeastLoaded):
         return known
 
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
-        """A better lane as of LeastLoaded. A session moves only if its lane is blocked, and with all later requests."""
+        """A better lane as of LeastLoad. A session moves only if its lane is blocked, and with all later requests."""
         if request.session and not lane.is_blocked:
             return None
         better = super().find_better_lane(request, lane, ahead, now)
@@ -345,7 +345,7 @@ class _Fastest:
         self.highest = max(self.highest, rate)
 
 
-class PrefixAware(LeastLoaded):
+class PrefixAware(LeastLoad):
     """The lane that would finish the prompt first, given its load and its worker's prefix cache.
 
     Cache hits and load are compared in seconds (docs/explanation/architecture.md), so that a hot prefix spreads as soon
@@ -521,7 +521,7 @@ def _some(owners: list[str], turn: int) -> list[str]:
 
 PLACEMENTS: Final[Mapping[str, Callable[[], Placement]]] = {
     "prefix_aware": PrefixAware,
-    "least_loaded": LeastLoaded,
+    "least_loaded": LeastLoad,
     "session": SessionAffinity,
     "round_robin": RoundRobin,
 }

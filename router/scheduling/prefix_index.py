@@ -76,7 +76,7 @@ class PrefixIndex:
         self._hand = 0
         self._size = 0
         self._forgotten = 0
-        self._expected = _Expected()
+        self._expected = _ExpectedPrefixes()
 
     def __len__(self) -> int:
         """Number of entries, including those of departed workers that have not been overwritten."""
@@ -263,10 +263,10 @@ class PrefixIndex:
         self._names = ["", *self._slots]
         self._is_owner[:] = False
         self._is_owner[1 : len(self._names)] = True
-        self._expected = _Expected()
+        self._expected = _ExpectedPrefixes()
 
 
-class _Expected:
+class _ExpectedPrefixes:
     """Prefixes sent in the last EXPECTED_S: by granule, the slots and when each expires."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _UnseenGroup:
     serial: int
     tokens: int
     seqs: int
@@ -61,7 +61,7 @@ class WorkerLoad:
         self.unseen_seqs = 0
         self.unseen_work = 0
         self._measured = report.time
-        self._unseen: deque[_Group] = deque()
+        self._unseen: deque[_UnseenGroup] = deque()
         self._serial = 0
 
     def take(self, report: LoadReport) -> None:
@@ -78,7 +78,7 @@ class WorkerLoad:
     def send(self, group: Sequence[QueuedRequest]) -> int:
         """Counts a group as on its way; returns its serial number."""
         self._serial += 1
-        sent = _Group(self._serial, sum(r.tokens for r in group), len(group), sum(r.work for r in group))
+        sent = _UnseenGroup(self._serial, sum(r.tokens for r in group), len(group), sum(r.work for r in group))
         self._unseen.append(sent)
         self.unseen_tokens += sent.tokens
         self.unseen_seqs += sent.seqs

@@ -117,7 +117,7 @@ class StepEffects:
 
 
 @dataclass(slots=True)
-class _Group:
+class _SubmitGroup:
     """A group to write: sequences without a Submit frame yet, and the rests of long prompts."""
 
     serial: int
@@ -149,7 +149,7 @@ class RouterSession:
         self._record = _NOTHING_WAITS
         self._lane_is_due = False
         self._kv_epoch = 0
-        self._groups: deque[_Group] = deque()
+        self._groups: deque[_SubmitGroup] = deque()
         self._submitted_below = 0
         self._first_rid: int | None = None
         self._aliens: set[int] = set()
@@ -183,7 +183,7 @@ class RouterSession:
         """Queues a group of new sequences, whose rids must be above all earlier ones."""
         for submission in group:
             self._add(submission.record.rid, submission.sequence)
-        self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
+        self._groups.append(_SubmitGroup(serial, OrderedDict((s.record.rid, s) for s in group)))
 
     def adopt(self, adoption: Adoption) -> None:
         """Queues an adoption, whose rid must be above all earlier ones."""
@@ -352,7 +352,7 @@ def _loss(end: wpb.SequenceEnd, assembly: StreamAssembly) -> Loss | None:
     return LOSSES.get(end.reason)
 
 
-def _submit_frame(group: _Group, now: float) -> wpb.Submit:
+def _submit_frame(group: _SubmitGroup, now: float) -> wpb.Submit:
     """A frame with as many of the group's sequences as fit; longer prompts continue in Extend frames."""
     frame = wpb.Submit(serial=group.serial)
     tokens, room = 0, MAX_FRAME_BYTES - _FRAME_OVERHEAD_BYTES
@@ -392,7 +392,7 @@ def _deadline_left_ms(deadline: float | None, now: float) -> int:
     return 0 if deadline is None else max(1, as_uint32((deadline - now) * 1000))
 
 
-def _extend_frame(group: _Group) -> wpb.Extend:
+def _extend_frame(group: _SubmitGroup) -> wpb.Extend:
     """A frame with the next tokens of the first long prompt."""
     rid, (submission, done) = next(iter(group.rests.items()))
     end = min(done + MAX_FRAME_TOKENS, len(submission.token_ids))

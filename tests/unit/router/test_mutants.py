@@ -38,8 +38,8 @@ from router.scheduling.assignment import LaneAssignment, ReassignmentQueue
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, LazyMinHeap, TenantShares
-from router.scheduling.placement import LeastLoaded, LoadOrder
-from router.scheduling.prefix_index import PrefixIndex, _Expected
+from router.scheduling.placement import LeastLoad, LoadOrder
+from router.scheduling.prefix_index import PrefixIndex, _ExpectedPrefixes
 from router.scheduling.worker_load import WorkerLoad
 from router.workers import session_state
 from router.workers.worker_record import AddressHistory
@@ -182,9 +182,9 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("cancelled_returns", ReassignmentQueue, "work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
     (Mutant("vacated_too_soon", ReassignmentQueue, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
-    (Mutant("sent_once", _Expected, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
+    (Mutant("sent_once", _ExpectedPrefixes, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),
-    (Mutant("no_row_before", LeastLoaded, "find_better_lane", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
+    (Mutant("no_row_before", LeastLoad, "find_better_lane", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
     (Mutant("one_death_more", Attempts, "verdict", ">= MAX_SUSPICIONS", "> MAX_SUSPICIONS"), (_COUNT,)),
     (Mutant("no_excuse", Attempts, "_suspicions", " and not attempt.excused", ""), (_COUNT,)),
     (Mutant("first_class", Attempts, "numerics_wanted", "attempt.tokens or", "attempt.ended or"), (_COUNT,)),

@@ -15,7 +15,7 @@ from router.scheduling.lane import Lane
 from router.scheduling.placement import (
     PLACEMENTS,
     CacheChange,
-    LeastLoaded,
+    LeastLoad,
     LoadOrder,
     Placement,
     PrefixAware,
@@ -162,8 +162,8 @@ def bound(d: Dispatcher) -> dict[int, str]:
     return {request.key: lane.worker for lane in d.lanes for request in lane}
 
 
-@pytest.mark.parametrize("policy", [PrefixAware, LeastLoaded])
-def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoaded]) -> None:
+@pytest.mark.parametrize("policy", [PrefixAware, LeastLoad])
+def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoad]) -> None:
     d = waiting_fleet(policy(), {"a": 0, "b": 9000})
     for key in range(4):
         d.arrive(request(key, tokens=1000), 0.0)
@@ -197,7 +197,7 @@ def test_what_waits_follows_its_prefix() -> None:
 
 
 def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
-    d = waiting_fleet(LeastLoaded(), {"a": 0, "b": 50_000})
+    d = waiting_fleet(LeastLoad(), {"a": 0, "b": 50_000})
     for key in range(6):
         d.arrive(request(key, tokens=1000), 0.0)
     d.report("a", busy(30_000, 0.5))
@@ -209,7 +209,7 @@ def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() 
     for release in d.decide(1.0):
         assert [r.key for r in release.requests] == sorted(r.key for r in release.requests)
 
-    d = waiting_fleet(LeastLoaded(), {"a": 50_000, "b": 50_000})
+    d = waiting_fleet(LeastLoad(), {"a": 50_000, "b": 50_000})
     given_back, fixed = request(1, tokens=1000), request(2, tokens=1000)
     fixed.numerics = "x"
     d.requeue(given_back, 0.0, excluded_worker="a")
@@ -337,7 +337,7 @@ def test_sessions_stay_and_are_bounded() -> None:
 
 
 def test_least_loaded_counts_at_selection() -> None:
-    d = fleet(LeastLoaded(), "a", "b", "c")
+    d = fleet(LeastLoad(), "a", "b", "c")
     big = send(d, request(0, tokens=10_000))
     workers = [send(d, request(key, tokens=100)) for key in range(1, 9)]
     assert big not in workers
