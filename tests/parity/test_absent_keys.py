@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("architecture", "shape", "absent"), CASES, ids=[f"{name}-{'-'.join(absent)}" for name, _, absent in CASES]
 )
-def test_absent_keys_are_those_of_transformers(
+def test_absent_keys_default_as_in_transformers(
     architecture: str, shape: dict[str, Any], absent: tuple[str, ...], tmp_path: Path
 ) -> None:
     """M3: DeepSeek without n_group or routed_scaling_factor gave other numbers, and nothing said so."""

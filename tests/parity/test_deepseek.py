@@ -144,7 +144,7 @@ def test_greedy_streams(models: Models) -> None:
     assert all(len(set(stream)) > NEW_TOKENS // 4 for stream in streams), "streams loop"
 
 
-def test_block_bytes_are_what_a_block_takes(models: Models) -> None:
+def test_block_bytes_equal_block_size(models: Models) -> None:
     runner = models.runner
     pools = [runner._kv_cache, runner._kv_cache.index]
     nbytes = sum(pool.data[:, :, :POOL].nbytes for pool in pools if pool is not None)

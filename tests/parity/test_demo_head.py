@@ -24,7 +24,7 @@ DEMO = Path(draft_head.__file__).parent
 CHECKPOINT, HEAD = DEMO / "checkpoint", DEMO / "eagle3"
 
 
-def test_a_trained_head_is_one_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_head_loads_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two short steps change all of its matrices; drafts in training are those of an independent head."""
     monkeypatch.setattr(batches, "TOKENS_PER_BATCH", 512)
     model = load(CHECKPOINT)
@@ -74,7 +74,7 @@ def test_most_drafts_for_the_demo_are_right() -> None:
 
 
 @pytest.mark.slow
-def test_its_drafts_and_their_acceptance_are_those_of_an_independent_head() -> None:
+def test_demo_head_drafts_and_acceptance_equal_reference() -> None:
     """Along the answers of the engine, greedy and sampled, in float32: `transformers` computes the model, and plain
     PyTorch the head. A draft may differ where two logits are nearly equal."""
     case = eagle_case(CHECKPOINT, HEAD)

@@ -282,7 +282,7 @@ def independent_drafts(case: Case, found: list[Proposed]) -> Iterator[tuple[Prop
         yield each, expected
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
+def test_drafts_of_target_model_are_always_accepted(tmp_path: Path) -> None:
     """With penalties and masks too: drafts are drawn as tokens are."""
     folder = make_checkpoint(tmp_path / "model")
     # Longer by rows that no token has.
@@ -464,7 +464,7 @@ def test_a_head_of_another_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [EAGLE3, DRAFT_MODEL])
-def test_a_tensor_that_is_missing(method: str, tmp_path: Path) -> None:
+def test_draft_model_with_missing_tensor_is_refused(method: str, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     head = method == EAGLE3
     folder = make_eagle3_head(tmp_path / "own", target) if head else make_checkpoint(tmp_path / "own", seed=2)
@@ -476,12 +476,12 @@ def test_a_tensor_that_is_missing(method: str, tmp_path: Path) -> None:
     _refused(target, SpeculativeConfig(K, method, str(folder), adaptive=False), message)
 
 
-def test_a_head_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_draft_head_is_refused(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     _refused(target, SpeculativeConfig(K, EAGLE3, "/nowhere"), "speculative_config.model /nowhere: .*does not exist")
 
 
-def test_layers_that_are_not_there(tmp_path: Path) -> None:
+def test_checkpoint_without_mtp_layers_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1, num_nextn_predict_layers=0)
     _refused(folder, SpeculativeConfig(K, MTP, adaptive=False), "the checkpoint has no layer that drafts")
 

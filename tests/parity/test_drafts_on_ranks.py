@@ -199,7 +199,7 @@ def check(made: Made, form: str, size: int, numbers: range) -> None:
 
 @pytest.mark.parametrize("form", slow_but({"fp8 KV"}, list(FORMS)))
 @pytest.mark.parametrize("method", slow_but({EAGLE3}, list(METHODS)))
-def test_streams_are_those_of_plain_decoding(method: str, form: str, tmp_path: Path) -> None:
+def test_streams_equal_plain_decoding(method: str, form: str, tmp_path: Path) -> None:
     check(METHODS[method](tmp_path), form, 1, range(NUM_WORKLOADS))
 
 

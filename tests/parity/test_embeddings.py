@@ -80,7 +80,7 @@ def pooled(ranks: Ranks, members: list[tuple[int, Pooling]]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "mixtral", "deepseek_v3"}, ARCHITECTURES))
-def test_vectors_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+def test_vectors_equal_transformers(tmp_path: Path, architecture: str) -> None:
     """Of each architecture, in chunks, and the same bits as whole and alone."""
     from transformers import AutoModel
 
@@ -120,7 +120,7 @@ def test_a_text_has_one_vector(folder: Path, kernels: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "deepseek_v3"])
-def test_ranks_give_the_same_bits_whatever_the_batch(tmp_path: Path, architecture: str) -> None:
+def test_ranks_give_equal_bits_in_any_batch(tmp_path: Path, architecture: str) -> None:
     ranks = Ranks(make_checkpoint(tmp_path, architecture, num_hidden_layers=2), 2)
     members = [(i, pooling) for i in range(4) for pooling in POOLINGS]
     assert [pooled(ranks, [member])[0] for member in members] == pooled(ranks, members)

@@ -341,7 +341,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("kernels", "policy", "budget"), covering(list(CPU_BACKENDS), SCHEDULING_POLICIES, BUDGETS), indirect=["kernels"]
 )
-def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kernels: str) -> None:
+def test_streams_equal_each_sequence_alone(policy: str, budget: int, kernels: str) -> None:
     numbers, seen, preempted, hits, late = itertools.cycle(range(NUM_WORKLOADS)), Counter[str](), 0, 0, 0
     for setting in settings(policy, budget, kernels):
         one = check(next(numbers), setting)

@@ -31,7 +31,7 @@ CLASSIFYING = [name for name in ARCHITECTURES if name not in ("glm4_moe", "deeps
 
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "gpt_oss", "deepseek_v32"}, ARCHITECTURES))
-def test_states_of_a_decoder_alone_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+def test_hidden_states_of_headless_decoder_equal_transformers(tmp_path: Path, architecture: str) -> None:
     """Of each architecture: what `AutoModel` saves, whose tensors lack the prefix `model.`."""
     from transformers import AutoModel
 
@@ -51,7 +51,7 @@ def test_states_of_a_decoder_alone_are_those_of_transformers(tmp_path: Path, arc
 
 
 @pytest.mark.parametrize(("architecture", "num_labels"), [(name, 1 + i % 2) for i, name in enumerate(CLASSIFYING)])
-def test_labels_are_those_of_transformers(tmp_path: Path, architecture: str, num_labels: int) -> None:
+def test_labels_equal_transformers(tmp_path: Path, architecture: str, num_labels: int) -> None:
     from transformers import AutoModelForSequenceClassification
 
     folder = make_checkpoint(tmp_path, architecture, head=CLASSIFIER, num_hidden_layers=2, num_labels=num_labels)
@@ -88,7 +88,7 @@ def test_a_text_has_one_number_for_each_label(folder: Path, kernels: str, dtype:
             assert [answer.pooled for answer in asked[:: 1 + len(POOLINGS)]] == expected
 
 
-def test_ranks_give_the_same_bits_whatever_the_batch(folder: Path) -> None:
+def test_ranks_give_equal_bits_in_any_batch(folder: Path) -> None:
     ranks = Ranks(folder, 2)
     members: list[tuple[int, Pooling]] = [(i, LABELS) for i in range(4)]
     together = pooled(ranks, members)
@@ -127,7 +127,7 @@ def renamed(folder: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-def test_a_decoder_that_config_calls_a_language_model_is_served_as_it_is(tmp_path: Path) -> None:
+def test_headless_decoder_with_language_model_config_is_served(tmp_path: Path) -> None:
     """Embedding checkpoints often keep the name of the model that they were trained from. A tied head is there."""
     kernels = backend_or_skip("cpu").name
     for tied in (True, False):
@@ -144,7 +144,7 @@ def test_a_decoder_that_config_calls_a_language_model_is_served_as_it_is(tmp_pat
             assert [one["token_ids"] for one in asked[0]] == [one["token_ids"] for one in asked[1]]
 
 
-def test_what_is_missing_is_named_as_the_checkpoint_would_name_it(tmp_path: Path) -> None:
+def test_missing_tensors_are_named_as_in_checkpoint(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "whole", "qwen3", num_hidden_layers=2, head=NO_HEAD)
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.1.self_attn.q_norm.weight"]

@@ -80,7 +80,7 @@ def check(runner: ModelRunner, kind: str, seeds: Iterable[int], *, on_host: bool
 @pytest.mark.parametrize(
     ("kernels", "kind", "on_host", "stays"), covering([AUTO, "torch"], list(KINDS), [False, True], [False, True])
 )
-def test_tokens_are_those_of_plain_decodes(folder: Path, kernels: str, kind: str, on_host: bool, stays: bool) -> None:
+def test_tokens_equal_plain_decodes(folder: Path, kernels: str, kind: str, on_host: bool, stays: bool) -> None:
     seen = check(runner_of(folder, kernels), kind, range(3), on_host=on_host, stays=stays)
     for name in (
         "known drafts",
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_plain_decodes(folder: Path, kernels: str, kind: str
         assert seen[name] > 10, name
 
 
-def test_what_is_no_token_has_an_embedding_all_the_same(folder: Path) -> None:
+def test_invalid_token_ids_have_an_embedding(folder: Path) -> None:
     """Neither a newest token nor a draft: their sequences end, and the step in flight computes something for nobody."""
     runner = runner_of(folder)
     seqs = [Sequence([5, 6, 7], 16, SamplingParams()) for _ in range(2)]
@@ -134,7 +134,7 @@ def test_a_fault_shows(mutant: Mutant, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_model_that_is_told_of_other_places_shows(folder: Path) -> None:
+def test_wrong_draft_positions_are_detected(folder: Path) -> None:
     mutant = Mutant("starts by the batch", SampledStep, "starts", "if self.num_rejected is None", "if True")
     runner = runner_of(folder)
     with mutant.applied(), pytest.raises(OBJECTIONS):

@@ -79,7 +79,7 @@ def check(entry: dict[str, Any], expected: torch.Tensor, token: int, num_ids: in
     assert list(entry["given"]) == pytest.approx([known[i].item() for i in GIVEN if i < num_ids], abs=1e-4)
 
 
-def test_logprobs_are_those_of_transformers(engine: LLMEngine, reference: Any, prompts: list[list[int]]) -> None:
+def test_logprobs_equal_transformers(engine: LLMEngine, reference: Any, prompts: list[list[int]]) -> None:
     num_ids = min(engine.io.tokenizer.vocab_size, engine.io.model_config.vocab_size) if engine.io.tokenizer else 0
     params = SamplingParams(
         temperature=0.8, max_tokens=9, ignore_eos=True, logprobs=4, prompt_logprobs=2, logprob_token_ids=GIVEN
@@ -104,7 +104,7 @@ def test_a_given_token_has_the_logprob_that_it_had_when_it_was_generated(
         assert again["prompt_logprobs"] == answer["logprobs"]
 
 
-def test_processed_logprobs_are_of_what_filters_and_penalties_leave(
+def test_processed_logprobs_follow_filters_and_penalties(
     engine: LLMEngine, reference: Any, prompts: list[list[int]]
 ) -> None:
     params = SamplingParams(
@@ -140,7 +140,7 @@ def test_greedy_rows_have_the_processed_distribution_at_temperature_1(
         assert (other["rank"], other["kept_mass"]) == (1, 1.0)
 
 
-def test_the_cache_serves_what_is_before_the_first_prompt_logprob(engine: LLMEngine, prompts: list[list[int]]) -> None:
+def test_cache_serves_tokens_before_first_prompt_logprob(engine: LLMEngine, prompts: list[list[int]]) -> None:
     prompt = prompts[0]
     engine.generate([prompt], SamplingParams(max_tokens=1))
     hits = []
@@ -155,7 +155,7 @@ def test_the_cache_serves_what_is_before_the_first_prompt_logprob(engine: LLMEng
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "deepseek_v3"])
-def test_ranks_give_the_same_bits_whatever_the_batch(tmp_path: Path, architecture: str) -> None:
+def test_ranks_give_equal_bits_in_any_batch(tmp_path: Path, architecture: str) -> None:
     ranks = Ranks(make_checkpoint(tmp_path, architecture, num_hidden_layers=2), 2)
     rnd = random.Random(5)
     prompts = [[rnd.randrange(5, 250) for _ in range(count)] for count in (50, 5, 33)]

@@ -68,7 +68,7 @@ def test_an_answer_is_the_same_alone_and_among_others(dtype: str) -> None:
         assert together == expected
 
 
-def test_it_is_a_numerics_class_of_its_own_and_close() -> None:
+def test_int8_has_its_numerics_class_and_close_answers() -> None:
     exact, quantized = runner(config("no")), runner(config())
     assert numerics_digest(exact) != numerics_digest(quantized)
     assert numerics_digest(quantized) == numerics_digest(runner(config()))
@@ -81,7 +81,7 @@ def test_it_is_a_numerics_class_of_its_own_and_close() -> None:
     assert same >= len(prompts()) - 2, "8-bit weights change an answer now and then, not most of them"
 
 
-def test_what_can_not_be_quantized_is_refused() -> None:
+def test_unsupported_quantize_option_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match="quantize"):
         config("int4")
     for changes in ({"kernels": "torch"}, {"dtype": "float16"}):

@@ -33,7 +33,7 @@ def check(isa: str, seed: int, cases: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["avx512", "avx2"])
-def test_streams_are_those_of_plain_decoding(isa: str) -> None:
+def test_streams_equal_plain_decoding(isa: str) -> None:
     check(isa, 1, 1)
 
 

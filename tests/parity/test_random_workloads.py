@@ -304,7 +304,7 @@ def assert_met(seen: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "variant"), [("tiny", "bfloat16"), pytest.param("demo", "bfloat16", marks=pytest.mark.slow)]
 )
-def test_tokens_and_logits_are_those_of_each_request_alone(model: str, variant: str) -> None:
+def test_tokens_and_logits_equal_each_request_alone(model: str, variant: str) -> None:
     seen = check_all(model, variant, range(NUM_SHORT[model, variant]))
     if (model, variant) == ("tiny", "bfloat16"):
         assert_met(seen)

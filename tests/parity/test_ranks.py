@@ -254,7 +254,7 @@ def test_no_rank_waits_for_one_whose_digests_of_kv_fail(
     assert len(ranks.outputs(batch)[0].kv_digests or ()) == 1
 
 
-def test_a_copied_block_is_what_it_is_a_copy_of(both: tuple[Ranks, Ranks]) -> None:
+def test_copied_block_equals_its_source(both: tuple[Ranks, Ranks]) -> None:
     """Each rank copies what it has of a block: 40 tokens are two full blocks and a part of one."""
     (prompt,) = random_prompts([40], 5)
     for ranks in both:
@@ -393,14 +393,14 @@ def test_a_sum_has_one_order(dtype: torch.dtype) -> None:
             assert all(torch.equal(part, expected[: len(part)]) for part in found)
 
 
-def test_experts_are_spread_only_where_there_are_some(tmp_path: Path) -> None:
+def test_expert_parallel_without_experts_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3")
     config = Config(model=str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(ModelError, match="enable_expert_parallel: Qwen3ForCausalLM has no experts"):
         ModelRunner(config, ModelConfig.from_folder(folder), shard=Shard(0, 2))
 
 
-def test_what_can_not_be_shared_out_is_named(tmp_path: Path) -> None:
+def test_indivisible_heads_are_refused_by_name(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", num_attention_heads=6, num_key_value_heads=2, head_dim=16)
     for size, name in ((4, "num_attention_heads"), (3, "num_key_value_heads")):
         config = Config(model=str(folder), tensor_parallel_size=size)

@@ -54,7 +54,7 @@ BUDGETS: Final = (20, 512)
     covering(list(CPU_BACKENDS), SCHEDULING_POLICIES, BUDGETS, MOST_DRAFTS),
     indirect=["kernels"],
 )
-def test_streams_are_those_of_plain_decoding(policy: str, budget: int, drafts: int, kernels: str) -> None:
+def test_streams_equal_plain_decoding(policy: str, budget: int, drafts: int, kernels: str) -> None:
     numbers, seen = itertools.cycle(range(NUM_WORKLOADS)), Counter[str]()
     for setting in settings(policy, budget, kernels):
         seen += check(next(numbers), replace(setting, drafts=drafts))
@@ -111,7 +111,7 @@ def _params(rnd: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_digests_of_logits_are_those_of_plain_decoding(every: int) -> None:
+def test_logit_digests_equal_plain_decoding(every: int) -> None:
     setting = Setting(drafts=4)
     runner = loaded(setting.block_size, setting.kernels)
     runner.allocate_kv_cache(64)

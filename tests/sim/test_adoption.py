@@ -254,12 +254,12 @@ CAUGHT = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_a_dead_router_leaves_is_adopted_and_computed_once(seed: int) -> None:
+def test_sequences_of_dead_simulated_router_are_adopted_once(seed: int) -> None:
     calm(seed)
 
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(4)))
-def test_whatever_breaks_every_answer_is_right_and_nothing_is_left(seed: int) -> None:
+def test_answers_survive_any_fault_without_residue(seed: int) -> None:
     stormy(seed)
 
 

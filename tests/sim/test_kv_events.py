@@ -289,7 +289,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("life", LIVES)
-def test_each_router_ends_up_with_what_the_caches_hold(life: Callable[[int], None]) -> None:
+def test_each_router_index_converges_to_cache_contents(life: Callable[[int], None]) -> None:
     for seed in SEEDS:
         life(seed)
 

@@ -47,7 +47,7 @@ class Slower(FixedCost):
         return self.times * self.cost.step_s(work)
 
 
-def test_a_worker_that_is_slower_gets_less_in_proportion_and_nobody_starves() -> None:
+def test_slower_worker_gets_proportionally_fewer_requests() -> None:
     fast = cost_model("mi300x-llama-8b")
     costs: list[CostModel] = [fast, fast, fast, Slower(cost=fast, times=3.0)]
     # 120 000 tokens a second: nine tenths of what 3 1/3 such workers compute.

@@ -216,7 +216,7 @@ def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(6)))
-def test_workers_that_are_cordoned_and_evicted_cost_no_request_anything(seed: int) -> None:
+def test_cordoned_and_evicted_workers_fail_no_request(seed: int) -> None:
     outcomes = lived(Scenario(seed, cordons=6, breaks=2 * (seed % 2)))
     assert all(outcome.error is None for outcome in outcomes)
 

@@ -317,7 +317,7 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
         (lambda b: b.experts.route(draw(2, 8, dtype=torch.float32), Routing(2, num_groups=4)), "has other groups"),
     ],
 )
-def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) -> None:
+def test_unsupported_operations_use_fallback(library: AiterLibrary, asked: Any, reason: str) -> None:
     with structlog.testing.capture_logs() as logs:
         backend = AiterBackend(Fallback(), library, TUNED)
         asked(backend)
@@ -376,7 +376,7 @@ def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrar
     }
 
 
-def test_formats_that_are_aiters(backend: AiterBackend) -> None:
+def test_aiter_packed_formats(backend: AiterBackend) -> None:
     """The stand-in for the Triton back end has none."""
     assert backend.packed_format("w8a8_fp8", torch.bfloat16) == PackedFormat(backend.fp8, quantizes_rows=True)
     assert backend.packed_format("w8a8_fp8", torch.float32) is None
@@ -384,7 +384,7 @@ def test_formats_that_are_aiters(backend: AiterBackend) -> None:
         assert backend.packed_format(name, torch.bfloat16) is None
 
 
-def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) -> None:
+def test_batch_invariance_keeps_only_elementwise_operations(library: AiterLibrary) -> None:
     fallback = Fallback()
     backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
     assert backend.batch_invariant
@@ -419,7 +419,7 @@ def test_empty_inputs(backend: AiterBackend) -> None:
     assert backend.experts.route(torch.empty(0, 8), Routing(2))[0].shape == (0, 2)
 
 
-def test_what_it_is(backend: AiterBackend, library: AiterLibrary) -> None:
+def test_aiter_backend_properties(backend: AiterBackend, library: AiterLibrary) -> None:
     assert (backend.name, backend.description, backend.row_multiple) == ("aiter", "aiter:gfx942", 1)
     assert backend.numerics[:4] == ("aiter", library.version, "gfx942", False)
     assert backend.numerics[-4:] == backend.fallback.numerics

@@ -62,7 +62,7 @@ def test_a_wrong_call_is_found(call: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "call", ["a.call(name, x)", "a.call('rmsnorm', x)", "a.call('m:f', *x)", "a.call('m:f', **x)", "a.call()"]
 )
-def test_a_call_that_can_not_be_read_is_refused(call: str) -> None:
+def test_unreadable_call_is_refused(call: str) -> None:
     with pytest.raises(ValueError, match="line 1"):
         calls(call)
 
@@ -92,7 +92,7 @@ def test_the_documentation_names_versions_and_functions() -> None:
         assert set(re.findall(r"`(\w+)`", rows[name])) == own
 
 
-def test_nothing_else_calls_or_imports_aiter() -> None:
+def test_only_callers_import_or_call_aiter() -> None:
     for path in [*ROOT.glob("kernels/**/*.py"), *ROOT.glob("worker/**/*.py")]:
         source = path.read_text("utf-8")
         for node in ast.walk(ast.parse(source)):
@@ -103,7 +103,7 @@ def test_nothing_else_calls_or_imports_aiter() -> None:
             assert not any(f".call({quote}aiter" in source for quote in "\"'"), path
 
 
-def test_leading_arguments_are_those_of_all_versions() -> None:
+def test_leading_arguments_are_equal_in_all_versions() -> None:
     """What goes by position has one name in all versions, so its meaning has not moved."""
     for call in own_calls():
         texts = [SIGNATURES.parameters(call.function, tag) for tag in SUPPORTED]

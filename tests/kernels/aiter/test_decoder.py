@@ -82,7 +82,7 @@ def test_the_layers(library: AiterLibrary, rows: list[Rows], padded: Shape | Non
     assert function in library.called
 
 
-def test_ranks_are_summed_behind_both_products(library: AiterLibrary) -> None:
+def test_ranks_are_summed_after_both_products(library: AiterLibrary) -> None:
     summed: list[torch.Size] = []
 
     def double(x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def refused() -> str:
 
 
 @without_aiter
-def test_where_there_is_none() -> None:
+def test_missing_aiter_is_refused() -> None:
     assert refused() == "AITER is not installed; ROCm images bring it (docs/reference/rocm.md)"
 
 

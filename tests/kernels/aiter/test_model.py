@@ -110,7 +110,7 @@ def step(runner: ModelRunner, seqs: list[Sequence], counts: list[int]) -> torch.
     "architecture",
     [pytest.param(name, marks=pytest.mark.long if MODELS[name][0] else OTHERS.get(name, ())) for name in MODELS],
 )
-def test_logits_are_those_of_pytorch(
+def test_logits_equal_pytorch(
     architecture: str, library: AiterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_blocks, functions = MODELS[architecture]

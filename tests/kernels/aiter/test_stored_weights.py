@@ -153,7 +153,7 @@ def test_stored_experts_that_aiter_does_not_compute(
     assert fallback_of(backend) == ["experts.pack", "experts.apply"]
 
 
-def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
+def test_unsupported_stored_weights_are_dequantized(library: AiterLibrary) -> None:
     """One of two is a rank's part that cuts blocks (Qwen3-235B-A3B on eight), or they are packed in another format."""
     (gate_up, worth), (down, down_worth) = stored(256, 128), stored(128, 128)
     int8 = PackedFormat(torch.int8)

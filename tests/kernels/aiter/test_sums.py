@@ -48,7 +48,7 @@ def test_sums_are_not_verified_without_gpus(capsys: pytest.CaptureFixture[str]) 
         (["signal.pause()", "sys.exit(2)"], 2),
     ],
 )
-def test_a_rank_that_ends_otherwise_is_not_verified(ends: list[str], code: int) -> None:
+def test_rank_with_failing_exit_is_not_verified(ends: list[str], code: int) -> None:
     """And another one does not wait for it."""
     ranks = [subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {end}"]) for end in ends]
     assert verify_aiter_sums.exit_code(ranks) == code

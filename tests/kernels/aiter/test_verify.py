@@ -68,7 +68,7 @@ def test_a_wrong_kernel_fails(load: Callable[[], AiterLibrary], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_rotation_that_is_not_aiters_fails(load: Callable[[], AiterLibrary], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_rotation_fails_verification(load: Callable[[], AiterLibrary], monkeypatch: pytest.MonkeyPatch) -> None:
     """Our Triton kernel, interpreted, gives the right numbers then."""
     monkeypatch.setattr(decoder, "_refuse_rope_write", lambda *_: "refused")
     compared = verify(load(), SETTINGS, CPU, "decoder layers, decode")
@@ -78,7 +78,7 @@ def test_a_rotation_that_is_not_aiters_fails(load: Callable[[], AiterLibrary], m
 
 
 @pytest.mark.parametrize("wrong", [pytest.param("slot_mapping >= -1", marks=pytest.mark.slow), "slot_mapping != 0"])
-def test_padding_that_is_written_fails(load: Callable[[], AiterLibrary], tmp_path: Path, wrong: str) -> None:
+def test_written_padding_fails_verification(load: Callable[[], AiterLibrary], tmp_path: Path, wrong: str) -> None:
     """A slot of -1 is the last one to a kernel that does not look."""
     file = tmp_path / "aiter/ops/triton/fusions/fused_kv_cache.py"
     text = file.read_text("utf-8")
@@ -91,7 +91,7 @@ def test_padding_that_is_written_fails(load: Callable[[], AiterLibrary], tmp_pat
     )
 
 
-def test_a_format_that_is_missing_fails() -> None:
+def test_missing_format_fails_verification() -> None:
     """Else bfloat16 would be verified under its name; verify_triton asks for none that a GPU has not."""
     verifier = Verifier(REFERENCE, torch.float8_e4m3fn, CPU, ("fp8",))
     compared = list(verifier.all("fp8"))
@@ -99,7 +99,7 @@ def test_a_format_that_is_missing_fails() -> None:
     assert {(each.passed, each.reason) for each in compared} == {(False, "AssertionError: no weights in fp8 here")}
 
 
-def test_what_aiter_does_not_do_fails() -> None:
+def test_unsupported_kernel_fails_verification() -> None:
     assert not Comparison("moe", float("inf"), 0.01, "no such kernel").passed
     assert str(Comparison("moe", float("inf"), 0.01, "no such kernel")).endswith("inf (at most 1e-02) no such kernel")
 

@@ -131,7 +131,7 @@ def test_few_columns_have_narrow_tiles() -> None:
     assert wide.columns > narrow.columns
 
 
-def test_rows_of_attention_are_those_that_were_compared() -> None:
+def test_attention_rows_use_compared_tiles() -> None:
     cache = DeviceKVCache.allocate(KVSpec(8, 128), 1, 1, 16, BF16, torch.device("meta"))
 
     def tiles(rows: int, seqs: int, settings: Settings) -> attention.AttentionTiles:

@@ -199,7 +199,7 @@ def test_bits_do_not_depend_on_the_step(scores: Scores, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("parts", [[(0, 0, 9), (1, 40, 41)], [(0, 8, 9), (1, 40, 41)]], ids=["mixed", "decode"])
 @pytest.mark.parametrize("dealt", [1, 2])
-def test_padding_changes_nothing(parts: list[tuple[int, int, int]], dealt: int) -> None:
+def test_padding_keeps_bits(parts: list[tuple[int, int, int]], dealt: int) -> None:
     """Plans for more rows, sequences, blocks and keys give the same bits, and zeros in rows of padding."""
     found = pool([9, 41])
     scores = Scores(0.25, sinks=torch.tensor([0.0, 1.0]))
@@ -214,7 +214,7 @@ def test_padding_changes_nothing(parts: list[tuple[int, int, int]], dealt: int) 
         assert torch.equal(actual[rows:], torch.zeros(9, 2, 16))
 
 
-def test_rows_of_a_plan_that_has_fewer() -> None:
+def test_rows_beyond_plan_are_padding() -> None:
     """Rows that pad a step to a multiple, which the plan does not know of."""
     found = pool([33])
     for parts in ([(0, 28, 33)], [(0, 32, 33)]):
@@ -254,7 +254,7 @@ def test_no_rows(settings: Settings) -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_invariant_tiles_are_those_of_every_step(target: str, dim: int) -> None:
+def test_invariant_tiles_are_equal_in_every_step(target: str, dim: int) -> None:
     """Only the number of dealt parts depends on the step, and the memory of unmerged sums is bounded."""
     cache = DeviceKVCache(torch.empty(1, 2, 1, 16, 8, dim, dtype=BF16, device="meta"), dim)
     tiles = set()
@@ -283,7 +283,7 @@ def test_tuned_tiles_follow_the_step() -> None:
     assert (prefill.block_m, prefill.dealt) == (128, 1)
 
 
-def test_a_window_limits_what_waits() -> None:
+def test_sliding_window_limits_key_tiles() -> None:
     """Key tiles that a query tile sees, by trying every place of its rows."""
     tiles = replace(SMALL, block_m=16, heads=4, block_n=32)
     for reach in (1, 30, 33, 64, 200):

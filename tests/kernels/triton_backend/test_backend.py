@@ -47,7 +47,7 @@ def test_experts_in_8_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "w8a8_int8", "w8a8_fp8"])
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
-def test_what_cpus_do_not_pack_is_refused(kernels: str, name: str) -> None:
+def test_packed_formats_of_gpus_are_refused_on_cpu(kernels: str, name: str) -> None:
     wanted = (
         rf"quantize '{name}' needs kernels of a GPU( that has FP8)?; here are kernels '{kernels}' and dtype float32"
     )
@@ -67,7 +67,7 @@ def test_an_unknown_gpu_has_its_own_name() -> None:
     assert (ampere.is_amd, ampere.has_fp8, target.of(GPUTarget("cuda", 89, 32)).has_fp8) == (False, False, True)
 
 
-def test_tokens_come_to_the_host_in_order() -> None:
+def test_tokens_arrive_on_host_in_order() -> None:
     backend = TritonBackend()
     logits = torch.tensor([[0.0, 3.0, 3.0, 9.0], [float("nan"), 1.0, 0.0, 0.0]])
     ids = backend.sampling.argmax(logits, 3)

@@ -178,7 +178,7 @@ def test_captured_steps_with_drafts_give_the_tokens_of_pytorch(
 
 
 @pytest.mark.slow
-def test_drafts_behind_drafts_in_flight_are_those_of_pytorch(tmp_path: Path) -> None:
+def test_drafts_after_drafts_in_flight_equal_pytorch(tmp_path: Path) -> None:
     """A head goes on from rows that only the device knows, at positions that only it knows."""
     folder = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
     layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}

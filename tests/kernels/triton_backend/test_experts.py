@@ -100,7 +100,7 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
     close(outs[1] + outs[2], reference_moe(x, ids, shares, weights, None))
 
 
-def test_a_rank_whose_experts_nobody_chose_adds_zeros() -> None:
+def test_rank_without_chosen_experts_adds_zeros() -> None:
     packed = experts.pack(made(), 100, None, torch.float32, None, CPU)
     assert torch.equal(experts.moe(*step(2), packed, INVARIANT), torch.zeros(2, HIDDEN))
 
@@ -285,7 +285,7 @@ def test_a_quantized_row_that_overflowed_shows_it(packed_dtype: torch.dtype) -> 
     assert out[4].isnan().all()
 
 
-def test_weights_that_were_mxfp4_are_kept() -> None:
+def test_mxfp4_weights_are_packed_unchanged() -> None:
     generator = torch.Generator().manual_seed(4)
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -313,7 +313,7 @@ def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
-def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dtype) -> None:
+def test_group_with_nan_weight_gives_nan(packed_dtype: torch.dtype) -> None:
     weight = made()[0]
     as_floats(weight.gate_up)[:, :] = 0.0
     down = as_floats(weight.down)

@@ -60,7 +60,7 @@ def one_by_one(
     ("q_heads", "kv_heads", "head_dim", "rotary_dim", "normed"),
     [(4, 2, 16, 16, True), (3, 3, 24, 8, True), (18, 1, 33, 30, False), (1, 1, 200, 2, True)],
 )
-def test_it_gives_and_writes_what_the_single_operations_do(
+def test_fused_qkv_equals_single_operations(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     q_heads: int,

@@ -268,7 +268,7 @@ def test_selection_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(panels, whole)
 
 
-def test_a_captured_steps_selection_costs_what_the_sequences_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_selection_cost_follows_sequence_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plan for a million tokens no more is looked at than there are: the interpreter would take minutes."""
     sequences = Sequences(KVSpec(1, 12, 8, INDEX))
     found = []

@@ -106,7 +106,7 @@ def test_few_rows_split_parts_that_many_do_not(n: int, k: int, rows: int, parts:
     st.integers(1, 200_000),
     st.integers(1, 60_000),
 )
-def test_parts_cover_k_and_know_nothing_of_the_rows(
+def test_split_k_parts_cover_k_for_any_row_count(
     target: str, invariant: bool, operands: str, rows: int, columns: int, inner: int
 ) -> None:
     settings = Settings(TARGETS[target], invariant)
@@ -143,7 +143,7 @@ def test_a_row_that_overflowed_shows_and_spoils_no_other(settings: Settings) -> 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("columns", [1, 50])
-def test_argmax_is_that_of_the_product(columns: int, settings: Settings) -> None:
+def test_argmax_equals_argmax_of_product(columns: int, settings: Settings) -> None:
     """Ties everywhere, and a limit, which is where the tokenizer's ids end."""
     weight, bias, x = drawn(columns, 9, 18, torch.float16)
     packed = pack(weight.round(), bias.round(), torch.float16, None, CPU)
@@ -158,7 +158,7 @@ def test_argmax_is_that_of_the_product(columns: int, settings: Settings) -> None
     assert linear.argmax(x[:0], packed, columns, settings).tolist() == []
 
 
-def test_argmax_compares_what_the_model_dtype_tells_apart(settings: Settings) -> None:
+def test_argmax_compares_in_model_dtype(settings: Settings) -> None:
     """2049 is 2048 in float16, so the first of both is the largest there; in float32 it is the second."""
     weight = torch.tensor([[0.0, 0.0], [2048.0, 0.0], [2048.0, 1.0]])
     for dtype, best in ((torch.float16, 1), (torch.float32, 2)):
@@ -204,7 +204,7 @@ def test_rows_of_a_weight() -> None:
         linear.rows(pack(weight, None, torch.bfloat16, torch.int8, CPU), torch.tensor([0]))
 
 
-def test_what_does_not_fit_is_refused(settings: Settings) -> None:
+def test_mismatched_shapes_are_refused(settings: Settings) -> None:
     weight, _, x = drawn(20, 24, 3, torch.float32)
     packed = pack(weight, None, torch.float32, None, CPU)
     for wrong in (x[:, :23], x.half()):

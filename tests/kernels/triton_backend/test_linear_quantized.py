@@ -65,7 +65,7 @@ def test_a_large_weight_is_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.int8, FN, FNUZ])
-def test_a_block_with_a_weight_that_is_no_number_shows_it(number: float, dtype: torch.dtype) -> None:
+def test_block_with_nan_weight_gives_nan(number: float, dtype: torch.dtype) -> None:
     weight, _, x = drawn(20, 300, 3, torch.float32)
     weight[2, 200] = number
     for packed in (pack(weight, None, torch.float32, dtype, CPU), pack_w8a8(weight, None, torch.float32, dtype, CPU)):
@@ -221,7 +221,7 @@ def test_argmax_of_a_quantized_head(settings: Settings) -> None:
         assert np.array_equal(linear.argmax(x, packed, 35, settings).numpy(), expected), name
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     numbers = torch.zeros(256, 300, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"scales \[2, 4\] do not go with a weight \[256, 300\]"):
         from_numbers(numbers, torch.ones(2, 4), None, torch.float32, FN, CPU)

@@ -95,7 +95,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_captured_and_launched_ahead_the_tokens_are_those_of_pytorch(folder: Path, expected: list[list[int]]) -> None:
+def test_tokens_of_captured_steps_ahead_equal_pytorch(folder: Path, expected: list[list[int]]) -> None:
     sizes = CompilationConfig(cudagraph_capture_sizes=(1, 3))
     found, counted = answers(
         config(folder, kernels="triton", compilation_config=sizes, deferred_output=True), NUM_TOKENS, ahead=True
@@ -121,7 +121,7 @@ def test_two_ranks_captured_and_launched_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_kernel_by_kernel_the_tokens_are_those_of_pytorch(folder: Path, expected: list[list[int]]) -> None:
+def test_eager_tokens_equal_pytorch(folder: Path, expected: list[list[int]]) -> None:
     for invariant in (True, False):
         eager = config(folder, kernels="triton", enforce_eager=True, batch_invariant=invariant)
         found, counted = answers(eager, NUM_TOKENS)

@@ -101,13 +101,13 @@ def answers(settings: Config, prompts: Iterable[list[int]] = PROMPTS) -> list[li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["w8a8_int8", "w8a8_fp8"])
-def test_tokens_are_those_of_the_same_roundings(monkeypatch: pytest.MonkeyPatch, folder: Path, quantize: str) -> None:
+def test_w8a8_tokens_equal_rounded_reference(monkeypatch: pytest.MonkeyPatch, folder: Path, quantize: str) -> None:
     found = answers(config(folder, quantize))
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: RoundingBackend())
     assert found == answers(config(folder, quantize, kernels="torch"))
 
 
-def test_it_is_a_numerics_class_of_its_own(folder: Path) -> None:
+def test_w8a8_has_its_numerics_class(folder: Path) -> None:
     settings = [config(folder, quantize, max_model_len=4) for quantize in ("no", "int8", "w8a8_int8")]
     runners = [ModelRunner(each, ModelConfig.from_folder(each.model)) for each in settings]
     assert len({numerics_digest(runner) for runner in runners}) == 3

@@ -110,7 +110,7 @@ def test_a_plan_moved_is_the_plan_of_the_right_numbers() -> None:
     check_steps()
 
 
-def test_nothing_moves_where_nobody_is_behind() -> None:
+def test_plan_without_late_sequences_is_unchanged() -> None:
     step = metadata([Rows(3, 5, [1, 2])], SIZE)
     assert step.moved(SIZE) is step
 

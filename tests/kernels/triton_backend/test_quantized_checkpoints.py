@@ -70,7 +70,7 @@ def logits(runner: ModelRunner) -> torch.Tensor:
     return runner.run_model(runner.prepare_model(batch))
 
 
-def test_logits_are_those_of_dequantized_weights_and_the_packed_file_is_smaller(folder: Path, tmp_path: Path) -> None:
+def test_quantized_logits_equal_dequantized_and_packed_file_is_smaller(folder: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     ours, use = loaded(folder, "triton", weights_cache=cache)
     assert use == [MODELS[folder.name][3:]]
@@ -89,13 +89,13 @@ def test_logits_are_those_of_dequantized_weights_and_the_packed_file_is_smaller(
 
 
 @pytest.mark.long
-def test_tokens_are_those_of_dequantized_weights(folder: Path) -> None:
+def test_quantized_tokens_equal_dequantized(folder: Path) -> None:
     expected, _ = answers(config(folder, kernels="torch"), 4)
     found, _ = answers(config(folder, kernels="triton"), 4)
     assert found == expected
 
 
-def test_numbers_that_are_asked_for_have_a_packed_file_of_their_own(tmp_path: Path) -> None:
+def test_each_quantize_option_has_its_packed_file(tmp_path: Path) -> None:
     folder = made(tmp_path / "qwen3")
     cache = str(tmp_path / "cache")
     _, use = loaded(folder, "triton", weights_cache=cache)

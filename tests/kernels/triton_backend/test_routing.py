@@ -44,7 +44,7 @@ def test_route(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ROUTINGS))
-def test_of_equal_experts_the_lower_ids_come_first(name: str) -> None:
+def test_equal_experts_are_ordered_by_id(name: str) -> None:
     num_experts, routing = ROUTINGS[name]
     few = torch.randint(0, 3, (3, num_experts), generator=torch.Generator().manual_seed(3)).float()
     few[0] = 0.0

@@ -82,7 +82,7 @@ def assert_same(logits: Logits, given: SampleParams, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("filters", list(FILTERS))
 @pytest.mark.parametrize("vocab", [37, 700, 2500])
-def test_tokens_are_those_of_numpy(filters: str, vocab: int) -> None:
+def test_sampled_tokens_equal_numpy(filters: str, vocab: int) -> None:
     rng = np.random.default_rng([vocab, *filters.encode()])
     rows = 6 if vocab < 1000 else 3
     assert_same(random_logits(rows, vocab, rng), params(rows, rng, FILTERS[filters]), rng)
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_numpy(filters: str, vocab: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("filters", list(FILTERS))
 @pytest.mark.parametrize("seed", range(10))
-def test_tokens_are_those_of_numpy_for_many_rows(filters: str, seed: int) -> None:
+def test_sampled_tokens_of_many_rows_equal_numpy(filters: str, seed: int) -> None:
     rng = np.random.default_rng([seed, *filters.encode()])
     vocab = int(rng.integers(1, 6000))
     assert_same(random_logits(24, vocab, rng), params(24, rng, FILTERS[filters]), rng)
@@ -216,7 +216,7 @@ def test_masks() -> None:
     assert_same(logits, both, np.random.default_rng(7))
 
 
-def test_masks_behind_late_tokens() -> None:
+def test_masks_depend_on_late_tokens() -> None:
     """An id is masked where the token that is not on the host yet is the one that it may not follow."""
     rng = np.random.default_rng(12)
     logits = rng.normal(size=(3, 20)).astype(np.float32)
@@ -360,7 +360,7 @@ def _gumbel_kernel(words, noise, COUNT: tl.constexpr):
     tl.store(noise + index, sampling._gumbel(tl.load(words + index).to(tl.uint32, bitcast=True)))
 
 
-def test_noise_is_that_of_numpy_and_draws_by_the_softmax() -> None:
+def test_noise_equals_numpy_and_draws_follow_softmax() -> None:
     """The chi-square statistic of 8,192 draws of 8 tokens is below the 0.999 quantile for 7 degrees of freedom."""
     words = philox_words(list(range(1 << 14)), 5, 6, 7, 8)
     words[0, :4] = [0, 1, 2**32 - 1, 2**31]

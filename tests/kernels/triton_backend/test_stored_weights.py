@@ -35,7 +35,7 @@ def backend_of(fp8: torch.dtype, batch_invariant: bool = True) -> TritonBackend:
 
 
 @pytest.mark.parametrize(("scheme", "fp8"), [(scheme, FN) for scheme in KEPT] + [("deepseek", FNUZ)])
-def test_a_linear_weight_stays_as_it_is_stored(scheme: str, fp8: torch.dtype) -> None:
+def test_stored_linear_weight_is_packed_unchanged(scheme: str, fp8: torch.dtype) -> None:
     backend = backend_of(fp8)
     stored, worth = quantized_weight(scheme, drawn(140, 160))
     assert backend.keeps_quantized(stored.format, torch.bfloat16)
@@ -46,7 +46,7 @@ def test_a_linear_weight_stays_as_it_is_stored(scheme: str, fp8: torch.dtype) ->
     torch.testing.assert_close(backend.linear.apply(x, packed).double(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_what_can_not_stay_is_dequantized() -> None:
+def test_unsupported_stored_format_is_dequantized() -> None:
     """FP8 of which the target has not all numbers, or none; and where other numbers are asked for."""
     stored, worth = quantized_weight("quark-fp8-fnuz", drawn(40, 130))
     ours = backend_of(FN)
@@ -151,7 +151,7 @@ def test_one_weight_of_each_expert_may_be_stored_otherwise(scheme: str, which: s
     )
 
 
-def test_experts_that_can_not_stay_are_dequantized() -> None:
+def test_unsupported_stored_experts_are_dequantized() -> None:
     stored, floats = stored_experts("quark-fp8-fnuz", bias=False)
     packed, expected = (backend_of(FN).experts.pack(each, 0, None, torch.float32) for each in (stored, floats))
     for found, wanted in ((packed.gate_up, expected.gate_up), (packed.down, expected.down)):

@@ -17,7 +17,7 @@ from tests.kernels.triton_backend.targets import backend_for
 from tests.kernels.verify_triton import BitVerifier, StoredVerifier
 
 
-def test_what_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_triton_reports_passed_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_triton.main(["rope"]) == 0
     assert "ok     rope of a part of heads" in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def test_formats_that_a_gpu_has_not_are_skipped_and_named(
     assert names == ["bfloat16", "int8", "w8a8_int8"]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_triton_without_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr("kernels.triton_backend.target.interpreted", lambda: False)

@@ -201,7 +201,7 @@ def test_a_window_skips_the_tiles_before_it() -> None:
     assert sum(plan.attention(41).panels[0].tile_counts) == 1
 
 
-def test_cache_size_is_what_was_asked_for(backend: KernelBackend) -> None:
+def test_cache_size_equals_request(backend: KernelBackend) -> None:
     cache = backend.kv_cache.allocate(KVSpec(2, 8), 3, 10, 16, torch.bfloat16)
     # One block more than asked: the zeros for positions past a sequence's end.
     assert cache.data.nbytes == 2 * 3 * (10 + 1) * 16 * 2 * 8 * 2

@@ -198,7 +198,7 @@ def test_logits_after_a_prefix_hit(model: Model) -> None:
     assert torch.equal(logits[1], model.alone[1][16])
 
 
-def test_logits_behind_a_copied_block(model: Model) -> None:
+def test_logits_after_copied_block(model: Model) -> None:
     """Another answer takes two full blocks, and a copy of the one that the prompt ends in, which has NaN behind it."""
     prompt, cache = model.prompts[2], model.runner._kv_cache
     pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]

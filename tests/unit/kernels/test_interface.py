@@ -52,7 +52,7 @@ def test_every_operation_is_done(name: str) -> None:
         assert not missing(done, group), type(done).__name__
 
 
-def test_an_operation_that_is_left_out_is_found() -> None:
+def test_missing_operation_is_found() -> None:
     group = GROUPS["sampling"]
     left_out = type("Some", (group,), {name: lambda self: None for name in operations(group)[1:]})
     assert missing(left_out(), group) == operations(group)[:1]

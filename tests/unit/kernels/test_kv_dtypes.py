@@ -51,7 +51,7 @@ def test_a_cache_may_be_wider_than_the_model() -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("latent", [False, True])
-def test_attention_over_what_was_stored(
+def test_attention_reads_rounded_cache(
     backend: KernelBackend, dtype: torch.dtype, model_dtype: torch.dtype, latent: bool
 ) -> None:
     """As with a float32 cache of the numbers as the narrow one rounds them; equal bits, where sums have one order.

@@ -45,7 +45,7 @@ def test_zeros_are_zero_and_can_be_written() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
-def test_touched_memory_is_there_and_keeps_its_content() -> None:
+def test_touched_memory_is_resident_and_keeps_content() -> None:
     count = 75 * MIB
     memory, told = large_pages.zeros(count, torch.bfloat16), list[tuple[int, int]]()
     memory[12345] = 3
@@ -59,7 +59,7 @@ def test_touched_memory_is_there_and_keeps_its_content() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
-def test_where_the_system_can_not_do_it_pages_come_as_they_are_touched(
+def test_unsupported_populate_leaves_pages_lazy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(large_pages, "_MADV_POPULATE_WRITE", 9999)
@@ -69,7 +69,7 @@ def test_where_the_system_can_not_do_it_pages_come_as_they_are_touched(
     assert memory[-1] == 0
 
 
-def test_nothing_is_touched_of_no_memory() -> None:
+def test_empty_memory_is_not_touched() -> None:
     large_pages.touch(torch.empty(0), lambda _done, _total: pytest.fail("something was touched"))
 
 

@@ -180,7 +180,7 @@ def test_bits_do_not_depend_on_the_step(backend: KernelBackend, index: IndexSpec
                 assert torch.equal(out[p - start], alone[i][p]), f"row {p} of sequence {i}"
 
 
-def test_nothing_is_selected_among_few_tokens(backend: KernelBackend) -> None:
+def test_few_tokens_are_all_attended(backend: KernelBackend) -> None:
     step = Step(KVSpec(1, 12, 8, IndexSpec(2, 4, 200)), 2, 16, torch.float32, backend)
     full = Step(KVSpec(1, 12, 8), 2, 16, torch.float32, backend)
     full.keys, full.queries, full.cache, full.blocks = step.keys, step.queries, step.cache, step.blocks
@@ -201,7 +201,7 @@ def test_highest(rows: list[list[float]], topk: int, data: st.DataObject) -> Non
         assert found.nonzero().flatten().tolist() == sorted(rank[:topk])
 
 
-def test_cache_size_is_what_was_asked_for(backend: KernelBackend) -> None:
+def test_cache_size_equals_request(backend: KernelBackend) -> None:
     spec = KVSpec(1, 12, 8, IndexSpec(2, 4, 10))
     cache = backend.kv_cache.allocate(spec, 3, 10, 16, torch.bfloat16)
     assert cache.index is not None

@@ -43,7 +43,7 @@ def drawn(vocab: int, rows: int = 5) -> tuple[np.ndarray, np.ndarray, int, np.nd
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_logprobs_are_those_of_float64(stats: Stats, vocab: int) -> None:
+def test_logprobs_equal_float64(stats: Stats, vocab: int) -> None:
     logits, tokens, top, given = drawn(vocab)
     found = stats(logits, tokens, top, given)
     exact = logits.astype(np.float64)
@@ -68,7 +68,7 @@ def test_a_row_has_the_same_numbers_alone(stats: Stats, vocab: int) -> None:
             assert getattr(alone, name)[0].tobytes() == getattr(together, name)[row].tobytes(), name
 
 
-def test_a_row_that_is_no_number_has_no_mass(stats: Stats) -> None:
+def test_nan_row_has_zero_mass(stats: Stats) -> None:
     logits = np.zeros((3, 300), np.float32)
     logits[0] = np.nan
     logits[1] = -np.inf
@@ -87,9 +87,7 @@ def test_masses_of_the_native_kernels_are_nearly_the_references() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"), [(0.0, 2, 0.5, 0.9), (1.0, 0, 1.0, 0.0), (0.7, 9, 0.8, 0.01)]
 )
-def test_processed_logits_are_those_that_filters_leave(
-    temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_processed_logits_keep_filtered_tokens(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     row = np.random.default_rng(1).normal(size=500).astype(np.float32) * 3
     left, kept_mass = logprobs.processed(row, temperature, top_k, top_p, min_p)
     scaled = row.astype(np.float64) / (temperature or 1.0)

@@ -33,7 +33,7 @@ def test_floats_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4", "w8a8-int8"])
-def test_products_of_stored_weights_are_those_of_their_worth(backend: KernelBackend, scheme: str) -> None:
+def test_products_of_stored_weights_equal_dequantized(backend: KernelBackend, scheme: str) -> None:
     """To the bit: they are rounded as the loader rounds them."""
     stored, worth = quantized_weight(scheme, drawn(150, 160))
     assert not backend.keeps_quantized(stored.format, torch.float32)

@@ -16,7 +16,7 @@ from tests.native import native_library
 load = library.load
 
 
-def test_torch_is_there() -> None:
+def test_torch_backend_is_available() -> None:
     assert select_backend("torch").name == "torch"
 
 
@@ -36,7 +36,7 @@ def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     return str(request.param)
 
 
-def test_auto_without_native_kernels_takes_torch_and_says_why_and_what_to_run(fault: str) -> None:
+def test_auto_without_native_kernels_warns_and_takes_torch(fault: str) -> None:
     with capture_logs() as logs:
         assert select_backend().description == "torch"
     (line,) = logs
@@ -46,7 +46,7 @@ def test_auto_without_native_kernels_takes_torch_and_says_why_and_what_to_run(fa
 
 
 @pytest.mark.parametrize("asked", [("cpu", "auto"), ("auto", "avx2")], ids=" ".join)
-def test_native_kernels_that_were_asked_for_serve_or_nothing_does(fault: str, asked: tuple[str, str]) -> None:
+def test_requested_native_kernels_never_fall_back(fault: str, asked: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=f"kernels 'cpu': the CPU kernels were {fault}.* run: .*kernels.cpu.build$"):
         select_backend(*asked)
 
@@ -55,7 +55,7 @@ def test_native_kernels_that_were_asked_for_serve_or_nothing_does(fault: str, as
     ("beside", "reason"),
     [(None, "this processor has no AVX2"), (library.PLAIN, "another engine of this process computes by plain ones")],
 )
-def test_auto_without_avx2_takes_torch_and_says_why(
+def test_auto_without_avx2_warns_and_takes_torch(
     monkeypatch: pytest.MonkeyPatch, beside: str | None, reason: str
 ) -> None:
     native_library()
@@ -71,7 +71,7 @@ def test_auto_without_avx2_takes_torch_and_says_why(
     library.select(load())
 
 
-def test_unknown_name_says_the_choices() -> None:
+def test_unknown_kernels_name_lists_choices() -> None:
     with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu, triton, aiter"):
         select_backend("cuda")
 

@@ -134,7 +134,7 @@ def test_an_answer_is_the_same_among_others(runner: ModelRunner, alone: list[dic
         assert engine.core.scheduler.lifecycle.num_preemptions > 0
 
 
-def test_neighbours_of_a_constrained_answer_are_left_alone(runner: ModelRunner) -> None:
+def test_neighbours_of_constrained_answer_are_unchanged(runner: ModelRunner) -> None:
     plain: list[dict[str, Any]] = [{"max_tokens": 40, "seed": i, "temperature": i % 2} for i in range(4)]
     expected = [answer["token_ids"] for answer in generate(engine_of(runner), plain)]
     beside = generate(engine_of(runner), [*plain, *asked()])
@@ -142,7 +142,7 @@ def test_neighbours_of_a_constrained_answer_are_left_alone(runner: ModelRunner) 
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_it_goes_on_from_every_position(runner: ModelRunner, name: str) -> None:
+def test_constrained_answer_resumes_from_every_position(runner: ModelRunner, name: str) -> None:
     """As a request that moves: prompt and tokens come together, to an engine that has not seen it."""
     (asking,) = [one for one in asked(seed=3) if one["constraint"] is CONSTRAINTS[name]]
     engine = engine_of(runner)
@@ -209,7 +209,7 @@ def test_constraint_complete_at_max_tokens_ends_as_complete(
         assert ends == [([], end)] * len(answers)
 
 
-def test_steps_that_are_launched_ahead(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constrained_steps_launched_ahead(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a mask waits for the token that it is behind, others' rows take theirs on the device."""
     params = [*asked(), *[{"max_tokens": 30, "seed": i, "repetition_penalty": 1.2} for i in range(2)]]
     expected = [answer["token_ids"] for answer in generate(engine_of(runner), params)]
@@ -220,7 +220,7 @@ def test_steps_that_are_launched_ahead(runner: ModelRunner, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_no_step_is_computed_behind_a_finished_answer(runner: ModelRunner, n: int, monkeypatch: Any) -> None:
+def test_no_step_is_computed_after_finished_answer(runner: ModelRunner, n: int, monkeypatch: Any) -> None:
     computed, launch = list[int](), runner.launch
 
     def counted(batch: ScheduledBatch) -> Any:
@@ -303,7 +303,7 @@ def test_rows_without_a_constraint_take_no_part_in_one(runner: ModelRunner, monk
     assert calls == []
 
 
-def test_a_constraint_that_cannot_go_on_ends_alone(engine: LLMEngine) -> None:
+def test_constraint_without_allowed_token_ends_alone(engine: LLMEngine) -> None:
     fails = {"constraint": {"regex": "[ab]{40}"}, "allowed_token_ids": (5, 6), "max_tokens": 50}
     failed, other = generate(engine, [fails, asked()[0]])
     assert (failed["finish_reason"], other["finish_reason"]) == ("constraint_failed", "constraint")
@@ -339,7 +339,7 @@ PERSON = {
 
 
 @pytest.mark.parametrize("temperature", slow_but({0.8}, [0.0, 0.8]))
-def test_text_that_a_grammar_forces_takes_fewer_steps_and_changes_nothing(
+def test_grammar_forced_text_takes_fewer_steps_with_same_tokens(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     constraints = [*CONSTRAINTS.values(), {"json_schema": PERSON}]
@@ -391,7 +391,7 @@ class Compiling:
         return self.futures.setdefault(text, Future())
 
 
-def test_a_sequence_waits_for_its_grammar_and_nobody_for_it(runner: ModelRunner) -> None:
+def test_grammar_compilation_delays_only_its_sequence(runner: ModelRunner) -> None:
     runner.allocate_kv_cache(128)
     grammars = Compiling()
     core = EngineCore(CONFIG, runner, grammars=grammars)

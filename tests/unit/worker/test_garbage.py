@@ -28,7 +28,7 @@ from worker.session.engine_loop import EngineLoop
 
 
 class TestPolicy:
-    def test_nothing_is_collected_before_enough_has_been_allocated(self) -> None:
+    def test_collection_waits_for_enough_allocations(self) -> None:
         policy = CollectionPolicy(0.0)
         assert policy.due(YOUNG_ALLOCATIONS - 1, 1.0, idle=False) is None
         assert policy.due(YOUNG_ALLOCATIONS, 1.0, idle=False) is Generation.YOUNG
@@ -53,7 +53,7 @@ class TestPolicy:
         assert kinds.count(Generation.FULL) == int(30 / IDLE_FULL_S)
         assert set(kinds) == {None, Generation.FULL}
 
-    def test_what_comes_between_two_full_collections_of_an_idle_engine_is_bounded(self) -> None:
+    def test_idle_full_collections_keep_minimum_interval(self) -> None:
         policy = CollectionPolicy(0.0)
         assert policy.due(YOUNG_ALLOCATIONS, 0.5, idle=True) is Generation.YOUNG
 
@@ -99,7 +99,7 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
 
 
 @pytest.mark.slow
-async def test_an_idle_engine_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_engine_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """W13: what a burst has left is freed when it is over."""
     monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.01)
     monkeypatch.setattr(garbage, "IDLE_FULL_S", 0.05)

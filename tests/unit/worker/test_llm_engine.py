@@ -64,7 +64,7 @@ def simulated(folder: Path, **options: Any) -> LLMEngine:
     return LLMEngine(config, runner=SimulatedRunner(400, None, block_size=16, num_blocks=64))
 
 
-def test_greedy_tokens_are_those_of_transformers(folder: Path, engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
+def test_greedy_tokens_equal_transformers(folder: Path, engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -98,7 +98,7 @@ def test_an_answer(engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
     assert answer["tpot"] == pytest.approx((answer["latency"] - answer["ttft"]) / 11)
 
 
-def test_a_seed_comes_from_the_request_id(engine: LLMEngine) -> None:
+def test_seed_derives_from_request_id(engine: LLMEngine) -> None:
     params = SamplingParams(max_tokens=8, n=2, ignore_eos=True)
     answers = engine.generate(["abc", "abc"], params, request_ids=["x", "y"])
     assert [(a["request_id"], a["index"]) for a in answers] == [("x", 0), ("x", 1), ("y", 0), ("y", 1)]
@@ -108,7 +108,7 @@ def test_a_seed_comes_from_the_request_id(engine: LLMEngine) -> None:
     assert [a["token_ids"] for a in again[2:]] == [a["token_ids"] for a in answers[:2]]
 
 
-def test_defaults_come_from_the_checkpoint(engine: LLMEngine) -> None:
+def test_sampling_defaults_come_from_checkpoint(engine: LLMEngine) -> None:
     params = engine.io.sampling_params(None)
     # top_p 0 is not valid: left out
     assert params == SamplingParams(temperature=0.5, top_k=40, top_p=1.0, repetition_penalty=1.25)
@@ -229,7 +229,7 @@ def test_a_prompt_of_text_is_continued_as_one_of_tokens(folder: Path) -> None:
 
 
 class TestErrors:
-    def test_bad_input_leaves_nothing(self, folder: Path) -> None:
+    def test_invalid_prompts_leave_no_state(self, folder: Path) -> None:
         engine = simulated(folder, max_model_len=64)
         for bad, error in [
             ([5, 10_000], InvalidFieldError),
@@ -255,7 +255,7 @@ class TestErrors:
         with pytest.raises(NoTokenizerError):
             engine.generate([[1]], SamplingParams(stop_strings=("x",)))
 
-    def test_an_interrupted_call_does_not_go_on_in_the_next(self, folder: Path) -> None:
+    def test_interrupted_generate_does_not_leak_into_next_call(self, folder: Path) -> None:
         engine = simulated(folder)
         runner = engine.core.runner
         engine.core.runner = Interrupts(3)
@@ -286,7 +286,7 @@ class Interrupts:
         return self.runner.forward(batch)
 
 
-def test_the_pool_and_the_length_come_from_the_memory(folder: Path) -> None:
+def test_pool_and_length_follow_memory(folder: Path) -> None:
     config = default_config(folder)
     assert (config.enable_prefix_caching, config.max_num_batched_tokens) == (True, 1024)
     assert config.scheduling_policy == "mixed"
@@ -307,7 +307,7 @@ def run_to_the_end(engine: LLMEngine) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 class TestRequestsAndSteps:
-    def test_requests_that_come_at_any_time_get_what_generate_gives(self, folder: Path) -> None:
+    def test_added_requests_equal_generate(self, folder: Path) -> None:
         params = {"temperature": 1, "max_tokens": 9, "n": 2, "ignore_eos": True}
         ids = [f"r{i}" for i in range(len(PROMPTS))]
         expected = simulated(folder).generate(PROMPTS, params, request_ids=ids)
@@ -323,7 +323,7 @@ class TestRequestsAndSteps:
         assert engine.core.load().free_blocks == 64
         assert engine.step() == []
 
-    def test_deferred_output_and_mixed_steps_change_nothing(self, folder: Path) -> None:
+    def test_deferred_output_and_mixed_steps_keep_tokens(self, folder: Path) -> None:
         params, ids = {"max_tokens": 9, "n": 2, "ignore_eos": True}, [f"r{i}" for i in range(len(PROMPTS))]
         expected = simulated(folder).generate(PROMPTS, params, request_ids=ids)
         for options in ({"deferred_output": True}, {"scheduling_policy": "mixed", "max_num_batched_tokens": 16}):
@@ -404,7 +404,7 @@ class TestRequestsAndSteps:
         assert run_to_the_end(engine).keys() == {("x", 0)}
         engine.add_request([1, 2], GREEDY, request_id="x")
 
-    def test_a_refused_request_leaves_nothing(self, folder: Path) -> None:
+    def test_refused_request_leaves_no_state(self, folder: Path) -> None:
         engine = simulated(folder, max_model_len=64)
         for prompt in ([5] * 64, [], [10_000]):
             with pytest.raises((InvalidFieldError, PromptTooLongError)):
@@ -443,7 +443,7 @@ class TestRequestsAndSteps:
         assert answers[first, 0]["finish_reason"] == "aborted"
         assert answers["added", 0]["num_tokens_output"] == 12
 
-    def test_a_dead_engine_holds_nothing(self, folder: Path) -> None:
+    def test_dead_engine_holds_no_request(self, folder: Path) -> None:
         engine = simulated(folder)
         engine.core.runner = Interrupts(2)
         engine.add_request([1, 2], GREEDY)
@@ -503,7 +503,7 @@ def test_a_token_that_only_the_tokenizer_has_is_refused_and_the_engine_lives(
         ([5], {"temprature": 1.0}, "sampling_params.temprature"),
     ],
 )
-def test_what_the_service_refuses_is_refused(
+def test_engine_refuses_fields_refused_by_service(
     beyond: tuple[LLMEngine, Tokenizer], prompt: Any, params: Any, path: str
 ) -> None:
     """M11, M1: some of it ran, some raised other errors than documented, or inside the engine's step."""

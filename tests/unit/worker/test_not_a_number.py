@@ -70,7 +70,7 @@ PROMPTS: Final = [list(range(20, 60)), list(range(70, 90)), [5, 6, 7]]
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, PENALIZED], ids=["greedy", "drawn", "penalized"])
 @pytest.mark.parametrize("deferred", [False, True], ids=["inline", "deferred"])
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
-def test_one_answer_ends_and_the_others_go_on(
+def test_nan_answer_ends_and_others_continue(
     folder: Path, tmp_path: Path, kernels: str, deferred: bool, params: dict[str, Any]
 ) -> None:
     """W6: a token whose embedding is NaN comes on the way; with deferred output the next step has begun with it."""
@@ -154,7 +154,7 @@ class TestLanding:
         assert manager.hash_to_block_id == {}
         sched.check_integrity()
 
-    def test_who_holds_what_is_forgotten_goes_on_and_publishes_nothing_behind_it(self) -> None:
+    def test_holder_of_forgotten_block_continues_without_publishing(self) -> None:
         sched = scheduler(max_num_batched_tokens=16)
         manager = sched.block_manager
         bad, other = prompt_of(33), prompt_of(50)
@@ -171,7 +171,7 @@ class TestLanding:
             land(sched, flight, *[7] * sum(flight[0].is_final))
         assert manager.hash_to_block_id == {}
 
-    def test_the_step_behind_it_is_for_nobody(self) -> None:
+    def test_step_after_nan_is_discarded(self) -> None:
         sched = scheduler()
         bad, good = prompt_of(3), prompt_of(3, 300)
         sched.add_group([bad, good])
@@ -232,7 +232,7 @@ def test_the_end_the_metric_and_the_log_line() -> None:
     assert (line["event"], line["rid"], line["trace_id"]) == ("the model's output is not a number", "2a", "abc")
 
 
-def test_masks_that_leave_nothing_give_no_token() -> None:
+def test_masks_without_allowed_ids_give_no_token() -> None:
     """W6: an emptied row gave id 0."""
     from kernels.torch_backend.backend import TorchBackend
 

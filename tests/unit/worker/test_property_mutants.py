@@ -49,10 +49,10 @@ from worker.session.outbox import Outbox, OutboxRun
 
 _EVERY = test_outbox.test_every_interleaving_delivers_every_token_once_in_order
 _BREAK = test_outbox.test_streams_that_break_lose_frames_and_no_tokens
-_LOGPROBS = test_outbox.test_logprobs_go_with_their_tokens_and_those_of_given_ones_before
+_LOGPROBS = test_outbox.test_logprobs_accompany_tokens_after_given_rows
 _CUT = test_intake.test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
-_HOLDS = test_cache_events.test_the_engine_says_what_its_cache_holds
+_HOLDS = test_cache_events.test_kv_log_equals_engine_cache
 _LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
 _ALIKE = test_drafter.test_lookup_among_many_places_that_look_alike
 _AFFORDED = test_context_cost.test_as_many_tokens_as_can_be_afforded

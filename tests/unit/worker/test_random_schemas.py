@@ -103,7 +103,7 @@ def test_drafts_change_no_token(size: int) -> None:
 
 
 @pytest.mark.long
-def test_preemption_changes_nothing() -> None:
+def test_preemption_keeps_answers() -> None:
     found, engine = answers(replace(CONFIG, num_kvcache_blocks=24), requests())
     assert found == expected()
     assert engine.core.scheduler.lifecycle.num_preemptions > SCHEMAS / 10
@@ -123,7 +123,7 @@ def test_two_ranks_keep_grammars_too() -> None:
 
 
 @pytest.mark.long
-def test_answers_go_on_from_any_position() -> None:
+def test_answers_resume_from_any_position() -> None:
     """As those of a worker that has died: each from some of its positions, at an engine that has not seen it."""
     rnd, engine = random.Random(7), LLMEngine(CONFIG)
     core, going_on = engine.core, list[tuple[Sequence, list[int]]]()

@@ -229,7 +229,7 @@ def hard_to_round(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *NARROW], ids=str)
-def test_a_cache_holds_what_pytorch_would_store(each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def test_narrow_cache_equals_pytorch_rounding(each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     heads, dim = 2, 1021
     numbers = hard_to_round(torch.float16 if kv_dtype == torch.float32 else kv_dtype).to(dtype)
     count = -(-len(numbers) // (heads * dim))
@@ -325,7 +325,7 @@ def test_a_long_sequence_beside_short_ones_takes_little_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
-def test_more_splits_than_find_room_come_in_waves(threads: CDLL) -> None:
+def test_attention_splits_beyond_memory_run_in_waves(threads: CDLL) -> None:
     """W1: bounded, and with the same bits; here 70 MB of states, of which 64 MB are kept at most."""
     cache = repeated(threads, 8, 256)
     end = 90_000

@@ -42,12 +42,12 @@ def test_threads_are_pytorchs(threads: CDLL) -> None:
     assert threads.fissile_threads() == 3
 
 
-def test_a_back_end_that_can_not_serve_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unavailable_cpu_backend_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load = library.load
     monkeypatch.setattr(library, "load", lambda: load(tmp_path / "library.so"))
     with pytest.raises(ValueError, match="kernels 'cpu': the CPU kernels were not compiled"):
         select_backend("cpu")
 
 
-def test_the_sources_are_those_of_the_library(native: CDLL) -> None:
+def test_library_is_built_from_current_sources(native: CDLL) -> None:
     assert build.is_current()

@@ -56,7 +56,7 @@ def build_a_copy(tmp_path: Path, **environment: str) -> tuple[subprocess.Complet
     return done, folder
 
 
-def test_an_install_without_a_compiler_succeeds_and_says_so(tmp_path: Path) -> None:
+def test_install_without_compiler_succeeds_with_message(tmp_path: Path) -> None:
     done, folder = build_a_copy(tmp_path, CXX="", PATH=str(tmp_path))
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
@@ -88,7 +88,7 @@ hatch_build.KernelsBuildHook().initialize("editable", {})
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_an_install_ends_as_the_build_does(code: int) -> None:
+def test_install_exit_follows_build_exit(code: int) -> None:
     """`pip install` went on after a compiler that failed. Hatchling is only in a package's build."""
     root = build.FOLDER.parents[1]
     assert subprocess.run([sys.executable, "-c", HOOK, str(code)], cwd=root, check=False).returncode == code
@@ -102,7 +102,7 @@ def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
         library.load(tmp_path / "library.so")
 
 
-def test_a_file_that_is_no_library_is_one_line(tmp_path: Path) -> None:
+def test_non_library_file_error_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "library.so").write_bytes(b"text")
     with pytest.raises(library.LibraryUnavailableError, match="cannot be loaded"):
         library.load(tmp_path / "library.so")
@@ -124,7 +124,7 @@ def test_a_change_of_a_source_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not build.is_current()
 
 
-def test_nothing_of_the_standard_library_is_compiled_for_one_instruction_set() -> None:
+def test_standard_library_code_is_compiled_for_plain_set_only() -> None:
     """The linker keeps one copy of an inline function; it must not be one that only some machines can run."""
     allowed = {"cstdint", "immintrin.h", "cmath"}
     shared = [build.SOURCES / name for name in ("vec.hpp", "bf16_rows.hpp", "tiles.hpp")]
@@ -142,7 +142,7 @@ def test_no_source_is_compiled_with_strict_aliasing(tmp_path: Path) -> None:
     assert all("-fno-strict-aliasing" in command for command in commands)
 
 
-def test_a_compiler_that_does_not_know_an_instruction_leaves_its_kernels_out(tmp_path: Path) -> None:
+def test_compiler_without_instruction_set_omits_its_kernels(tmp_path: Path) -> None:
     script = tmp_path / "old-c++"
     script.write_text('#!/bin/sh\ncase "$*" in *amx*) exit 1;; esac\nexit 0\n')
     script.chmod(0o755)

@@ -158,7 +158,7 @@ def check(name: str, folder: Path, rnd: random.Random, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_drafts_are_those_of_the_plain_chain(native: CDLL, name: str, folder: Path) -> None:
+def test_native_drafts_equal_plain_chain(native: CDLL, name: str, folder: Path) -> None:
     check(name, folder, random.Random(name), 12)
 
 
@@ -197,7 +197,7 @@ def test_a_fault_shows(native: CDLL, mutant: Mutant, folder: Path) -> None:
         check("some ids", folder, random.Random(2), 12)
 
 
-def test_nothing_is_drafted_behind_the_last_position(native: CDLL, folder: Path) -> None:
+def test_drafts_end_at_last_position(native: CDLL, folder: Path) -> None:
     runner = loaded("some ids", folder / "some ids")
     proposer: Any = runner.draft_proposer
     for length in range(MAX_LENGTH - MOST, MAX_LENGTH + 1):

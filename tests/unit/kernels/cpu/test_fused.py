@@ -173,7 +173,7 @@ def check(
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
+def test_fused_decoder_bits_equal_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
     for count in (1, 3):
         check(kind, dtype, dtype, count)
 
@@ -242,7 +242,7 @@ def test_a_layer_that_drafts_takes_embeddings_beside_states(
 @pytest.mark.parametrize("all_reduce", [None, lambda x: x * 1.5], ids=["alone", "ranks"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_are_wanted_have_the_bits_of_all_rows(
+def test_wanted_rows_have_bits_of_all_rows(
     threads: CDLL, dtype: torch.dtype, kind: Kind, all_reduce: Reduce | None
 ) -> None:
     whole, other = (Model(kind, dtype, dtype, all_reduce) for _ in range(2))
@@ -281,7 +281,7 @@ def test_ranks_meet_within_the_call(threads: CDLL, all_reduce: Reduce) -> None:
         check(KINDS["biases"], dtype, dtype, 2, all_reduce)
 
 
-def test_what_is_raised_where_ranks_meet_comes_out(threads: CDLL) -> None:
+def test_all_reduce_error_leaves_fused_decoder(threads: CDLL) -> None:
     met = 0
 
     def lost(x: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ def test_a_cache_of_another_dtype(threads: CDLL) -> None:
         check(KINDS["qwen3"], torch.bfloat16, kv_dtype)
 
 
-def test_what_is_not_native_is_not_fused(native: CDLL) -> None:
+def test_layers_without_native_kernels_are_not_fused(native: CDLL) -> None:
     model = Model(Kind(), torch.float32, torch.float32)
     assert model.backend.fuse_decoder(model.decoder, torch.float64) is None
     half = model.backend.linear.pack(torch.zeros(40, 56), None, torch.float16)

@@ -81,13 +81,13 @@ def test_the_best_usable_one_serves(native: CDLL) -> None:
     assert instruction_sets.take(here) == "avx512bf16"
 
 
-def test_one_for_tests_serves_only_who_asks(native: CDLL) -> None:
+def test_emulated_instruction_set_serves_only_on_request(native: CDLL) -> None:
     here = machine(native, avx2x16=Ability.TESTED)
     assert instruction_sets.take(here) == "avx2"
     assert instruction_sets.take(here, "avx2x16") == "avx2x16"
 
 
-def test_what_the_operating_system_denies_is_said_and_left_out(native: CDLL) -> None:
+def test_denied_instruction_set_is_logged_and_skipped(native: CDLL) -> None:
     here = machine(native, amx=Ability.DENIED, avx512=Ability.USABLE)
     with capture_logs() as logs:
         assert instruction_sets.take(here) == "avx512"
@@ -156,7 +156,7 @@ def test_this_machines_own_pass(native: CDLL) -> None:
             assert self_check.fault(native, name) is None, name
 
 
-def test_the_back_end_says_which_one_it_took(native: CDLL) -> None:
+def test_backend_description_names_instruction_set(native: CDLL) -> None:
     plain = CpuBackend("plain")
     assert plain.description == "cpu:plain"
     assert "plain" in plain.numerics

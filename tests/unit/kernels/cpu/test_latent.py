@@ -143,7 +143,7 @@ def test_selected_tokens(each_isa: CDLL) -> None:
     assert made.select([(0, 0, 90)]) is None
 
 
-def test_scores_that_are_no_numbers_come_last(each_isa: CDLL) -> None:
+def test_nan_scores_rank_last(each_isa: CDLL) -> None:
     made = Latent(each_isa, torch.float32, torch.float32, 1, 16, 8)
     made.index_q[699] = 1.0
     made.weights[699] = 1.0

@@ -77,7 +77,7 @@ def test_int8_weights_are_multiples_of_their_scales(each_isa: CDLL, dtype: torch
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_an_int8_block_with_a_weight_that_is_no_number_shows_it(each_isa: CDLL, number: float) -> None:
+def test_int8_block_with_nan_weight_gives_nan(each_isa: CDLL, number: float) -> None:
     weight, _, x = drawn(20, 300, 3, torch.float32)
     weight[2, 200] = number
     out = linear.linear(each_isa, x, linear.pack(each_isa, weight, None, torch.float32, torch.int8))
@@ -197,7 +197,7 @@ def test_a_row_that_overflowed_shows_and_spoils_no_other(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 17, 512, 1700])
-def test_argmax_is_that_of_the_product(each_isa: CDLL, dtype: torch.dtype, columns: int) -> None:
+def test_argmax_equals_argmax_of_product(each_isa: CDLL, dtype: torch.dtype, columns: int) -> None:
     """Ties everywhere, and a limit, which is where the tokenizer's ids end."""
     weight, bias, x = drawn(columns, 9, 40, dtype)
     packed = linear.pack(each_isa, weight.round(), bias.round(), dtype)
@@ -219,7 +219,7 @@ def test_argmax_by_several_threads_and_of_no_rows(threads: CDLL) -> None:
         assert linear.argmax(threads, x[:0], packed, 5000).tolist() == []
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched(native: CDLL) -> None:
+def test_mismatched_shapes_are_refused_before_memory_access(native: CDLL) -> None:
     weight, _, x = drawn(20, 24, 3, torch.float32)
     packed = linear.pack(native, weight, None, torch.float32)
     for multiply in (linear.linear, partial(linear.argmax, limit=20)):

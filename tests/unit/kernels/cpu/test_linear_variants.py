@@ -122,7 +122,7 @@ def test_experts_with_any_number_of_rows(variant: CDLL) -> None:
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 @pytest.mark.parametrize("columns", [64, 320, 40])
-def test_a_product_that_ends_in_its_activation_gives_the_bits_of_two_operations(
+def test_product_with_activation_has_bits_of_two_operations(
     variant: CDLL, columns: int, packed_dtype: torch.dtype
 ) -> None:
     """40 columns are no whole panels of gates; more than 256 rows are two tasks."""
@@ -135,9 +135,7 @@ def test_a_product_that_ends_in_its_activation_gives_the_bits_of_two_operations(
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 @pytest.mark.parametrize("lines", [3, 4, 7])
-def test_rows_that_are_read_in_place_give_the_bits_of_copied_ones(
-    variant: CDLL, lines: int, packed_dtype: torch.dtype
-) -> None:
+def test_rows_read_in_place_have_bits_of_copied_rows(variant: CDLL, lines: int, packed_dtype: torch.dtype) -> None:
     """Rows an odd and an even number of lines apart, with NaN behind the last one and beside them."""
     inner = 96
     packed = linear.pack(variant, drawn(64, inner) / 4, None, BF16, packed_dtype)

@@ -67,6 +67,6 @@ def test_no_memory_for_the_rows() -> None:
 
 
 @pytest.mark.slow
-def test_threads_that_can_not_be_had_are_done_without() -> None:
+def test_kernels_run_without_unavailable_threads() -> None:
     before, after = run(NO_THREADS)
     assert before == after

@@ -93,7 +93,7 @@ class Layer:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=(pytest.mark.long, pytest.mark.sampled)) for seed in range(1, 40))]
 )
-def test_rows_of_random_steps_are_those_of_decodes(some_attention: CDLL, seed: int) -> None:
+def test_rows_of_random_steps_equal_decodes(some_attention: CDLL, seed: int) -> None:
     rnd = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(STEPS):

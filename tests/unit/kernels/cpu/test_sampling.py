@@ -162,7 +162,7 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("vocab", [7, 64, 1000, 5003])
-def test_penalties_are_those_of_numpy_on_every_instruction_set(each_isa: CDLL, vocab: int) -> None:
+def test_penalties_equal_numpy_on_every_instruction_set(each_isa: CDLL, vocab: int) -> None:
     """W5: penalties are written by vectors, to the bit what numpy writes, for any number of ids."""
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(0, 4, (40, vocab)) * rng.choice([0.0, 1.0, 1e-30, 1e30], (40, vocab))).astype(np.float32)
@@ -178,7 +178,7 @@ def test_penalties_are_those_of_numpy_on_every_instruction_set(each_isa: CDLL, v
     assert not same_bits(found[1], logits)
 
 
-def test_penalties_and_masks_are_those_of_numpy(threads: CDLL) -> None:
+def test_penalties_and_masks_equal_numpy(threads: CDLL) -> None:
     """In any memory, by any number of threads, and drawn too; masked ids stay masked."""
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1, (5, 30)).astype(np.float32)
@@ -197,7 +197,7 @@ def test_penalties_and_masks_are_those_of_numpy(threads: CDLL) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_biases_and_allowed_ids_are_those_of_numpy(threads: CDLL, temperature: float) -> None:
+def test_biases_and_allowed_ids_equal_numpy(threads: CDLL, temperature: float) -> None:
     """Rows with penalties, a bias, both or neither, in one call: biases come behind penalties."""
     rng = np.random.default_rng(4)
     rows, vocab = 6, 200
@@ -227,7 +227,7 @@ def test_biases_and_allowed_ids_are_those_of_numpy(threads: CDLL, temperature: f
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 200])
-def test_bits_are_those_of_numpy(threads: CDLL, temperature: float, vocab: int) -> None:
+def test_allowed_bits_equal_numpy(threads: CDLL, temperature: float, vocab: int) -> None:
     """Rows with penalties, bits, both or neither; words beyond the vocabulary and bits of no id do nothing."""
     rng = np.random.default_rng(vocab)
     rows, words = 6, -(-vocab // 32) + 2
@@ -255,7 +255,7 @@ def test_bits_are_those_of_numpy(threads: CDLL, temperature: float, vocab: int) 
 
 
 @pytest.mark.parametrize("vocab", [63, 64, 65, 1003])
-def test_bits_with_filters_are_those_of_numpy(native: CDLL, vocab: int) -> None:
+def test_allowed_bits_with_filters_equal_numpy(native: CDLL, vocab: int) -> None:
     """Of many tokens, of few, of one, and of none in whole blocks."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, 3, (40, vocab)).astype(np.float32)
@@ -269,7 +269,7 @@ def test_bits_with_filters_are_those_of_numpy(native: CDLL, vocab: int) -> None:
     assert kept[np.arange(40), ids].all()
 
 
-def test_masks_come_first(native: CDLL) -> None:
+def test_masks_apply_before_filters(native: CDLL) -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1, (4, 30)).astype(np.float32)
     params = arguments([Row(temperature=0.0), Row(), Row(top_k=4), Row(top_p=0.5)])
@@ -290,7 +290,7 @@ def test_rows_of_a_view(native: CDLL) -> None:
 
 @settings(max_examples=300)
 @given(fraction=st.floats(0, 1, width=32, exclude_max=True), total=st.integers(0, 2**63 - 1))
-def test_the_share_of_a_mass_is_what_the_kernel_takes_it_for(fraction: float, total: int) -> None:
+def test_top_p_mass_equals_kernel_integer_arithmetic(fraction: float, total: int) -> None:
     """The kernel's integer arithmetic, in Python: a float32 is mantissa * 2^-shift."""
     bits = int(np.float32(fraction).view(np.uint32))
     exponent = bits >> 23

@@ -22,7 +22,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 DEMO = Path(__file__).resolve().parents[4] / "deploy" / "demo" / "checkpoint"
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_missing_model_error_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="nowhere"):
         EngineTarget(Config(model=str(tmp_path / "nowhere")), None, Terms())
 
@@ -55,7 +55,7 @@ class Failing:
         raise RuntimeError("no\nmemory")
 
 
-def test_a_load_that_is_stopped_before_it_begins_computes_nothing_and_a_failure_is_one_line() -> None:
+def test_bench_failure_is_one_line_and_stop_prevents_run() -> None:
     target = EngineTarget(Config(model=str(DEMO), num_kvcache_blocks=64), None, Terms())
     target._engine.core.runner = Failing()
     work = partial(RandomWorkload(0, 100, Lengths(3, 3), Lengths(4, 4)).work, 0)

@@ -87,7 +87,7 @@ def test_a_model_without_an_output_head_is_embedded(tmp_path: Path, end: str) ->
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_model_folder_is_refused(tmp_path: Path) -> None:
     result = run("--model", str(tmp_path / "nothing"), *SMALL)
     assert result.returncode == 2
     assert (

@@ -99,7 +99,7 @@ def test_a_relative_has_the_defaults_of_its_decoder(tmp_path: Path) -> None:
         ([], False, True),
     ],
 )
-def test_a_decoder_alone_has_no_head_whatever_its_name(
+def test_decoder_without_head_tensor_does_not_generate(
     tmp_path: Path, names: list[str], tied: bool, generates: bool
 ) -> None:
     write(tmp_path, tie_word_embeddings=tied)
@@ -230,7 +230,7 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
         ({**GPT_OSS, "swiglu_alpha": float("nan")}, "swiglu_alpha is nan; it must be a number"),
     ],
 )
-def test_what_one_architecture_does_not_do(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_option_of_architecture_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     config = ModelConfig.from_folder(write(tmp_path, **changes))
     with pytest.raises(ModelError) as error:
         model_class(config.architecture).tensor_shapes(config)
@@ -238,7 +238,7 @@ def test_what_one_architecture_does_not_do(tmp_path: Path, changes: dict[str, An
     assert "\n" not in str(error.value)
 
 
-def test_defaults_of_architectures_are_those_of_transformers(tmp_path: Path) -> None:
+def test_architecture_defaults_equal_transformers(tmp_path: Path) -> None:
     from transformers import Glm4MoeConfig, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
     for config_class in (LlamaConfig, Qwen3Config, Qwen3MoeConfig, MixtralConfig, Glm4MoeConfig, GptOssConfig):

@@ -35,11 +35,11 @@ def test_methods(scheme: str, expected: LayerQuantConfig) -> None:
     assert parse(dict(SCHEMES[scheme].config)).global_quant_config == expected
 
 
-def test_nothing_said() -> None:
+def test_absent_quantization_config_means_floats() -> None:
     assert parse_quantization({}) == parse_quantization({"quantization_config": None}) == QuantizationConfig()
 
 
-def test_layers_of_their_own() -> None:
+def test_layer_quant_config_overrides_global() -> None:
     mlp = {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
     spec = {
         "quant_method": "compressed-tensors",
@@ -77,7 +77,7 @@ def test_names_of_layers(name: str, fits: tuple[str, ...], does_not: tuple[str, 
     assert all(config.of_layer(layer).quant_type == "per_tensor" for layer in does_not)
 
 
-def test_a_name_that_is_no_regular_expression() -> None:
+def test_invalid_exclude_pattern_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match=r"quant_config is 're:\('; valid: a regular expression"):
         QuantizationConfig(exclude_layers=("re:(",))
 
@@ -108,7 +108,7 @@ def ct(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "quark", "layer_type_quant_config": {"Linear": QUARK}}, "layer_type_quant_config is not s"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(spec: dict[str, Any], message: str) -> None:
+def test_unsupported_quantization_is_refused_in_one_line(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         parse(spec)
     assert "\n" not in str(error.value)

@@ -40,7 +40,7 @@ def test_pooling_is_the_checkpoints_own(tmp_path: Path, config: dict[str, Any], 
     assert checkpoint_pooling(tmp_path) == pooling
 
 
-def test_modules_say_where_the_pooling_is_and_what_else_is_done(tmp_path: Path) -> None:
+def test_modules_json_locates_pooling_and_refuses_projection(tmp_path: Path) -> None:
     """As sentence-transformers writes them; a projection behind the pooling gives other vectors."""
     kinds = {"0": ("", "Transformer"), "1": ("pool", "Pooling"), "2": ("2_Normalize", "Normalize")}
     modules = [
@@ -60,7 +60,7 @@ def test_modules_say_where_the_pooling_is_and_what_else_is_done(tmp_path: Path) 
             checkpoint_pooling(tmp_path)
 
 
-def test_relevance_is_told_by_two_tokens(tmp_path: Path) -> None:
+def test_relevance_is_scored_by_two_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300)
     (yes,), (no,) = (Tokenizer.from_folder(tmp_path).encode_inside(text) for text in ("y", "n"))
     assert relevance_tokens(tmp_path, {}, 300) is None
@@ -73,7 +73,7 @@ def test_relevance_is_told_by_two_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", ["yes", ["yes"], ["yes", 1], ["no such token", "y"], ["y", "y"]])
-def test_tokens_that_are_not_two_are_refused(tmp_path: Path, texts: Any) -> None:
+def test_classifier_tokens_other_than_two_are_refused(tmp_path: Path, texts: Any) -> None:
     write_tokenizer(tmp_path, 300)
     with pytest.raises(ModelError, match=r"two"):
         relevance_tokens(tmp_path, {"classifier_from_token": texts}, 300)
@@ -94,7 +94,7 @@ def test_modules_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_files_that_are_no_json_are_named(tmp_path: Path, content: str) -> None:
+def test_invalid_json_file_is_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, "1_Pooling", content)
     with pytest.raises(ModelError, match=r"1_Pooling/config\.json is not (valid JSON|a JSON object)"):
         checkpoint_pooling(tmp_path)

@@ -89,7 +89,7 @@ def test_of_answers_that_end_with_their_first_token_the_prompt_is_still_there() 
     assert [batch.num_scheduled_tokens for batch in engine.batches] == [[21], [1] * 7]
 
 
-def test_they_share_nothing_without_a_cache_and_across_salts() -> None:
+def test_answers_share_no_blocks_without_cache_or_across_salts() -> None:
     engine, seqs = Engine(scheduler(enable_prefix_caching=False)), answers(4, 21)
     engine.sched.add_group(seqs)
     engine.finish(seqs)
@@ -125,7 +125,7 @@ def test_the_first_is_cancelled(steps: int) -> None:
     assert engine.prompt_tokens == {1: 24 + (40 - SIZE) + 2, 2: 40 + 3, 3: 40 + 3}[steps]
 
 
-def test_the_copied_block_may_be_the_one_that_is_copied_to() -> None:
+def test_copied_block_may_be_its_destination() -> None:
     """Of a pool without another free block."""
     engine, seqs = Engine(scheduler(num_kvcache_blocks=3, max_model_len=40)), answers(3, 37, max_tokens=1)
     engine.sched.add_group(seqs)
@@ -134,7 +134,7 @@ def test_the_copied_block_may_be_the_one_that_is_copied_to() -> None:
     assert engine.batches[1].block_copies[0].source == engine.batches[1].block_copies[0].target
 
 
-def test_a_step_that_is_interrupted_takes_its_copies_with_it() -> None:
+def test_interrupted_step_discards_its_block_copies() -> None:
     engine, seqs = Engine(scheduler()), answers(3, 21)
     engine.sched.add_group(seqs)
     engine.step()
@@ -155,7 +155,7 @@ def test_a_preempted_answer_computes_its_own_tokens_again() -> None:
     assert seqs[1].num_preemptions == 1
 
 
-def test_no_answer_copies_what_is_no_number() -> None:
+def test_answers_never_copy_nan_block() -> None:
     """The first one's step gave none, so the second computes the prompt, as it would alone."""
     sched, seqs = scheduler(), answers(3, 21)
     sched.add_group(seqs)

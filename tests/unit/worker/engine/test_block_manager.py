@@ -53,7 +53,7 @@ def test_second_use_hits_all_but_the_last_token() -> None:
     check_blocks(bm, [first, again])
 
 
-def test_nothing_is_found_before_it_is_computed() -> None:
+def test_blocks_are_not_hit_before_computed() -> None:
     bm = manager()
     first = blocks_of(1, 2)
     bm.allocate(first)
@@ -167,7 +167,7 @@ def test_check_and_act_agree_on_every_length(size: int, num_new_tokens: int) -> 
             assert len(alone.block_table) == alone.num_blocks
 
 
-def test_too_few_blocks_change_nothing() -> None:
+def test_failed_allocation_keeps_blocks_unchanged() -> None:
     bm = manager(num_blocks=2)
     with pytest.raises(OutOfBlocksError):
         bm.allocate(blocks_of(1, 2))
@@ -186,7 +186,7 @@ def test_off_means_off() -> None:
     assert bm.hash_to_block_id == {}
 
 
-def test_a_sequence_that_brings_its_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_with_given_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """W10: nor is one that was preempted hashed again; what it generates is."""
     manager = BlockManager(Config(num_kvcache_blocks=8, enable_prefix_caching=True))
     tokens = list(range(100, 140))
@@ -225,7 +225,7 @@ def test_a_cached_block_takes_little_memory() -> None:
     assert size < 500 * manager.num_blocks
 
 
-def test_salts_share_nothing_even_when_their_roots_collide() -> None:
+def test_salts_share_no_blocks_on_root_collision() -> None:
     bm = manager(num_blocks=16)
     run(bm, blocks_of(1, 2, salt=b"a", root=7))
     assert bm.prefixes.cached_blocks(blocks_of(1, 2, salt=b"b", root=7)) == []
@@ -268,7 +268,7 @@ def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatc
     check_blocks(bm, [other])
 
 
-def test_a_flush_drops_what_nobody_holds() -> None:
+def test_flush_drops_unreferenced_blocks() -> None:
     bm = manager(num_blocks=8)
     done, running = run(bm, blocks_of(1, 2, 3)), run(bm, blocks_of(1, 4))
     bm.deallocate(done)

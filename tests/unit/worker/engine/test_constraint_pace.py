@@ -26,7 +26,7 @@ def test_all_pay_into_one_account() -> None:
     assert pace.held(5.0 + 0.0401 / SHARE, running) == frozenset()
 
 
-def test_nobody_is_held_where_all_had_to_pay() -> None:
+def test_pace_holds_none_when_all_are_slow() -> None:
     pace = ConstraintPace()
     pace.charge({1: 1.0, 2: 1.0}, 1.0, now=5.0)
     assert pace.held(5.0, [1, 2, 3]) == {1, 2}
@@ -34,7 +34,7 @@ def test_nobody_is_held_where_all_had_to_pay() -> None:
     assert pace.held(5.0, [3]) == frozenset()
 
 
-def test_work_that_is_no_share_of_a_step_is_free() -> None:
+def test_pace_ignores_small_mask_work() -> None:
     pace = ConstraintPace()
     for _ in range(1000):
         pace.charge({1: 0.001, 2: 0.001}, 0.002 / SHARE, now=0.0)

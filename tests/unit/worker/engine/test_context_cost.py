@@ -75,7 +75,7 @@ def test_alone_a_prompt_takes_full_steps() -> None:
     assert set(sizes[:-1]) == {2048}
 
 
-def test_it_takes_as_long_as_before_but_for_more_steps() -> None:
+def test_long_prompt_takes_equal_time_in_more_steps() -> None:
     """X10: the same attention in smaller parts."""
     alone, beside = (sum(s for _, s in run(MIXED, beside=is_beside)) for is_beside in (False, True))
     assert beside < 1.2 * alone
@@ -104,7 +104,7 @@ def test_the_weight_is_found(seed: int) -> None:
     assert weight / 2 - 1e-6 <= costs.weight <= 2 * weight + 1e-5
 
 
-def test_nothing_is_known_of_contexts_that_were_not_seen() -> None:
+def test_context_cost_stays_zero_without_samples() -> None:
     costs = ContextCost()
     for seconds in (1.0, 5.0, 0.1):
         costs.note(100, pairs(0, 100), seconds)

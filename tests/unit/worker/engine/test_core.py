@@ -115,7 +115,7 @@ def test_deadlines() -> None:
     assert core.load().free_blocks == 16
 
 
-def test_many_deadlines_leave_no_heap_behind() -> None:
+def test_ended_deadlines_leave_heap() -> None:
     clock = Clock()
     core, _ = engine(clock)
     for i in range(1000):
@@ -174,7 +174,7 @@ def test_a_small_prefill_does_not_make_a_worker_slow() -> None:
     assert rates == [0.0, 120.0, 120.0, 105.0, 108.75]
 
 
-def test_a_refused_group_leaves_nothing() -> None:
+def test_refused_group_leaves_no_state() -> None:
     core, _ = engine(max_model_len=32)
     with pytest.raises(PromptTooLongError):
         core.add_group([Sequence([1], SIZE), Sequence([1] * 32, SIZE)])
@@ -228,7 +228,7 @@ def random_outputs(rnd: random.Random, core: EngineCore, clock: Clock, seqs: lis
 
 
 @pytest.mark.parametrize("number", slow_but(set(range(60)), range(200)))
-def test_whatever_happens_the_streams_are_the_references(number: int) -> None:
+def test_streams_equal_reference_under_any_event(number: int) -> None:
     """What a step may contain is the oracle's matter (oracle.py); here are executors, deadlines, the other runner."""
     rnd, clock = random.Random(number), Clock()
     core, runner = random_engine(rnd, clock)

@@ -49,7 +49,7 @@ def land(sched: Scheduler, flight: Flight, *tokens: int | tuple[int, ...], draft
     sched.check_integrity()
 
 
-def test_batches_of_the_same_sequences_share_what_does_not_change() -> None:
+def test_batches_of_same_sequences_share_columns() -> None:
     sched = scheduler()
     for i in range(3):
         sched.add(prompt(4, 100 * i, max_tokens=3 if i else 20))
@@ -81,7 +81,7 @@ class TestInFlight:
         land(sched, third, 9)
         assert seq.output_tokens == [7, 8, 9]
 
-    def test_a_length_that_is_foreseen_computes_nothing_too_much(self) -> None:
+    def test_known_length_schedules_no_extra_step(self) -> None:
         sched = scheduler()
         seq = prompt(3, max_tokens=2)
         sched.add(seq)
@@ -92,7 +92,7 @@ class TestInFlight:
         land(sched, second, 8)
         assert (seq.output_tokens, seq.leave_reason) == ([7, 8], "max_tokens")
 
-    def test_a_stop_drops_what_is_in_flight_behind_it(self) -> None:
+    def test_stop_drops_later_step_in_flight(self) -> None:
         sched = scheduler()
         seq = prompt(3)
         sched.add(seq)
@@ -103,7 +103,7 @@ class TestInFlight:
         assert seq.output_tokens == [EOS]
         assert [out.output_tokens for out in sched.take_outputs()] == [[EOS]]
 
-    def test_an_abort_drops_what_is_in_flight(self) -> None:
+    def test_abort_drops_step_in_flight(self) -> None:
         sched = scheduler()
         seq, again = prompt(3, id=5), prompt(3, id=5)
         sched.add(seq)
@@ -141,7 +141,7 @@ class TestInFlight:
         assert len(sched.take_outputs()) == 1
         assert not sched.has_unfinished()
 
-    def test_a_chunk_in_flight_of_a_preempted_sequence_counts_for_nothing(self) -> None:
+    def test_chunk_in_flight_of_preempted_sequence_is_discarded(self) -> None:
         sched = scheduler(max_num_batched_tokens=16)
         seq = prompt(40)
         sched.add(seq)
@@ -163,7 +163,7 @@ class TestInFlight:
         land(sched, flight, 7)
         assert launch(sched)[0].num_cached_tokens == [32]
 
-    def test_nothing_is_published_before_it_is_written(self) -> None:
+    def test_blocks_are_not_published_before_written(self) -> None:
         sched = scheduler()
         seq = prompt(15)
         sched.add(seq)
@@ -195,7 +195,7 @@ class TestEngine:
         config = Config(num_kvcache_blocks=16, eos_token_id=EOS, deferred_output=True, **options)
         return EngineCore(config, runner or SimulatedRunner(50, EOS, num_blocks=16))
 
-    def test_tokens_come_one_step_later_and_are_the_same(self) -> None:
+    def test_deferred_tokens_are_equal_one_step_later(self) -> None:
         core = self.engine()
         seq = prompt(3, 10, max_tokens=5)
         core.add_request(seq)
@@ -206,7 +206,7 @@ class TestEngine:
         assert core.num_steps == 5
         assert seq.output_tokens == SimulatedRunner(50, EOS).reference([10, 11, 12], 5)
 
-    def test_the_runner_has_a_thread_of_its_own_and_works_while_the_next_step_is_scheduled(self) -> None:
+    def test_runner_thread_computes_while_next_step_is_scheduled(self) -> None:
         entered, threads = threading.Event(), set()
 
         class Slow(SimulatedRunner):
@@ -237,7 +237,7 @@ class TestEngine:
         assert [out.end_reason for out in core.abort_all(EndReason.ERROR)] == [EndReason.ERROR]
         assert not core.has_unfinished()
 
-    def test_an_abort_leaves_nothing_in_flight(self) -> None:
+    def test_abort_ends_step_in_flight(self) -> None:
         core = self.engine()
         seq = prompt(3, 10)
         core.add_request(seq)
@@ -313,7 +313,7 @@ class TestSpeculation:
         land(sched, flight, (51, 52, 60))
         assert launch(sched)[0].num_computed_tokens == [13]
 
-    def test_accepted_drafts_fill_blocks_that_are_published(self) -> None:
+    def test_accepted_drafts_publish_full_blocks(self) -> None:
         sched, seq = self.decode(7, [51, 52, 53, 54, 55, 56, 57])
         land(sched, launch(sched), (51, 52, 53, 54, 55, 56, 57, 60))
         assert seq.num_computed_tokens == 18
@@ -343,7 +343,7 @@ class TestSpeculation:
 
 
 class TestPriority:
-    def test_higher_classes_first_and_first_come_first_served_within_one(self) -> None:
+    def test_priority_classes_run_in_order_with_fifo_within_class(self) -> None:
         sched = scheduler(max_num_seqs=2)
         classes = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.NORMAL, Priority.HIGH]
         seqs = [prompt(3, 100 * i, max_tokens=1, priority=p) for i, p in enumerate(classes, 1)]

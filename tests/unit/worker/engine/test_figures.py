@@ -72,7 +72,7 @@ def test_a_cancel_is_an_end() -> None:
     assert [out.end.reason for out in turn.outputs if out.end] == [EndReason.CANCELLED]
 
 
-def test_what_a_preempted_sequence_finds_again_is_no_hit() -> None:
+def test_blocks_of_preempted_sequence_count_as_no_hit() -> None:
     last, seen, tokens = run(turns_of(), [prompt(content, 40, 50) for content in range(1, 5)])
     assert last.preemptions > 0
     assert (last.cached_tokens, last.prompt_tokens, last.generated_tokens) == (0, 160, tokens) == (0, 160, 200)

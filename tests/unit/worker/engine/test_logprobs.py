@@ -55,7 +55,7 @@ def run(core: EngineCore, groups: list[list[list[int]]]) -> list[Taken]:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("budget", [9, 40, 512])
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_rows_are_those_of_each_sequence_alone(policy: str, budget: int, deferred: bool, num_drafts: int) -> None:
+def test_logprob_rows_equal_each_sequence_alone(policy: str, budget: int, deferred: bool, num_drafts: int) -> None:
     alone = run(engine(max_num_seqs=1), [[prompt] for prompt in prompts(14)])
     core = engine(
         scheduling_policy=policy, max_num_batched_tokens=budget, deferred_output=deferred, num_drafts=num_drafts
@@ -68,7 +68,7 @@ def test_rows_are_those_of_each_sequence_alone(policy: str, budget: int, deferre
         assert len(one.given) == (len(prompt) - 3) * PARAMS.prompt_logprob_layout.width
 
 
-def test_what_an_earlier_attempt_has_generated_is_given() -> None:
+def test_resumed_sequence_reports_logprobs_of_given_tokens() -> None:
     """A sequence that goes on has rows of all tokens from where they are asked for, the same as before."""
     (prompt,) = prompts(14)[:1]
     (whole,) = run(engine(), [[prompt]])
@@ -81,7 +81,7 @@ def test_what_an_earlier_attempt_has_generated_is_given() -> None:
     assert [token for output in outputs for token in output.output_tokens] == whole.tokens[4:]
 
 
-def test_a_prompt_that_is_computed_again_gives_its_logprobs_once() -> None:
+def test_recomputed_prompt_reports_logprobs_once() -> None:
     prompt = prompts(14)[2]
     (whole,) = run(engine(), [[prompt]])
     core, taken = engine(max_num_batched_tokens=9), Taken()

@@ -27,7 +27,7 @@ def run_workloads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS + FAULTS if m.trap not in _UNTRIED], ids=lambda m: m.trap)
-def test_it_catches(mutant: Mutant) -> None:
+def test_oracle_catches_fault(mutant: Mutant) -> None:
     broken = [_BREAKS[mutant.trap]] if mutant.trap in _BREAKS else []
     with mutant.applied(), pytest.raises((*OBJECTIONS, *broken)):
         run_workloads()

@@ -36,7 +36,7 @@ def run(core: EngineCore, seqs: list[Sequence]) -> dict[int, list[RequestOutput]
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("budget", [9, 40, 512])
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_vectors_are_those_of_each_prompt_alone(policy: str, budget: int, deferred: bool, num_drafts: int) -> None:
+def test_vectors_equal_each_prompt_alone(policy: str, budget: int, deferred: bool, num_drafts: int) -> None:
     core = engine(
         scheduling_policy=policy, max_num_batched_tokens=budget, deferred_output=deferred, num_drafts=num_drafts
     )
@@ -71,7 +71,7 @@ def test_the_cache_serves_the_last_state_and_no_mean() -> None:
 
 
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
-def test_a_prompt_that_is_computed_again_gives_the_same_vector(pooling: Pooling) -> None:
+def test_recomputed_prompt_gives_equal_vector(pooling: Pooling) -> None:
     core, prompt = engine(max_num_batched_tokens=9), prompts(17)[2]
     (expected,) = run(core, [seq := embedded(prompt, pooling)])[seq.id]
     core = engine(max_num_batched_tokens=7)
@@ -88,7 +88,7 @@ def test_a_prompt_that_is_computed_again_gives_the_same_vector(pooling: Pooling)
 
 
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
-def test_states_that_are_no_numbers_end_the_sequence(pooling: Pooling) -> None:
+def test_nan_states_end_sequence(pooling: Pooling) -> None:
     """Those of an earlier chunk too; and what was computed of it is shared with nobody."""
 
     class Broken(SimulatedRunner):
@@ -108,7 +108,7 @@ def sums(rows: np.ndarray) -> bytes:
     return bytes(np.rint(rows * MEAN_SCALE).astype(np.int64).sum(0).tobytes())
 
 
-def test_a_mean_is_of_each_row_once_whatever_steps_a_preemption_has_left() -> None:
+def test_mean_counts_each_row_once_after_preemption() -> None:
     rows = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32).astype(np.float64)
     expected = PooledStates(MEAN)
     expected.take(0, 40, sums(rows))

@@ -85,7 +85,7 @@ class TestAdmission:
         assert long.num_completion_tokens == 2  # nothing was sampled from its first two chunks
 
     @pytest.mark.parametrize(("most", "trace"), [(1, "DPDPDPDPDPD"), (2, "PDPPDPPDDDD"), (4, "PPPDPPDDDDD")])
-    def test_running_sequences_get_a_step_after_so_many_of_prompts(self, most: int, trace: str) -> None:
+    def test_decode_step_follows_max_consecutive_prefill_steps(self, most: int, trace: str) -> None:
         sched = scheduler(max_num_batched_tokens=16, max_consecutive_prefill_steps=most)
         sched.add(prompt(5))
         step(sched)
@@ -113,7 +113,7 @@ class TestAdmission:
         assert batch.req_ids == [s.id for s in burst[1:]]
         assert batch.num_scheduled_tokens == [8] * 3
 
-    def test_who_waits_for_a_hit_takes_no_place(self) -> None:
+    def test_sequence_waiting_for_hit_takes_no_slot(self) -> None:
         """W16: followers of a prefix that is being computed kept others from places that were free."""
         sched = scheduler(max_num_seqs=4)
         burst, others = [prompt(40) for _ in range(6)], [prompt(10, 500), prompt(10, 600)]
@@ -132,7 +132,7 @@ class TestAdmission:
         # 250 blocks each.
         assert admitted == [17, 17, 6]
 
-    def test_what_can_not_run_is_refused_and_leaves_nothing(self) -> None:
+    def test_unrunnable_sequence_is_refused_without_state(self) -> None:
         sched = scheduler(num_kvcache_blocks=4, max_model_len=64)
         with pytest.raises(PromptTooLongError, match="at most 63"):
             sched.add_group([prompt(3), prompt(64)])
@@ -153,7 +153,7 @@ class TestAdmission:
     def test_no_more_run_than_a_step_has_tokens_for(self) -> None:
         assert scheduler(max_num_seqs=99, max_num_batched_tokens=7).max_num_seqs == 7
 
-    def test_no_work_is_none(self) -> None:
+    def test_schedule_without_work_is_none(self) -> None:
         assert scheduler().schedule(0.0) is None
 
     def test_a_known_id_is_ignored(self) -> None:  # S5
@@ -182,7 +182,7 @@ class TestMixed:
         assert (batch.total_seqs_num_decode, batch.total_seqs_num_prefill) == (1, 2)
         assert (batch.total_tokens_num_decode, batch.total_tokens_num_prefill) == (1, 13)
 
-    def test_a_prompt_that_does_not_fit_what_is_left_is_cut(self) -> None:
+    def test_prompt_beyond_remaining_budget_is_chunked(self) -> None:
         sched = self.mixed(max_num_batched_tokens=32)
         sched.add_group([prompt(20), prompt(20, 200)])
         assert step(sched).num_scheduled_tokens == [20, 12]
@@ -251,7 +251,7 @@ class TestMixed:
         # 31 steps less 3 turns of each.
         assert [len(seq) - length for seq, length in zip(decodes, lengths, strict=True)] == [28] * 31
 
-    def test_nobody_is_left_out_for_a_prompt_that_can_not_come_in(self) -> None:
+    def test_unadmitted_prompt_reserves_no_budget_of_others(self) -> None:
         """W2: nor is more kept for a prompt than it needs."""
         sched = self.mixed(max_num_batched_tokens=16, max_num_seqs=16, num_kvcache_blocks=20, max_model_len=320)
         decodes = [prompt(1, 100 + i, max_tokens=15) for i in range(16)]
@@ -265,7 +265,7 @@ class TestMixed:
         assert step(sched).num_scheduled_tokens == [1] * 16
         assert step(sched).total_seqs_num_decode == 16
 
-    def test_drafts_take_what_prompts_leave(self) -> None:
+    def test_drafts_use_budget_left_by_prompts(self) -> None:
         spec = SpeculativeConfig(num_speculative_tokens=3)
         sched = self.mixed(max_num_batched_tokens=64, num_kvcache_blocks=200, speculative_config=spec)
         decodes = [prompt(1, 100 + i, max_tokens=1000) for i in range(15)]
@@ -285,7 +285,7 @@ class TestOverdue:
             seq.may_return = True
         sched.add_group(seqs)
 
-    def test_who_waits_for_a_hit_is_not_sent_away(self) -> None:
+    def test_sequence_waiting_for_hit_is_not_returned(self) -> None:
         """W3: all followers of a long prefix were returned just before they would have hit it."""
         for deferred in (False, True):
             sched = scheduler(max_num_batched_tokens=32, scheduling_policy="mixed", deferred_output=deferred)
@@ -374,7 +374,7 @@ class TestGate:
         assert step(sched, now=1.0).req_ids == [group.id]
         assert sched.load().waiting_seqs == 1
 
-    def test_the_rate_is_that_of_steps_with_prompts(self) -> None:
+    def test_prefill_rate_counts_only_steps_with_prompts(self) -> None:
         sched = scheduler(max_num_batched_tokens=64)
         sched.add(prompt(20))
         sched.record_step(step(sched), 0.5)
@@ -460,7 +460,7 @@ class TestStops:
         assert (output.output_tokens, output.finished, output.finish_reason) == ([], True, reason)
         assert not sched.has_unfinished()
 
-    def test_a_resumed_sequence_goes_on_where_it_was(self) -> None:
+    def test_resumed_sequence_continues_at_its_position(self) -> None:
         sched = scheduler()
         seq = Sequence([20, 21, 50, 51], 16, SamplingParams(max_tokens=3), num_prompt_tokens=2)
         sched.add_group([seq])
@@ -492,7 +492,7 @@ class TestAborts:
 
 
 class TestOutputs:
-    def test_times_are_those_of_the_first_step_and_the_first_token(self) -> None:
+    def test_first_step_and_token_times_survive_preemption(self) -> None:
         sched = scheduler(max_num_batched_tokens=16)
         seq = prompt(20, max_tokens=3)
         sched.add_group([seq])

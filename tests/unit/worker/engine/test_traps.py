@@ -48,7 +48,7 @@ def ids(scheduled: Flight | None) -> list[int]:
     return scheduled[0].req_ids if scheduled is not None else []
 
 
-def test_t01_the_budget_counts_what_the_cache_lacks() -> None:
+def test_t01_budget_counts_only_uncached_tokens() -> None:
     sched = scheduler(max_num_batched_tokens=48)
     sched.add(prompt(40))
     step(sched, EOS)
@@ -98,7 +98,7 @@ def test_t06_the_pool_holds_the_longest_sequence() -> None:
         scheduler(num_kvcache_blocks=2, max_model_len=33)
 
 
-def test_t07_the_running_set_is_bounded_and_nobody_in_it_stalls() -> None:
+def test_t07_running_set_is_bounded_and_every_sequence_ends() -> None:
     sched = scheduler(max_num_seqs=2)
     seqs = [prompt(3, 100 * i, max_tokens=2) for i in range(1, 7)]
     sched.add_group(seqs)
@@ -132,7 +132,7 @@ def test_t09_a_newcomer_gets_no_blocks_of_a_victim_of_the_same_step() -> None:
     assert newcomer.id in step(sched).req_ids
 
 
-def test_t10_a_prompt_without_blocks_blocks_those_behind_it() -> None:
+def test_t10_prompt_without_blocks_blocks_later_prompts() -> None:
     sched = scheduler(num_kvcache_blocks=4, enable_prefix_caching=False)
     sched.add(prompt(20, max_tokens=2))
     step(sched)
@@ -149,7 +149,7 @@ def test_t11_the_gate_opens_once_for_the_whole_burst() -> None:
     assert step(sched).total_seqs_num == 4
 
 
-def test_t12_the_latency_is_that_of_steps_with_prompts() -> None:
+def test_t12_latency_counts_only_steps_with_prompts() -> None:
     sched = scheduler()
     sched.add(prompt(3))
     sched.record_step(step(sched), 0.1)
@@ -168,7 +168,7 @@ def test_t13_a_prompt_arrives_when_the_worker_receives_it() -> None:
     assert [ids(sched.schedule(now)) for now in (100.04, 100.06)] == [[0], [seq.id]]
 
 
-def test_t14_who_has_left_opens_no_gate_and_a_group_of_the_router_passes_it() -> None:
+def test_t14_aborted_sequence_opens_no_gate_and_router_group_passes() -> None:
     sched = decoding_for(0.1)
     gone, waits, released = prompt(3, 200), prompt(3, 300, arrive_time=9.0), prompt(3, 400, arrive_time=9.0)
     sched.add(gone)
@@ -288,7 +288,7 @@ def test_t25_a_preempted_sequence_gets_its_late_token() -> None:
     assert seq.token_ids == [100, 101, 102, 51]
 
 
-def test_t26_drafts_leave_no_tokens_behind() -> None:
+def test_t26_rejected_drafts_leave_no_tokens() -> None:
     sched = scheduler(k=3)
     seq = prompt(3)
     sched.add(seq)
@@ -365,7 +365,7 @@ def test_t33_accepted_is_one_less_than_the_tokens() -> None:
     assert (sched.spec_stats.total_draft_tokens, sched.spec_stats.total_accepted_tokens) == (12, 6)
 
 
-def test_t34_tokens_behind_a_stop_are_dropped() -> None:
+def test_t34_tokens_after_stop_are_dropped() -> None:
     sched = scheduler(k=3)
     seq = prompt(3)
     sched.add(seq)
@@ -394,7 +394,7 @@ def test_t36_ignore_eos_leaves_the_requests_own_ids() -> None:
     assert (seq.leave_reason, sched.take_outputs()[-1].end_reason) == ("stop_7", EndReason.STOP_TOKEN)
 
 
-def test_t37_an_end_is_typed_and_names_what_stopped_it() -> None:
+def test_t37_end_reason_is_typed_and_names_stop() -> None:
     sched = scheduler(stop_token_ids=(9,))
     found = []
     for tokens, params in [
@@ -430,7 +430,7 @@ def test_t38_the_first_token_time_with_several_tokens() -> None:
     assert seq.first_token_time == 3.0
 
 
-def test_t41_a_token_that_comes_after_the_abort_is_dropped() -> None:
+def test_t41_token_after_abort_is_dropped() -> None:
     sched = scheduler()
     seq, other = prompt(3), prompt(3, 200)
     sched.add_group([seq, other])
@@ -444,7 +444,7 @@ def test_t41_a_token_that_comes_after_the_abort_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("patience_s", [0.3])
-def test_t42_blocks_that_are_freed_in_flight_are_written_after_that_step(patience_s: float) -> None:
+def test_t42_blocks_freed_in_flight_are_reused_after_step(patience_s: float) -> None:
     """The first step gives the second one so long to begin beside it."""
     running: list[int] = []
     overlapped = threading.Event()

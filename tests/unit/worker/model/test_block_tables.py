@@ -12,7 +12,7 @@ from worker.model.block_tables import BlockTables
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_tables_are_those_of_the_sequences(seed: int) -> None:
+def test_tables_equal_sequences(seed: int) -> None:
     """W11: sequences come, go, change places, grow, and get other blocks."""
     rnd, tables = random.Random(seed), BlockTables()
     live = [[rnd.randrange(1, 1000) for _ in range(rnd.randint(1, 9))] for _ in range(6)]
@@ -34,12 +34,12 @@ def test_tables_are_those_of_the_sequences(seed: int) -> None:
             assert all(block in (0, *table[i : i + 1]) for i, block in enumerate(row))
 
 
-def test_a_table_that_does_not_cover_its_sequence_is_refused() -> None:
+def test_table_shorter_than_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="does not cover"):
         BlockTables().of_step([[1, 2]], np.array([3]))
 
 
-def test_one_long_sequence_costs_the_others_nothing() -> None:
+def test_one_long_sequence_does_not_widen_other_tables() -> None:
     """W11: one of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
     tables, step = BlockTables(), [[7] * 65_536, *([i] * 4 for i in range(255))]
     before = resident_bytes()

@@ -56,7 +56,7 @@ CHOSEN = [
 ]
 
 
-def test_a_decode_takes_the_smallest_step_that_has_room() -> None:
+def test_decode_uses_smallest_captured_step_with_room() -> None:
     ran: list[tuple[list[Any], int]] = []
     progress: list[tuple[int, int]] = []
 

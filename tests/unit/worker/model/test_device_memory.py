@@ -8,7 +8,7 @@ from worker.model.device_memory import kv_budget
 GIB = 1 << 30
 
 
-def test_the_cache_takes_what_a_largest_step_leaves() -> None:
+def test_cache_budget_is_memory_left_by_largest_step() -> None:
     # 80 GiB, of which 16 of weights and others are taken: 72 may be used, and a step needs 4.
     assert kv_budget(80 * GIB, 64 * GIB, 4 * GIB, 0.9) == int(80 * GIB * 0.9) - 20 * GIB
     assert kv_budget(80 * GIB, 4 * GIB, 0, 0.9) == 0

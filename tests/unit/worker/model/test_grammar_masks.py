@@ -132,7 +132,7 @@ def test_every_output_of_a_random_schema_validates(seed: int) -> None:
     assert finished > 20
 
 
-def test_masks_are_those_of_the_bytes() -> None:
+def test_masks_equal_byte_grammar() -> None:
     """Against the grammar itself, in single bytes: a token is allowed iff its bytes are."""
     params = params_of({"regex": "(ab|a cat|the .{1,9}|[^a-z]+)"})
     byte = grammars_to_check(TOKENIZER, EOS)
@@ -183,7 +183,7 @@ def test_other_masks_narrow_it() -> None:
     assert "leave no token" in allowed(new_masks(), [], nothing)
 
 
-def test_rows_without_a_grammar_are_left_alone() -> None:
+def test_rows_without_grammar_are_not_masked() -> None:
     masks, params = new_masks(), params_of(CHOICES)
     plain = SamplingParams(allowed_token_ids=(5,), min_tokens=3, bad_words_token_ids=((7,),))
     histories = {0: history([], plain, 1), 2: history([], params, 2)}
@@ -278,7 +278,7 @@ def test_slices_of_the_vocabulary_change_no_mask() -> None:
             assert allowed(sliced, output[:count], params) == allowed(whole, output[:count], params)
 
 
-def test_nothing_is_searched_behind_words_of_a_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_text_masks_stop_searching_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches also stop while the last choice is still allowed; they start again when a quote ends the text."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     given = {**schema, "required": ["name", "age"], "x-guidance": {"whitespace_flexible": False}}
@@ -311,7 +311,7 @@ def test_few_idle_states_are_kept() -> None:
     assert len(masks._states) <= 70
 
 
-def test_a_grammar_is_compiled_once_and_faults_are_told() -> None:
+def test_grammar_is_compiled_once_and_errors_are_reported() -> None:
     compiled = model_grammars(TOKENIZER, SIZE, EOS)
     text = grammar_of(CHOICES)
     assert compiled.begin(text) is compiled.begin(text)

@@ -127,7 +127,7 @@ def expected(runner: ModelRunner, seqs: list[Sequence]) -> Found:
     ],
     ids=str,
 )
-def test_a_digest_is_of_what_the_block_held_when_it_was_published(runner: ModelRunner, options: dict[str, Any]) -> None:
+def test_kv_digest_covers_block_at_publication(runner: ModelRunner, options: dict[str, Any]) -> None:
     seqs = prompts(20, 33, 41, 90)
     found = run(runner, seqs, **options)
     wanted = expected(runner, seqs)
@@ -147,7 +147,7 @@ def test_a_block_is_digested_before_the_next_step_writes_to_it(runner: ModelRunn
     assert found == {name: wanted[name] for name in found}
 
 
-def test_all_workers_choose_the_same_blocks_whatever_is_before_them(runner: ModelRunner) -> None:
+def test_all_workers_sample_same_blocks(runner: ModelRunner) -> None:
     """A larger share has the blocks of a smaller one too."""
     half, quarter = (run(runner, prompts(90, 90), kv_digests=share) for share in (0.5, 0.25))
     assert 0 < len(quarter) < len(half)
@@ -182,7 +182,7 @@ def test_equal_tokens_have_one_name_and_one_digest_under_every_salt(runner: Mode
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
-def test_a_step_goes_on_without_digests_where_they_fail(
+def test_failed_digests_do_not_fail_step(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, is_deferred: bool
 ) -> None:
     seqs, undisturbed = prompts(20, 33), prompts(20, 33)
@@ -202,7 +202,7 @@ def test_a_step_goes_on_without_digests_where_they_fail(
     assert warned == [("KV blocks are not digested", {"rank": 0, "why": "MemoryError: no room"})]
 
 
-def test_nothing_is_digested_unless_it_is_asked_for(runner: ModelRunner) -> None:
+def test_blocks_are_not_digested_by_default(runner: ModelRunner) -> None:
     assert run(runner, prompts(90), kv_digests=0.0) == {}
     assert run(runner, prompts(90), enable_prefix_caching=False) == {}
 

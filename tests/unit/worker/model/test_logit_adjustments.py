@@ -215,7 +215,7 @@ def test_a_batch_does_not_follow_its_sequences() -> None:
     assert batch_of([seq]).histories[0].output_ids == [3, 4]
 
 
-def test_ids_that_the_model_does_not_have_mask_nothing() -> None:
+def test_unknown_stop_ids_mask_no_token() -> None:
     seq = sequence([1], [], min_tokens=1, stop_token_ids=(VOCAB, VOCAB + 7))
     assert np.isfinite(np.delete(steered(np.zeros((1, VOCAB), np.float32), [seq])[0], sorted(EOS))).all()
 
@@ -294,7 +294,7 @@ IDS_OF_REQUESTS = [f"r{i}" for i in range(len(prompts()))]
 
 
 @pytest.mark.parametrize("penalty", [1.4, 0.7])
-def test_greedy_streams_with_repetition_penalty_are_those_of_transformers(
+def test_greedy_streams_with_repetition_penalty_equal_transformers(
     engine: LLMEngine, model: Any, penalty: float
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, repetition_penalty=penalty)
@@ -324,7 +324,7 @@ MASKED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batch_preemption_and_chunks_change_nothing(
+def test_adjusted_streams_equal_alone_in_batch_and_preemption(
     engine: LLMEngine, temperature: float, steering: list[dict[str, Any]]
 ) -> None:
     params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in steering]
@@ -338,7 +338,7 @@ def test_batch_preemption_and_chunks_change_nothing(
 
 @pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_deferred_output_changes_nothing(
+def test_adjusted_streams_equal_with_deferred_output(
     engine: LLMEngine, folder: Path, temperature: float, steering: list[dict[str, Any]]
 ) -> None:
     """A row that was scheduled before its newest token had come is punished for that token too."""
@@ -349,9 +349,7 @@ def test_deferred_output_changes_nothing(
 
 @pytest.mark.parametrize("fields", [*MIXED, *MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_resumed_sequence_goes_on_with_its_penalties(
-    engine: LLMEngine, fields: dict[str, Any], temperature: float
-) -> None:
+def test_resumed_sequence_keeps_its_penalties(engine: LLMEngine, fields: dict[str, Any], temperature: float) -> None:
     """Rule S5: tokens behind `num_prompt_tokens` are output, for penalties and min_tokens as well."""
     params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, **{**fields, "ignore_eos": True})
     prompt = prompts()[3]
@@ -365,7 +363,7 @@ def test_a_resumed_sequence_goes_on_with_its_penalties(
         assert seq.completion_token_ids == whole["token_ids"]
 
 
-def test_rows_are_those_of_sampled_sequences(engine: LLMEngine) -> None:
+def test_adjusted_rows_match_sampled_sequences(engine: LLMEngine) -> None:
     """A chunk in front has no row of logits, so the masked sequence's index in the batch is not its row."""
     runner = engine.core.runner
     assert isinstance(runner, ModelRunner)
@@ -474,7 +472,7 @@ def test_no_launch_waits_for_the_tokens_of_the_step_before(
     assert late[0] > 50
 
 
-def test_counts_that_are_kept_are_those_that_are_made_anew() -> None:
+def test_kept_penalty_counts_equal_recount() -> None:
     """W5: sequences that come and go, are interrupted, or come back with another list of tokens."""
     rnd, kept = random.Random(3), SeenTokens()
     seqs = [sequence([rnd.randrange(VOCAB) for _ in range(5)], [], repetition_penalty=1.2) for _ in range(6)]
@@ -499,7 +497,7 @@ def test_counts_that_are_kept_are_those_that_are_made_anew() -> None:
                 seq.token_ids = list(seq.token_ids)
 
 
-def test_histories_of_ended_sequences_are_not_kept_for_ever() -> None:
+def test_histories_of_ended_sequences_are_dropped() -> None:
     """W5, W12: neither where penalties are counted, nor in what ranks are sent."""
     kept = SeenTokens()
     for _ in range(3000):

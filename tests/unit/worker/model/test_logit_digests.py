@@ -80,7 +80,7 @@ def test_digests_are_of_the_models_own_logits_at_the_positions_asked_for(
         assert run(runner, seq) == {seq.id: expected(runner, seq, EVERY)}
 
 
-def test_digests_do_not_depend_on_what_else_runs_and_change_no_token(runner: ModelRunner) -> None:
+def test_logit_digests_are_batch_invariant_and_change_no_token(runner: ModelRunner) -> None:
     alone = asked(0.0, 1)
     (digests,) = run(runner, alone).values()
     plain = asked(0.0, 0)
@@ -94,9 +94,7 @@ def test_digests_do_not_depend_on_what_else_runs_and_change_no_token(runner: Mod
     assert sorted(together) == sorted(seq.id for seq in (crowd[0], crowd[1], crowd[3]))
 
 
-def test_rows_that_are_hashed_later_are_those_before_anything_changed_them(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_hashed_later_are_unadjusted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the tokens of a step come while the next one runs."""
     steered: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_tokens": 4}
     at_once, later = asked(0.9, 1, **steered), asked(0.9, 1, **steered)
@@ -105,7 +103,7 @@ def test_rows_that_are_hashed_later_are_those_before_anything_changed_them(
     assert run(runner, later) == {later.id: digests}
 
 
-def test_an_attempt_that_goes_on_behind_tokens_gives_the_digests_of_the_rest(runner: ModelRunner) -> None:
+def test_resumed_attempt_gives_digests_of_remaining_tokens(runner: ModelRunner) -> None:
     whole = asked(0.8, EVERY)
     (digests,) = run(runner, whole).values()
     for count in (1, 3, 4):

@@ -138,7 +138,7 @@ def run_mixed(watching: Watching) -> dict[int, list[int]]:
     return streams
 
 
-def test_is_prefill_says_that_all_rows_are_prefill(runner: ModelRunner) -> None:
+def test_is_prefill_means_all_rows_prefill(runner: ModelRunner) -> None:
     watching = Watching(runner)
     run_mixed(watching)
     prefill, decode = {SequenceType.PREFILL}, {SequenceType.DECODE}
@@ -204,7 +204,7 @@ def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
         ("bfloat16", "fp8", 1),
     ],
 )
-def test_block_bytes_are_what_a_block_takes(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
+def test_block_bytes_equal_block_size(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
     runner = make_runner(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     runner.allocate_kv_cache(10)
     size = runner.kv_block_bytes
@@ -219,7 +219,7 @@ KV_ERROR = {"bfloat16": 2**-6, "float16": 2**-9, "fp8": 2**-2}
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_ERROR)
-def test_a_narrow_kv_cache_costs_what_its_rounding_does(folder: Path, kv_cache_dtype: str) -> None:
+def test_narrow_kv_cache_error_is_its_rounding(folder: Path, kv_cache_dtype: str) -> None:
     tokens = list(range(5, 305))
     results = []
     for name in ("auto", kv_cache_dtype):
@@ -296,9 +296,7 @@ def test_auto_dtype_of_pytorch_depends_on_the_cpu(
     assert resolve_dtype("float16", model_config, kernels) == torch.float16
 
 
-def test_auto_dtype_of_native_kernels_is_the_checkpoints_whatever_the_cpu(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_dtype_of_native_kernels_is_checkpoint_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They widen bfloat16 in registers; float16 is PyTorch's."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     kernels = backend_or_skip("cpu")

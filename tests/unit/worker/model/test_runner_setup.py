@@ -24,7 +24,7 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems give memory as it is touched")
 @pytest.mark.parametrize(("times_the_pool", "is_taken"), [(2.0, True), (1.99, False)])
-def test_the_pools_memory_is_taken_where_there_is_twice_as_much(
+def test_pool_memory_is_touched_given_twice_its_size(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, times_the_pool: float, is_taken: bool
 ) -> None:
     pool = BLOCKS * runner.kv_block_bytes

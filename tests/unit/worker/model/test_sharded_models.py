@@ -178,7 +178,7 @@ def test_more_ranks_than_experts_and_than_kv_heads(tmp_path: Path) -> None:
         assert (part - whole).abs().max() / whole.abs().max() < 1e-4
 
 
-def test_experts_that_can_not_be_split(tmp_path: Path) -> None:
+def test_indivisible_experts_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "mixtral", tokenizer=False, intermediate_size=33, num_hidden_layers=1)
     with pytest.raises(ModelError, match="the experts' intermediate size 33 is not a multiple of tensor_parallel_size"):
         logits(folder, Shard(0, 2))

@@ -41,7 +41,7 @@ def looked(matcher: Matcher) -> TextAhead:
     return ahead
 
 
-def test_text_is_what_the_library_forces() -> None:
+def test_forced_text_equals_library() -> None:
     """On random walks the text is a beginning of the library's text, and nearly always all of it."""
     forced = [params.grammar for _, params in islice(schemas(3), 25)]
     forced += [
@@ -82,7 +82,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_look_costs_what_a_step_uses_whatever_is_forced(name: str) -> None:
+def test_forced_text_search_cost_is_bounded_per_step(name: str) -> None:
     """The first look takes at most MOST_MASKS masks; later looks only extend the known text."""
     counts = [0]
     matcher: Any = Counting(compiled(grammar_of(HOSTILE[name])), counts)

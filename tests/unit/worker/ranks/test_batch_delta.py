@@ -139,7 +139,7 @@ def test_drafts_dummies_and_tokens_in_flight_arrive() -> None:
     assert found.is_dummy_run
 
 
-def test_what_stays_is_not_sent_again() -> None:
+def test_unchanged_batch_fields_are_not_resent() -> None:
     """256 sequences of 8000 tokens: a decode is some kilobytes, not half a megabyte of block tables."""
     seqs = [Sequence([1] * 8000, 16, PLAIN) for _ in range(256)]
     for seq in seqs:
@@ -156,7 +156,7 @@ def test_what_stays_is_not_sent_again() -> None:
     assert pair.sizes[2] < 3_000
 
 
-def test_what_penalties_count_is_sent_once() -> None:
+def test_penalty_histories_are_sent_once() -> None:
     """W5: a frame had the whole output of every penalized sequence, 10 MB of 256 rows of 8,000 tokens."""
     seqs, pair = sequences(), Pair()
     columns = SequenceColumns(seqs)

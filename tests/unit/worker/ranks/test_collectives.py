@@ -80,7 +80,7 @@ def test_no_rank_gives_up_its_memory_while_the_device_of_another_computes() -> N
     assert done == ["synchronized"] * SIZE + ["closed"] * SIZE
 
 
-def test_sums_that_fail_are_a_peer_that_is_lost() -> None:
+def test_failed_sums_raise_peer_lost() -> None:
     def fail(collectives: GroupCollectives) -> None:
         kernels = Kernels([])
         collectives.use(kernels)
@@ -119,7 +119,7 @@ class Counted:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numbers", [7, 70_001, 262_144])
-def test_sums_have_the_order_of_ranks_whatever_their_size(dtype: torch.dtype, numbers: int) -> None:
+def test_sums_add_in_rank_order_at_any_size(dtype: torch.dtype, numbers: int) -> None:
     """W9: each number is added from rank 0 on; of large tensors a rank gets two, not one from each other rank."""
     ranks = 4
     generator = torch.Generator().manual_seed(numbers)

@@ -89,7 +89,7 @@ def stranger_bytes(rnd: random.Random) -> bytes:
     )
 
 
-def test_fuzzed_frames_cost_one_refusal_each_and_ranks_come_in() -> None:
+def test_fuzzed_frames_are_refused_and_ranks_join() -> None:
     """R2: one frame ended the process that waited, by SIGSEGV or exit code 2."""
     rnd = random.Random(3)
     frames = [stranger_bytes(rnd) for _ in range(FUZZED)]
@@ -132,7 +132,7 @@ def test_a_proof_of_another_challenge_is_refused() -> None:
     assert [line["why"] for line in lines] == ["its --dist-secret is another one"]
 
 
-def test_silent_strangers_hold_nobody_up() -> None:
+def test_silent_connections_do_not_delay_ranks() -> None:
     """R2: each silent connection delayed the others by 8 s."""
     with contextlib.ExitStack() as stack:
         door, admitted = stack.enter_context(opened())
@@ -147,7 +147,7 @@ def test_silent_strangers_hold_nobody_up() -> None:
         assert ranks_of(admitted, 1) == [1]
 
 
-def test_a_hello_that_does_not_come_is_refused_in_time() -> None:
+def test_missing_hello_is_refused_in_time() -> None:
     now = [0.0]
     with (
         capture_logs() as lines,

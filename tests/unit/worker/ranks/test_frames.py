@@ -63,7 +63,7 @@ def test_configs_and_outputs_arrive_equal() -> None:
     assert found.target_logprobs == output.target_logprobs
 
 
-def test_what_may_not_cross_is_refused() -> None:
+def test_non_wire_object_is_refused() -> None:
     with pytest.raises(TypeError, match="Sequence must not cross"):
         encode(Sequence([1], 16))
 

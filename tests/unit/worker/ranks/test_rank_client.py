@@ -170,7 +170,7 @@ def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> None:
+def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) -> None:
     """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
     answers = {"load": 1 << 14, "kv_memory": (1 << 24, True), "describe": {"numerics": "n"}}
     answers |= {"share_sums": captures, "warmup": captures}
@@ -238,7 +238,7 @@ def test_ranks_that_share_sums_and_are_well_leave_before_they_are_ended(monkeypa
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_rank_that_does_not_leave_holds_nobody_up(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_rank_does_not_delay_close(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that does not answer, nor one whose socket is full."""
     monkeypatch.setattr(rank_client, "RANK_END_S", 0.2)
     group = started(shares_sums=True)
@@ -297,12 +297,12 @@ def lost(group: Group, why: str) -> None:
         group.forward(batch())
 
 
-def test_a_rank_that_ends_is_lost(group: Group) -> None:
+def test_ended_rank_is_lost(group: Group) -> None:
     threading.Timer(0.1, group.fakes[1].close).start()
     lost(group, "rank 1 on another machine has closed its connection")
 
 
-def test_a_rank_that_is_frozen_is_lost(group: Group) -> None:
+def test_frozen_rank_is_lost(group: Group) -> None:
     group.fakes[1].alive = False
     lost(group, "rank 1 has been silent for")
 
@@ -326,7 +326,7 @@ def test_a_rank_that_hangs_is_lost_although_it_sends_heartbeats() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_read_holds_nobody_for_ever(group: Group) -> None:
+def test_non_reading_rank_is_lost_in_bounded_time(group: Group) -> None:
     """Its socket is full, so the engine waits in the middle of a frame; it must get out of there."""
     group.fakes[1].reading.clear()
     group.fakes[1].alive = False
@@ -366,7 +366,7 @@ def test_a_rank_that_sends_nonsense_is_lost(group: Group, garbage: bytes) -> Non
         group.call("load")
 
 
-def test_only_ranks_that_are_missing_are_let_in() -> None:
+def test_only_missing_ranks_are_admitted() -> None:
     port = free_port()
     group = Group()
     group.topology = Topology(2, 2, 0, f"tcp://127.0.0.1:{port}")

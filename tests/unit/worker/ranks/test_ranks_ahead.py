@@ -111,7 +111,7 @@ def two_launched(group: HeldGroup) -> tuple[Future[TimedOutput], Future[TimedOut
 
 
 @pytest.mark.slow
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_have_come(start: Callable[[bool], HeldGroup]) -> None:
+def test_step_is_launched_before_tokens_of_previous_step(start: Callable[[bool], HeldGroup]) -> None:
     """They are answered in order, and a launch that fails is answered after the step before it."""
     group, began = start(True), time.monotonic()
     first, second = two_launched(group)
@@ -133,7 +133,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_have_come(start:
 
 
 @pytest.mark.slow
-def test_a_launch_that_fails_is_told_although_the_step_before_it_hangs(start: Callable[[bool], HeldGroup]) -> None:
+def test_failed_launch_is_reported_while_previous_step_hangs(start: Callable[[bool], HeldGroup]) -> None:
     group = start(True)
     hangs, fails = group.submit(step(7)), group.submit(step(7, num_blocks=0))
     for each in (fails, hangs):
@@ -142,7 +142,7 @@ def test_a_launch_that_fails_is_told_although_the_step_before_it_hangs(start: Ca
 
 
 @pytest.mark.slow
-def test_tokens_that_never_come_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> None:
+def test_lost_tokens_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> None:
     group = start(True)
     steps = two_launched(group)
     group.come(0, "lost")

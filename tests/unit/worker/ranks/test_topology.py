@@ -33,7 +33,7 @@ def test_ranks_of_machines_follow_each_other() -> None:
         ((2, 1, 0, "tcp://a:1"), "dist_init"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(given: tuple[int, int, int, str], field: str) -> None:
+def test_invalid_topology_is_refused_by_field(given: tuple[int, int, int, str], field: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
         Topology(*given)
     assert str(refused.value).startswith(f"{field} is ")

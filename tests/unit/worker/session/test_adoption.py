@@ -116,7 +116,7 @@ def orphaned(max_tokens: int = 20, steps: int = 6, **fields: object) -> tuple[Fl
 
 
 @pytest.mark.parametrize("got", [0, 1, 3])
-def test_another_router_goes_on_behind_what_its_client_has(got: int) -> None:
+def test_another_router_continues_after_client_tokens(got: int) -> None:
     fleet, had = orphaned()
     second = fleet.dial("b").read()
     assert [list(each.keys) for each in second.orphans] == [[KEY]]
@@ -132,7 +132,7 @@ def test_another_router_goes_on_behind_what_its_client_has(got: int) -> None:
     assert not fleet.engine.deliveries
 
 
-def test_what_had_ended_and_what_had_not_begun_are_adopted_too() -> None:
+def test_ended_and_unstarted_sequences_are_adopted() -> None:
     fleet, had = orphaned(max_tokens=4)
     fleet.step(10)
     second = fleet.dial("b")
@@ -148,7 +148,7 @@ def test_what_had_ended_and_what_had_not_begun_are_adopted_too() -> None:
     assert second.read().made(9) == answer(20)
 
 
-def test_what_does_not_go_on_from_there_comes_back_and_stays_adoptable() -> None:
+def test_mismatched_adoption_is_returned_and_stays_adoptable() -> None:
     fleet, had = orphaned()
     second, third = fleet.dial("b"), fleet.dial("c")
     wrong = [[had[0] + 1], [*had, *answer(40)]]
@@ -164,7 +164,7 @@ def test_what_does_not_go_on_from_there_comes_back_and_stays_adoptable() -> None
     assert second.tokens == {}
 
 
-def test_a_sequence_is_nobodys_to_adopt_while_its_router_is_there_or_once_its_lease_has_ended() -> None:
+def test_adoption_requires_lost_router_and_open_lease() -> None:
     fleet, had = orphaned()
     fleet.dial("a", {1: len(PROMPT) + len(had)})
     second = fleet.dial("b").read()
@@ -209,7 +209,7 @@ def test_the_deadline_is_the_adopters() -> None:
     assert second.read().ends[9].reason == wpb.END_REASON_DEADLINE
 
 
-def test_what_its_old_deadline_has_ended_is_not_adopted() -> None:
+def test_sequence_past_old_deadline_is_not_adopted() -> None:
     fleet, had = orphaned(max_tokens=500, deadline_left_ms=100)
     fleet.step(20)
     second = fleet.dial("b")
@@ -225,7 +225,7 @@ def test_a_draining_worker_gives_the_rid_back() -> None:
     assert second.read().returned == [9]
 
 
-def test_digests_that_are_gone_can_not_be_sent_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adoption_from_start_without_kept_digests_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.session.outbox.MAX_SENT_LOGPROBS", 8)
     sent = 40
     fleet = Fleet()
@@ -244,7 +244,7 @@ def test_digests_that_are_gone_can_not_be_sent_from_the_beginning(monkeypatch: p
     assert had + second.read().made(10) == answer(sent)
 
 
-def test_who_is_told() -> None:
+def test_orphans_are_announced_to_connected_routers_in_bounded_frames() -> None:
     fleet, _ = orphaned()
     older = fleet.dial("old", minor=ADOPTION_MINOR - 1)
     assert older.read().orphans == []
@@ -295,7 +295,7 @@ def test_keys_differ_with_all_that_an_answer_depends_on() -> None:
     assert AdoptionKeys("t", "r", "m", ids).of_answer(again) == key()
 
 
-def test_adoptions_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_adoptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """S4: each unknown key on a stream that is never read stayed in memory."""
     monkeypatch.setattr(session_module, "MAX_ROUTER_SEQS", 20)
     fleet = Fleet()

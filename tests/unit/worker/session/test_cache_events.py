@@ -186,7 +186,7 @@ def test_a_router_that_asks_gets_the_whole_cache_once_per_ask() -> None:
     assert cursor.take(4.0) is None
 
 
-def test_what_comes_and_goes_in_between_is_in_no_frame() -> None:
+def test_frame_omits_blocks_stored_and_evicted_between_reads() -> None:
     log = KvLog()
     log.append([1, 2])
     cursor = KvCursor(log, 2, lambda: None)
@@ -196,7 +196,7 @@ def test_what_comes_and_goes_in_between_is_in_no_frame() -> None:
     assert (list(frame.stored), list(frame.evicted), frame.seq) == ([4], [2], 8)
 
 
-def test_a_large_cache_comes_in_frames_that_fit_while_it_changes() -> None:
+def test_large_cache_snapshot_fits_frames_under_changes() -> None:
     log, rnd = KvLog(), random.Random(1)
     names = [rnd.getrandbits(64) for _ in range(3 * MAX_KV_FRAME_CHANGES)]
     log.append(names)
@@ -229,7 +229,7 @@ def prompt(parts: Sequence[int]) -> list[int]:
     st.lists(st.lists(st.lists(st.sampled_from([10, 20]), min_size=1, max_size=8), max_size=3), max_size=12),
     st.booleans(),
 )
-def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_deferred: bool) -> None:
+def test_kv_log_equals_engine_cache(groups: list[list[list[int]]], is_deferred: bool) -> None:
     config = Config(
         max_num_seqs=4,
         max_num_batched_tokens=256,
@@ -263,7 +263,7 @@ def test_granules_are_every_eighth_hash_of_the_chain() -> None:
     assert set(core.scheduler.block_manager.prefixes.cached_granules()) == {chain[7], chain[15]}
 
 
-def test_an_engine_that_nobody_watches_keeps_no_changes() -> None:
+def test_unwatched_engine_keeps_no_changes() -> None:
     core = simulated_core()
     core.add_request(EngineSequence(list(range(1, 300)), 16, SamplingParams(max_tokens=1)))
     while core.has_unfinished():

@@ -148,7 +148,7 @@ async def site() -> AsyncIterator[Site]:
     assert made.engine.join(60)
 
 
-async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
+async def test_tokens_arrive_in_order_on_event_loop(site: Site) -> None:
     seqs = [sequence(num_tokens=n) for n in (1, 16, 100)]
     submit_group(site.engine, site.listener, 7, seqs)
     assert site.engine.num_live == 3
@@ -257,14 +257,14 @@ async def test_a_deadline_ends_a_sequence_in_the_engine(site: Site) -> None:
     assert len(site.listener.tokens[seq.id]) == 2
 
 
-async def test_what_the_engine_can_not_run_ends_alone(site: Site) -> None:
+async def test_unrunnable_sequence_ends_alone(site: Site) -> None:
     bad, good = sequence(num_tokens=2000), sequence()
     submit_group(site.engine, site.listener, 1, [bad, good])
     await site.idle()
     assert site.listener.ends == {bad.id: EndReason.INVALID, good.id: EndReason.LENGTH}
 
 
-async def test_a_stopped_stream_that_is_resumed_ends_at_once(site: Site) -> None:
+async def test_resumed_finished_stream_ends_at_once(site: Site) -> None:
     seq = Sequence([3] * 30, BLOCK_SIZE, SamplingParams(max_tokens=10), num_prompt_tokens=20)
     submit_group(site.engine, site.listener, 1, [seq])
     await site.idle()
@@ -364,7 +364,7 @@ class Failing(Listener):
 
 
 @pytest.mark.parametrize("kind", ["output", "end", "step"])
-async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site, kind: str) -> None:
+async def test_undeliverable_output_fails_engine(site: Site, kind: str) -> None:
     """X1: the rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
     bad, others = sequence(max_tokens=3), [sequence(max_tokens=500) for _ in range(3)]
     submit_group(site.engine, Failing(kind), 1, [bad])
@@ -379,7 +379,7 @@ async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site,
     assert await asyncio.to_thread(site.engine.join, 60)
 
 
-async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -> None:
+async def test_failed_engine_does_not_affect_new_engine(site: Site) -> None:
     """X1: its thread goes on for a step after a failure on the event loop."""
     site.runner.go.clear()
     submit_group(site.engine, site.listener, 1, [sequence()])
@@ -401,7 +401,7 @@ async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -
     assert list(site.listener.ends.values()).count(EndReason.LENGTH) == 3
 
 
-async def test_a_direct_sequence_waits_behind_the_delay_gate() -> None:
+async def test_direct_sequence_waits_for_delay_gate() -> None:
     """For as long as the last prompt took, while others decode."""
     site, config = Site(), replace(CONFIG, scheduler_delay_factor=1.0)
     site.engine.start(lambda: site.core(config))
@@ -426,7 +426,7 @@ async def test_a_direct_sequence_waits_behind_the_delay_gate() -> None:
     assert await asyncio.to_thread(site.engine.join, 60)
 
 
-async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
+async def test_failed_engine_start_ends_submitted_sequences(site: Site) -> None:
     """W7: what was submitted while another engine was made stayed live for ever when that one failed too."""
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))

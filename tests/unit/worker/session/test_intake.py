@@ -182,7 +182,7 @@ def test_a_prompt_that_grows_too_long_is_refused_and_its_tokens_forgotten() -> N
     assert is_empty(box)
 
 
-def test_cancel_and_deadline_end_what_is_on_its_way() -> None:
+def test_cancel_and_deadline_end_pending_sequences() -> None:
     box = inbox()
     late, _ = long_prompt(10, range(200), cut=100)
     late.deadline_left_ms = 100
@@ -211,7 +211,7 @@ def test_the_tokens_of_unfinished_prompts_are_bounded() -> None:
         fill()
 
 
-def test_giving_up_names_everything_that_is_on_its_way() -> None:
+def test_give_up_returns_all_pending_rids() -> None:
     box = inbox()
     first, rest = long_prompt(10, range(200), cut=100)
     box.submit(submit(1, first, record(11)).submit, 0.0)
@@ -302,7 +302,7 @@ def test_drafts_that_never_end_close_the_session(monkeypatch: pytest.MonkeyPatch
     assert caught.value.reason == "SESSION_BOUNDS"
 
 
-def test_what_has_gone_in_or_been_dropped_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitted_and_dropped_sequences_are_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.session.intake.MAX_ASSEMBLING_BYTES", 1 << 14)
     box = inbox()
     for serial in range(1000):

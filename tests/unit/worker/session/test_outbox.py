@@ -186,7 +186,7 @@ def test_long_messages_do_not_pass_the_byte_bound() -> None:
     assert len(reader.ended) == 5000
 
 
-def test_whoever_has_waited_longest_is_first() -> None:
+def test_oldest_output_is_sent_first() -> None:
     outbox = Outbox()
     outbox.add(7, output(10, [1] * MAX_FRAME_TOKENS))
     outbox.add(3, output(10, [2]))
@@ -197,7 +197,7 @@ def test_whoever_has_waited_longest_is_first() -> None:
     assert (list(first.rid), list(second.rid)) == ([7], [7, 3])
 
 
-def test_returned_sequences_and_the_newest_submit_are_told_once() -> None:
+def test_returned_rids_and_newest_submit_are_sent_once() -> None:
     outbox = Outbox()
     assert outbox.take() is None
     for rid in range(200_000):
@@ -231,9 +231,7 @@ def rows_of(tokens: list[int]) -> bytes:
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([1, 900, 9000]), st.sampled_from([3, 3, 3, 200_000]))
-def test_logprobs_go_with_their_tokens_and_those_of_given_ones_before(
-    seed: int, longest_run: int, num_given: int
-) -> None:
+def test_logprobs_accompany_tokens_after_given_rows(seed: int, longest_run: int, num_given: int) -> None:
     random, outbox = Random(seed), Outbox()
     tokens: dict[int, list[int]] = {rid: [] for rid in range(6)}
     given_rows = {rid: rows_of(list(range(rid, rid + num_given))) for rid in (0, 3)}
@@ -290,7 +288,7 @@ def test_logprobs_go_with_their_tokens_and_those_of_given_ones_before(
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "digests", "given"])
-def test_what_stands_beside_tokens_is_kept_for_the_last_that_were_sent(kind: str) -> None:
+def test_token_data_is_kept_for_last_sent_tokens(kind: str) -> None:
     """A router that comes back with at least those goes on to the bit; of an older one the sequence is unknown."""
     outbox, tokens = Outbox(), list(range(5 * MAX_SENT_LOGPROBS))
     outbox.add(1, output(10, []))

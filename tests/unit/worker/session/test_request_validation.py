@@ -118,7 +118,7 @@ def test_every_parameter_arrives() -> None:
         ("params.allowed_token_ids", {"allowed_token_ids": [4, 5], "stop_token_ids": [5], "min_tokens": 1}),
     ],
 )
-def test_masks_that_can_not_be(path: str, fields: dict[str, Any]) -> None:
+def test_invalid_masks_are_refused(path: str, fields: dict[str, Any]) -> None:
     message = wpb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=5, **fields)
     with pytest.raises(InvalidFieldError) as refused:
         request_validation.sampling_params(message, 10, frozenset({4}))

@@ -29,7 +29,7 @@ def built(
     return build_sequence(request, *checked, limits, prompt_len=prompt_len, seed=0, arrived=0.0, deadline=None, **given)
 
 
-def test_each_head_gives_what_it_has() -> None:
+def test_each_head_accepts_its_poolings() -> None:
     assert [built(OUTPUT_HEAD, pooling=pooling).pooling for pooling in (None, LAST, MEAN)] == [None, LAST, MEAN]
     assert [built(NO_HEAD, pooling=pooling).pooling for pooling in (LAST, MEAN)] == [LAST, MEAN]
     assert built(CLASSIFIER, 3, pooling=LABELS).pooling == LABELS
@@ -46,12 +46,12 @@ def test_each_head_gives_what_it_has() -> None:
         (OUTPUT_HEAD, {"pooling": MEAN, "prompt_len": 2}, InvalidFieldError),
     ],
 )
-def test_what_a_head_does_not_give_is_refused(head: Head, given: dict[str, Any], error: type[ApiError]) -> None:
+def test_pooling_unsupported_by_head_is_refused(head: Head, given: dict[str, Any], error: type[ApiError]) -> None:
     with pytest.raises(error):
         built(head, **given)
 
 
-def test_routers_are_told_the_head() -> None:
+def test_welcome_names_head() -> None:
     for head in (OUTPUT_HEAD, NO_HEAD, CLASSIFIER):
         assert told_head(worker_head(head)) == head
         told = replace(FACTS, head=head, num_labels=2).to_proto(wpb.WORKER_STATE_SERVING)

@@ -45,7 +45,7 @@ def test_welcome_then_tokens_then_ends() -> None:
     assert router.wakes > 0
 
 
-def test_a_prefix_hit_and_the_times_come_with_the_first_token() -> None:
+def test_prefix_hit_and_times_arrive_with_first_token() -> None:
     world = World()
     router = world.router()
     router.write(submit(1, record(1, range(64))))
@@ -72,7 +72,7 @@ def test_a_bad_sequence_ends_alone() -> None:
     assert "token_ids[0]" in end.message
 
 
-def test_a_refused_rid_that_is_sent_again_is_a_no_op_until_its_end_is_written() -> None:
+def test_refused_rid_resent_before_its_end_is_ignored() -> None:
     world = World()
     router = world.router()
     router.write(submit(1, record(2, [VOCAB_SIZE]), record(2, [VOCAB_SIZE, 1])))
@@ -107,7 +107,7 @@ def test_a_deadline_ends_a_sequence_on_its_way_and_one_that_runs() -> None:
     assert router.submit_seen in (1, 2)
 
 
-def test_heartbeats_come_when_nothing_else_does() -> None:
+def test_heartbeats_fill_silence() -> None:
     world = World()
     router = world.router()
     router.read()
@@ -120,7 +120,7 @@ def test_heartbeats_come_when_nothing_else_does() -> None:
     assert router.frames == ["welcome", "heartbeat"]
 
 
-def test_a_router_is_told_at_once_that_a_worker_takes_nothing_new() -> None:
+def test_cordon_is_sent_to_router_at_once() -> None:
     world = World()
     router = world.router()
     router.read()
@@ -289,7 +289,7 @@ def test_kv_events_go_before_steps_and_do_not_stand_in_for_heartbeats() -> None:
     assert (frame.kv_events.after, frame.kv_events.seq) == (1, 2)
 
 
-def test_a_router_that_asks_gets_all_of_the_cache_on_the_stream_there_is() -> None:
+def test_router_gets_cache_snapshot_on_open_stream() -> None:
     """R14: it had to break the stream for that."""
     world = World()
     state, _ = opened(world, "r")
@@ -309,7 +309,7 @@ def test_a_router_that_asks_gets_all_of_the_cache_on_the_stream_there_is() -> No
     assert (sorted(whole.stored), whole.seq, whole.snapshot, whole.epoch) == ([1, 2], 2, True, 1)
 
 
-def test_a_worker_without_prefix_caching_says_so_and_sends_no_events() -> None:
+def test_worker_without_prefix_caching_sends_no_kv_events() -> None:
     world = World()
     state, welcome = opened(world, "r", facts=replace(FACTS, prefix_caching=False))
     assert not welcome.kv_events

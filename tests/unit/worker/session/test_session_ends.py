@@ -24,7 +24,7 @@ def test_the_lease_counts_from_the_last_frame() -> None:
     assert router.state.lease_left(world.now) <= 0
 
 
-def test_closing_cancels_everything_and_tells_nothing() -> None:
+def test_closing_session_cancels_all_without_messages() -> None:
     world = World()
     gone, other = world.router(), world.router()
     gone.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
@@ -45,7 +45,7 @@ def test_closing_cancels_everything_and_tells_nothing() -> None:
     assert (other.load.fleet_tokens, other.load.fleet_oldest_age_ms) == (0, 0)
 
 
-def test_a_new_stream_goes_on_from_what_the_router_has() -> None:
+def test_new_stream_continues_from_router_positions() -> None:
     world = World()
     router = world.router()
     router.write(submit(5, *(record(rid, [rid], max_tokens=20) for rid in range(1, 6)), record(6, [6], max_tokens=2)))
@@ -83,7 +83,7 @@ def test_a_new_stream_goes_on_from_what_the_router_has() -> None:
     assert router.sequences.is_empty
 
 
-def test_what_the_worker_can_not_go_on_with_is_unknown_and_ends() -> None:
+def test_unresumable_sequence_is_unknown_and_ends() -> None:
     world = World()
     router = world.router()
     router.write(submit(1, record(1, [1], max_tokens=50), record(2, [2], max_tokens=50)))
@@ -113,7 +113,7 @@ def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
     assert sorted(router.returned) == [2, 3, 4]
 
 
-def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
+def test_long_waiting_sequence_is_returned_unless_kept() -> None:
     world = World()
     router = world.router()
     router.write(submit(1, *(record(rid, [rid], max_tokens=90) for rid in range(1, 33))))
@@ -142,7 +142,7 @@ def full_world() -> tuple[World, Router]:
     return world, router
 
 
-def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
+def test_drain_end_returns_unstarted_and_cancels_running() -> None:
     world, router = full_world()
     router.state.drain(world.now)
     world.engine.end_all("drained")
@@ -152,7 +152,7 @@ def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelle
     assert sorted(router.returned) == [50, 51]
 
 
-def test_what_was_cancelled_before_the_drains_end_is_neither_returned_nor_lost() -> None:
+def test_cancelled_sequence_is_not_returned_at_drain_end() -> None:
     """W15: cancels in the same turn as the end of all had its message."""
     world, router = full_world()
     router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[3, 50])))

@@ -62,7 +62,7 @@ def test_fixed_presets(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "fixed:5", "fixed:-1ms", "fixed:ms", "mi300x", "mi300x-gpt-2", "mi300x-llama-8b-tp3"]
 )
-def test_an_unknown_preset_says_what_there_is(text: str) -> None:
+def test_unknown_preset_lists_presets(text: str) -> None:
     with pytest.raises(InvalidFieldError, match=r"simulate is .*instant.*fixed:5ms.*mi300x, mi355x.*llama-8b"):
         cost_model(text)
 
@@ -127,7 +127,7 @@ def test_batches_and_chips_pay(name: str) -> None:
     assert made.linear_s(prefill_of(8192)) <= one.linear_s(prefill_of(8192))
 
 
-def test_what_fp8_and_the_newer_chip_bring() -> None:
+def test_fp8_and_newer_chip_scale_costs() -> None:
     decode, prefill = decode_of([1000]), prefill_of(8192)
     bf16, fp8, newer = (roofline(f"{n}") for n in ("mi300x-llama-8b", "mi300x-llama-8b-fp8", "mi355x-llama-8b"))
     for work in (decode, prefill):

@@ -46,7 +46,7 @@ def test_tokens_do_not_depend_on_chunks_or_company() -> None:
     assert sim.reference([1, 2, 3, 4, 5], 8, choice=1) != sim.reference([1, 2, 3, 4, 5], 8)
 
 
-def test_eos_comes_as_often_as_asked() -> None:
+def test_eos_rate_follows_option() -> None:
     never, often = runner().reference([1], 400), runner(eos_every=10).reference([1], 400)
     assert never.count(0) == 0
     assert 15 < often.count(0) < 80
@@ -107,7 +107,7 @@ def test_without_checks_the_tokens_are_the_same_and_errors_are_not_seen() -> Non
     assert wrong.output_tokens == sim.reference([1, 2, 3, 4, 5], 1)
 
 
-def test_a_step_takes_what_the_cost_model_says_its_own_work_included() -> None:
+def test_step_time_equals_cost_model_including_own_work() -> None:
     now, waited = [100.0], list[float]()
 
     def clock() -> float:

@@ -93,7 +93,7 @@ def test_parts_that_do_not_exist(tmp_path: Path, tensors: dict[str, torch.Tensor
         weights.copy_to(torch.empty(12, 1), "2d", columns=slice(2))
 
 
-def test_progress_counts_what_this_rank_reads(tmp_path: Path) -> None:
+def test_progress_counts_bytes_read_by_rank(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     seen: list[tuple[int, int]] = []
     weights = load_weights(folder, shapes, lambda done, total: seen.append((done, total)))
@@ -124,7 +124,7 @@ def _resident_file() -> int:
     return int(status.split("RssFile:")[1].split()[0]) << 10
 
 
-def test_tensors_that_are_kept_for_later(tmp_path: Path) -> None:
+def test_kept_tensors_are_no_surplus(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     change(folder, **{"model.layers.1.eh_proj.weight": torch.zeros(2), "model.layers.10.a": torch.zeros(2)})
     with pytest.raises(ModelError) as error:
@@ -146,7 +146,7 @@ def test_a_decoder_alone_lacks_the_prefix_of_all_its_tensors(tmp_path: Path) -> 
         load_weights(folder, shapes)
 
 
-def test_surplus_that_is_known_to_be_harmless(tmp_path: Path) -> None:
+def test_harmless_surplus_tensors_are_ignored(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     change(
         folder,
@@ -155,7 +155,7 @@ def test_surplus_that_is_known_to_be_harmless(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_weights(folder, shapes)
 
 
-def test_what_does_not_fit_is_named_in_one_error(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named_in_one_error(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     change(
         folder,
@@ -183,7 +183,7 @@ def test_many_names_are_cut_short(tmp_path: Path) -> None:
         load_weights(folder, shapes | more)
 
 
-def test_files_that_can_not_be_used(tmp_path: Path) -> None:
+def test_unusable_weight_files_are_refused(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     file = folder / "model.safetensors"
     content = file.read_bytes()
@@ -246,7 +246,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_weights_that_are_no_regular_files_are_refused(tmp_path: Path, kind: str) -> None:
+def test_non_regular_weight_files_are_refused(tmp_path: Path, kind: str) -> None:
     """C7: a link to /dev/zero took 8.7 GB, a named pipe waited for ever."""
     folder, shapes = make(tmp_path)
     for file in ("model.safetensors", "model.safetensors.index.json"):

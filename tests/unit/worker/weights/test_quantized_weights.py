@@ -261,7 +261,7 @@ class TestWhatDoesNotFit:
         assert problem in str(error.value)
         assert "\n" not in str(error.value)
 
-    def test_a_quantized_tensor_that_is_excluded(self, tmp_path: Path) -> None:
+    def test_excluded_quantized_tensor_is_refused(self, tmp_path: Path) -> None:
         weight = np.ones((150, 160), np.float32)
         write_safetensors(tmp_path / "model.safetensors", SCHEMES["w8a8-fp8"].quantize("model.a.weight", weight)[0])
         config = QuantizationConfig(LayerQuantConfig("per_token", "fp8"), exclude_layers=("a",))
@@ -280,7 +280,7 @@ class TestWhatDoesNotFit:
             load_weights(tmp_path, {})
 
 
-def test_a_checkpoint_that_does_not_say_how_it_is_quantized(original: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoint_without_config_needs_option(original: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(original, folder)
     quantize_checkpoint(folder, SCHEMES["w8a8-int8"])

@@ -55,7 +55,7 @@ def loaded(folder: Path, scheme: Scheme, shape: tuple[int, int] = SHAPE) -> tupl
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))
-def test_parts_have_the_worth_of_what_is_dequantized(tmp_path: Path, name: str) -> None:
+def test_parts_equal_dequantized_parts(tmp_path: Path, name: str) -> None:
     weights, worth = loaded(tmp_path, SCHEMES[name])
     tensor = weights.quantized(NAME)
     assert tensor is not None
@@ -81,7 +81,7 @@ def test_parts_have_the_worth_of_what_is_dequantized(tmp_path: Path, name: str) 
         ("w8a8-fp8", slice(3, 5), None),
     ],
 )
-def test_columns_must_not_cut_what_shares_a_scale(tmp_path: Path, name: str, fits: slice, cuts: slice | None) -> None:
+def test_columns_must_not_split_scale_groups(tmp_path: Path, name: str, fits: slice, cuts: slice | None) -> None:
     weights, worth = loaded(tmp_path, SCHEMES[name])
     taken = weights.take_quantized(MatrixPart(NAME, columns=fits))
     assert np.array_equal(as_floats(taken).numpy(), worth[:, fits])
@@ -111,7 +111,7 @@ def test_ranks_have_one_granularity(tmp_path: Path, rows: int, size: int, quant_
     assert [weights.take_quantized(part).quant_type for part in parts] == [quant_type] * size
 
 
-def test_what_is_taken_is_no_part_of_the_file(tmp_path: Path) -> None:
+def test_taken_weights_are_copied_from_file(tmp_path: Path) -> None:
     """Its pages are let go of, and may change: here they do."""
     scheme = SCHEMES["deepseek"]
     weights, worth = loaded(tmp_path, scheme)
@@ -268,9 +268,7 @@ def test_parts_of_ranks(
         assert torch.equal(one, other)
 
 
-def test_a_projection_that_is_excluded_stays_in_floats_and_those_joined_with_it(
-    tmp_path: Path, keeps_all: None
-) -> None:
+def test_excluded_projection_and_its_joined_ones_stay_floats(tmp_path: Path, keeps_all: None) -> None:
     """The others stay as they are."""
     folder = make_checkpoint(tmp_path / "model", tokenizer=False, num_hidden_layers=1)
     scheme = SCHEMES["w8a8-int8"]
@@ -281,7 +279,7 @@ def test_a_projection_that_is_excluded_stays_in_floats_and_those_joined_with_it(
     assert line["reasons"].startswith("a part of the product is stored as floats: 2, such as model.layers.0.self_attn.")
 
 
-def test_what_is_asked_for_wins(tmp_path: Path, keeps_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_overrides_stored_format(tmp_path: Path, keeps_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path, "qwen3", "w8a8-fp8")
     asked: list[PackedFormat | None] = []
     pack = TorchLinearOps.pack

@@ -173,7 +173,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_said_in_one_line_and_made_anew(damage: str, tmp_path: Path) -> None:
+def test_damaged_cache_file_is_logged_and_rebuilt(damage: str, tmp_path: Path) -> None:
     cache, path = WeightsCache(tmp_path), WeightsCache(tmp_path).path(KEY)
     load(cache)
     good = path.read_bytes()
@@ -208,7 +208,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_fits_no_model_is_said_in_one_line_and_not_used(change: str, tmp_path: Path) -> None:
+def test_unfitting_cache_file_is_logged_and_unused(change: str, tmp_path: Path) -> None:
     calls: list[bool] = []
 
     def build(kept: Any) -> PackedLinear:
@@ -287,14 +287,14 @@ def test_a_file_is_written_in_pieces_at_multiples_of_their_size(
     assert all(torch.equal(one, other) for one, other in zip(restored, tensors, strict=True))
 
 
-def test_without_a_place_to_write_the_start_goes_on(tmp_path: Path) -> None:
+def test_start_continues_without_writable_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with capture_logs() as logs:
         assert torch.equal(load(WeightsCache(tmp_path / "file" / "below")), torch.arange(10.0))
     assert [(line["event"], line["log_level"]) for line in logs] == [("packed weights are not kept", "warning")]
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_only_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -305,7 +305,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_no_file_can_keep_is_used_all_the_same(tmp_path: Path) -> None:
+def test_uncacheable_weights_are_used(tmp_path: Path) -> None:
     with capture_logs() as logs:
         made = WeightsCache(tmp_path).load(KEY, lambda kept: kept.keep("x", object), lambda *_: None, lambda _: None)
     assert type(made) is object
@@ -349,7 +349,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def test_on_nfs_too_what_is_in_use_stays_and_what_is_not_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nfs_locks_keep_used_and_remove_unused_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locks_of_nfs(monkeypatch)
     cache = WeightsCache(tmp_path, limit_bytes=0)
     keys = [replace(KEY, weights=str(i)) for i in range(3)]
@@ -360,7 +360,7 @@ def test_on_nfs_too_what_is_in_use_stays_and_what_is_not_goes(tmp_path: Path, mo
     assert torch.equal(kept, torch.arange(10.0))
 
 
-def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_not_removed_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_locks(monkeypatch)
     cache = WeightsCache(tmp_path, limit_bytes=0)
     keys = [replace(KEY, weights=str(i)) for i in range(2)]
@@ -369,7 +369,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(cache.path(key).exists() for key in keys)
 
 
-def test_where_every_lock_is_refused_the_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_continues_when_locks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: int) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -393,7 +393,7 @@ def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path, mo
     assert torch.equal(kept, torch.arange(10.0))
 
 
-def test_an_entry_that_stays_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_cache_entry_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_cache, "_SHORT_WAIT_S", 0.05)
     cache, calls = WeightsCache(tmp_path), list[bool]()
     load(cache)
@@ -404,9 +404,7 @@ def test_an_entry_that_stays_locked_is_made_anew(tmp_path: Path, monkeypatch: py
     assert logs[0]["reason"] == "another process keeps the file locked"
 
 
-def test_an_entry_that_is_replaced_while_it_is_opened_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_replaced_while_opening_is_reopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, path, real = WeightsCache(tmp_path), WeightsCache(tmp_path).path(KEY), fcntl.flock
     load(cache)
     (tmp_path / "other").write_bytes(path.read_bytes())
@@ -423,7 +421,7 @@ def test_an_entry_that_is_replaced_while_it_is_opened_is_opened_again(
     assert torch.equal(kept, torch.arange(10.0))
 
 
-def test_a_place_that_others_can_change_is_said(tmp_path: Path) -> None:
+def test_cache_writable_by_others_is_warned(tmp_path: Path) -> None:
     """S4: a folder or an entry that anybody can write to was used without a word."""
     cache = WeightsCache(tmp_path / "cache")
     before = os.umask(0)
@@ -470,9 +468,7 @@ def test_two_writers_of_one_process_id_do_not_write_to_one_file(tmp_path: Path) 
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_part_that_is_taken_for_one_that_was_left_is_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_part_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, removed = fcntl.flock, list[Path]()
 
     def flock(descriptor: int, kind: int) -> None:
@@ -489,7 +485,7 @@ def test_a_part_that_is_taken_for_one_that_was_left_is_begun_again(
     assert events(logs) == ["packed weights written", "packed weights mapped"]
 
 
-def test_a_start_waits_for_one_that_packs_the_same_but_not_for_ever(tmp_path: Path) -> None:
+def test_start_waits_for_same_packing_in_bounded_time(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path, wait_s=0.2)
     with cache.path(KEY).with_suffix(".lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -526,7 +522,7 @@ def test_of_two_processes_at_once_one_packs(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.weights"))) == 1
 
 
-def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+def test_packed_objects_are_restored_unchanged(tmp_path: Path) -> None:
     table = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
     objects: dict[str, Any] = {
         "transposed": PackedLinear(table.t(), None),

@@ -242,7 +242,7 @@ def test_the_cache_entry_of_deepseek_v3() -> None:
         ({"index_topk": 0}, "index_topk is 0; it must be an integer of at least 1"),
     ],
 )
-def test_what_does_not_fit_is_one_line(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_mla_config_error_is_one_line(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | entries))
     with pytest.raises(ModelError, match=message):
         MLAConfig.of(ModelConfig.from_folder(tmp_path), True)

@@ -96,7 +96,7 @@ def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_made_when_it_is_needed_has_the_same_bits(threads: int) -> None:
+def test_lazy_rotary_pieces_have_equal_bits(threads: int) -> None:
     """W12: pieces are made by steps, on other threads and in other numbers than at the start."""
     rope = rope_of({"rope_parameters": PARAMETERS["llama3"], "max_position_embeddings": 2048})
     length = 3 * rotary._PIECE + 77
@@ -114,7 +114,7 @@ def test_what_is_made_when_it_is_needed_has_the_same_bits(threads: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(made(positions), expected, strict=True))
 
 
-def test_a_model_of_a_million_positions_takes_what_its_answers_need() -> None:
+def test_rotary_table_of_million_positions_grows_on_demand() -> None:
     """W12: 0.5 GB and 5 s at the start, for positions that hardly an answer reaches."""
     rope = rope_of({"rope_parameters": PARAMETERS["default"], "max_position_embeddings": 2048})
     before = resident_bytes()

@@ -149,7 +149,7 @@ def test_right_drafts_save_steps(folder: Path) -> None:
     assert runner.num_forwards == 1 + 40 // 5
 
 
-def test_no_history_has_what_is_no_token() -> None:
+def test_histories_exclude_invalid_token_ids() -> None:
     """Counts of penalties are by id: one of -1 was written outside of them, and the process fell."""
     step = cast("SampledStep", SimpleNamespace(history=lambda _i, drafts: drafts))
     drafts = [torch.tensor([7, NO_TOKEN]), torch.tensor([8, 0])]

@@ -103,7 +103,7 @@ def test_every_case_of_two_sequences() -> None:
     every_case_of_two()
 
 
-def test_rows_are_those_behind_every_draft() -> None:
+def test_verification_rows_follow_every_draft() -> None:
     params = SamplingParams(repetition_penalty=1.2)
     seqs = [Sequence(list(range(n)), 16, params) for n in (9, 5, 3)]
     seqs[1].num_computed_tokens = 4
