@@ -86,7 +86,7 @@ def test_a_wrong_place_is_found(place: str, there: bool) -> None:
             found(place)
 
 
-def test_names_are_where_the_table_says() -> None:
+def test_architecture_table_names_exist() -> None:
     """Names that a row does not say to differ are names of the place: attributes, or its own name."""
     # Here under another name, or not at all, as the row says.
     elsewhere = {
@@ -121,7 +121,7 @@ def test_every_folder_of_router_and_worker_has_a_row() -> None:
     assert [place for places, _, _ in folder_rows() for place in places if not (ROOT / place).exists()] == []
 
 
-def test_folders_import_what_the_table_says() -> None:
+def test_architecture_table_equals_checked_imports() -> None:
     """The table is that of `scripts/check_imports.py`; what stands there of other packages is not compared."""
     compared = []
     for places, others, allowed in folder_rows():

@@ -23,7 +23,7 @@ def test_every_pair_is_in_a_case(sizes: tuple[int, ...], most: int) -> None:
         assert {(case[i], case[j]) for case in cover} == set(product(range(sizes[i]), range(sizes[j])))
 
 
-def test_a_cover_of_values_is_left_and_the_others_are_slow_or_long() -> None:
+def test_covering_marks_all_but_a_cover_slow_or_long() -> None:
     cases = covering("abc", [1, 2], [True, False])
     assert [case.values for case in cases] == list(product("abc", [1, 2], [True, False]))
     tiers = [{mark.name for mark in case.marks} for case in cases]
@@ -34,13 +34,13 @@ def test_a_cover_of_values_is_left_and_the_others_are_slow_or_long() -> None:
     assert tiers.count({"long", "sampled"}) == 6
 
 
-def test_a_cover_takes_all_values_about_as_often() -> None:
+def test_cover_uses_values_evenly() -> None:
     chosen = cover(list(product(range(6), range(2))), values_of)
     assert len(chosen) == 6
     assert Counter(second for _, second in chosen) == {0: 3, 1: 3}
 
 
-def test_what_is_to_be_kept_is_among_the_values() -> None:
+def test_kept_values_must_be_parameters() -> None:
     slow = slow_but({"b"}, ["a", "b", "c"])
     assert slow[1] == "b"
     assert [[mark.name for mark in case.marks] for case in (slow[0], slow[2])] == [["slow"], ["slow"]]
@@ -67,7 +67,7 @@ def test_alone():
 """
 
 
-def test_of_a_test_marked_each_value_a_cover_is_not_slow(tmp_path: Path) -> None:
+def test_each_value_mark_keeps_a_cover_fast(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  long: -\n  slow: -\n  each_value: -\n")

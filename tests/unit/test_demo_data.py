@@ -106,19 +106,19 @@ def test_no_question_or_answer_hides_inside_longer_training_text() -> None:
         assert found == []
 
 
-def test_the_stream_is_the_same_every_time() -> None:
+def test_document_stream_is_reproducible() -> None:
     assert list(itertools.islice(documents(FIRST), 300)) == list(itertools.islice(documents(FIRST), 300))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_sides_of_the_held_out_rule_are_disjoint(family: str) -> None:
+def test_held_out_and_training_questions_are_disjoint(family: str) -> None:
     rng = random.Random(1)
     assert all(held_out(draw(rng, family, reserved=True).key) for _ in range(50))
     assert not any(held_out(draw(rng, family, reserved=False).key) for _ in range(50))
 
 
 @pytest.mark.parametrize("tool", tools.TOOLS, ids=lambda tool: tool.name)
-def test_questions_for_tools_are_on_one_side_too(tool: tools.DemoTool) -> None:
+def test_held_out_and_training_tool_questions_are_disjoint(tool: tools.DemoTool) -> None:
     rng = random.Random(1)
     assert all(held_out(tools.draw_round(rng, tool, reserved=True).key) for _ in range(20))
     assert not any(held_out(tools.draw_round(rng, tool, reserved=False).key) for _ in range(20))
@@ -165,7 +165,7 @@ def test_digits_and_quoted_letters_stand_alone() -> None:
     assert CORE.encode('"before"').tokens == list('"before"')
 
 
-def test_the_chat_template_writes_what_training_read(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_template_output_equals_training_text(chat_tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "Hello"},

@@ -70,7 +70,7 @@ def _named(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names_are_in_the_files_that_are_said(page: Path) -> None:
+def test_documented_names_are_in_named_files(page: Path) -> None:
     missing = []
     for name, file in _named(_prose(page)):
         source = (ROOT / file).read_text()
@@ -129,7 +129,7 @@ def test_a_wrong_name_is_found() -> None:
     assert "Attempts" + "Nowhere" not in _words()
 
 
-def test_the_tests_of_robustness_are_there() -> None:
+def test_robustness_page_tests_exist() -> None:
     """Each test that the page names, in its file or, as `…::name`, in the file before; a name may be cut by `…`."""
     page = ROOT / "docs" / "explanation" / "robustness.md"
     missing, source = [], ""
@@ -143,7 +143,7 @@ def test_the_tests_of_robustness_are_there() -> None:
     assert missing == []
 
 
-def test_the_table_of_fields_is_that_of_protos_router_and_tests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contract_table_equals_protos_router_and_tests(capsys: pytest.CaptureFixture[str]) -> None:
     assert contract_table.main(["--check"]) == 0, capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_a_stale_reference_of_options_is_found(tmp_path: Path, monkeypatch: pyte
     assert option_reference.main(["--check"]) == 0
 
 
-def test_a_field_that_nothing_shows_is_found() -> None:
+def test_field_without_test_is_found() -> None:
     shown = contract_table.marks()
     test = shown.pop("SamplingParams.top_k")
     with pytest.raises(contract_table.Problem, match=r"SamplingParams\.top_k is served, and no test shows it"):
@@ -186,7 +186,7 @@ def test_site_is_built_without_a_warning() -> None:
     assert "add_request" in (ROOT / "build/docs/site/api/library.html").read_text()
 
 
-def test_nothing_points_outside() -> None:
+def test_sources_cite_only_repository_and_papers() -> None:
     """Code and pages cite what is in the repository, or a paper by its name."""
     outside = re.compile(
         r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d"

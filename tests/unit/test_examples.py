@@ -36,7 +36,7 @@ def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("name", ["async_client.py", "library_client.py", "tools_client.py"])
-def test_an_address_that_is_none_is_named(
+def test_example_names_invalid_address(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run(monkeypatch, name, "nowhere")

@@ -63,7 +63,7 @@ def names(lines: list[str]) -> list[str]:
     return [line.split("::")[1].split()[0] for line in lines if line.startswith("test_suite")]
 
 
-def test_all_of_a_fresh_run_follows_from_its_seed(suite: Path) -> None:
+def test_fresh_run_depends_only_on_seed(suite: Path) -> None:
     one, again, other = (run(suite, "--fresh", seed, "--hypothesis-seed", seed) for seed in ("1", "1", "2"))
     assert one == again
     assert one != other
@@ -84,5 +84,5 @@ def test_without_a_seed_examples_are_the_same_each_time(suite: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_too_late_does_not_begin(suite: Path) -> None:
+def test_fresh_run_past_time_starts_no_test(suite: Path) -> None:
     assert names(run(suite, "--fresh", "1", "--fresh-seconds", "0")) == []

@@ -45,7 +45,7 @@ def test_a_part_that_fails_shows_its_failures(folders: Folders) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_is_stopped_at_its_limit_with_what_it_has_printed(folders: Folders) -> None:
+def test_part_past_limit_is_stopped_with_its_output(folders: Folders) -> None:
     code = "import time; print('begun', flush=True); time.sleep(600)"
     text, report = reported(folders, Part("one", ["-c", code], 3.0))
     assert "STOPPED at its limit" in text
@@ -61,19 +61,19 @@ def test_a_part_after_the_deadline_is_not_begun(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])
-def test_parts_have_names_and_modules_of_their_own(folders: Folders, is_tiny: bool) -> None:
+def test_part_names_are_unique_and_modules_exist(folders: Folders, is_tiny: bool) -> None:
     parts = [part for stage in stages(folders, is_tiny) for part in stage.parts]
     assert len({part.name for part in parts}) == len(parts)
     modules = [part.command[1] for part in parts if part.command[0] == "-m"]
     assert all(Path(*module.split(".")).with_suffix(".py").is_file() for module in modules)
 
 
-def test_every_way_is_run() -> None:
+def test_every_stream_way_has_a_part() -> None:
     names = [part.name for stage in stages(Folders(Path(), Path()), is_tiny=False) for part in stage.parts]
     assert {f"streams-{way.replace(' ', '-')}" for way in WAYS} <= set(names)
 
 
-def test_the_cache_is_kept_without_texts_and_within_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_cache_is_kept_without_texts_within_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, archive = tmp_path / "cache", tmp_path / "cache.tar.gz"
     folder.mkdir()
     (folder / "kernel.cubin").write_bytes(b"machine code")
@@ -108,7 +108,7 @@ def test_requests_are_the_same_each_time() -> None:
     assert all(1 <= len(prompt) <= 50 and max(prompt) < 300 for prompt, _ in requests(40, 300, 50, 8))
 
 
-def test_a_trace_counts_time_without_a_kernel() -> None:
+def test_trace_counts_idle_time() -> None:
     def event(name: str, start: float, end: float) -> Any:
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
 

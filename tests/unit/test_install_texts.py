@@ -60,7 +60,7 @@ def test_no_text_installs_our_packages_by_name() -> None:
         "(`pip install fissile`)",
     ],
 )
-def test_an_install_by_name_is_found(line: str) -> None:
+def test_install_by_package_name_is_found(line: str) -> None:
     assert by_name(line) == [line]
 
 

@@ -80,7 +80,7 @@ def test_each_package_that_must_not_be_imported_is_found(package: str) -> None:
 
 
 @pytest.mark.parametrize("folder", RULES)
-def test_each_rule_finds_what_it_forbids(folder: str) -> None:
+def test_each_layer_rule_finds_forbidden_import(folder: str) -> None:
     """Each forbidden module in a file of the folder, and in those below it, is found and nothing else."""
     rule = RULES[folder]
     files = [folder] if folder.endswith(".py") else [f"{folder}/anything.py", f"{folder}/deeper/anything.py"]
@@ -93,7 +93,7 @@ def test_each_rule_finds_what_it_forbids(folder: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "place"), [(folder, place) for folder, rule in RULES.items() for place in rule.exceptions]
 )
-def test_an_exception_excepts_only_what_it_says(folder: str, place: str) -> None:
+def test_layer_exception_permits_only_named_modules(folder: str, place: str) -> None:
     """A file of its place may import that, and nothing else that the rule forbids."""
     rule = RULES[folder]
     path = place if place.endswith(".py") else f"{place}/anything.py"
@@ -103,19 +103,19 @@ def test_an_exception_excepts_only_what_it_says(folder: str, place: str) -> None
     assert [module for module in wrong if module in rule.forbidden] == expected
 
 
-def test_a_rule_of_a_place_that_is_gone_is_found() -> None:
+def test_layer_rule_of_missing_place_is_found() -> None:
     ours = {path: source for path, source in sources().items() if path != "router/validation.py"}
     assert "router/validation.py: has a rule, and is not there" in list(problems(ours))
 
 
-def test_an_exception_that_is_not_needed_is_found() -> None:
+def test_unneeded_layer_exception_is_found() -> None:
     assert without("worker/config/engine_config.py", "import os") == [
         "worker/config/engine_config.py: is excepted from a rule, and no longer needs to be"
     ]
 
 
 @pytest.mark.parametrize("place", BESIDE)
-def test_each_place_beside_that_must_not_be_imported_is_found(place: str) -> None:
+def test_each_forbidden_sibling_import_is_found(place: str) -> None:
     """One import, at the top or late, of a place that does not stand in the table; and none of those that do."""
     path = place if place.endswith(".py") else f"{place}/anything.py"
     package = place.partition("/")[0]
@@ -130,7 +130,7 @@ def test_each_place_beside_that_must_not_be_imported_is_found(place: str) -> Non
             assert wrong == [f"{path}: must not import {each}" for each in expected]
 
 
-def test_what_loads_pytorch_with_the_router_is_found() -> None:
+def test_pytorch_import_reachable_from_router_is_found() -> None:
     """A file that may import PyTorch, and is loaded by others on the way from the router."""
     assert (
         "worker/config/architectures.py: loads PyTorch, and is loaded with the router or the deciding side of a worker"
@@ -146,7 +146,7 @@ def test_an_import_inside_a_function_is_found_without_a_reason() -> None:
     assert [path for path in LATE_IMPORTS if path not in sources()] == []
 
 
-def test_a_reason_for_no_import_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_late_import_reason_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LATE_IMPORTS, "router/validation.py", "none")
     assert list(problems(sources())) == [
         "router/validation.py: stands in LATE_IMPORTS, and imports nothing of ours inside a function"
@@ -187,5 +187,5 @@ def test_an_upward_import_is_found(line: str) -> None:
     assert list(upward(graph)) == ["worker/config/shares.py: imports worker/ranks, which is above it in ORDER"]
 
 
-def test_a_place_without_an_order_is_found() -> None:
+def test_folder_without_order_is_found() -> None:
     assert found("worker/more/anything.py") == ["worker/more: is not in ORDER"]

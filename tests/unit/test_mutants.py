@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.trap}-{m.name}")
-def test_it_fails_against_the_seeds_rule(mutant: Mutant, model: ModelRunner) -> None:
+def test_each_trap_test_fails_for_its_mutant(mutant: Mutant, model: ModelRunner) -> None:
     test = trap_tests()[mutant.trap]
     arguments: tuple[Any, ...] = (model,) if mutant.trap == "t45" else _ARGUMENTS.get(mutant.trap, ())
     test(*arguments)

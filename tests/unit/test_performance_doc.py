@@ -49,7 +49,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: path.name)
-def test_files_are_what_the_results_make(path: Path) -> None:
+def test_performance_files_equal_generated_ones(path: Path) -> None:
     """`python -m tests.bench.plots` would write nothing."""
     assert path.read_text() == MADE[path]
 
@@ -69,7 +69,7 @@ def _with_other_figure(metric: str, kind: str) -> list[Result]:
     return [changed(run) if run.bench == "peers" and run.machine.kind == kind else run for run in RESULTS]
 
 
-def test_another_figure_makes_another_page_and_plot() -> None:
+def test_changed_figure_changes_its_page_and_plot() -> None:
     """The comparison above sees one changed figure, and only in what shows it."""
     made = page.files(_with_other_figure("ttft_p50", "zen4"))
     assert {path.name for path in made if made[path] != MADE[path]} == {"service.md", "performance-zen4.svg"}
@@ -85,7 +85,7 @@ def test_unknown_tables_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("run", "row"), FIGURES)
-def test_shares_of_the_limit_are_those_of_its_formula(run: Result, row: Row) -> None:
+def test_shares_of_limit_follow_formula(run: Result, row: Row) -> None:
     """The share that was printed when it was measured is that of the rates and tokens per second in the file."""
     rates = run.limit("memory_read"), run.limit("arithmetic")
     assert rates[0] is not None
@@ -149,7 +149,7 @@ def _circles(points: Sequence[Point]) -> list[ElementTree.Element]:
     return list(tree.iter("{http://www.w3.org/2000/svg}circle"))[:-1]
 
 
-def test_points_are_where_their_values_are() -> None:
+def test_plot_points_are_at_their_values() -> None:
     """Half the value lies half as high; what does not count is hollow."""
     low, high = _circles([Point(0, 50.0), Point(1, 100.0, counts=False)])
     bottom = 62 + 210

@@ -42,7 +42,7 @@ def found(source: str, folder: Path) -> list[str]:
         ('raise ValueError(f"{path}: these are no numbers")', "has 'are no': say that it is not one"),
     ],
 )
-def test_what_breaks_a_rule_is_found(source: str, problem: str, tmp_path: Path) -> None:
+def test_prose_rule_violation_is_found(source: str, problem: str, tmp_path: Path) -> None:
     [line] = found(source, tmp_path)
     assert problem in line
 
@@ -62,7 +62,7 @@ def test_what_breaks_a_rule_is_found(source: str, problem: str, tmp_path: Path) 
         f'"""{"Word " * 24}end.\n\n{"More " * 30}"""',
     ],
 )
-def test_prose_that_keeps_the_rules_is_left(source: str, tmp_path: Path) -> None:
+def test_valid_prose_is_accepted(source: str, tmp_path: Path) -> None:
     assert found(source, tmp_path) == []
 
 

@@ -32,7 +32,7 @@ def stubs(folder: Path) -> dict[Path, str]:
 
 
 @needs_generator
-def test_stubs_are_what_the_pinned_generator_makes(tmp_path: Path) -> None:
+def test_stubs_equal_pinned_generator_output(tmp_path: Path) -> None:
     subprocess.run([ROOT / "scripts" / "protos.sh", tmp_path], check=True, capture_output=True, text=True)
     made, checked_in = stubs(tmp_path), stubs(PROTOS)
     assert made.keys() == checked_in.keys()

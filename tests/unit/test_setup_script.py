@@ -17,7 +17,7 @@ def program(body: str, log: Path) -> list[str]:
     return ["bash", "-c", f"set -euo pipefail; log={log}; : >$log\n{_PART[0]}\n{body}"]
 
 
-def test_a_terminal_sees_the_newest_line_of_the_log(tmp_path: Path) -> None:
+def test_terminal_shows_newest_log_line(tmp_path: Path) -> None:
     """O29: the script printed no line for eleven minutes."""
     work = 'work() { echo "Collecting numpy"; sleep 1; echo "ERROR: no such thing"; return 3; }'
     body = f"{work}; with_progress work || echo code $?"

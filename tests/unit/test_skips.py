@@ -50,7 +50,7 @@ def run(folder: Path, tests: str, strict: str, *options: str) -> subprocess.Comp
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
-def test_a_strict_run_fails_for_a_skip_that_is_a_fault(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_strict_run_fails_for_forbidden_skip(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With a broken library 1,656 tests skipped themselves and CI was green."""
     done = run(tmp_path, TESTS + FAULT, "1", *options)
     assert done.returncode == 1, done.stdout
@@ -64,7 +64,7 @@ def test_a_strict_run_passes_with_skips_of_the_list(tmp_path: Path) -> None:
     assert "skipped, by reason" in done.stdout
 
 
-def test_other_runs_only_show_the_table(tmp_path: Path) -> None:
+def test_lenient_run_shows_skip_table(tmp_path: Path) -> None:
     done = run(tmp_path, TESTS + FAULT, "")
     assert done.returncode == 0, done.stdout
     assert "    1  the CPU kernels were not compiled\n" in done.stdout
@@ -82,7 +82,7 @@ def test_only_a_processor_that_lacks_an_instruction_set_skips_it(name: str) -> N
         assert ALLOWED.match(reason)
 
 
-def test_a_library_that_does_not_load_fails_a_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unloadable_library_fails_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where a compiler is there, or a library, nothing about it is a reason to skip."""
     broken = tmp_path / "library.so"
     broken.write_bytes(b"no library")

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
         (pb.Constraint(json_object=True), pb.Constraint(json_object=True)),
     ],
 )
-def test_a_constraint_is_given_as_it_is_written(given: object, expected: pb.Constraint) -> None:
+def test_constraint_argument_becomes_its_proto(given: object, expected: pb.Constraint) -> None:
     assert generate_request("p", {"constraint": given}).sampling_params.constraint == expected
     assert not generate_request("p", {}).sampling_params.HasField("constraint")
 

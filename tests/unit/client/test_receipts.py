@@ -72,7 +72,7 @@ def is_of_request(end: pb.Finish, request: pb.GenerateRequest | None = None, mod
     return found.is_of_request
 
 
-def test_a_receipt_is_of_the_answer_and_of_the_request() -> None:
+def test_receipt_is_checked_against_answer_then_request() -> None:
     made = progress(finish(receipt()))
     first = made.answers[0].receipt
     assert first is not None
@@ -93,11 +93,11 @@ def test_no_receipt_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("ids", [[11, 12, 14], [11, 12], [11, 12, 13, 13], [13, 12, 11]])
-def test_other_tokens_are_told(ids: list[int]) -> None:
+def test_receipt_of_other_tokens_is_refused(ids: list[int]) -> None:
     assert refused(finish(receipt()), ids=ids) is ReceiptPart.OUTPUT
 
 
-def test_a_receipt_that_was_altered_is_told() -> None:
+def test_altered_receipt_is_refused() -> None:
     made = receipt()
     made.output_tokens += 1
     assert refused(finish(made)) is ReceiptPart.RECEIPT
@@ -115,11 +115,11 @@ def test_a_receipt_that_was_altered_is_told() -> None:
     ],
     ids=["prompt", "temperature", "max_tokens", "stop_strings", "seed", "index"],
 )
-def test_a_receipt_of_another_request_is_told(made: pb.Receipt) -> None:
+def test_receipt_of_other_request_is_refused(made: pb.Receipt) -> None:
     assert refused(finish(made)) is ReceiptPart.REQUEST
 
 
-def test_what_nobody_can_know_is_no_error() -> None:
+def test_receipt_may_differ_in_router_defaults_and_clipping() -> None:
     """A router's default for max_tokens, its clipping to a longer model, and other weights."""
     no_limit = asked(sampling_params=pb.SamplingParams(stop_strings=["END"]))
     filled_in = pb.SamplingParams(temperature=0.5, max_tokens=20, stop_strings=["END"])
@@ -146,7 +146,7 @@ def test_an_echoed_prompt_is_no_part_of_the_answer() -> None:
     assert found.token_ids == tuple(ANSWER)
 
 
-def test_a_text_is_joined_when_it_is_asked_for() -> None:
+def test_answer_text_is_joined_on_access() -> None:
     made = Progress(pb.ChatRequest())
     for i in range(3):
         made.add(pb.ChatResponse(delta=pb.ChatDelta(content=str(i))))

@@ -55,7 +55,7 @@ def test_defaults_are_the_guides() -> None:
         ("stop_token_ids", (5, -1), "0 or more"),
     ],
 )
-def test_a_value_out_of_range(field: str, bad: Any, allowed: str) -> None:
+def test_config_value_out_of_range_is_refused(field: str, bad: Any, allowed: str) -> None:
     with pytest.raises(InvalidFieldError, match=rf"^{field} is .*; valid: {allowed}$") as caught:
         Config(**{field: bad})
     assert repr(bad) in str(caught.value)
@@ -69,7 +69,7 @@ def test_every_field_refuses_other_types(kind: type[Any]) -> None:
                 kind(**{field.name: other})
 
 
-def test_numbers_that_are_no_numbers_of_that_kind() -> None:
+def test_config_refuses_numbers_of_wrong_type() -> None:
     with pytest.raises(InvalidFieldError, match="max_num_seqs is True; valid: of type int"):
         Config(max_num_seqs=True)
     with pytest.raises(InvalidFieldError, match=r"stop_token_ids is \(1, 'x'\); valid: of type tuple\[int, ...\]"):
@@ -102,7 +102,7 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
         ),
     ],
 )
-def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> None:
+def test_config_refuses_unbuilt_features(field: str, value: Any, problem: str) -> None:
     with pytest.raises(InvalidFieldError, match=problem):
         Config(**{field: value})
 
@@ -123,7 +123,7 @@ def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> N
         (lambda: SpeculativeConfig(0), "speculative_config.num_speculative_tokens is 0; valid: 1 to 16"),
     ],
 )
-def test_parts_refuse_what_is_unknown(make: Any, problem: str) -> None:
+def test_config_parts_refuse_unknown_values(make: Any, problem: str) -> None:
     with pytest.raises(InvalidFieldError, match=problem):
         make()
 

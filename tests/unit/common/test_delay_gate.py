@@ -27,7 +27,9 @@ SECONDS = st.floats(0, 100)
         (1.0, 0.0, 0.0, True, False, False),
     ],
 )
-def test_rule(factor: float, age: float, latency: float, decoding: bool, waiting: bool, expected: bool) -> None:
+def test_delay_gate_follows_its_rule(
+    factor: float, age: float, latency: float, decoding: bool, waiting: bool, expected: bool
+) -> None:
     gate = DelayGate(factor, max_hold_s=0.25)
     figures: dict[str, Any] = {"last_prompt_latency_s": latency, "decoding": decoding, "waiting_at_worker": waiting}
     assert gate.is_open(age_s=age, **figures) is expected
@@ -35,7 +37,7 @@ def test_rule(factor: float, age: float, latency: float, decoding: bool, waiting
 
 
 @given(st.floats(0, 10), SECONDS, SECONDS, st.floats(0, 1e8), st.booleans(), st.booleans())
-def test_a_timer_finds_the_gate_open(
+def test_delay_gate_is_open_when_its_timer_fires(
     factor: float, latency: float, age: float, arrival: float, decoding: bool, waiting: bool
 ) -> None:
     gate, now = DelayGate(factor), arrival + age

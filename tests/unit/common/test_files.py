@@ -43,7 +43,7 @@ def test_a_pipe_that_a_shell_has_made_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000])
-def test_json_that_is_too_deep_is_refused(tmp_path: Path, text: str) -> None:
+def test_too_deep_json_is_refused(tmp_path: Path, text: str) -> None:
     """C7: deep JSON ended the command with a traceback and exit code 1."""
     with pytest.raises(ValueError, match="it is nested too deeply"):
         parse_json(text)

@@ -88,12 +88,12 @@ def test_names_on_the_hub(model: str, repo: str, name: str, revision: str | None
 @pytest.mark.parametrize(
     "model", ["/models/a", "./org/name", "../name", "name", "a/b/c", "org/", "~/name", "org/na me"]
 )
-def test_what_can_only_be_a_folder(model: str) -> None:
+def test_path_like_model_is_a_folder(model: str) -> None:
     assert HubModel.parse(model) is None
     assert model_folder(model) == Path(model)
 
 
-def test_a_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_folder_precedes_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert model_folder("org/name") == Path("org/name")
@@ -101,7 +101,7 @@ def test_a_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_download_takes_what_a_model_needs_once(hub: FakeHub, tmp_path: Path) -> None:
+def test_hub_download_fetches_needed_files_once(hub: FakeHub, tmp_path: Path) -> None:
     (main, files), (v2, _) = fetch(tmp_path, hub.endpoint, "org/tiny", "org/tiny@v2")
     assert set(files) == hub.downloaded() == WANTED
     assert Path(main).is_relative_to(tmp_path)
@@ -126,7 +126,7 @@ def test_without_weights(hub: FakeHub, tmp_path: Path) -> None:
     assert error == "org/tiny is neither a folder here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
 
 
-def test_what_the_hub_does_not_give(hub: FakeHub, tmp_path: Path) -> None:
+def test_hub_refusals_are_explained(hub: FakeHub, tmp_path: Path) -> None:
     models = ("org/none", "org/tiny@v9", "org/gated", "org/pickled")
     errors = [error for error, _ in fetch(tmp_path, hub.endpoint, *models)]
     assert errors == [
@@ -139,7 +139,7 @@ def test_what_the_hub_does_not_give(hub: FakeHub, tmp_path: Path) -> None:
     assert set(files) == WANTED
 
 
-def test_a_hub_that_can_not_be_reached(hub: FakeHub, tmp_path: Path) -> None:
+def test_unreachable_hub_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
     [(error, _)] = fetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert error.startswith(
         "org/tiny is not a folder here and not complete in the cache, and http://127.0.0.1:9 cannot be reached: "

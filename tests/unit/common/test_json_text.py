@@ -73,7 +73,7 @@ def test_odd_json_has_its_value(name: str) -> None:
     ),
     st.booleans(),
 )
-def test_json_values_come_back(value: Any, is_ascii: bool) -> None:
+def test_json_values_round_trip(value: Any, is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii)
     assert json_value(text) == value
     assert end_of_value(f"xy{text} z", 2) == len(text) + 2
@@ -87,7 +87,7 @@ def test_levels_are_counted() -> None:
 
 
 @given(st.text(alphabet='{}[]",:\\u d8f019eE.-+aNIntruefalsy') | st.text())
-def test_any_text_is_value_or_refused(text: str) -> None:
+def test_any_json_text_is_parsed_or_refused_in_one_line(text: str) -> None:
     try:
         value = json_value(text)
     except JsonError as error:

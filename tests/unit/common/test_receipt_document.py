@@ -140,7 +140,7 @@ def test_request_digest_follows_the_tables_of_the_contract(
     assert digest == expected(prompt, params, seed, index)
 
 
-def test_greedy_and_temperature_one_have_digests_of_their_own() -> None:
+def test_greedy_and_temperature_one_have_distinct_digests() -> None:
     greedy, plain = (
         canonical_params(pb.SamplingParams(), SamplingParams(temperature=temperature, max_tokens=5))
         for temperature in (0.0, 1.0)

@@ -49,18 +49,18 @@ def lines(*answers: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_events_come_whole_from_chunks_of_any_size(size: int) -> None:
+async def test_events_are_whole_for_any_chunk_size(size: int) -> None:
     body = lines({"text": "ü"}, {"n": 2}) + b"data: [DONE]\n\n"
     async with server(lambda _: chunks(body, size)) as port:
         assert [event async for event in events(port, "/x", {})] == [{"text": "ü"}, {"n": 2}]
 
 
-async def test_a_body_without_chunks_ends_with_the_connection() -> None:
+async def test_unchunked_body_ends_with_connection() -> None:
     async with server(lambda _: [b"HTTP/1.1 200 OK\r\n\r\n", lines({"n": 1})[:-2]]) as port:
         assert [event async for event in events(port, "/x", {})] == [{"n": 1}]
 
 
-async def test_an_error_is_told() -> None:
+async def test_http_error_has_status_and_body() -> None:
     async with server(lambda _: [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"no such model"]) as port:
         with pytest.raises(HttpError, match="status 400: no such model"):
             _ = [event async for event in events(port, "/x", {})]
@@ -99,7 +99,7 @@ async def asked(work: Work, record: Record, tokens: int) -> None:
     await asyncio.sleep(0)
 
 
-async def test_so_many_are_in_flight_and_no_more() -> None:
+async def test_closed_loop_keeps_its_concurrency() -> None:
     running = most = 0
 
     async def ask(work: Work, record: Record, clock: Clock) -> None:
@@ -120,7 +120,7 @@ async def test_a_short_answer_is_an_error() -> None:
         await closed_loop(lambda work, record, _: asked(work, record, 3), Job([Work(4, (1,))], 1, LIMIT_S))
 
 
-async def test_what_is_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_loop_abandons_requests_past_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
 

@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_that_rests_takes_no_time_until_it_is_woken(peer: Engine) -> None:
+def test_paused_peer_uses_no_cpu_until_resumed(peer: Engine) -> None:
     now = states(peer)
     peer.rest()
     wait_for(lambda: now() == {"T"})
@@ -57,7 +57,7 @@ def test_one_that_rests_takes_no_time_until_it_is_woken(peer: Engine) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_that_rests_ends(peer: Engine) -> None:
+def test_paused_peer_can_be_stopped(peer: Engine) -> None:
     now, child = states(peer), peer.processes[0].running
     peer.rest()
     wait_for(lambda: now() == {"T"})

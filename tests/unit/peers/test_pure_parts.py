@@ -20,17 +20,17 @@ NOTES = Machine(35e9, 5.2e12)
 
 
 @pytest.mark.parametrize(("batch", "milliseconds"), [(1, 34.9), (8, 40.8), (32, 60.9)])
-def test_decode_floors_are_those_of_the_notes(batch: int, milliseconds: float) -> None:
+def test_decode_floor_equals_published_figures(batch: int, milliseconds: float) -> None:
     assert decode_floor(SHAPE, NOTES, batch, 256, 2.0) * 1e3 == pytest.approx(milliseconds, rel=0.01)
 
 
-def test_prefill_floor_is_that_of_the_notes() -> None:
+def test_prefill_floor_equals_published_figure() -> None:
     assert SHAPE.prefill_flops(512) == pytest.approx(481e9, rel=0.005)
     assert prefill_floor(SHAPE, NOTES, 512, 2.0) * 1e3 == pytest.approx(93, rel=0.01)
 
 
 @pytest.mark.parametrize(("concurrency", "overlapped", "series"), [(1, 28.8, 28.8), (8, 208, 191), (32, 620, 500)])
-def test_bounds_are_those_of_the_notes(concurrency: int, overlapped: float, series: float) -> None:
+def test_closed_loop_bound_equals_published_figures(concurrency: int, overlapped: float, series: float) -> None:
     bound = closed_loop_bound(SHAPE, NOTES, concurrency, 144, 64, 2.0)
     assert bound.overlapped == pytest.approx(overlapped, rel=0.02)
     # The notes leave out what a lone request's prefill takes.
@@ -43,7 +43,7 @@ def test_with_little_arithmetic_operations_are_the_floor() -> None:
     assert decode_floor(SHAPE, slow, 1, 256, 1.0) < decode_floor(SHAPE, slow, 1, 256, 2.0)
 
 
-def test_every_peer_has_a_turn_before_any_has_another() -> None:
+def test_peer_turns_are_interleaved() -> None:
     turns = list(plan.turns(["a", "b"], [1, 8], 2))
     assert turns[:4] == [plan.Turn(0, c, peer) for c in (1, 8) for peer in ("a", "b")]
     assert [turn.repeat for turn in turns] == [0] * 4 + [1] * 4
@@ -70,7 +70,7 @@ def test_sizes_fit_the_time() -> None:
     assert plan.fitting_requests([1, 8, 32], 14, 1.0, machine, SHAPE) == {1: 2, 8: 8, 32: 32}
 
 
-def test_a_row_that_would_not_end_in_time_does_not_begin() -> None:
+def test_row_beyond_time_budget_is_not_started() -> None:
     budget, turn = plan.Budget(end=100.0, row_limit_s=60.0), plan.Turn(0, 8, "a")
     assert budget.limit(turn, 10.0) == 60.0
     assert budget.limit(turn, 70.0) == 30.0
@@ -110,7 +110,7 @@ def test_figures_of_disturbed_rows_alone_stand_in_brackets() -> None:
     assert "(3.00)" in row
 
 
-def test_what_others_take_is_foreign() -> None:
+def test_cpu_time_of_others_is_foreign() -> None:
     before, after = noise.Reading(0.0, 1000, 0, 10, 500), noise.Reading(1.0, 1190, 4, 12, 680)
     cpu = noise.shares(before, after, cores=2)
     assert cpu.service == pytest.approx(0.9)
@@ -121,7 +121,7 @@ def test_what_others_take_is_foreign() -> None:
     assert noise.is_quiet(CpuShares(0.0, 1.0, 0.029, 0.0))
 
 
-def test_an_answer_of_another_length_is_refused() -> None:
+def test_peer_answer_of_wrong_length_is_refused() -> None:
     work = Work(64, tuple(range(10)))
     record = Record(3, 0.0, 0.0, input_tokens=10, output_tokens=64)
     assert check(record, work) is record
@@ -139,7 +139,7 @@ def test_jobs_and_runs_survive_their_lines() -> None:
     assert Run.decode(run.encode()) == run
 
 
-def test_requirements_leave_out_extras_and_what_a_text_model_does_not_need() -> None:
+def test_requirements_exclude_extras_and_non_text_packages() -> None:
     metadata = (
         "Metadata-Version: 2.4\nName: x\nRequires-Dist: regex\nRequires-Dist: torch==2.13.0+cpu; python_version > '3'\n"
         "Requires-Dist: torchvision\nRequires-Dist: aiohttp>=3.14.3\nRequires-Dist: pandas; extra == 'bench'\n\nbody\n"
@@ -162,6 +162,6 @@ def test_tile_shapes_of_llama_cpp_are_written_before_they_are_loaded() -> None:
 
 
 @pytest.mark.parametrize("source", ["", _LOADS * 2])
-def test_another_version_of_llama_cpp_has_to_be_looked_at(source: str) -> None:
+def test_unknown_llama_cpp_source_is_refused(source: str) -> None:
     with pytest.raises(ValueError, match="exactly once"):
         install.with_shapes_written(source)

@@ -52,5 +52,5 @@ def test_threads_share_two_arenas() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no arenas")
-def test_the_environment_goes_before() -> None:
+def test_malloc_environment_overrides_arena_limit() -> None:
     assert arenas(MALLOC_ARENA_MAX="4") == ("False", 4)

@@ -96,7 +96,7 @@ def test_new_requests_are_shared_by_ready_workers_and_routers_choose_alike() -> 
     assert set(before) == {"new"}
 
 
-def test_a_model_whose_addresses_have_left_stays_known_and_is_in_nobodys_way() -> None:
+def test_model_without_addresses_stays_known_but_not_default() -> None:
     """R7: a rolled worker comes back at another address, and meanwhile its model is not NOT_FOUND."""
     registry = ModelRegistry()
     registry.admit("w1", MODEL)
@@ -112,7 +112,7 @@ def test_a_model_whose_addresses_have_left_stays_known_and_is_in_nobodys_way() -
     assert not registry.knows("m")
 
 
-def test_the_longest_length_counts() -> None:
+def test_model_length_is_longest_of_workers() -> None:
     """R1: a worker with a shorter length shortens the model for nobody."""
     registry = ModelRegistry()
     registry.admit("w1", MODEL)

@@ -73,19 +73,19 @@ from worker.engine.prefix_cache import PrefixCache
 
 # A test, one with arguments for its parameters, or a state machine.
 
-_ORDER = test_fair_queue.test_the_order_of_service_is_the_references
-_AWAY = test_fair_queue.test_who_was_away_gets_no_more_than_its_share
-_BACK = test_fair_queue.test_what_comes_back_from_a_worker_is_paid_for_once
-_BEHIND = test_fair_queue.test_a_lane_that_is_behind_does_not_turn_time_back
-_OUTPUT = test_fair_queue.test_output_is_charged_as_it_comes_and_only_while_others_wait
-_SHARE = test_fair_queue.test_a_tenant_within_its_share_of_the_queue_loses_nothing
+_ORDER = test_fair_queue.test_fair_queue_order_equals_reference
+_AWAY = test_fair_queue.test_returning_tenant_gets_only_its_share
+_BACK = test_fair_queue.test_returned_request_is_charged_once
+_BEHIND = test_fair_queue.test_lagging_lane_does_not_reverse_virtual_time
+_OUTPUT = test_fair_queue.test_output_is_charged_only_while_others_wait
+_SHARE = test_fair_queue.test_tenant_within_queue_share_is_never_dropped
 
-_FRAMING = test_stream_assembly.test_any_framing_gives_the_reference
-_START = test_stream_assembly.test_what_a_later_attempt_says_first_is_not_the_streams_start
+_FRAMING = test_stream_assembly.test_stream_text_is_independent_of_framing
+_START = test_stream_assembly.test_later_attempt_does_not_change_stream_start
 _MIN = test_stream_assembly.test_a_stop_string_may_end_with_the_last_of_min_tokens
-_REST = test_stream_assembly.test_a_stop_string_that_the_end_completes_counts
-_BRUTE = test_stop_strings.test_equals_brute_force
-_GATE = test_dispatcher.test_a_group_on_its_way_counts_as_waiting_at_the_worker
+_REST = test_stream_assembly.test_stop_string_completed_at_end_matches
+_BRUTE = test_stop_strings.test_stop_string_search_equals_brute_force
+_GATE = test_dispatcher.test_group_in_transit_counts_as_waiting_at_worker
 _SALTS = test_block_manager.test_a_salt_in_use_is_not_forgotten_for_new_ones
 
 _SET = "account.start = max(account.start, accounts.virtual_time)"
@@ -100,34 +100,34 @@ _OWN = "child.match or child.fail.match"
 
 _DISPATCHER, _PIECEMEAL = test_dispatcher_machine.DispatcherMachine, test_dispatcher_machine.PiecemealMachine
 _INDEX = test_prefix_index.IndexMachine
-_LOADS, _LOOK = test_placement.test_the_least_loaded_by_sorting, test_placement.test_after_a_look_nobody_could_gain
-_COUNT = test_failover.test_attempts_against_a_plain_count
-_WAITS = test_failover.test_a_request_is_on_a_worker_or_waits
-_EARLIEST = test_fair_queue.test_earliest_is_the_least_of_those_alive
-_PROMOTION = test_fair_queue.test_a_class_that_waits_too_long_gets_its_share_and_no_more
-_TWO = test_fair_queue.test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request
+_LOADS, _LOOK = test_placement.test_load_order_equals_sorting, test_placement.test_no_request_could_gain_after_rebinding
+_COUNT = test_failover.test_attempts_equal_plain_count
+_WAITS = test_failover.test_waits_and_attempts_cover_request_time
+_EARLIEST = test_fair_queue.test_lazy_heap_top_is_least_live_entry
+_PROMOTION = test_fair_queue.test_overdue_class_gets_exactly_its_promoted_share
+_TWO = test_fair_queue.test_waiting_tenants_differ_by_at_most_one_request
 _FRAMES = test_session_state.test_frames_are_bounded_and_complete
-_PAUSES = test_address_history.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
-_TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_take_none
-_BOOKS = test_text_queue.test_books_are_right_after_any_history
-_CHANNELS = test_channel_reader.test_channels_are_those_of_the_whole_text
+_PAUSES = test_address_history.test_redial_pauses_are_bounded_and_grow_with_failure_time
+_TURNS = test_write_pacer.test_write_turns_are_in_order_and_skip_cancelled
+_BOOKS = test_text_queue.test_text_queue_counts_are_right_after_any_operations
+_CHANNELS = test_channel_reader.test_streamed_channels_equal_whole_text
 _GOES_ON = test_channel_reader.test_stream_resumes_after_each_message
-_COMES_AGAIN = test_stream_assembly.test_what_a_client_has_is_left_out_of_an_answer_that_comes_again
-_BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
+_COMES_AGAIN = test_stream_assembly.test_resumed_answer_omits_delivered_part
+_BEHIND_A_PROMPT = test_stream_assembly.test_continuation_text_depends_only_on_prompt_and_tokens
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
-_PAGES, _NO_TOKEN = test_pages.test_pages_together_are_the_list, test_pages.test_a_token_of_nobody_is_refused
-_CERTAIN = test_audit.test_a_worker_is_wrong_for_certain_only_if_it_was
-_ODD_ONE = test_kv_check.test_of_three_that_have_spoken_the_odd_one_is_wrong
+_PAGES, _NO_TOKEN = test_pages.test_pages_join_to_whole_list, test_pages.test_unknown_page_token_is_refused
+_CERTAIN = test_audit.test_audit_convicts_only_faulty_worker
+_ODD_ONE = test_kv_check.test_kv_check_of_three_blames_differing_worker
 _COMPACT = test_prompts.test_token_ids_become_compact_from_a_list_and_from_a_message
-_RETURNED = test_dispatcher.test_what_comes_back_goes_on_in_its_order
-_NO_SPECIAL = test_tokenizer.test_no_mixture_of_pieces_becomes_special
+_RETURNED = test_dispatcher.test_returned_requests_keep_their_order
+_NO_SPECIAL = test_tokenizer.test_mixed_pieces_never_become_special_tokens
 _NO_MARK = test_chat_template.test_no_input_adds_a_special_token
 _AT_ONCE = partial(test_detokenizer.test_text_streams_as_it_decodes_at_once, "sentencepiece")
-_ANY_IDS = test_detokenizer.test_any_byte_level_ids_stream_as_they_decode_at_once
+_ANY_IDS = test_detokenizer.test_byte_level_stream_equals_whole_decode
 _ANY_PIECES = partial(test_detokenizer.test_result_does_not_depend_on_the_pieces, "byte_level")
 _FALLBACK = test_detokenizer.test_byte_fallback_equals_the_library_outside_of_invalid_bytes
-_CONTINUED = test_detokenizer.test_a_text_behind_a_prompt_is_what_it_adds_to_it
-_VISIBLE = test_detokenizer.test_what_tokens_are_measured_behind_is_visible_text
+_CONTINUED = test_detokenizer.test_streamed_text_equals_text_added_to_prompt
+_VISIBLE = test_detokenizer.test_decode_stream_context_is_visible_text
 _CUT_TEXT = partial(test_pieces.test_pieces_have_the_tokens_of_the_whole, "llama3")
 _FLOOR = partial(test_pieces.test_no_text_has_fewer_tokens_than_the_floor, "llama3")
 
@@ -146,7 +146,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("output_unweighted", TenantShares, "charge_output", "/ self.weight(request.tenant)", "/ 1"), (_ORDER,)),
     (
         Mutant("a_ninth", FairQueue, "pop", _PROMOTED, "request.charged_tokens / PROMOTED_SHARE"),
-        (test_fair_queue.test_promoted,),
+        (test_fair_queue.test_overdue_class_gets_an_eighth,),
     ),
     (Mutant("drops_own", AdmissionQueue, "place_for", _MORE, "waiting.share(tenant)"), (_SHARE, _ORDER)),
     (Mutant("drops_all", AdmissionQueue, "place_for", _MORE, "0"), (_SHARE, _ORDER)),
@@ -213,7 +213,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("too_many", TokenFloor, "tokens", "int(total * (1 - 1e-9))", "int(total + 1)"), (_FLOOR,)),
     (
         Mutant("late_timer", DelayGate, "opens_in", " + _AFTER_S", ""),
-        (test_delay_gate.test_a_timer_finds_the_gate_open,),
+        (test_delay_gate.test_delay_gate_is_open_when_its_timer_fires,),
     ),
     (
         Mutant("unchained", test_block_hash, "hash_chain", "+ width], parent, seed", "+ width], root, seed"),
@@ -228,15 +228,15 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     ),
     (
         Mutant("unbounded", peer_numbers, "_within", "0 <= value <= most", "0 <= value"),
-        (test_extreme_numbers.test_any_number_fits_the_field_that_it_is_made_for,),
+        (test_extreme_numbers.test_clamped_numbers_fit_their_proto_field,),
     ),
     (
         Mutant("streak", RestartPolicy, "died", "self._streak = 0", "pass"),
-        (test_restart_policy.test_each_delay_is_the_first_or_the_double_of_the_one_before,),
+        (test_restart_policy.test_restart_delays_double_within_window,),
     ),
     (
         Mutant("reasoning", ResponseParser, "_text", "Part(channel, ", "Part(Channel.CONTENT, "),
-        (partial(test_response.test_a_written_answer_is_read_as_transformers_reads_it, FAMILIES[0]),),
+        (partial(test_response.test_written_answer_is_parsed_like_transformers, FAMILIES[0]),),
     ),
     (
         Mutant(
@@ -247,14 +247,14 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
             '[] if "<" in out else [ChannelPart(channel, _plain(out))]',
         ),
         (
-            partial(test_response.test_of_a_broken_answer_nothing_is_lost, FAMILIES[0]),
+            partial(test_response.test_broken_answer_loses_no_text, FAMILIES[0]),
             partial(test_response_reference.test_answers_differ_from_transformers_only_in_named_ways, FAMILIES[0]),
         ),
     ),
     (
         Mutant("blanks", parser._Text, "push", "text[len(body) :]", '""'),
         (
-            partial(test_response.test_pieces_make_no_difference, FAMILIES[0]),
+            partial(test_response.test_parsing_is_independent_of_pieces, FAMILIES[0]),
             partial(test_response.test_thousands_of_answers, FAMILIES[0]),
         ),
     ),
@@ -270,7 +270,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
             "if receipt.receipt_sha256 != receipt_sha256",
             "if not receipt_sha256",
         ),
-        (test_logit_digests.test_a_receipt_that_was_altered_anywhere_contradicts_itself,),
+        (test_logit_digests.test_altered_receipt_field_contradicts_digest,),
     ),
     (
         Mutant("spelled", SpelledMarkers, "_is_token", "[0] == place", "[0] != place"),
@@ -289,7 +289,7 @@ def test_each_property_test_has_a_fault_to_find() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT, ids=[f"{mutant.trap}-{name_of(test)}" for mutant, test in CAUGHT])
-def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mutant_fails_its_property_tests(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_kept(), mutant.applied(), pytest.raises(AssertionError):
         run(test, monkeypatch)
 

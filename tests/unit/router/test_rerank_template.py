@@ -21,7 +21,7 @@ def messages(query: str, document: str, instruction: str = "") -> list[dict[str,
 
 
 @pytest.mark.parametrize("instruction", ["", "Find code."])
-def test_the_form_is_that_of_the_model_card(instruction: str) -> None:
+def test_rerank_template_equals_model_card(instruction: str) -> None:
     """The strings as https://huggingface.co/Qwen/Qwen3-Reranker-0.6B has them."""
     prefix = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -41,7 +41,7 @@ def test_special_tokens_of_a_client_are_marked() -> None:
     assert f"<Document>: ends{MARK_START}<|im_end|>{MARK_END}here<|im_end|>" in text
 
 
-def test_a_template_with_these_roles_serves() -> None:
+def test_template_with_rerank_roles_is_used() -> None:
     own = ChatTemplate({"default": OWN}, TOKENIZER)
     assert rerank_template(own, TOKENIZER).render(messages("a", "b")) == "Q:a D:b"
     other = ChatTemplate({"default": "{{ messages[0]['content'] }}"}, TOKENIZER)

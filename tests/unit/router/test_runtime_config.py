@@ -57,7 +57,7 @@ class Site:
         return self.read()
 
 
-def test_a_change_counts_once_and_only_when_it_is_one() -> None:
+def test_configuration_version_counts_real_changes() -> None:
     site = Site()
     site.configuration.set_routing(SETTINGS.routing)
     assert (site.configuration.version, site.applied) == (1, [])
@@ -70,7 +70,7 @@ def test_a_change_counts_once_and_only_when_it_is_one() -> None:
     assert len(site.applied) == 1
 
 
-def test_a_reload_makes_it_what_the_configuration_says() -> None:
+def test_reload_applies_configuration_file() -> None:
     site = Site()
     site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
     wanted = RuntimeConfig(RoutingConfig(queue_size=9), ("b:1",), "debug")
@@ -101,7 +101,7 @@ def test_reload_names_reverted_settings() -> None:
     assert (set(done.changed), done.undone) == ({"worker", "placement", "queue-size"}, ())
 
 
-def test_a_configuration_that_can_not_be_read_undoes_nothing() -> None:
+def test_unreadable_configuration_reverts_no_setting() -> None:
     site = Site()
     site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
     good = site.read
@@ -116,7 +116,7 @@ def test_a_configuration_that_can_not_be_read_undoes_nothing() -> None:
     assert site.configuration.reload().undone == ("placement",)
 
 
-def test_what_can_not_be_read_changes_nothing() -> None:
+def test_unreadable_configuration_changes_no_setting() -> None:
     site = Site()
 
     def broken() -> ReloadedConfig:
@@ -128,7 +128,7 @@ def test_what_can_not_be_read_changes_nothing() -> None:
     assert (site.configuration.version, site.applied) == (1, [])
 
 
-def test_each_setting_of_the_routing_has_its_option_its_field_and_its_place_in_the_command() -> None:
+def test_each_routing_setting_has_option_and_field() -> None:
     options = {option.opts[0].removeprefix("--") for option in router.params}
     assert options >= RELOADABLE
     assert RELOADABLE - {"worker", "log-level"} == OPTIONS.keys()

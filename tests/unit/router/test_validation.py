@@ -113,7 +113,7 @@ def test_penalties_are_canonical() -> None:
     assert params() == params(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 
 
-def test_absent_values_come_from_the_model() -> None:
+def test_absent_sampling_values_use_model_defaults() -> None:
     own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     defaults = model_defaults({**own, "do_sample": False, "max_new_tokens": 7, "presence_penalty": 1.0})
@@ -180,7 +180,7 @@ def test_request_id_is_measured_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("priority", pb.Priority.values())
-def test_every_priority_is_served(priority: pb.Priority.ValueType) -> None:
+def test_every_priority_is_accepted(priority: pb.Priority.ValueType) -> None:
     check_generate(pb.GenerateRequest(text="x", priority=priority))
 
 
@@ -223,7 +223,7 @@ def test_template_arguments() -> None:
         ('{"x": ' + "[" * 100_000, "template_arguments_json"),
     ],
 )
-def test_template_arguments_that_are_refused(text: str, path: str) -> None:
+def test_invalid_template_arguments_are_refused(text: str, path: str) -> None:
     request = pb.ChatRequest(template_arguments_json=text)
     refused("INVALID_ARGUMENT", path, lambda: template_arguments(request))
 

@@ -45,7 +45,7 @@ def test_help_lists_every_command() -> None:
         assert summary in result.stdout
 
 
-def test_pyproject_has_the_commands_that_are_summarized() -> None:
+def test_pyproject_commands_match_summaries() -> None:
     assert group.find_entry_points(group.COMMANDS).keys() == group.SUMMARIES.keys()
 
 
@@ -140,7 +140,7 @@ def test_a_constraint_is_one_of_the_forms(tmp_path: Path) -> None:
     assert Question("p", sampling=given({"choices": ("a", "b")})).sampling_params.constraint.choices.texts == ["a", "b"]
 
 
-def test_the_help_says_how_long_an_answer_may_be() -> None:
+def test_generate_help_names_default_max_tokens() -> None:
     """A request without `max_tokens` is as long as the router allows; offline there is the default of `LLMEngine`."""
     said = {each.name: each.help or "" for each in generate.params if isinstance(each, click.Option)}
     assert "Default: the router's, or the rest of the context" in said["max_tokens"]
@@ -196,7 +196,7 @@ def test_an_old_python_is_refused_with_one_line(
 
 
 @pytest.mark.parametrize("path", ["common/cli/main.py", "common/cli/__init__.py", "common/__init__.py"])
-def test_an_old_python_can_read_what_refuses_it(path: str) -> None:
+def test_version_check_parses_on_old_python(path: str) -> None:
     ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 5))
     assert "from __future__" not in (ROOT / path).read_text(encoding="utf-8")
 

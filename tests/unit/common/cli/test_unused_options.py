@@ -155,7 +155,7 @@ def test_an_option_without_effect_is_refused_with_the_reason(name: str, mode: st
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_command_uses_each_of_its_parameters(name: str) -> None:
+def test_command_uses_each_parameter(name: str) -> None:
     """The command's function, and each decorator around it, reads every parameter that it takes."""
     function: Any = LEAVES[name].callback
     while function is not None:
@@ -192,7 +192,7 @@ def node_arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: Seq
     return seen[0]
 
 
-def test_a_machine_of_ranks_uses_each_option_that_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rank_machine_uses_each_accepted_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, other = simulated_model(tmp_path / "a"), simulated_model(tmp_path / "b")
     secret = tmp_path / "secret"
     secret.write_text("known\n")
@@ -242,7 +242,7 @@ OF_THE_SERVICE = {field.name for field in fields(WorkerOptions)} | {
 }  # fmt: skip
 
 
-def test_a_simulated_engine_uses_each_option_that_it_takes(tmp_path: Path) -> None:
+def test_simulated_engine_uses_each_accepted_option(tmp_path: Path) -> None:
     folder = simulated_model(tmp_path)
     mode = next(each for each in worker.modes if each.name == "with --simulate")
     params = parsed(worker, ["--model", str(folder), "--simulate", "instant"]).params
@@ -322,7 +322,7 @@ def _callback(command: click.Command) -> Callable[..., Any]:
     return command.callback
 
 
-def test_commands_are_those_of_the_entry_points() -> None:
+def test_unused_option_commands_match_entry_points() -> None:
     assert {name.split()[0] for name in LEAVES} == set(fissile.list_commands(click.Context(fissile))), COMMANDS
 
 

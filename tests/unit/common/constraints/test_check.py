@@ -158,7 +158,7 @@ def test_faults(given: Any, path: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "a+", {}, {"regex": "a", "choices": ["b"]}, {"other": "x"}])
-def test_what_is_no_constraint(given: Any) -> None:
+def test_invalid_constraint_form_is_refused(given: Any) -> None:
     with pytest.raises(InvalidFieldError, match=r"sampling_params\.constraint"):
         Constraint.of(given)
 

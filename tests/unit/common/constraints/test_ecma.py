@@ -22,7 +22,7 @@ def texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", [each for each in PATTERNS if r"\p" not in each.lower()])
-def test_expression_matches_what_ecma_262_says(pattern: str) -> None:
+def test_rewritten_expression_matches_as_ecma_262(pattern: str) -> None:
     try:
         rewritten = ecma.rewritten(pattern)
     except ecma.ExpressionError:
@@ -45,7 +45,7 @@ def test_class_with_all_control_characters_lets_no_quote_through(pattern: str) -
 
 
 @pytest.mark.slow
-def test_random_classes_hold_what_ecma_262_says() -> None:
+def test_random_classes_match_as_ecma_262() -> None:
     rnd = random.Random(7)
     items = [
         "a",
@@ -135,6 +135,6 @@ def test_random_classes_hold_what_ecma_262_says() -> None:
         (r"\x00", "cannot be generated"),
     ],
 )
-def test_what_is_no_supported_expression_is_refused_by_name(pattern: str, said: str) -> None:
+def test_unsupported_expression_is_refused_by_name(pattern: str, said: str) -> None:
     with pytest.raises(ecma.ExpressionError, match=re.escape(said)):
         ecma.rewritten(pattern)

@@ -72,7 +72,7 @@ def test_escaped_name_of_random_letters_does_not_get_past_its_schema() -> None:
         assert takes({"type": "object", "properties": {name: {"type": "integer"}}}, *wrong) == []
 
 
-def test_escapes_of_texts_stay_where_no_name_is_at_stake() -> None:
+def test_string_escapes_are_kept_outside_names() -> None:
     assert takes({"type": "string"}, r'"\u0001"') == [r'"\u0001"']
     closed = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
     assert takes(closed, r'{"a":"\u0001"}') == [r'{"a":"\u0001"}']
@@ -88,7 +88,7 @@ def test_control_character_in_a_constant_is_refused_where_no_escape_may_be() -> 
     "number", [2**53 + 1, 1234567890123456789, -(2**53) - 1, 2**63, 2**64 - 1, 1e300, 0.12345678901234567]
 )
 @pytest.mark.parametrize("form", ["const", "enum", "within"])
-def test_constant_that_would_become_another_number_is_refused(number: float, form: str) -> None:
+def test_constant_changed_by_rounding_is_refused(number: float, form: str) -> None:
     schema = {"const": {"const": number}, "enum": {"enum": ["a", number]}, "within": {"const": {"a": [number]}}}[form]
     assert "cannot be kept in an answer" in refusal({"properties": {"id": schema}})
 
@@ -100,12 +100,12 @@ def test_constant_that_a_double_rounds_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("number", [2**53, -(2**53), 0.1, 0.0001, 1.0, -2.5, 123456789.012345])
-def test_constant_that_is_kept_is_itself(number: float) -> None:
+def test_exact_constant_is_accepted(number: float) -> None:
     assert accepted({"const": number}, [int(number) if number == int(number) else number])
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
-def test_bounds_beyond_a_double_let_nothing_outside_through(kind: str) -> None:
+def test_bounds_beyond_double_admit_no_value_outside(kind: str) -> None:
     most, least, inner = 2**63 - 2, 2**53 + 1, 2**62
     near = [least - 1, most + 1, -least + 1, -most - 1, 2**64, 10**30]
     up: list[object] = [least - 2, *near]
@@ -128,12 +128,12 @@ def test_bounds_beyond_a_double_let_nothing_outside_through(kind: str) -> None:
         ({"minimum": 5, "allOf": [{}], "exclusiveMinimum": True}, "5", "6"),
     ],
 )
-def test_narrow_bounds_let_nothing_outside_through(bounds: dict[str, Any], wrong: str, right: str) -> None:
+def test_narrow_bounds_admit_no_value_outside(bounds: dict[str, Any], wrong: str, right: str) -> None:
     assert takes({"type": "number", **bounds}, wrong, right) == [right]
 
 
 @pytest.mark.slow
-def test_random_bounds_let_nothing_outside_through() -> None:
+def test_random_bounds_admit_no_value_outside() -> None:
     rnd = random.Random(5)
     names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
     values = (0, 1, -1, 5, 0.5, -0.5, 0.001, 1.25, -1.25, 5.0001, 10)
@@ -200,7 +200,7 @@ def test_keyword_that_an_older_draft_lacks_is_refused(draft: str) -> None:
         ("uri", "a:#f", "urn:a:b#f"),
     ],
 )
-def test_formats_leave_out_what_a_validator_refuses(name: str, wrong: str, right: str) -> None:
+def test_formats_exclude_texts_validators_refuse(name: str, wrong: str, right: str) -> None:
     assert accepted({"format": name}, [wrong, right]) == [right]
     assert accepted({"allOf": [{"format": name}], "type": "string", "maxLength": 80}, [wrong, right]) == [right]
 
@@ -218,7 +218,7 @@ def test_formats_leave_out_what_a_validator_refuses(name: str, wrong: str, right
         "http://x.y/z",
     ],
 )
-def test_reference_to_what_is_no_subschema_is_refused(reference: str) -> None:
+def test_reference_to_non_schema_is_refused(reference: str) -> None:
     note = {"type": "string", "minLenght": 3, "format": "date"}
     schema = {"$ref": reference, "default": note, "examples": [note], "contentSchema": note, "properties": {}}
     assert "means no subschema of this schema" in refusal(schema)
@@ -323,7 +323,7 @@ def test_recursion_with_an_end_is_served() -> None:
         },
     ],
 )
-def test_pattern_without_a_name_of_its_own_is_refused(schema: dict[str, Any]) -> None:
+def test_pattern_property_shadowed_by_names_is_refused(schema: dict[str, Any]) -> None:
     assert "'patternProperties'" in refusal({"type": "object", **schema})
     closed = {"type": "object", "additionalProperties": False, **schema}
     assert grammar_of(closed) is None
@@ -345,7 +345,7 @@ def test_multiples_beyond_32_bits_are_refused_together() -> None:
     assert accepted({"allOf": [{"type": "integer", "multipleOf": 4}, {"multipleOf": 6}]}, [12, 4, 6]) == [12]
 
 
-def test_expressions_of_one_meaning_are_not_taken_for_one() -> None:
+def test_equivalent_patterns_are_refused() -> None:
     patterns = {r"^\d$": {"type": "integer"}, "^[0-9]$": {"maximum": 5}}
     assert "is another spelling of one before it" in refusal({"patternProperties": patterns})
 

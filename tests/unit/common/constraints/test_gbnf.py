@@ -255,7 +255,7 @@ def judge(grammar: str, rng: random.Random, texts: int) -> None:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_gbnf_masks_allow_exactly_what_goes_on(name: str) -> None:
+def test_gbnf_masks_allow_exactly_valid_continuations(name: str) -> None:
     """A worker's mask allows a token if and only if a text of the grammar continues with it."""
     tokenizer, rng = Tokenizer.from_folder(DEMO), random.Random(name)
     grammars = model_grammars(tokenizer, 1024, frozenset({1023}))

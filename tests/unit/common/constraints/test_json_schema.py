@@ -86,7 +86,7 @@ def accepted(schema: object, documents: Iterable[object]) -> list[object]:
     return found
 
 
-def test_the_whole_vocabulary_is_known() -> None:
+def test_every_schema_keyword_is_served_or_refused() -> None:
     """Of each keyword one of the three is true; a keyword of a later draft would be refused like any unknown one."""
     words = vocabulary()
     assert len(words) > 50
@@ -99,7 +99,7 @@ def test_the_whole_vocabulary_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(vocabulary().keys() - json_schema.KEYWORDS | {"nullable", "x-order", "id"}))
-def test_what_is_not_served_is_refused_by_name_and_place(name: str) -> None:
+def test_unsupported_keyword_is_refused_by_name_and_place(name: str) -> None:
     schema = {"type": "object", "properties": {"a/b": {"items": {name: {}}}}}
     with pytest.raises(InvalidFieldError) as refused:
         CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
@@ -118,7 +118,7 @@ def test_each_keyword_is_enforced(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(json_schema.KEYWORDS - REFUSED.keys()))
-def test_notes_change_nothing(name: str) -> None:
+def test_annotation_keywords_are_ignored(name: str) -> None:
     """A validator, too, accepts whatever they say."""
     note: Any = {"type": "integer"} if name == "contentSchema" else [1] if name == "examples" else "note"
     assert jsonschema.Draft202012Validator({name: note}).is_valid("any")
@@ -131,7 +131,7 @@ def test_formats_are_enforced(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "rest"), [("date", ""), ("date-time", "T23:59:59Z")])
-def test_dates_are_those_of_the_calendar(name: str, rest: str) -> None:
+def test_date_format_accepts_only_calendar_dates(name: str, rest: str) -> None:
     years = (0, 1, 4, 100, 400, 1900, 1904, 2000, 2023, 2024, 2100, 9996, 9999)
     every = [f"{year:04}-{month:02}-{day:02}{rest}" for year in years for month in range(14) for day in range(33)]
     assert accepted({"format": name}, every) == [text for text in every if _is_date(text[:10])]
@@ -145,7 +145,7 @@ def _is_date(text: str) -> bool:
     return True
 
 
-def test_times_and_host_names_are_those_that_all_validators_take() -> None:
+def test_time_and_host_name_formats_match_validators() -> None:
     times = ["00:00:00Z", "23:59:59.5+01:00", "23:59:60Z", "12:00:60Z", "24:00:00Z"]
     assert accepted({"format": "time"}, times) == times[:2]
     moments = [f"2024-02-29T{time}" for time in times]

@@ -18,5 +18,5 @@ def test_vectors_are_cut_and_then_normalized(dimensions: int) -> None:
     np.testing.assert_allclose(normalized, cut / np.linalg.norm(cut), rtol=1e-7)
 
 
-def test_a_vector_of_zeros_has_no_length_1() -> None:
+def test_zero_vector_is_not_normalized() -> None:
     assert finished(np.zeros(4, np.float32).tobytes(), 3, normalize=True).tolist() == [0.0, 0.0, 0.0]

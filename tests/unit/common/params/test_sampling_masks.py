@@ -49,7 +49,7 @@ def left(params: SamplingParams, output: tuple[int, ...]) -> set[int]:
         min_tokens=st.integers(0, 2),
     )
 )
-def test_a_token_is_left_everywhere(params: SamplingParams) -> None:
+def test_masks_leave_a_token_after_every_output(params: SamplingParams) -> None:
     outputs = [output for length in range(4) for output in product(range(VOCAB), repeat=length)]
     if not is_refused(params):
         assert all(left(params, output) for output in outputs)
@@ -58,7 +58,7 @@ def test_a_token_is_left_everywhere(params: SamplingParams) -> None:
         assert not left(params, ())
 
 
-def test_ids_that_can_not_be_generated_are_no_way_out() -> None:
+def test_ungeneratable_ids_do_not_satisfy_masks() -> None:
     """Those beyond the tokenizer's have a logit of minus infinity."""
     assert is_refused(SamplingParams(allowed_token_ids=(VOCAB,), min_tokens=1))
     assert not is_refused(SamplingParams(allowed_token_ids=(VOCAB,)))

@@ -12,7 +12,7 @@ from common.params.sampling_checks import float32
 from common.params.sampling_params import SamplingParams, model_defaults
 
 
-def test_an_absent_file_changes_nothing() -> None:
+def test_absent_generation_config_gives_defaults() -> None:
     assert model_defaults({}) == SamplingParams()
 
 
@@ -27,18 +27,18 @@ def test_an_absent_file_changes_nothing() -> None:
         ("repetition_penalty", 2),
     ],
 )
-def test_a_valid_value_is_taken(name: str, value: Any) -> None:
+def test_valid_generation_config_value_is_used(name: str, value: Any) -> None:
     assert model_defaults({name: value}) == SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [-1, None, "much", True, [1], float("nan")])
-def test_an_odd_value_is_left_out(name: str, value: Any) -> None:
+def test_invalid_generation_config_value_is_ignored(name: str, value: Any) -> None:
     assert model_defaults({name: value}) == SamplingParams()
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens", "presence_penalty", "seed", "n", "do_sample"])
-def test_nothing_else_is(name: str) -> None:
+def test_other_generation_config_keys_are_ignored(name: str) -> None:
     assert model_defaults({name: 1}) == SamplingParams()
 
 
@@ -53,7 +53,7 @@ def test_nothing_else_is(name: str) -> None:
         (float("inf"), "is inf;"),
     ],
 )
-def test_a_refused_number_is_said_as_it_was_written(sent: float, said: str) -> None:
+def test_refused_number_is_printed_as_written(sent: float, said: str) -> None:
     """M13: "min_p is -0.10000000149011612", of a request that said -0.1."""
     with pytest.raises(InvalidFieldError, match=said):
         SamplingParams(min_p=sent)

@@ -17,7 +17,7 @@ def test_available_memory() -> None:
     assert available_memory(2**62) == 0
 
 
-def test_what_is_mapped_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_files_do_not_count_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's limit: files count as used there by whoever touched them first, and are given back when needed."""
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("5000\n")
@@ -39,7 +39,7 @@ def test_what_is_mapped_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("0::/docker/abc", "", "memory.max", "memory.current", ""),
     ],
 )
-def test_the_limit_of_the_own_group_counts(
+def test_own_cgroup_limit_bounds_available_memory(
     own: str, folder: str, limit: str, used: str, stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W19: only the root's was read, not what systemd's MemoryMax sets, nor version 1 of cgroups."""
@@ -56,7 +56,7 @@ def test_the_limit_of_the_own_group_counts(
     assert available_memory(0) == 2030
 
 
-def test_several_workers_share_what_their_container_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_container_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W19: `fissile serve` shared out the machine's memory, of which the container had a part."""
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")

@@ -39,7 +39,7 @@ def test_three_deaths_within_a_minute_give_up() -> None:
     assert decisions([100, 130, 160.1]) == [Restart(0.5), Restart(1), Restart(2)]
 
 
-def test_a_minute_without_a_death_begins_anew() -> None:
+def test_restart_delay_resets_after_a_minute() -> None:
     assert decisions([0, 40, 101]) == [Restart(0.5), Restart(1), Restart(0.5)]
 
 
@@ -58,7 +58,7 @@ def test_gives_up_exactly_when_the_window_holds_too_many_deaths(gaps_s: list[flo
 
 @settings(max_examples=200)
 @given(gaps)
-def test_each_delay_is_the_first_or_the_double_of_the_one_before(gaps_s: list[float]) -> None:
+def test_restart_delays_double_within_window(gaps_s: list[float]) -> None:
     times = list(itertools.accumulate(gaps_s))
     expected = 0.0
     for i, decision in enumerate(decisions(times)):

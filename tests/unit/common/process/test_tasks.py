@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.reset_defaults()
 
 
-async def test_a_failure_is_logged_with_its_traceback_and_counted_and_the_work_goes_on() -> None:
+async def test_failed_task_is_logged_counted_and_restarted() -> None:
     stream, runs = io.StringIO(), 0
     setup_logging(stream=stream, format="json")
 
@@ -42,7 +42,7 @@ async def test_a_failure_is_logged_with_its_traceback_and_counted_and_the_work_g
     assert all("KeyError" in line["exception"] for line in lines)
 
 
-async def test_a_task_that_is_cancelled_ends() -> None:
+async def test_cancelled_task_is_not_restarted() -> None:
     begun = asyncio.Event()
 
     async def work() -> None:

@@ -25,7 +25,7 @@ _ROLES = st.sets(st.sampled_from(list(Role)), min_size=1)
 
 
 @given(_NAMES, st.one_of(st.just(""), _NAMES), _ROLES, st.sampled_from(["", "low", "normal", "high"]))
-def test_what_is_kept_comes_back_and_is_not_the_key(name: str, tenant: str, roles: set[Role], most: str) -> None:
+def test_stored_key_line_round_trips_without_the_key(name: str, tenant: str, roles: set[Role], most: str) -> None:
     key, kept = new_key(name, tenant, roles, most)
     assert parse_line(kept.line(), "here") == kept == ApiKey(name, tenant, frozenset(roles), kept.sha256, most)
     # The line of a key without a maximum is that of earlier versions.
@@ -41,7 +41,7 @@ def test_keys_are_256_bits_and_never_the_same() -> None:
     assert all(key.startswith("fsl_") and len(key) == 4 + 43 for key in made)
 
 
-def test_only_the_very_key_is_found() -> None:
+def test_key_ring_finds_only_exact_key() -> None:
     key, kept = new_key("alice", "gold", [Role.INFER])
     ring = KeyRing([kept, new_key("bob", "", [Role.INFER])[1]])
     assert ring.find(key) is kept
@@ -108,7 +108,7 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
     assert store.ring().find(always) == always_kept
 
 
-def test_a_file_that_becomes_a_device_or_a_pipe_changes_nothing(tmp_path: Path) -> None:
+def test_key_file_replaced_by_device_or_pipe_keeps_keys(tmp_path: Path) -> None:
     """S4: reading /dev/zero never ended, on the event loop."""
     key, kept = new_key("a", "", [Role.INFER])
     os.mkfifo(tmp_path / "pipe")
@@ -127,9 +127,7 @@ def test_a_file_that_becomes_a_device_or_a_pipe_changes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "half:", None, b"\xff"])
-def test_a_file_that_can_not_be_used_changes_nothing_and_costs_one_warning(
-    content: str | bytes | None, tmp_path: Path
-) -> None:
+def test_unusable_key_file_keeps_keys_with_one_warning(content: str | bytes | None, tmp_path: Path) -> None:
     file, clock = tmp_path / "keys", Clock()
     key, kept = new_key("a", "", [Role.INFER])
     file.write_text(kept.line())
@@ -152,7 +150,7 @@ def test_a_file_that_can_not_be_used_changes_nothing_and_costs_one_warning(
 
 
 @pytest.mark.parametrize(("file", "lines", "problem"), [("gone", [], "gone cannot be read"), (None, ["x"], "line 1")])
-def test_keys_that_can_not_be_used_at_start(file: str | None, lines: list[str], problem: str, tmp_path: Path) -> None:
+def test_unusable_keys_at_start_are_refused(file: str | None, lines: list[str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=problem):
         KeyStore(tmp_path / file if file else None, lines)
 

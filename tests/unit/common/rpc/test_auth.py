@@ -53,7 +53,7 @@ def test_every_method_of_every_service_is_listed(module: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHOD_ROLES)
-def test_a_key_is_admitted_by_its_roles_alone(method: str, access: KeyAccess) -> None:
+def test_key_is_admitted_by_role(method: str, access: KeyAccess) -> None:
     for role in Role:
         if role in METHOD_ROLES[method]:
             assert access.admit(method, shown(role), {}) == Caller(name=role.value)
@@ -65,7 +65,7 @@ def test_a_key_is_admitted_by_its_roles_alone(method: str, access: KeyAccess) ->
             assert all(wanted.value in str(caught.value) for wanted in METHOD_ROLES[method])
 
 
-def test_who_may_what() -> None:
+def test_method_roles_match_services() -> None:
     assert {method.partition("/")[2]: set(roles) for method, roles in METHOD_ROLES.items() if "admin.v1" in method}[
         "DrainWorker"
     ] == {Role.ADMIN_WRITE}
@@ -73,7 +73,7 @@ def test_who_may_what() -> None:
     assert METHOD_ROLES[GENERATE] == {Role.INFER}
 
 
-def test_a_method_that_is_not_listed_is_refused_to_every_key(access: KeyAccess) -> None:
+def test_unlisted_method_is_refused_for_every_role(access: KeyAccess) -> None:
     for role in Role:
         with pytest.raises(ApiError, match="AdminService/Explode needs role that no key has"):
             access.admit("fissile.admin.v1.AdminService/Explode", shown(role), {})
@@ -94,7 +94,9 @@ def test_a_method_that_is_not_listed_is_refused_to_every_key(access: KeyAccess) 
         ([("authorization", f"Bearer {KEYS[Role.INFER][1].sha256}")], "API_KEY_INVALID"),
     ],
 )
-def test_what_is_no_key(metadata: list[tuple[str, str | bytes]], reason: str, access: KeyAccess) -> None:
+def test_invalid_key_is_unauthenticated(
+    metadata: list[tuple[str, str | bytes]], reason: str, access: KeyAccess
+) -> None:
     with pytest.raises(ApiError) as caught:
         access.admit(GENERATE, metadata, {})
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
@@ -211,7 +213,7 @@ async def codes(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) 
     return [await call.code() for call in calls]
 
 
-async def test_no_handler_runs_before_the_question_and_each_knows_the_caller() -> None:
+async def test_handlers_run_after_access_check_with_caller() -> None:
     servicer = Servicer()
     server = GrpcServer("127.0.0.1", 0, [], access=Everybody())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
@@ -247,7 +249,7 @@ async def test_health_is_open_reflection_is_not_and_the_status_has_details(acces
         assert [len(a.list_services_response.service) > 1 for a in answers] == [True]
 
 
-async def test_channelz_is_for_those_who_may_look(access: KeyAccess) -> None:
+async def test_channelz_needs_admin_read_role(access: KeyAccess) -> None:
     server = GrpcServer("127.0.0.1", 0, [], access=access)
     channelz.add_channelz_servicer(server.server)
     async with serving(server), grpc.aio.insecure_channel(server.address) as channel:
@@ -258,7 +260,7 @@ async def test_channelz_is_for_those_who_may_look(access: KeyAccess) -> None:
             await stub.GetServers(asked, metadata=shown(Role.INFER))
 
 
-async def test_the_certificate_decides_and_health_is_exempt(tmp_path: Path) -> None:
+async def test_peer_access_checks_certificate_except_for_health(tmp_path: Path) -> None:
     ca = Authority(tmp_path)
     pair, other = ca.issue("server", *LOOPBACK), ca.issue("client", "somebody")
     router = ca.issue("router", "10.0.0.1", "a.example", "spiffe://td/router")

@@ -14,7 +14,7 @@ def handler() -> Any:
     return grpc.unary_unary_rpc_method_handler(lambda request, context: None)
 
 
-def test_a_handler_is_wrapped_once_and_another_one_anew() -> None:
+def test_handler_is_wrapped_once_per_method() -> None:
     wrapped = HandlerCache(lambda found, method: handler())
     first, other = handler(), handler()
     made = wrapped.of(first, "/a/A")
@@ -23,7 +23,7 @@ def test_a_handler_is_wrapped_once_and_another_one_anew() -> None:
     assert wrapped.of(other, "/a/A") is not made
 
 
-def test_the_wrapped_one_is_told_its_method() -> None:
+def test_wrapper_receives_method_name() -> None:
     told: list[str] = []
 
     def wrap(found: grpc.RpcMethodHandler[object, object], method: str) -> grpc.RpcMethodHandler[object, object]:
@@ -34,7 +34,7 @@ def test_the_wrapped_one_is_told_its_method() -> None:
     assert told == ["a.b.C/D"]
 
 
-def test_names_that_callers_make_up_take_no_memory() -> None:
+def test_made_up_method_names_take_no_memory() -> None:
     """Calls with too much metadata are refused, and so have a handler, before anybody knows whether there is such a
     method."""
     wrapped = HandlerCache(lambda found, method: found)

@@ -19,7 +19,7 @@ async def begun(work: Interruptible) -> asyncio.Task[None]:
     return task
 
 
-async def test_an_interrupted_task_goes_on_behind_the_work() -> None:
+async def test_interrupted_task_continues_after_block() -> None:
     work = Interruptible()
 
     async def run() -> str:
@@ -36,14 +36,14 @@ async def test_an_interrupted_task_goes_on_behind_the_work() -> None:
     assert task.cancelling() == 0
 
 
-async def test_a_cancellation_is_no_interruption() -> None:
+async def test_cancellation_is_not_an_interruption() -> None:
     task = await begun(Interruptible())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_cancellation_beside_an_interruption_counts_more() -> None:
+async def test_cancellation_overrides_interruption() -> None:
     work = Interruptible()
     task = await begun(work)
     work.interrupt()
@@ -52,6 +52,6 @@ async def test_a_cancellation_beside_an_interruption_counts_more() -> None:
         await task
 
 
-async def test_what_the_work_raises_itself_is_raised() -> None:
+async def test_interruptible_block_propagates_exceptions() -> None:
     with pytest.raises(KeyError), Interruptible():
         raise KeyError

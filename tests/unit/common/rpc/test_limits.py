@@ -87,7 +87,7 @@ async def first(kind: int, address: str) -> bytes:
         return await anext(content async for got, content in frames(address) if got == kind)
 
 
-async def test_what_the_server_announces() -> None:
+async def test_server_announces_http2_limits() -> None:
     async with serving() as server:
         content = await first(SETTINGS, server.address)
     settings = dict(struct.iter_unpack(">HI", content))
@@ -105,7 +105,7 @@ async def test_metadata_has_a_bound(size: int, code: str) -> None:
         assert (await call.code()).name == code
 
 
-async def test_a_connection_of_age_gets_no_new_calls_and_its_streams_go_on() -> None:
+async def test_aged_connection_keeps_streams_and_gets_no_new_calls() -> None:
     async with serving(max_connection_age_s=0.2) as server, grpc.aio.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest())
@@ -116,7 +116,7 @@ async def test_a_connection_of_age_gets_no_new_calls_and_its_streams_go_on() -> 
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_connection_that_does_not_begin_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_handshake_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.2)
     pair = Authority(tmp_path).issue("server", *LOOPBACK)
     async with serving(tls=ServerTls(pair.cert, pair.key)) as server:
@@ -127,7 +127,7 @@ async def test_a_connection_that_does_not_begin_is_closed(tmp_path: Path, monkey
         writer.close()
 
 
-async def test_the_health_port_speaks_plain_text_and_serves_nothing_else(tmp_path: Path) -> None:
+async def test_health_port_is_plain_text_and_serves_only_health(tmp_path: Path) -> None:
     pair = Authority(tmp_path).issue("server", *LOOPBACK)
     async with (
         serving(tls=ServerTls(pair.cert, pair.key), health_port=0) as server,
@@ -186,7 +186,7 @@ async def test_health_refuses_names_that_no_service_has(method: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_reflection_stream_without_a_question_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reflection_stream_without_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: such a stream stayed open until its client ended it."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
@@ -238,7 +238,7 @@ async def without_settings_ack(address: str, headers: list[tuple[str, str]]) -> 
     [[("x", "v" * 20_000)], [("x", "v" * 2_000_000)], [(f"x{i}", "v") for i in range(10_000)]],
     ids=["20 kB", "2 MB", "10,000 entries"],
 )
-async def test_metadata_has_its_bound_for_a_client_that_agrees_to_nothing(headers: list[tuple[str, str]]) -> None:
+async def test_metadata_bound_holds_without_settings_ack(headers: list[tuple[str, str]]) -> None:
     """X6: gRPC holds only those clients to the bound that have acknowledged it."""
     access = Nobody()
     async with serving(access=access) as server:
@@ -278,7 +278,7 @@ def reset_calls(address: str, count: int, refused: int) -> None:
 
 
 @pytest.mark.slow
-async def test_calls_that_are_reset_at_once_do_not_pile_up() -> None:
+async def test_reset_calls_do_not_accumulate() -> None:
     """X2: gRPC keeps a call that was reset until the loop has taken it. With no bound on those that wait to be freed,
     100,000 of one connection took 1.1 GiB."""
     taken = MAX_STREAMS_PER_CONNECTION + MAX_UNFREED_STREAMS_PER_CONNECTION + 1
@@ -287,7 +287,7 @@ async def test_calls_that_are_reset_at_once_do_not_pile_up() -> None:
         reset_calls(server.address, taken + 3000, 3000)
 
 
-async def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_without_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """X9: it was open for ever."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
@@ -323,7 +323,7 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
     assert not reads._ends
 
 
-async def test_calls_without_a_message_beyond_the_limit_end_the_oldest() -> None:
+async def test_calls_without_message_beyond_limit_end_oldest() -> None:
     """H1: 4,096 calls of each connection waited for their message, at any number of connections."""
     reads, contexts = request_reader.MessageReads(2), [SilentContext() for _ in range(4)]
     tasks = []
@@ -348,7 +348,7 @@ async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: py
                 pass
 
 
-def test_the_soft_limit_of_open_files_is_raised_and_few_are_said() -> None:
+def test_descriptor_soft_limit_is_raised_and_few_are_warned() -> None:
     """X5: common soft limits are 1,024 where the hard one is a million."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))\n"
@@ -362,7 +362,7 @@ def test_the_soft_limit_of_open_files_is_raised_and_few_are_said() -> None:
 
 
 @pytest.mark.long
-async def test_calls_that_wait_for_a_held_loop_are_answered_however_long_it_takes() -> None:
+async def test_calls_waiting_for_blocked_loop_are_answered() -> None:
     """X2: gRPC ended calls with a bare CANCELLED that the loop had not taken within 30 s."""
     async with serving() as server:
         address = server.address

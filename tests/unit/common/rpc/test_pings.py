@@ -51,7 +51,7 @@ def ping(port: int, count: int, pause_s: float, *, calls: bool = False) -> tuple
 
 
 @pytest.mark.parametrize("calls", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_a_client_may_ping_for_as_long_as_it_likes(calls: bool, port: int) -> None:
+async def test_regular_client_pings_keep_connection(calls: bool, port: int) -> None:
     """By itself gRPC closes the connection after two pings within five minutes, and none is too many here."""
     assert await asyncio.to_thread(ping, port, 30, 0.06, calls=calls) == (30, b"")
 

@@ -58,7 +58,7 @@ async def called(requests: RequestLog, handler: Any) -> Any:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 0)])
-async def test_a_line_that_is_not_written_is_not_made(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_filtered_request_line_is_not_built(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed: its fields were put together at every level."""
     made: list[RequestRecord] = []
     fields = RequestRecord.fields
@@ -109,7 +109,7 @@ async def drained(parts: AsyncIterator[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["stream_unary", "stream_stream"])
-async def test_a_client_that_has_gone_is_no_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_foreign_call_is_not_logged_as_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """X4: of a servicer that is not ours, or of an unknown method, it was UNKNOWN, an error with a traceback."""
     ends: list[RequestRecord] = []
     monkeypatch.setattr(RequestLog, "_write", lambda _, record: ends.append(record))

@@ -179,7 +179,7 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-async def test_an_aborted_call_holds_nothing_of_its_request(site: Site, no_collection: None) -> None:
+async def test_aborted_call_frees_its_request(site: Site, no_collection: None) -> None:
     """STORM: texts of 8 MB that were refused stayed in memory until the collector of cycles came."""
     held = site.servicer.held
     for _ in range(3):
@@ -193,9 +193,7 @@ async def test_an_aborted_call_holds_nothing_of_its_request(site: Site, no_colle
     assert [each() for each in held] == [None] * 3
 
 
-async def test_calls_that_come_as_the_server_stops_are_refused_unread(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_arriving_during_stop_are_refused_unread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """STORM: they were served in full, so 3,000 of a burst of 5,000 were not accepted in time and ended CANCELLED."""
     monkeypatch.setattr(server_module, "STOP_ACCEPTING_S", 60.0)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS", 100_000)
@@ -214,9 +212,7 @@ async def test_calls_that_come_as_the_server_stops_are_refused_unread(
     stopping.cancel()
 
 
-async def test_a_server_that_stops_waits_longer_once_a_call_has_come(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopping_server_waits_longer_after_a_call(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """STORM: 25 ms without a call, in which a client of a busy machine did not run, were the end of a burst."""
     monkeypatch.setattr(server_module, "STOP_ACCEPTING_S", 60.0)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS", 100_000)
@@ -245,7 +241,7 @@ async def test_a_taken_port_is_one_line(site: Site) -> None:
 @pytest.mark.parametrize(
     ("host", "problem"), [("no-such-host.invalid", "is unknown"), ("192.0.2.1", "not an address of this machine")]
 )
-async def test_a_bad_host_is_one_line(host: str, problem: str) -> None:
+async def test_bad_listen_host_error_is_one_line(host: str, problem: str) -> None:
     with pytest.raises(PortTakenError, match=f"^.*{problem}: change --host$"):
         await GrpcServer(host, 0, []).start()
 
@@ -295,7 +291,7 @@ LEFT = [
 
 
 @pytest.mark.slow
-async def test_a_stop_waits_for_calls_and_not_for_connections(site: Site) -> None:
+async def test_server_stop_waits_for_calls_not_connections(site: Site) -> None:
     """X5: each of these connections kept a server that ended for the whole time that its calls might have taken."""
     host, port = site.rpc.address.split(":")
     streams = [await asyncio.open_connection(host, int(port)) for _ in LEFT]
@@ -316,9 +312,7 @@ async def test_a_stop_waits_for_calls_and_not_for_connections(site: Site) -> Non
         writer.close()
 
 
-async def test_a_call_that_ended_before_its_answer_leaves_no_traceback(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_call_ended_before_answer_leaves_no_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """gRPC ends a call with bad compression itself. When its handler ends at that moment, the status cannot be sent,
     and gRPC logs that; the moment cannot be had at will (8 of 1,000 under load), so the same is logged here.
     """
@@ -329,7 +323,7 @@ async def test_a_call_that_ended_before_its_answer_leaves_no_traceback(
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-async def test_a_handler_that_fails_leaves_a_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_handler_logs_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """What is our mistake is still logged."""
 
     def fail() -> None:

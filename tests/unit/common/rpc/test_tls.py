@@ -72,7 +72,7 @@ def serial_of(pair: Pair) -> int:
     return x509.load_pem_x509_certificate(pair.cert.read_bytes()).serial_number
 
 
-async def test_tls_and_who_is_refused(ca: Authority, tmp_path: Path) -> None:
+async def test_tls_refuses_wrong_ca_name_and_plain_text(ca: Authority, tmp_path: Path) -> None:
     pair = ca.issue("server", *LOOPBACK)
     other = Authority(tmp_path, "other")
     async with serving(ServerTls(pair.cert, pair.key)) as server:
@@ -95,7 +95,7 @@ async def test_mtls_wants_a_certificate_of_the_clients_ca(ca: Authority, tmp_pat
         await check(Dialer(ClientTls(ca.cert, client.cert, client.key)), server.address)
 
 
-async def test_a_new_certificate_is_seen_by_new_connections_and_old_ones_go_on(ca: Authority) -> None:
+async def test_renewed_certificate_serves_new_connections_only(ca: Authority) -> None:
     pair = ca.issue("server", *LOOPBACK)
     before = serial_of(pair)
     async with (
@@ -112,7 +112,7 @@ async def test_a_new_certificate_is_seen_by_new_connections_and_old_ones_go_on(c
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_new_ca_of_the_clients_counts_at_the_next_handshake(ca: Authority, tmp_path: Path) -> None:
+async def test_new_client_ca_applies_to_next_handshake(ca: Authority, tmp_path: Path) -> None:
     clients = Authority(tmp_path, "clients")
     pair, client = ca.issue("server", *LOOPBACK), ca.issue("client", "client")
     dialer = Dialer(ClientTls(ca.cert, client.cert, client.key))
@@ -135,7 +135,7 @@ def gone(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("damage", [half, without_its_key, gone])
-async def test_what_can_not_be_used_changes_nothing_and_costs_one_warning(
+async def test_unusable_certificate_keeps_old_one_with_one_warning(
     damage: Callable[[Pair], None], ca: Authority
 ) -> None:
     pair = ca.issue("server", *LOOPBACK)
@@ -153,7 +153,7 @@ async def test_what_can_not_be_used_changes_nothing_and_costs_one_warning(
         assert "PRIVATE KEY" not in repr(logs)
 
 
-async def test_a_mounted_secret_that_is_renewed(tmp_path: Path) -> None:
+async def test_renewed_mounted_secret_is_loaded(tmp_path: Path) -> None:
     """As the kubelet does it: files are links into a folder that is itself a link, which is replaced."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -170,7 +170,7 @@ async def test_a_mounted_secret_that_is_renewed(tmp_path: Path) -> None:
         assert await serial_number(server.address) == after
 
 
-async def test_what_is_only_touched_is_not_reloaded(ca: Authority) -> None:
+async def test_touched_certificate_is_not_reloaded(ca: Authority) -> None:
     pair = ca.issue("server", *LOOPBACK)
     async with serving(ServerTls(pair.cert, pair.key)) as server:
         with structlog.testing.capture_logs() as logs:
@@ -202,7 +202,7 @@ async def test_a_client_reads_its_files_at_each_dial(ca: Authority, tmp_path: Pa
         ({"ca": None}, r"ca\.pem cannot be read"),
     ],
 )
-def test_files_that_can_not_be_used_at_start_are_named(content: dict[str, Any], problem: str, ca: Authority) -> None:
+def test_unusable_tls_file_at_start_is_named(content: dict[str, Any], problem: str, ca: Authority) -> None:
     pair, other = ca.issue("server"), ca.issue("other")
     paths = {"cert": pair.cert, "key": pair.key, "ca": ca.cert}
     for name, data in content.items():
@@ -216,7 +216,7 @@ def test_files_that_can_not_be_used_at_start_are_named(content: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
-def test_files_that_are_devices_are_refused(name: str, ca: Authority, tmp_path: Path) -> None:
+def test_tls_file_that_is_a_device_is_refused(name: str, ca: Authority, tmp_path: Path) -> None:
     """S4: reading a device never ended."""
     pair = ca.issue("server", *LOOPBACK)
     paths = {"server.pem": pair.cert, "server.key": pair.key, "ca.pem": ca.cert}
@@ -285,7 +285,7 @@ def test_a_key_does_not_leave_the_machine_in_plain_text() -> None:
     assert "flk_secret" not in repr(Credentials(api_key="flk_secret"))
 
 
-def test_options_that_are_not_complete_are_refused() -> None:
+def test_incomplete_tls_options_are_refused() -> None:
     one = Path("one")
     for given, missing in [((one, None, None), "--tls-key"), ((None, one, None), "--tls-cert")]:
         with pytest.raises(CommandError, match=f"{missing} is missing"):

@@ -28,7 +28,7 @@ def test_paths_of_a_descriptor() -> None:
     assert len(ALL) == len(list(field_paths(worker_pb2.Submit.DESCRIPTOR)))
 
 
-def test_all_served() -> None:
+def test_served_fields_are_accepted() -> None:
     refuse_unserved(submit(), ALL)
 
 
@@ -40,7 +40,7 @@ def test_a_set_field_off_the_list_is_named(path: str) -> None:
         refuse_unserved(submit(), ALL - {path})
 
 
-def test_unset_fields_are_no_matter() -> None:
+def test_unset_unserved_fields_are_accepted() -> None:
     refuse_unserved(submit(), ALL - {"seqs.params.top_k", "serial", "seqs.cache_salt"})
 
 
@@ -83,7 +83,7 @@ def chat() -> inference_pb2.ChatRequest:
         ("messages.parts.127", lambda m: m.messages[0].parts.add()),
     ],
 )
-def test_a_field_of_a_later_version_is_refused_wherever_it_is(path: str, find: Callable[[Any], Message]) -> None:
+def test_unknown_field_is_refused_at_any_depth(path: str, find: Callable[[Any], Message]) -> None:
     """R10, X10: a field that the protos do not have was accepted and ignored."""
     message = chat()
     refuse_unserved(message, CHAT)
@@ -93,7 +93,7 @@ def test_a_field_of_a_later_version_is_refused_wherever_it_is(path: str, find: C
     assert refused.value.violations[0].path == path
 
 
-def test_a_flood_of_unknown_fields_is_refused_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_unknown_fields_are_refused_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupported_fields, "_unknown_paths", lambda _: pytest.fail("looked at"))
     with pytest.raises(UnservedFieldError, match="300000 bytes of unknown fields"):
         refuse_unserved(inference_pb2.ListModelsRequest.FromString(UNKNOWN * 100_000))

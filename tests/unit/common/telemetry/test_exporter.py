@@ -149,7 +149,7 @@ def span_arrives(tracing: Tracing, collector: HalfCollector) -> None:
         time.sleep(0.02)
 
 
-def test_a_refused_signal_is_named_with_its_status_and_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_telemetry_signal_warning_has_status_and_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     """C7: a collector that takes traces only costs one line about metrics, and none about traces; so does a change."""
     collector = HalfCollector()
     collector.server.start()

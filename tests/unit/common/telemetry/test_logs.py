@@ -93,7 +93,7 @@ def test_unknown_settings_name_the_choices(level: str, format: str) -> None:
         setup_logging(level, format)
 
 
-def test_libraries_come_in_the_same_format_from_warning_up() -> None:
+def test_library_warnings_use_our_log_format() -> None:
     stream = io.StringIO()
     setup_logging("debug", service="worker", stream=stream)
 
@@ -133,7 +133,7 @@ def test_a_terminal_gets_readable_lines() -> None:
     assert not line.startswith("{")
 
 
-def test_a_terminal_obeys_no_line() -> None:
+def test_terminal_log_lines_have_no_control_characters() -> None:
     """R14: whoever a text came from; ids of requests are refused, but names, reasons and tracebacks are peers' too."""
     stream = Terminal()
     setup_logging(service="router", stream=stream)

@@ -106,7 +106,7 @@ def test_drafts_go_out_by_method_and_position(receiver: OtlpReceiver) -> None:
         assert found == {key: counts[place] for key, counts in drafts.items()}
 
 
-def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpReceiver) -> None:
+def test_engine_metrics_export_latest_figures_only(receiver: OtlpReceiver) -> None:
     now: list[EngineFigures | None] = [None]
     metrics = setup_metrics("fissile-worker", "w1")
     metrics.observe_engine(lambda: now[0], LABELS)
@@ -128,7 +128,7 @@ def lose_a_line() -> None:
         output.drain()
 
 
-async def test_what_observers_and_long_lived_tasks_have_lost_goes_out(receiver: OtlpReceiver) -> None:
+async def test_lost_lines_and_failed_tasks_are_exported(receiver: OtlpReceiver) -> None:
     """X1: nobody is disturbed by it, so it must be seen here."""
     fails = iter([True, False])
 
@@ -150,7 +150,7 @@ async def test_what_observers_and_long_lived_tasks_have_lost_goes_out(receiver: 
     metrics.shutdown(PATIENT_S)
 
 
-def test_a_figure_that_can_not_be_recorded_is_counted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_metric_record_is_counted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: the SDK's own failure is not the request's."""
     metrics = setup_metrics("fissile-worker", "w1")
     before = failures().get("metrics", 0)
@@ -180,7 +180,7 @@ def test_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None
     metrics.shutdown(PATIENT_S)
 
 
-def test_one_signal_can_be_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_telemetry_signal_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     assert (exporter.endpoint("traces"), exporter.endpoint("metrics")) == ("", "http://127.0.0.1:9")

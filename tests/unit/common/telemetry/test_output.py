@@ -84,7 +84,7 @@ def test_lines_of_many_threads_are_whole_and_each_threads_own_in_order(tmp_path:
     assert output.dropped == 0
 
 
-def test_a_reader_that_stops_holds_up_nobody_and_gets_one_line_about_what_is_lost() -> None:
+def test_stalled_log_reader_blocks_no_writer_and_gets_loss_line() -> None:
     with pipe() as (reads, stream):
         fill(stream.fileno())
         output = Output(stream, max_pieces=100)
@@ -108,7 +108,7 @@ def test_bytes_that_wait_are_bounded_too() -> None:
         assert output.dropped == 10
 
 
-def test_a_stream_that_fails_counts_and_says_so_when_it_can_be_written_again(tmp_path: Path) -> None:
+def test_failed_log_stream_reports_loss_once_writable(tmp_path: Path) -> None:
     file = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
     with open("/dev/full", "w") as stream:
         good = os.dup(stream.fileno())
@@ -125,7 +125,7 @@ def test_a_stream_that_fails_counts_and_says_so_when_it_can_be_written_again(tmp
         os.close(each)
 
 
-def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
+def test_nonblocking_log_descriptor_loses_no_line() -> None:
     with pipe() as (reads, stream):
         os.set_blocking(stream.fileno(), False)
         output = Output(stream)
@@ -137,7 +137,7 @@ def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
         assert output.dropped == 0
 
 
-def test_a_stream_that_was_closed_is_not_written_to_whoever_has_its_number_now(tmp_path: Path) -> None:
+def test_closed_log_stream_does_not_write_to_reused_descriptor(tmp_path: Path) -> None:
     stream = (tmp_path / "log").open("w")
     output = Output(stream)
     output.put("first\n")
@@ -167,7 +167,7 @@ class Unprintable:
         raise RuntimeError("no text")
 
 
-def test_a_line_that_can_not_be_made_is_counted_and_said_without_its_fields() -> None:
+def test_unprintable_log_line_is_counted_and_logged_without_fields() -> None:
     stream = io.StringIO()
     setup_logging(stream=stream, format="json")
     before = failures().get("logs", 0)
@@ -211,7 +211,7 @@ for i in range(200):
         ("print('half', end='', file=sys.stderr); exit_now(3)", 3, "half"),
     ],
 )
-def test_everything_is_out_in_its_order_when_the_process_ends(end: str, code: int, last: str) -> None:
+def test_process_end_flushes_lines_in_order(end: str, code: int, last: str) -> None:
     returned, text = run(GUARDED + end, "")
     lines = text.splitlines()
     assert returned == code
@@ -221,16 +221,16 @@ def test_everything_is_out_in_its_order_when_the_process_ends(end: str, code: in
 
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-", "2>&- >&- <&-"])
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(5)", 5), ("raise RuntimeError", 1), ("exit_now(6)", 6)])
-def test_exit_codes_are_the_same_when_nothing_can_be_written(redirect: str, end: str, code: int) -> None:
+def test_exit_code_is_unchanged_without_writable_output(redirect: str, end: str, code: int) -> None:
     assert run(GUARDED + end, redirect)[0] == code
 
 
-def test_a_descriptor_that_was_closed_is_given_to_nobody_else() -> None:
+def test_closed_standard_descriptors_are_not_reused() -> None:
     program = GUARDED + "import socket\nassert socket.socket().fileno() > 2\nassert open('/dev/null').fileno() > 2\n"
     assert run(program, "2>&- >&- <&-")[0] == 0
 
 
-def test_what_has_gathered_goes_out_in_one_system_call() -> None:
+def test_gathered_log_lines_are_written_in_one_system_call() -> None:
     """Speed: a thread that was woken for each line cost who writes more than the line. Each packet is a call."""
     reads, writes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with reads, os.fdopen(writes.detach(), "w") as stream:
@@ -252,9 +252,7 @@ def test_what_has_gathered_goes_out_in_one_system_call() -> None:
     assert len(said) <= 2
 
 
-def test_who_waits_for_the_end_does_not_wait_until_nothing_gathers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drain_does_not_wait_for_gathering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_module, "GATHER_S", 3600.0)
     with (tmp_path / "log").open("w") as stream:
         output = Output(stream)
@@ -283,7 +281,7 @@ print(out.dropped)
 """
 
 
-def test_of_pieces_that_went_together_those_are_lost_that_are_not_out(tmp_path: Path) -> None:
+def test_partly_written_batch_loses_only_unwritten_lines(tmp_path: Path) -> None:
     file = tmp_path / "log"
     done = subprocess.run(
         [sys.executable, "-c", CUT_OFF, str(file)], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True

@@ -49,14 +49,14 @@ def test_phases_add_up(times: RequestTimes) -> None:
         assert times.tpot_s * max(1, times.tokens - 1) <= (times.decode_s or 0) + 1e-6
 
 
-def test_time_on_a_worker_that_was_lost_is_queue() -> None:
+def test_time_on_lost_worker_counts_as_queue() -> None:
     """R12: it computed 3 s in vain, the next one a second."""
     times = RequestTimes(0.0, 9.0, given=4.0, first_token=6.0, last_token=8.0, tokens=5, prefill=1.0)
     assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (5.0, 1.0, 3.0, 0.5)
 
 
 @pytest.mark.parametrize(("given_at", "queue_s"), [(None, 7.0), (6.0, 4.0)])
-def test_a_request_that_has_not_begun_has_waited(given_at: float | None, queue_s: float) -> None:
+def test_request_without_tokens_has_only_queue_time(given_at: float | None, queue_s: float) -> None:
     """R12: until the worker that has it now got it, or to its end; nothing else is known of it."""
     times = RequestTimes(2.0, 9.0, given=given_at, prefill=1.0)
     assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (queue_s, None, None, None)
@@ -82,7 +82,7 @@ def test_levels(method: str, generates: bool, code: grpc.StatusCode, level: str)
     assert (record.level, record.code) == (level, code)
 
 
-def test_the_first_end_counts() -> None:
+def test_first_end_is_kept() -> None:
     record = RequestRecord(GENERATE, arrived=1.0)
     record.fail(QueueFullError(3, 1.0))
     record.fail(NoWorkerError("no worker"))
@@ -94,12 +94,12 @@ def test_the_first_end_counts() -> None:
     ("remaining", "code"),
     [(None, "CANCELLED"), (0.0, "DEADLINE_EXCEEDED"), (0.1, "DEADLINE_EXCEEDED"), (5.0, "CANCELLED")],
 )
-def test_a_clients_timer_is_told_from_a_clients_wish(remaining: float | None, code: str) -> None:
+def test_client_deadline_differs_from_client_cancel(remaining: float | None, code: str) -> None:
     """C2: after ten seconds the deadlines of both sides may be a tenth apart, as gRPC rounds them."""
     assert RequestRecord(GENERATE, arrived=0.0).cancel(10.0, remaining).name == code
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_record_fields_are_omitted() -> None:
     record = RequestRecord(GENERATE, peer="ipv4:127.0.0.1:7", arrived=1.0)
     record.fail(InvalidFieldError("text", "is empty", "at least one character"))
     assert record.fields(1.5) == {
@@ -113,7 +113,7 @@ def test_what_is_not_known_is_not_said() -> None:
 
 
 @given(st.text(max_size=600))
-def test_what_a_client_makes_up_is_printable_and_bounded(text: str) -> None:
+def test_client_text_is_logged_printable_and_bounded(text: str) -> None:
     """R14: a terminal does not obey an id."""
     assert shown(text).isprintable()
     assert len(shown(text)) <= 512
@@ -121,14 +121,14 @@ def test_what_a_client_makes_up_is_printable_and_bounded(text: str) -> None:
     assert shown("\x1b[31m") == "\\x1b[31m"
 
 
-def test_an_unforeseen_error_is_unknown_to_the_client_and_named_here() -> None:
+def test_unexpected_error_is_unknown_to_client_and_logged() -> None:
     record = RequestRecord(GENERATE)
     error = KeyError("x")
     record.end(error, 1.0, None)
     assert (record.code, record.level, record.crash) == (grpc.StatusCode.UNKNOWN, "error", error)
 
 
-def test_a_report_comes_once_and_may_fail() -> None:
+def test_record_is_reported_once_despite_failure() -> None:
     """C2: an observer cannot end a request."""
     seen: list[RequestRecord] = []
 

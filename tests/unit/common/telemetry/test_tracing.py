@@ -98,7 +98,7 @@ def test_clients_context_is_passed_on_with_tracing_off() -> None:
     tracing.shutdown()
 
 
-def test_nothing_is_passed_on_where_there_is_nothing() -> None:
+def test_no_trace_context_sends_no_trace_headers() -> None:
     span = Tracing().request_span(GENERATE, ())
 
     assert (span.traceparent, span.tracestate, span.trace_id, span.trailing_metadata()) == ("", "", "", ())
@@ -195,7 +195,7 @@ def test_phases_are_children_made_from_the_timestamps(recorder: Recorder) -> Non
         (SequenceTimes(1.0, 1.5, 2.0, 2.0), [("queue", 1.0, 1.5), ("prefill", 1.5, 2.0), ("decode", 2.0, 2.0)]),
     ],
 )
-def test_phases_as_far_as_the_sequence_came(reached: SequenceTimes, expected: list[tuple[str, float, float]]) -> None:
+def test_phases_end_where_sequence_ended(reached: SequenceTimes, expected: list[tuple[str, float, float]]) -> None:
     assert reached.phases() == expected
 
 
@@ -239,7 +239,7 @@ def test_every_end_has_its_status(
     assert recorder.tracing.open_spans() == 0
 
 
-def test_the_first_end_counts(recorder: Recorder) -> None:
+def test_first_end_is_kept(recorder: Recorder) -> None:
     with recorder.tracing.request_span(GENERATE) as span:
         span.usage(output_tokens=3)
         span.fail(WorkerLostError("w", 3))
@@ -278,7 +278,7 @@ def test_sequence_that_never_arrived_anywhere_still_ends(recorder: Recorder) -> 
     assert recorder.tracing.open_spans() == 0
 
 
-def test_context_that_is_not_sampled_stays_so(recorder: Recorder) -> None:
+def test_unsampled_context_stays_unsampled(recorder: Recorder) -> None:
     with recorder.tracing.request_span(GENERATE, [("traceparent", PARENT[:-2] + "00")]) as span:
         assert span.trace_id == TRACE_ID
         assert span.traceparent.endswith("-00")
@@ -309,7 +309,7 @@ async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -
     assert attributes(recorder.one(GENERATE))["rpc.status_code"] == "CANCELLED"
 
 
-def test_off_costs_next_to_nothing() -> None:
+def test_disabled_tracing_costs_under_200_us() -> None:
     tracing, rounds = Tracing(), 2000
     start = time.thread_time()
     for _ in range(rounds):
@@ -323,7 +323,7 @@ def test_off_costs_next_to_nothing() -> None:
     ("client", "sent"),
     [("", "fissile=chat"), ("k=v,fissile=x,a=b", "fissile=chat,k=v,a=b"), (MANY, f"fissile=chat,{MANY}")],
 )
-def test_a_chat_is_a_chat_on_both_sides_of_the_hop(client: str, sent: str, recorder: Recorder) -> None:
+def test_chat_operation_crosses_router_worker_hop(client: str, sent: str, recorder: Recorder) -> None:
     """C12: groups by operation are not split; the client's trace state goes on."""
     metadata = (("traceparent", PARENT), *([("tracestate", client)] if client else []))
     with recorder.tracing.request_span(GENERATE, metadata, operation=names.CHAT) as span:
@@ -333,7 +333,7 @@ def test_a_chat_is_a_chat_on_both_sides_of_the_hop(client: str, sent: str, recor
     assert attributes(recorder.one(names.WORKER_SPAN))["gen_ai.operation.name"] == "chat"
 
 
-def test_a_decode_span_says_what_the_engine_did_meanwhile(recorder: Recorder) -> None:
+def test_decode_span_has_steps_batch_and_preemptions(recorder: Recorder) -> None:
     """C8: steps, how many sequences shared them, preemptions."""
     sequence = recorder.tracing.sequence_span(PARENT, arrived=1.0)
     done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2))
@@ -346,12 +346,12 @@ def test_a_decode_span_says_what_the_engine_did_meanwhile(recorder: Recorder) ->
     assert attributes(recorder.one(names.PREFILL_SPAN)) == {}
 
 
-def test_a_decode_span_says_how_many_drafts_were_right() -> None:
+def test_decode_span_has_accepted_drafts() -> None:
     said = DecodeWork(steps=10, tokens=35, preemptions=0, drafts=((5, 4), (3, 1))).attributes()
     assert (said["fissile.decode.drafts"], said["fissile.decode.drafts_accepted"]) == (8, 5)
 
 
-def test_a_tracer_that_fails_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: neither making a span nor what is said to one raises into the request; each failure is counted."""
     provider = TracerProvider()
     tracing = Tracing(provider)

@@ -14,7 +14,7 @@ WORDS = ["cat", "the cat", "é", "at on"]
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_they_are_spelled_as_inside_of_a_text(kind: str) -> None:
+def test_bad_words_are_spelled_as_inside_text(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     before = tokenizer.encode("a")
     for word in WORDS:
@@ -26,7 +26,7 @@ def test_they_are_spelled_as_inside_of_a_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_a_text_has_them(kind: str) -> None:
+def test_bad_word_tokens_occur_in_tokenized_text(kind: str) -> None:
     """As the tokenizer splits a text that has the word behind a blank, and behind something else."""
     tokenizer = TOKENIZERS[kind]
     alone, behind_blank = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
@@ -34,13 +34,13 @@ def test_a_text_has_them(kind: str) -> None:
         assert tuple(tokenizer.encode(text)[-len(ids) :]) == ids
 
 
-def test_each_sequence_comes_once() -> None:
+def test_repeated_bad_word_gives_each_sequence_once() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     once = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
     assert bad_words_token_ids(["cat", "cat"], tokenizer, tokenizer.vocab_size) == once
 
 
-def test_a_word_may_have_a_token_for_each_byte() -> None:
+def test_bad_word_may_need_one_token_per_byte() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     word = "\N{GRINNING FACE}" * (MAX_BAD_WORD_BYTES // 4)
     alone, behind_blank = bad_words_token_ids([word], tokenizer, tokenizer.vocab_size)

@@ -97,7 +97,7 @@ def transformers_chat(source: str, messages: list[dict[str, Any]], kind: str = "
 @pytest.mark.parametrize(
     "arguments", [{}, {"enable_thinking": False, "style": "odd"}, {"add_generation_prompt": False}]
 )
-def test_text_equals_that_of_transformers(
+def test_rendered_chat_equals_transformers(
     source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any]
 ) -> None:
     expected = transformers_chat(source, messages, tools=tools, tokenize=False, **arguments)
@@ -107,7 +107,7 @@ def test_text_equals_that_of_transformers(
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "sentencepiece_legacy"])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_ids_equal_those_of_transformers(kind: str, messages: list[dict[str, Any]]) -> None:
+def test_chat_token_ids_equal_transformers(kind: str, messages: list[dict[str, Any]]) -> None:
     ids = Tokenizer.from_files(files(kind)).encode(template(CHATML, kind).render(messages), allow_special=True)
 
     assert ids == transformers_chat(CHATML, messages, kind)
@@ -234,7 +234,7 @@ def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.thread_time() - start < 2 * limits.MAX_TEMPLATE_S
 
 
-def test_a_machine_that_stands_still_is_no_fault_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_time_excludes_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """X10: a router that had no processor for two seconds refused the conversation for good."""
     monkeypatch.setattr("common.text.template_sandbox.MAX_TEMPLATE_S", 0.2)
     source = "{{ messages[0].content }}{% for i in range(9) %}{{ pause(0.05) or i }}{% endfor %}"
@@ -306,7 +306,7 @@ NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(30) %}{% se
         "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}",
     ],
 )
-def test_what_is_in_a_value_many_times_counts_each_time(source: str) -> None:
+def test_repeated_references_count_each_time_in_template_bounds(source: str) -> None:
     """M12: the bounds counted a list's own entries, and a thread wrote for minutes what was in them."""
     start = time.thread_time()
     with pytest.raises(TemplateInputError):
@@ -314,7 +314,7 @@ def test_what_is_in_a_value_many_times_counts_each_time(source: str) -> None:
     assert time.thread_time() - start < 2 * limits.MAX_TEMPLATE_S
 
 
-def test_bounded_operators_and_filters_give_what_they_did() -> None:
+def test_bounded_operators_and_filters_keep_results() -> None:
     source = (
         "{{ 'a' ~ 1 ~ none ~ [2] }} {{ 2 ** 10 + 7 % 4 * 3 }} {{ 'ab' * 3 }} {{ '%s-%d' % ('x', 5) }} "
         "{{ [1] + [2] }} {{ 'x y' | replace('x', 'zz') }} {{ ['a', 'b'] | join(', ') }} {{ 'a\nb' | indent(2) }} "

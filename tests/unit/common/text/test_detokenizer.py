@@ -44,7 +44,7 @@ def test_text_streams_as_it_decodes_at_once(kind: str, text: str, sizes: list[in
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(0, TOKENIZERS["byte_level"].vocab_size + 3), max_size=30), st.lists(st.integers(0, 3)))
-def test_any_byte_level_ids_stream_as_they_decode_at_once(ids: list[int], sizes: list[int]) -> None:
+def test_byte_level_stream_equals_whole_decode(ids: list[int], sizes: list[int]) -> None:
     expected = backend("byte_level").decode(ids, skip_special_tokens=True)
 
     assert "".join(streamed(TOKENIZERS["byte_level"], cut(ids, sizes))) == expected
@@ -69,7 +69,7 @@ def test_byte_fallback_equals_the_library_outside_of_invalid_bytes(ids: list[int
     assert TOKENIZERS["sentencepiece"].decode(normal) == backend("sentencepiece").decode(normal)
 
 
-def test_what_tokens_are_measured_behind_is_visible_text() -> None:
+def test_decode_stream_context_is_visible_text() -> None:
     """A vocabulary whose first ids are a special token and a space: neither shows at the start."""
     vocabulary = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -89,7 +89,7 @@ def test_invalid_byte_tokens_cost_only_themselves() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_characters_come_whole(kind: str) -> None:
+def test_streamed_characters_are_whole(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     text = "a😀é中\U0001f469\u200d\U0001f4bb b"
 
@@ -109,7 +109,7 @@ def test_unfinished_character_shows_at_the_end_only() -> None:
     assert stream.flush() == "\ufffd"
 
 
-def test_endless_garbage_is_not_held_back() -> None:
+def test_invalid_bytes_are_not_held_back() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     continuation = backend("byte_level").get_vocab()["Ģ"]  # byte 0x80
     stream = tokenizer.decode_stream()
@@ -119,7 +119,7 @@ def test_endless_garbage_is_not_held_back() -> None:
 
 @settings(max_examples=300)
 @given(asked=continuations())
-def test_a_text_behind_a_prompt_is_what_it_adds_to_it(asked: Continuation) -> None:
+def test_streamed_text_equals_text_added_to_prompt(asked: Continuation) -> None:
     """M4: by the library's decoder, for any prompt, answer and framing; without the prompt's halves of characters."""
     stream = asked.tokenizer.decode_stream(behind=asked.prompt)
 
@@ -129,7 +129,7 @@ def test_a_text_behind_a_prompt_is_what_it_adds_to_it(asked: Continuation) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_and_its_continuation_read_as_one_text(kind: str) -> None:
+def test_prompt_and_continuation_join_to_one_text(kind: str) -> None:
     """M4: the space before a continuation's first word was lost."""
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode("the cat sat on the mat")
@@ -139,7 +139,7 @@ def test_a_prompt_and_its_continuation_read_as_one_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece_legacy", "unigram"])
-def test_nothing_but_special_tokens_before_a_text_makes_it_a_beginning(kind: str) -> None:
+def test_text_after_only_special_tokens_has_no_leading_space(kind: str) -> None:
     """M4: neither those nor ids without a token are text; the space before a beginning is not text either."""
     tokenizer = TOKENIZERS[kind]
     special, unknown = min(tokenizer.special_ids), tokenizer.vocab_size
@@ -150,7 +150,7 @@ def test_nothing_but_special_tokens_before_a_text_makes_it_a_beginning(kind: str
     assert tokenizer.decode_stream(behind=[*tokenizer.encode("a"), *[special] * 4]).push(ids) == " cat"
 
 
-def test_a_character_that_the_prompt_began_stays_the_prompts() -> None:
+def test_character_begun_in_prompt_is_not_in_continuation() -> None:
     """M4: a byte-level answer's text is that of its own bytes, whatever the prompt is."""
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("😀")

@@ -164,7 +164,7 @@ def test_the_floor_tells_long_texts(name: str) -> None:
         assert tokenizer(name).fewest_tokens(text, 100) >= 100, (name, text[:4])
 
 
-def test_a_long_part_that_can_not_be_cut_is_refused() -> None:
+def test_long_unsplittable_part_is_refused() -> None:
     """X3: nothing is encoded at once that is larger than allowed."""
     tok = tokenizer("llama3")
     assert sum(map(len, tok.encode_pieces("word " * 100, most_bytes=50))) > 100
@@ -172,7 +172,7 @@ def test_a_long_part_that_can_not_be_cut_is_refused() -> None:
         list(tok.encode_pieces("word " * 100 + "=" * 51, most_bytes=50))
 
 
-def test_an_encoder_of_no_known_kind_is_neither_cut_nor_bounded() -> None:
+def test_unknown_encoder_is_not_split_or_bounded() -> None:
     content: dict[str, Any] = json.loads(backend("byte_level").to_str())
     content["pre_tokenizer"] = {"type": "UnicodeScripts"}
     tok = Tokenizer.from_files({"tokenizer.json": json.dumps(content).encode()})

@@ -32,7 +32,7 @@ def held(text: str, stops: tuple[str, ...]) -> int:
     pieces=st.lists(st.text("abc", max_size=6), max_size=8),
     include=st.booleans(),
 )
-def test_equals_brute_force(stops: tuple[str, ...], pieces: list[str], include: bool) -> None:
+def test_stop_string_search_equals_brute_force(stops: tuple[str, ...], pieces: list[str], include: bool) -> None:
     search = StopStrings(stops, include)
     emitted, matched, seen = "", None, ""
     for piece in pieces:
@@ -46,7 +46,7 @@ def test_equals_brute_force(stops: tuple[str, ...], pieces: list[str], include: 
     assert (emitted, matched) == brute_force("".join(pieces), stops, include)
 
 
-def test_nothing_follows_a_match() -> None:
+def test_no_text_follows_a_stop_match() -> None:
     search = StopStrings(("END",), include=True)
 
     assert search.push("one EN").emit == "one "
@@ -55,7 +55,7 @@ def test_nothing_follows_a_match() -> None:
     assert search.push("").matched == "END"
 
 
-def test_without_stop_strings_all_passes() -> None:
+def test_text_passes_unchanged_without_stop_strings() -> None:
     search = StopStrings((), include=False)
 
     assert (search.push("text").emit, search.flush()) == ("text", "")

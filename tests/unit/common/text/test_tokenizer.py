@@ -51,7 +51,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 @pytest.mark.parametrize("pair", ["$A $B:1", f"{START} $A {START}:1 $B:1", f"{START} $A {END} $B:1 {END}:1"])
-def test_pairs_have_what_the_post_processor_puts_around_them(pair: str) -> None:
+def test_pair_ids_include_post_processor_tokens(pair: str) -> None:
     made = backend("byte_level")
     special = [(token, made.token_to_id(token)) for token in (START, END)]
     made.post_processor = processors.TemplateProcessing(single="$A", pair=pair, special_tokens=special)
@@ -79,7 +79,7 @@ SHARED = {kind: Tokenizer.from_files(files(kind)) for kind in ("byte_level", "se
 
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<|", "|>", "a", " ", "\n", "é"]), max_size=12))
-def test_no_mixture_of_pieces_becomes_special(pieces: list[str]) -> None:
+def test_mixed_pieces_never_become_special_tokens(pieces: list[str]) -> None:
     text = "".join(pieces)
     for name, tokenizer in SHARED.items():
         ids = tokenizer.encode(text)

@@ -11,7 +11,7 @@ from common.wire.ids import check_id
 
 
 @pytest.mark.parametrize("text", ["", "alice-job-1", "é" * 64, "a b", "任务 7", "🦊", "x" * 128, "~!@#$%^&*()\\'\""])
-def test_what_an_id_may_be(text: str) -> None:
+def test_valid_id_is_accepted(text: str) -> None:
     check_id("request_id", text, 128)
 
 
@@ -24,7 +24,7 @@ def test_characters_that_a_terminal_obeys_are_refused(text: str) -> None:
         check_id("request_id", text, 128)
 
 
-def test_every_control_character_is_one_of_them() -> None:
+def test_every_control_character_is_refused_in_ids() -> None:
     for code in range(0x3000):
         if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(chr(code)) in (
             "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI",

@@ -40,13 +40,13 @@ PARAMS = SamplingParams(
 _ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words", "constraint"}
 
 
-def test_there_and_back() -> None:
+def test_sampling_params_round_trip_through_proto() -> None:
     assert sampling_from_proto(sampling_to_proto(PARAMS)) == PARAMS
     assert sampling_from_proto(sampling_to_proto(SamplingParams())) == SamplingParams()
 
 
 @pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)} - _ROUTERS_OWN))
-def test_no_field_is_left_out(name: str) -> None:
+def test_each_sampling_field_changes_only_its_proto_field(name: str) -> None:
     """Each changes the message, and nothing but its own field of it."""
     other = replace(PARAMS, **{name: getattr(SamplingParams(), name)})
     sent, usual = sampling_to_proto(PARAMS), sampling_to_proto(other)

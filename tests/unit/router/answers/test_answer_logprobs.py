@@ -69,7 +69,7 @@ def positions(first: int, count: int) -> list[float]:
     return [value(first + i) for i in range(count)]
 
 
-def test_each_token_has_its_logprob_and_the_prompts_come_first() -> None:
+def test_each_token_has_logprob_after_prompt_logprobs() -> None:
     stream, rnd = assembly(), random.Random(4)
     for first in (5, 9, 9, 7, 17):
         count = min(8, len(PROMPT) - first)
@@ -121,7 +121,7 @@ def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("size", [1, 700, MAX_MESSAGE_LOGPROBS, 5000])
 @pytest.mark.parametrize("echo", [None, Echo("say ", PROMPT)])
-def test_more_than_a_message_takes_come_in_several_each_with_its_text(size: int, echo: Echo | None) -> None:
+def test_logprobs_beyond_message_bound_are_split_with_their_text(size: int, echo: Echo | None) -> None:
     """A client that has got some of them goes on behind their ids: the text behind those, and no other, is to come."""
     params = SamplingParams(logprobs=0)
     count = 2 * MAX_MESSAGE_LOGPROBS + 5
@@ -154,7 +154,7 @@ def test_more_than_a_message_takes_come_in_several_each_with_its_text(size: int,
         assert "".join([*texts[:i], *(part.text for part in parts_of(again, have))]) == "".join(texts)
 
 
-def test_another_worker_begins_anew_and_a_resumed_answer_counts_what_it_has() -> None:
+def test_prompt_logprobs_restart_on_new_worker_and_resume_by_count() -> None:
     params = SamplingParams(logprobs=0, prompt_logprobs=0, prompt_logprobs_start=20)
     stream = assembly(params, given=4)
     stream.append_given_logprobs(20, rows(20, 3, params.prompt_logprob_layout))
@@ -176,7 +176,7 @@ def test_another_worker_begins_anew_and_a_resumed_answer_counts_what_it_has() ->
 
 
 @pytest.mark.parametrize("case", ["none", "too few", "of the prompt", "a gap"])
-def test_a_worker_that_leaves_logprobs_out_fails_the_stream(case: str) -> None:
+def test_worker_omitting_logprobs_fails_stream(case: str) -> None:
     stream = assembly()
     stream.worker_id = "w7"
     if case == "a gap":

@@ -168,7 +168,7 @@ def as_chunk(parts: Sequence[ChannelPart]) -> StreamChunk:
 
 @settings(max_examples=150)
 @given(answer=answers(), cuts=st.lists(st.integers(0, 60), max_size=8))
-def test_channels_are_those_of_the_whole_text(answer: tuple[bool, list[int], str], cuts: list[int]) -> None:
+def test_streamed_channels_equal_whole_text(answer: tuple[bool, list[int], str], cuts: list[int]) -> None:
     """However tokens are framed and read; a delimiter that has a token is text where it is spelled."""
     with_tokens, ids, opening = answer
     stream = assembly(reading(with_tokens=with_tokens, opening=opening, tools=TOOLS), with_tokens=with_tokens)
@@ -199,7 +199,7 @@ def assembly_of(asked: ChannelTerms, ids: Sequence[int], *, with_tokens: bool) -
     return stream
 
 
-def test_another_answer_is_not_gone_on_with() -> None:
+def test_resume_of_other_answer_is_refused() -> None:
     ids = [*ids_of("<think>lala</think>lo"), EOS]
     chunks = feed(assembly(reading()), ids)
     assert texts(chunks) == ("lala", "lo")
@@ -244,7 +244,7 @@ def test_stop_strings_see_the_text_with_its_delimiters(include: bool) -> None:
     assert texts(feed(late, [*ids, EOS])) == ("la", "lo")
 
 
-def test_what_is_held_back_comes_at_the_end() -> None:
+def test_held_back_text_is_sent_at_end() -> None:
     for text in ("<think>la</thi", "lo<thi"):
         ids = ids_of(text, with_tokens=False)
         stream = assembly(reading(with_tokens=False), with_tokens=False)
@@ -259,7 +259,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("cuts", [range(0), range(200)])
-def test_an_answer_ends_with_calls_or_with_words(cuts: range) -> None:
+def test_finish_reason_depends_on_last_part(cuts: range) -> None:
     for text, reason, calls in (
         (CALL, "TOOL_CALLS", ['f: {"a": 1}']),
         (f"lo\n{CALL}\n{CALL}\n", "TOOL_CALLS", ['f: {"a": 1}'] * 2),
@@ -280,7 +280,7 @@ def test_an_answer_ends_with_calls_or_with_words(cuts: range) -> None:
 
 
 @pytest.mark.parametrize("cuts", [range(0), range(200)])
-def test_the_first_call_ends_an_answer_that_may_have_one(cuts: range) -> None:
+def test_single_call_answer_ends_at_first_call(cuts: range) -> None:
     ids = [*ids_of(f"lo {CALL}\n{CALL}"), EOS]
     stream = assembly(reading(tools=TOOLS, ends_with_first_call=True))
     chunks = feed(stream, ids, cuts)

@@ -90,7 +90,7 @@ ALL_ENCODED = b"".join(
 )
 
 
-def test_every_parameter_is_in_the_request_as_the_contract_says() -> None:
+def test_request_digest_covers_every_parameter() -> None:
     assert digest(ALL) == expected(ALL_ENCODED)
     assert digest(ALL, continues=False) == expected(ALL_ENCODED, continues=False)
     kept = RequestDigest([1, 2, 3], ALL, 7, continues=True, keeps_special_tokens=True)
@@ -112,7 +112,7 @@ def test_known_answers() -> None:
     assert receipt_sha256(receipt()).hex() == "bdcc4a463eb5256481bf108f5304d383b23a22a3efc453cc3c8b13ed418d9a80"
 
 
-def test_a_parameter_that_is_off_is_left_out_whether_it_was_said_or_not() -> None:
+def test_request_digest_omits_disabled_parameters() -> None:
     """So a parameter that a later version adds changes no digest of a request without it."""
     off = pb.SamplingParams(
         temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=-0.0, ignore_eos=False
@@ -129,7 +129,7 @@ def test_defaults_of_the_model_are_filled_in() -> None:
     assert digest(canonical_params(pb.SamplingParams(), params)) == expected(parameters)
 
 
-def test_what_the_answer_does_not_depend_on_is_left_out() -> None:
+def test_request_digest_omits_irrelevant_parameters() -> None:
     """An answer of several is the one that it would be alone; greedy is not off."""
     given = pb.SamplingParams(n=4, best_of=5, num_drafts=3, seed=1, temperature=0)
     params = SamplingParams(n=4, seed=1, temperature=0.0, max_tokens=5)
@@ -138,7 +138,7 @@ def test_what_the_answer_does_not_depend_on_is_left_out() -> None:
     assert answers.of_answer(3) == expected(u32(2) + u32(1) + f32(0.0) + u32(9) + u32(5), index=3)
 
 
-def test_running_digests_are_those_of_the_reference_implementation() -> None:
+def test_logit_chain_equals_reference_xxh3() -> None:
     """XXH3 of eight bytes by its authors' library, with the digest before as the seed. They must never change."""
     chain = LogitChain(10, 2)
     assert chain_of(chain, 0) == []
@@ -156,7 +156,7 @@ def test_running_digests_are_those_of_the_reference_implementation() -> None:
 
 
 @pytest.mark.parametrize(("positions", "said"), [([10, 14], None), ([12, 14], None), ([10, 12, 14], 2), ([10], None)])
-def test_a_chain_has_the_digests_of_an_answer_or_none(positions: list[int], said: int | None) -> None:
+def test_logit_chain_covers_answer_or_is_empty(positions: list[int], said: int | None) -> None:
     """One that is missing is missed; one behind the answer, of tokens that a stop string dropped, is left out."""
     chain = LogitChain(10, 2)
     chain.add(positions, positions)
@@ -190,7 +190,7 @@ def receipt(**fields: Any) -> pb.Receipt:
     return sealed(made)
 
 
-def test_a_receipts_own_digest_is_as_the_contract_says() -> None:
+def test_receipt_digest_follows_contract() -> None:
     made = receipt()
     encoded = b"".join(
         (
@@ -215,7 +215,7 @@ def test_a_receipts_own_digest_is_as_the_contract_says() -> None:
 
 
 @given(st.sampled_from([field.name for field in pb.Receipt.DESCRIPTOR.fields]), st.integers(0, 2**20))
-def test_a_receipt_that_was_altered_anywhere_contradicts_itself(name: str, number: int) -> None:
+def test_altered_receipt_field_contradicts_digest(name: str, number: int) -> None:
     made = receipt()
     value = getattr(made, name)
     if name == "logit_digests":
@@ -230,7 +230,7 @@ def test_a_receipt_that_was_altered_anywhere_contradicts_itself(name: str, numbe
     assert contradiction(made)
 
 
-def test_a_receipt_with_too_few_digests_contradicts_itself_though_it_was_sealed() -> None:
+def test_sealed_receipt_with_too_few_digests_contradicts_itself() -> None:
     short = receipt(output_tokens=5)
     assert "logit_digests" in contradiction(short)
     assert contradiction(sealed(pb.Receipt(version=1)))
@@ -246,7 +246,7 @@ def test_a_receipt_with_too_few_digests_contradicts_itself_though_it_was_sealed(
         ([1, 2, 3], 7, 0, "answer 0"),
     ],
 )
-def test_another_request_is_told_before_it_runs(ids: list[int], seed: int, num_answers: int, said: str) -> None:
+def test_other_request_is_reported_before_replay(ids: list[int], seed: int, num_answers: int, said: str) -> None:
     found = compare_request(receipt(), RequestDigest(ids, ALL, seed, continues=True), num_answers)
     assert (found is None) == (said == "")
     if found is not None:
@@ -280,7 +280,7 @@ LOGITS, CHOICE, EQUAL = (
         ([10, 11, 12, 13, 14], [2**63, 5, 8], False, CHOICE, None),
     ],
 )
-def test_the_first_difference_is_named(
+def test_replay_names_first_difference(
     replayed: list[int], digests: list[int], known: bool, verdict: int, position: int | None
 ) -> None:
     again = receipt()

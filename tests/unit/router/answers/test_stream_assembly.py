@@ -128,7 +128,7 @@ def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens:
     include=st.booleans(),
     min_tokens=st.integers(0, 8),
 )
-def test_any_framing_gives_the_reference(
+def test_stream_text_is_independent_of_framing(
     answer: tuple[list[int], tuple[str, ...]], cuts: list[int], include: bool, min_tokens: int
 ) -> None:
     """With stop strings that overlap, contain each other and lie across tokens and runs."""
@@ -175,7 +175,7 @@ def test_many_answers_meet_long_stop_strings(monkeypatch: pytest.MonkeyPatch) ->
 
 @settings(max_examples=200)
 @given(asked=continuations(), reads=st.sets(st.integers(0, 8)))
-def test_a_continuations_text_is_that_of_prompt_and_tokens_alone(asked: Continuation, reads: set[int]) -> None:
+def test_continuation_text_depends_only_on_prompt_and_tokens(asked: Continuation, reads: set[int]) -> None:
     """M4: however its tokens and its client's reads come, with stop strings, it is the library's text."""
     stream = StreamAssembly(
         len(asked.prompt),
@@ -241,7 +241,7 @@ def test_end_with_other_count_is_a_gap() -> None:
         stream.finish(end(1, PROMPT + 3, wpb.END_REASON_LENGTH))
 
 
-def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() -> None:
+def test_first_chunk_is_sent_with_first_token_despite_held_text() -> None:
     stream = assembly(("lo!",))
     assert stream.next_chunk() is None
     stream.begin(FirstTokenInfo(cached_tokens=3, prefill_s=0.25))
@@ -255,7 +255,7 @@ def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() ->
     assert last.text == "lo"
 
 
-def test_what_a_later_attempt_says_first_is_not_the_streams_start() -> None:
+def test_later_attempt_does_not_change_stream_start() -> None:
     """Cached tokens and times of the finish are those of the first token that the client got."""
     stream = assembly()
     stream.begin(FirstTokenInfo(cached_tokens=3))
@@ -274,7 +274,7 @@ def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
         assert stream.is_closed == (min_tokens < 4)
 
 
-def test_a_stop_string_that_the_end_completes_counts() -> None:
+def test_stop_string_completed_at_end_matches() -> None:
     """Half a character becomes U+FFFD at the end, and is searched too."""
     stream = assembly(("b\ufffd",))
     ids = [*TOKENIZER.encode("ab"), TOKENIZER.encode("é")[0]]
@@ -314,7 +314,7 @@ def test_worker_lost_before_and_after_the_first_part() -> None:
         (wpb.END_REASON_ERROR, EngineError),
     ],
 )
-def test_ends_that_are_failures(reason: wpb.EndReason.ValueType, error: type[Exception]) -> None:
+def test_failed_end_raises_its_error(reason: wpb.EndReason.ValueType, error: type[Exception]) -> None:
     stream = assembly()
     stream.finish(end(1, PROMPT, reason, message="why"))
     assert stream.is_closed
@@ -334,7 +334,7 @@ def test_slow_client_is_dropped_at_the_bound() -> None:
         stream.next_chunk()
 
 
-def test_without_tokenizer_there_is_no_text() -> None:
+def test_stream_without_tokenizer_has_no_text() -> None:
     stream = StreamAssembly(PROMPT, text=AnswerText(None), return_token_ids=True)
     stream.append(PROMPT, [1, 2, EOS], 0.0, end(1, PROMPT + 3, wpb.END_REASON_EOS, EOS))
     (part,) = drain(stream)
@@ -349,7 +349,7 @@ def test_without_tokenizer_there_is_no_text() -> None:
     named=st.booleans(),
     wrong=st.sampled_from([False, False, True]),
 )
-def test_what_a_client_has_is_left_out_of_an_answer_that_comes_again(
+def test_resumed_answer_omits_delivered_part(
     answer: tuple[list[int], tuple[str, ...]], again: list[int], count: int, named: bool, wrong: bool
 ) -> None:
     """Whatever its messages were, by token ids or by text and their number; and nothing comes behind others."""

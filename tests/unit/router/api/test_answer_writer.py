@@ -29,7 +29,7 @@ class ScriptedWriter(AnswerWriter):
             raise stream.end
 
 
-async def test_client_gone_for_one_answer_cancels_the_call() -> None:
+async def test_client_lost_during_one_answer_cancels_call() -> None:
     """The tasks notice it by themselves, before gRPC has cancelled the call."""
     await ScriptedWriter(None, None)._write_side_by_side()
     with pytest.raises(asyncio.CancelledError):

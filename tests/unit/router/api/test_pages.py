@@ -28,7 +28,7 @@ def refused_field(token: str) -> str:
 
 
 @given(size=st.integers(1, 12))
-def test_pages_together_are_the_list(size: int) -> None:
+def test_pages_join_to_whole_list(size: int) -> None:
     found, token = page("", size)
     while token:
         more, token = page(token, size)
@@ -37,11 +37,11 @@ def test_pages_together_are_the_list(size: int) -> None:
 
 
 @given(token=st.text(min_size=1))
-def test_a_token_of_nobody_is_refused(token: str) -> None:
+def test_unknown_page_token_is_refused(token: str) -> None:
     assert refused_field(token) == "page_token"
 
 
-def test_a_token_that_is_changed_is_refused() -> None:
+def test_altered_page_token_is_refused() -> None:
     _, token = page("")
     for bad in (token + "=", token + "\n", f"?{token}", token[:-1], base64.urlsafe_b64encode(b"002").decode()):
         assert refused_field(bad) == "page_token"

@@ -11,7 +11,7 @@ from common.errors import RouterEndingError
 from router.api.shutdown import OpenCalls
 
 
-async def test_what_has_sent_nothing_is_interrupted_where_it_waits() -> None:
+async def test_calls_without_output_are_interrupted_at_shutdown() -> None:
     """R6: a prompt that is still being made when the router ends."""
     calls = OpenCalls()
 
@@ -32,7 +32,7 @@ async def test_what_has_sent_nothing_is_interrupted_where_it_waits() -> None:
         pass
 
 
-async def test_timeouts_of_the_work_itself_and_cancels_stay_what_they_are() -> None:
+async def test_interruptible_keeps_own_timeouts_and_cancels() -> None:
     calls = OpenCalls()
     with pytest.raises(TimeoutError), calls.interruptible():
         async with asyncio.timeout(0):
@@ -50,7 +50,7 @@ async def test_timeouts_of_the_work_itself_and_cancels_stay_what_they_are() -> N
         await made
 
 
-async def test_a_drain_waits_for_the_last_call() -> None:
+async def test_drain_waits_for_last_call() -> None:
     calls = OpenCalls()
     with calls.held():
         waits = asyncio.create_task(calls.wait_until_none())

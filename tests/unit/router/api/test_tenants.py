@@ -31,7 +31,7 @@ def test_the_tenant_is_the_keys_or_the_metadatas(
     assert tenant_of(metadata, TenantPolicy(), bound) == tenant
 
 
-def test_an_operator_names_the_metadata_that_has_the_tenant() -> None:
+def test_tenant_metadata_key_is_configurable() -> None:
     policy = TenantPolicy("k")
     assert tenant_of((*NAMED, ("k", "me")), policy) == "me"
     assert tenant_of(NAMED, policy) == ""
@@ -45,7 +45,7 @@ def test_metadata_can_not_change_the_tenant_of_a_key() -> None:
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "TENANT_MISMATCH")
 
 
-def test_a_name_alone_makes_no_tenant_where_that_needs_a_key() -> None:
+def test_tenant_name_without_key_is_refused_when_required() -> None:
     """R3: a caller that invents a tenant for each call has the shares of all of them."""
     strict = TenantPolicy(require_bound=True)
     assert tenant_of([], strict) == tenant_of([(TENANT_KEY, "")], strict) == ""
@@ -71,7 +71,7 @@ def test_a_name_alone_makes_no_tenant_where_that_needs_a_key() -> None:
         ({"gold": "high"}, "low", "normal", LOW),
     ],
 )
-def test_the_highest_priority_is_the_keys_the_tenants_or_the_default(
+def test_highest_priority_is_lower_of_key_and_tenant(
     of_tenants: dict[str, str], of_key: str, default: str, most: int
 ) -> None:
     """R3: who may ask for priority is decided by the operator; where key and tenant say it, by the lower of both."""
@@ -87,7 +87,7 @@ def test_the_highest_priority_is_the_keys_the_tenants_or_the_default(
     assert policy.priority(0, "gold", of_key, default) == min(most, NORMAL)
 
 
-def test_isolated_tenants_have_salts_of_their_own_that_no_request_can_name() -> None:
+def test_isolated_tenants_have_unforgeable_salts() -> None:
     """R14: a salt that clients choose, and may forget, was all that kept tenants from each other's prefixes."""
     policy = TenantPolicy(isolate=True)
     asked = [("", ""), ("", "ab"), ("ab", ""), ("a", "b"), ("a", "bc"), ("ab", "c"), ("é", "s"), ("", "és")]

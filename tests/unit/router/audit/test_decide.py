@@ -24,17 +24,17 @@ def audit(answer: bytes, workers: list[str], compute: Callable[[str, int], bytes
     return decision, asked
 
 
-def test_an_answer_that_comes_out_again_has_passed() -> None:
+def test_audit_passes_equal_answer() -> None:
     assert audit(RIGHT, ["a", "b", "c"], lambda *_: RIGHT) == (Passed(), ["b"])
 
 
-def test_nobody_is_blamed_where_nobody_else_can_compute_it() -> None:
+def test_audit_without_second_worker_is_unanswered() -> None:
     assert audit(RIGHT, ["a"], lambda *_: RIGHT) == (Unanswered(), [])
     assert audit(RIGHT, [], lambda *_: RIGHT) == (Unanswered(), [])
 
 
 @pytest.mark.parametrize("wrong", ["a", "b", "c"])
-def test_a_third_worker_decides(wrong: str) -> None:
+def test_third_worker_decides_audit(wrong: str) -> None:
     answer = b"wrong" if wrong == "a" else RIGHT
     decision, asked = audit(answer, ["a", "b", "c"], lambda worker, _: b"wrong" if worker == wrong else RIGHT)
     if wrong == "c":
@@ -43,21 +43,21 @@ def test_a_third_worker_decides(wrong: str) -> None:
         assert (decision, asked) == (Wrong(wrong, is_certain=True), ["b", "c"])
 
 
-def test_of_two_the_one_that_contradicts_itself_was_wrong() -> None:
+def test_audit_of_two_convicts_self_contradicting_worker() -> None:
     """As after a fault that has passed."""
     assert audit(b"wrong", ["a", "b"], lambda *_: RIGHT) == (Wrong("a", is_certain=True), ["b", "a"])
     once = audit(RIGHT, ["a", "b"], lambda worker, n: b"wrong" if (worker, n) == ("b", 1) else RIGHT)
     assert once == (Wrong("b", is_certain=True), ["b", "a", "b"])
 
 
-def test_of_two_that_stand_by_what_they_said_the_one_that_has_answered_is_suspected() -> None:
+def test_audit_of_two_consistent_workers_suspects_answering_one() -> None:
     decision = audit(RIGHT, ["a", "b"], lambda worker, _: b"wrong" if worker == "b" else RIGHT)
     assert decision == (Wrong("a", is_certain=False), ["b", "a", "b"])
     assert audit(RIGHT, ["b"], lambda *_: b"wrong") == (Wrong("a", is_certain=False), ["b"])
 
 
 @given(st.data())
-def test_a_worker_is_wrong_for_certain_only_if_it_was(data: st.DataObject) -> None:
+def test_audit_convicts_only_faulty_worker(data: st.DataObject) -> None:
     """With at most one worker that computes wrongly, now and then or always, in ways of its own."""
     workers = data.draw(st.permutations(["a", "b", "c", "d"][: data.draw(st.integers(1, 4))]))
     faulty = data.draw(st.sampled_from(workers))

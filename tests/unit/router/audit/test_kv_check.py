@@ -20,13 +20,13 @@ def take(check: KvCheck, said: Witness, digest: int, name: bytes = b"n", accepti
     return check.take(said, name, digest, accepting)
 
 
-def test_workers_of_one_class_that_say_the_same_agree() -> None:
+def test_workers_with_equal_kv_digests_agree() -> None:
     check = KvCheck()
     assert [take(check, witness(i), 7) for i in (0, 1, 2, 0)] == [None] * 4
     assert dict(check.counts) == {"first": 1, "equal": 3}
 
 
-def test_other_classes_other_blocks_and_who_takes_no_work_are_not_compared() -> None:
+def test_kv_check_skips_other_classes_blocks_and_closed_workers() -> None:
     check = KvCheck()
     assert take(check, witness(0), 7) is None
     assert take(check, witness(1, kv_class=("model", "others")), 8) is None
@@ -37,7 +37,7 @@ def test_other_classes_other_blocks_and_who_takes_no_work_are_not_compared() -> 
     assert take(check, witness(0), 7) is not None
 
 
-def test_what_an_instance_said_that_is_gone_blames_nobody() -> None:
+def test_kv_check_ignores_digests_of_old_instance() -> None:
     """A worker that comes back on another machine, or after a repair."""
     check = KvCheck()
     assert take(check, witness(0), 7) is None
@@ -47,7 +47,7 @@ def test_what_an_instance_said_that_is_gone_blames_nobody() -> None:
     assert not check.counts["different"]
 
 
-def test_a_worker_that_says_two_things_contradicts_itself() -> None:
+def test_worker_with_two_digests_contradicts_itself() -> None:
     check = KvCheck()
     take(check, witness(0), 7)
     dispute = take(check, witness(0), 8)
@@ -55,7 +55,7 @@ def test_a_worker_that_says_two_things_contradicts_itself() -> None:
     assert dispute.contradicts_itself
 
 
-def test_what_a_worker_has_said_before_it_was_asked_is_no_answer() -> None:
+def test_kv_check_forgets_digest_before_recheck() -> None:
     check = KvCheck()
     take(check, witness(0), 7)
     take(check, witness(1), 7)
@@ -69,7 +69,7 @@ def test_what_a_worker_has_said_before_it_was_asked_is_no_answer() -> None:
     assert check.digest(witness(0), b"n") == (8).to_bytes(8, "little")
 
 
-def test_two_that_differ_need_a_third() -> None:
+def test_differing_kv_digests_need_third_worker() -> None:
     check = KvCheck()
     take(check, witness(0), 7)
     dispute = take(check, witness(1), 8)
@@ -79,7 +79,7 @@ def test_two_that_differ_need_a_third() -> None:
 
 
 @given(st.data())
-def test_of_three_that_have_spoken_the_odd_one_is_wrong(data: st.DataObject) -> None:
+def test_kv_check_of_three_blames_differing_worker(data: st.DataObject) -> None:
     """In any order, with others that speak of other blocks between; one worker is faulty, now and then or always."""
     check = KvCheck()
     workers = data.draw(st.integers(1, 6))
@@ -106,7 +106,7 @@ def test_of_three_that_have_spoken_the_odd_one_is_wrong(data: st.DataObject) -> 
             assert isinstance(decision, Ask)
 
 
-def test_what_is_remembered_has_a_bound() -> None:
+def test_kv_check_memory_is_bounded() -> None:
     check = KvCheck(capacity=5)
     for block in range(50):
         name = block.to_bytes(2, "big")

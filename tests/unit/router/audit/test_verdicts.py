@@ -17,7 +17,7 @@ PROOF = pb.ReplayRequest()
 
 
 @pytest.mark.parametrize("there", ["nothing", "file", "link"])
-def test_a_proof_is_private_and_follows_no_link(there: str, tmp_path: Path) -> None:
+def test_audit_proof_file_is_private_and_follows_no_link(there: str, tmp_path: Path) -> None:
     """S4: a file or link of that name was followed and kept its mode."""
     folder, other = tmp_path / "audits", tmp_path / "other"
     other.write_text("untouched")

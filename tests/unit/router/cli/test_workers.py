@@ -11,7 +11,7 @@ from common.rpc.durations import to_duration
 from router.cli.workers import as_table
 
 
-def test_table_says_state_and_load() -> None:
+def test_worker_table_shows_state_and_load() -> None:
     workers = [
         apb.Worker(
             worker_id="w0", address="a:1", model="m", running=3, queued=2, decoding_seqs=4, waiting_seqs=1,
@@ -33,7 +33,7 @@ def test_table_says_state_and_load() -> None:
     assert rows[4] == ["d:4:", "UNAVAILABLE:", "refused"]
 
 
-def test_table_says_how_drafts_fare() -> None:
+def test_worker_table_shows_draft_acceptance() -> None:
     drafts = [pb.DraftCounts(verified=10, accepted=9), pb.DraftCounts(verified=10, accepted=6)]
     workers = [
         apb.Worker(worker_id="w0", draft_method="eagle3", num_speculative_tokens=3, drafts=drafts),
@@ -45,6 +45,6 @@ def test_table_says_how_drafts_fare() -> None:
     assert [row[heading.index("DRAFTS") :] for row in rows] == ["eagle3 3  75% (90% 60%)", "ngram 4   -", "-         -"]
 
 
-def test_no_workers_is_said_in_one_line() -> None:
+def test_empty_worker_table_is_one_line_error() -> None:
     with pytest.raises(CommandError, match="the router has no worker"):
         as_table([])

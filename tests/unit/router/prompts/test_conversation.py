@@ -41,7 +41,7 @@ def conversation(**fields: Any) -> pb.ChatRequest:
 
 
 @pytest.mark.parametrize("source", [KITCHEN_SINK, TOOLS_TEMPLATE])
-def test_a_conversation_with_tools_is_rendered_as_transformers_renders_it(source: str) -> None:
+def test_conversation_with_tools_renders_like_transformers(source: str) -> None:
     """Schemas and arguments in their order, numbers in their form."""
     asked = conversation()
     function = {"name": "get_it", "description": "gets\nit", "parameters": json.loads(SCHEMA)}
@@ -99,7 +99,7 @@ def with_least_tokens(asked: pb.ChatRequest) -> None:
         ("messages[1].tool_calls[0].name", lambda r: setattr(r.messages[1].tool_calls[0], "name", "")),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(field: str, change: Any) -> None:
+def test_impossible_chat_is_refused_by_field(field: str, change: Any) -> None:
     asked = conversation()
     check_chat(asked)
     change(asked)
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused_by_name(field: str, change: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', '{"a":' * 100_000])
-def test_json_that_is_none_is_refused_by_its_place(text: str) -> None:
+def test_invalid_tool_json_is_refused_by_field(text: str) -> None:
     asked = conversation()
     asked.tools[1].parameters_json = text
     with pytest.raises(ApiError) as caught:

@@ -33,7 +33,7 @@ def test_token_ids_become_compact_from_a_list_and_from_a_message(ids: list[int])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
-def test_text_threads_yield_and_the_others_do_not() -> None:
+def test_only_text_threads_have_lower_priority() -> None:
     def own_nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -60,7 +60,7 @@ def held(event: threading.Event) -> Steps[None]:
     yield
 
 
-async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
+async def test_short_text_does_not_wait_for_long_texts() -> None:
     encoder, end = PromptEncoder(TextQueue()), threading.Event()
     long = [asyncio.create_task(encoder._run(held(end), LONG_TEXT + 1)) for _ in range(2 * TOKENIZE_THREADS)]
     try:
@@ -72,7 +72,7 @@ async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
         encoder.close()
 
 
-async def test_a_text_that_is_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_text_is_refused_untokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """X3: one text of 7 MB cost 18 s and 1.5 GB before it was refused."""
     encoder, served = PromptEncoder(TextQueue()), model()
     monkeypatch.setattr(Tokenizer, "encode_pieces", lambda *_, **__: pytest.fail("was tokenized"))
@@ -128,7 +128,7 @@ async def test_texts_go_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> N
     encoder.close()
 
 
-async def test_what_waits_is_bounded_by_its_bytes() -> None:
+async def test_waiting_texts_are_bounded_in_bytes() -> None:
     """R2: 4096 texts of 8 MiB might wait; a caller that has to make room is told to come back."""
     encoder, end = PromptEncoder(TextQueue(most_bytes=100_000)), threading.Event()
     hold = [asyncio.create_task(encoder._run(held(end), 20_000, "a")) for _ in range(TOKENIZE_THREADS)]
@@ -146,7 +146,7 @@ async def test_what_waits_is_bounded_by_its_bytes() -> None:
     encoder.close()
 
 
-async def test_a_tenant_waits_for_steps_of_others_and_not_for_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenant_waits_for_one_step_of_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: ten Tokenize of 2 MB held up another tenant's prompt of 24 kB for 13.9 s."""
     encoder, served, order = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
@@ -190,7 +190,7 @@ async def test_answers_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None
     encoder.close()
 
 
-async def test_a_token_that_only_the_tokenizer_has_is_the_texts_fault() -> None:
+async def test_token_unknown_to_model_is_invalid_text() -> None:
     """M1: INTERNAL, with the worker's words about token_ids."""
     encoder, served = PromptEncoder(TextQueue()), replace(model(), vocab_size=259)
     with pytest.raises(InvalidFieldError, match="text has a part that the model's tokenizer makes token"):
@@ -238,7 +238,7 @@ async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> N
     encoder.close()
 
 
-async def test_nothing_is_known_of_the_first_token_where_nothing_begins_a_sequence() -> None:
+async def test_score_without_bos_skips_first_token() -> None:
     encoder, served = PromptEncoder(TextQueue()), model()
     assert served.text.tokenizer is not None
     assert served.text.tokenizer.bos_token_id is None

@@ -32,7 +32,7 @@ def run(queue: TextQueue, steps: int, needed: dict[TextJob, int]) -> Counter[str
     return served
 
 
-def test_a_text_waits_for_one_step_of_each_other_tenant() -> None:
+def test_text_waits_for_one_step_per_other_tenant() -> None:
     """R2: ten long texts of one tenant do not hold up the text of another."""
     queue, needed = TextQueue(), {}
     for _ in range(10):
@@ -64,7 +64,7 @@ def test_jobs_of_a_tenant_go_one_after_the_other() -> None:
     assert [needed[each] for each in jobs] == [0, 3, 5]
 
 
-def test_bytes_are_bounded_and_whoever_fills_the_queue_refuses_himself() -> None:
+def test_full_text_queue_refuses_largest_tenant() -> None:
     """R2: what waits is bounded by bytes, and one tenant's texts do not refuse those of others."""
     queue = TextQueue(most_bytes=100)
     mine = [job("a", 20) for _ in range(5)]
@@ -81,7 +81,7 @@ def test_bytes_are_bounded_and_whoever_fills_the_queue_refuses_himself() -> None
         queue.add(job("b", 100))
 
 
-def test_a_text_leaves_with_its_caller() -> None:
+def test_abandoned_text_leaves_queue() -> None:
     """R2: of 300 cancelled texts 298 stayed."""
     queue = TextQueue()
     jobs = [job(size=1000) for _ in range(300)]
@@ -96,7 +96,7 @@ def test_a_text_leaves_with_its_caller() -> None:
     assert (len(queue), queue.bytes, queue.next(TextPool.LONG)) == (0, 0, None)
 
 
-def test_a_job_that_is_refused_takes_nobodys_place() -> None:
+def test_refused_text_job_evicts_no_other() -> None:
     queue = TextQueue(most_bytes=100)
     for tenant, size in (("a", 50), ("a", 10), ("b", 40)):
         queue.add(job(tenant, size))
@@ -118,7 +118,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_books_are_right_after_any_history(operations: list[tuple[str, str, int]]) -> None:
+def test_text_queue_counts_are_right_after_any_operations(operations: list[tuple[str, str, int]]) -> None:
     queue = TextQueue(most_bytes=100, most_jobs=8)
     waiting: list[TextJob] = []
     running: list[TextJob] = []

@@ -56,7 +56,7 @@ async def read(store: TokenizerStore, stub: Any, files: dict[str, bytes]) -> Any
     return await store.assets(described(files), stub)
 
 
-async def test_workers_that_come_together_share_one_tokenizer() -> None:
+async def test_workers_starting_together_share_one_tokenizer() -> None:
     """R8: 16 workers made 16 downloads and 16 tokenizers, all of them kept."""
     store, files = TokenizerStore(), tokenizer_files()
     stubs = [Stub(files) for _ in range(16)]
@@ -66,7 +66,7 @@ async def test_workers_that_come_together_share_one_tokenizer() -> None:
     assert not store._reading
 
 
-async def test_another_worker_is_asked_when_one_fails_or_goes() -> None:
+async def test_tokenizer_is_read_from_other_worker_after_failure() -> None:
     """R8: who waits for another worker's answer does not fail with it."""
     store, files = TokenizerStore(), tokenizer_files()
     bad, slow, good = Stub(numbered(9)), Stub(files), Stub(files)
@@ -79,7 +79,7 @@ async def test_another_worker_is_asked_when_one_fails_or_goes() -> None:
     assert not store._reading
 
 
-async def test_the_least_lately_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_least_recently_used_tokenizer_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """R8: the oldest went, however much it was used."""
     monkeypatch.setattr(tokenizer_store, "_MAX_KEPT", 2)
     store, folders = TokenizerStore(), [numbered(i) for i in range(3)]
@@ -91,7 +91,7 @@ async def test_the_least_lately_used_goes(monkeypatch: pytest.MonkeyPatch) -> No
     assert again.asked == 0
 
 
-async def test_ids_that_the_model_lacks_are_told_once() -> None:
+async def test_tokenizer_ids_beyond_model_are_warned_once() -> None:
     """M1: nothing said that texts may have tokens which the model has no embedding for."""
     store, files = TokenizerStore(), tokenizer_files()
     with structlog.testing.capture_logs() as logged:

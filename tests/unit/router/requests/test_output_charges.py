@@ -21,7 +21,7 @@ class Stream:
         self.is_adopted = is_adopted
 
 
-def test_all_output_is_charged_a_part_in_each_turn() -> None:
+def test_output_is_charged_in_parts_per_turn() -> None:
     streams = [Stream(key) for key in range(3 * CHARGED_PER_TURN)]
     charged: dict[int, int] = {}
     calls: list[int] = []
@@ -47,7 +47,7 @@ def test_all_output_is_charged_a_part_in_each_turn() -> None:
 
 
 @pytest.mark.parametrize(("is_adopted", "charged"), [(True, 2), (False, 5)])
-def test_what_an_adopted_sequence_brings_a_second_time_is_not_charged(is_adopted: bool, charged: int) -> None:
+def test_replayed_output_of_adopted_sequence_is_not_charged(is_adopted: bool, charged: int) -> None:
     """Nothing of it is computed again. An answer that is generated a second time takes its steps a second time."""
     shares, stream = TenantShares(), Stream(1, is_adopted=is_adopted, received=(7, 8, 9))
     output = OutputCharges(shares.charge_output)

@@ -22,7 +22,7 @@ def submitted(session: Session) -> list[int]:
     return [len(frame.submit.seqs) for frame in frames if frame.HasField("submit")]
 
 
-async def test_a_request_that_can_not_be_sent_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unsendable_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """R14: it had left the queue, no worker had it, and its client waited for ever; so did those released with it."""
     site = Site(monkeypatch)
     session = site.up()
@@ -66,7 +66,7 @@ async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPat
     await site.stop()
 
 
-async def test_an_answer_that_is_dropped_does_not_wait_for_its_turn_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dropped_answer_does_not_wait_for_write_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a timeout for slow clients, an answer that overflowed waited for another one's last write for ever."""
     site = Site(monkeypatch)
     site.up()
@@ -100,7 +100,7 @@ def orphan(site: Site, session: Session, key: bytes = b"k") -> None:
     site.pool.orphans_named(session, wpb.Orphans(keys=[key], lease_left_ms=60_000))
 
 
-async def test_a_request_passes_the_queue_where_its_sequence_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adopting_request_skips_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(monkeypatch)
     session = site.up()
     orphan(site, session)
@@ -122,9 +122,7 @@ async def test_a_request_passes_the_queue_where_its_sequence_runs_already(monkey
 
 
 @pytest.mark.parametrize("how", ["given back", "not written"])
-async def test_a_sequence_that_is_gone_leaves_a_request_like_any_other(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_lost_orphan_leaves_ordinary_request(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     site = Site(monkeypatch)
     session = site.up()
     orphan(site, session)
@@ -146,7 +144,7 @@ async def test_a_sequence_that_is_gone_leaves_a_request_like_any_other(
     await site.stop()
 
 
-async def test_only_a_worker_of_the_wanted_class_that_speaks_of_orphans_is_asked(
+async def test_adoption_needs_worker_of_class_with_orphans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = Site(monkeypatch)

@@ -32,7 +32,7 @@ async def settled(turns: WritePacer) -> int:
 
 
 @given(waiting=st.lists(st.booleans(), max_size=40), per_turn=st.integers(1, 9))
-def test_all_get_their_turn_in_order_and_the_cancelled_take_none(waiting: list[bool], per_turn: int) -> None:
+def test_write_turns_are_in_order_and_skip_cancelled(waiting: list[bool], per_turn: int) -> None:
     async def main() -> None:
         turns, order = WritePacer(per_turn), list[int]()
         futures = [note_turn(order, i) for i in range(len(waiting))]
@@ -49,7 +49,7 @@ def test_all_get_their_turn_in_order_and_the_cancelled_take_none(waiting: list[b
     asyncio.run(main())
 
 
-async def test_the_loop_turns_in_between() -> None:
+async def test_write_pacer_yields_to_loop() -> None:
     """What becomes ready while many streams wait is looked at before the last of them has its turn."""
     turns, seen, other = WritePacer(per_turn=2), list[int](), -1
     for i in range(10):

@@ -13,7 +13,7 @@ def parked(*keys: int) -> ParkedRequests:
     return made
 
 
-def test_the_first_one_is_overdue_first() -> None:
+def test_parked_requests_become_overdue_in_order() -> None:
     made = parked(1, 2)
     assert made.next_overdue() == 11.0
     assert [made.is_overdue(request, 11.0) for request in made] == [True, False]
@@ -23,7 +23,7 @@ def test_the_first_one_is_overdue_first() -> None:
     assert made.next_overdue() is None
 
 
-def test_each_is_reviewed_once_until_workers_come_or_go() -> None:
+def test_parked_request_is_reviewed_once_per_fleet_change() -> None:
     made = parked(1, 2, 3)
     assert made.take_to_review(2) == [1, 2]
     assert made.has_to_review

@@ -28,7 +28,7 @@ def test_round_robin_in_order_of_arrival() -> None:
     assert d.next_timer(0.0) is None
 
 
-def test_room_bounds_release_at_factor_zero_and_the_first_is_chunked() -> None:
+def test_room_bounds_release_and_first_request_is_chunked() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=20, room_seqs=100))
     for key in range(4):
         d.arrive(request(key), 0.0)
@@ -41,7 +41,7 @@ def test_room_bounds_release_at_factor_zero_and_the_first_is_chunked() -> None:
     assert keys(d.decide(2.0)) == {"a": [9]}
 
 
-def test_unseen_groups_take_room_until_the_worker_has_seen_them() -> None:
+def test_unseen_groups_occupy_room_until_reported() -> None:
     busy = LoadReport(0.0, decoding_seqs=1, room_tokens=30, room_seqs=3)
     d = dispatcher("a", report=busy)
     for key in range(6):
@@ -61,7 +61,7 @@ def test_share_of_the_room_follows_the_fleets_waiting_tokens() -> None:
     assert keys(d.decide(0.0)) == {"a": [0, 1]}
 
 
-def test_idle_worker_gets_the_first_whatever_it_reports() -> None:
+def test_idle_worker_gets_first_request_despite_report() -> None:
     d = dispatcher("a", report=LoadReport(0.0))
     d.arrive(request(1), 0.0)
     d.arrive(request(2), 0.0)
@@ -80,7 +80,7 @@ def test_gate_holds_until_the_oldest_is_old_enough_then_all_go_together() -> Non
     assert keys(d.decide(timer)) == {"a": [1, 2]}
 
 
-def test_gate_opens_for_the_fleets_oldest_for_full_room_for_deadlines_and_for_stale_reports() -> None:
+def test_gate_opens_for_fleet_age_full_room_deadline_or_stale_report() -> None:
     echoed = LoadReport(
         0.0, decoding_seqs=1, room_tokens=100, room_seqs=9, last_prompt_latency_s=0.1, fleet_oldest_age_s=0.08
     )
@@ -105,7 +105,7 @@ def test_gate_opens_for_the_fleets_oldest_for_full_room_for_deadlines_and_for_st
     assert keys(d.decide(late)) == {"a": [1]}
 
 
-def test_a_group_on_its_way_counts_as_waiting_at_the_worker() -> None:
+def test_group_in_transit_counts_as_waiting_at_worker() -> None:
     """The gate does not open because a report is older than what has been sent since."""
     idle = LoadReport(0.0, room_tokens=1000, room_seqs=10, last_prompt_latency_s=0.2)
     d = dispatcher("a", factor=1.0, report=idle)
@@ -149,7 +149,7 @@ def test_expiry_in_the_queue() -> None:
     assert len(d) == 1
 
 
-def test_all_of_a_tenant_expire_at_once() -> None:
+def test_expired_requests_leave_together() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
     for key in range(3):
         d.arrive(request(key, deadline=1.0), 0.0)
@@ -158,7 +158,7 @@ def test_all_of_a_tenant_expire_at_once() -> None:
     assert d.lanes["a"].record().seqs == 0
 
 
-def test_lanes_that_come_and_go_move_what_waits() -> None:
+def test_waiting_requests_move_as_lanes_change() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
     for key in range(4):
         d.arrive(request(key), 0.0)
@@ -175,7 +175,7 @@ def test_lanes_that_come_and_go_move_what_waits() -> None:
     assert keys(d.decide(3.0)) == {"a": [7]}
 
 
-def test_requests_wait_a_bounded_time_for_a_worker() -> None:
+def test_requests_without_worker_wait_bounded_time() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
     d.arrive(request(1), 0.0)
     d.lane_down("a", 1.0)
@@ -205,7 +205,7 @@ def test_a_request_goes_to_its_numerics_class_only() -> None:
     assert keys(d.decide(1.0)) == {"b": [1]}
 
 
-def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
+def test_request_goes_only_to_worker_with_enough_context() -> None:
     """R1: also one that waits when a shorter worker comes, and one that has lost its worker."""
     for policy in PLACEMENTS.values():
         d = make_dispatcher(DelayGate(0.0), policy())
@@ -226,7 +226,7 @@ def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_request_for_one_worker_goes_there_alone(placement: str) -> None:
+def test_pinned_request_goes_only_to_its_worker(placement: str) -> None:
     """However much sooner others would serve it, and when it has come back from there."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in ("a", "b", "c"):
@@ -278,7 +278,7 @@ def test_returned_requests_go_first() -> None:
     assert keys(d.decide(1.0)) == {"a": [1]}
 
 
-def test_what_comes_back_goes_on_in_its_order() -> None:
+def test_returned_requests_keep_their_order() -> None:
     """Given back last to first, before what has come since."""
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=30, room_seqs=9))
     for key in range(3):
@@ -301,7 +301,7 @@ def test_queue_drops_stale_deadlines() -> None:
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement: str) -> None:
+def test_suspect_runs_alone_while_arrivals_go_elsewhere(placement: str) -> None:
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in "ab":
         d.lane_up(worker, "m", ROOM, 0.0)
@@ -329,7 +329,7 @@ def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement:
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) -> None:
+def test_limited_worker_attracts_no_more_than_limit(placement: str) -> None:
     """R13: on probation it looks idle, and would be the first choice."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("bad", "m", ROOM, 0.0)
@@ -350,7 +350,7 @@ def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) ->
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> None:
+def test_waiting_suspect_gets_new_worker(placement: str) -> None:
     """R9: late binding leaves suspects where they are, so they are placed anew, before others fill the worker."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("a", "m", ROOM, 0.0)
@@ -367,7 +367,7 @@ def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> N
     assert key < 3
 
 
-def test_a_limit_that_ends_and_a_suspect_that_has_passed_let_what_waits_go() -> None:
+def test_ended_limit_or_cleared_suspect_releases_waiting_requests() -> None:
     """R9: a decision looks at lanes that have changed, and these two change a lane without a report."""
     d = make_dispatcher(DelayGate(0.0), RoundRobin(), 100)
     d.lane_up("a", "m", ROOM, 0.0)
@@ -393,7 +393,7 @@ def test_a_limit_that_ends_and_a_suspect_that_has_passed_let_what_waits_go() -> 
     assert keys(d.decide(0.0)) == {"a": [1]}
 
 
-def test_what_leaves_a_worker_that_has_come_back_takes_nothing_of_its_new_lane() -> None:
+def test_requests_leaving_returned_worker_keep_its_new_lane_intact() -> None:
     """R9: what waited for a worker that went is placed in pieces, when another of its address may be up."""
     d = make_dispatcher(DelayGate(0.0), RoundRobin(), 1000)
     d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
@@ -412,7 +412,7 @@ def test_what_leaves_a_worker_that_has_come_back_takes_nothing_of_its_new_lane()
     assert d.lanes["a"].record().seqs == 201
 
 
-def test_a_gate_that_is_configured_anew_lets_go_what_the_last_one_held() -> None:
+def test_reconfigured_gate_releases_held_requests() -> None:
     """R9: nothing else has changed at the lane."""
     d = dispatcher("a", factor=1.0, report=decoding(0.0))
     d.arrive(request(1, arrival=0.0), 0.0)
@@ -423,7 +423,7 @@ def test_a_gate_that_is_configured_anew_lets_go_what_the_last_one_held() -> None
 
 @pytest.mark.parametrize("session", ["", "s"])
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come(placement: str, session: str) -> None:
+def test_requests_blocked_by_limit_or_suspect_go_to_new_worker(placement: str, session: str) -> None:
     """R9: their prompts are too short for late binding to gain anything, by the speed of their worker."""
     fast = LoadReport(0.5, decoding_seqs=2, room_tokens=1000, room_seqs=98, prefill_rate=30_000.0, submit_seen=1)
     for limited in (True, False):
@@ -446,7 +446,7 @@ def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come
         assert [(each.worker, len(each.requests)) for _ in range(3) for each in d.decide(1.0)] == [("b", waiting)]
 
 
-def test_a_worker_with_a_limit_makes_the_placing_of_all_no_dearer() -> None:
+def test_limited_worker_does_not_slow_placement() -> None:
     """R9: prefix_aware compared all of a fleet while one worker in it had a limit, or a suspect."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     for i in range(200):
@@ -467,7 +467,7 @@ def test_a_worker_with_a_limit_makes_the_placing_of_all_no_dearer() -> None:
     assert "w0" not in compared
 
 
-def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
+def test_held_lane_is_rechecked_until_open() -> None:
     """R9: a timer that fires at the very moment finds reports not stale yet, and nothing else may come."""
     for began in (0.0, 0.1, 12345.678, 98765.4321):
         held = LoadReport(began, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=1e9)
@@ -485,7 +485,7 @@ def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
 
 
 @pytest.mark.parametrize("policy", PLACEMENTS)
-def test_no_call_looks_at_all_that_wait(policy: str) -> None:
+def test_each_call_binds_bounded_number_of_requests(policy: str) -> None:
     """R9: when a worker drains, goes or comes, each call binds a bounded number of requests, and all are bound soon."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[policy]())
     full = LoadReport(0.0, decoding_seqs=1, waiting_tokens=1000)
@@ -525,7 +525,7 @@ def test_no_call_looks_at_all_that_wait(policy: str) -> None:
     assert d.assignment.placement.moves_waiting or min(map(len, d.lanes)) > 500
 
 
-def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
+def test_decision_checks_only_changed_or_due_lanes() -> None:
     """R9: in a fleet of 300 workers whose gates hold something, one that reports costs as much as in one of 3."""
     workers = [f"w{i}" for i in range(300)]
     d = dispatcher(*workers, factor=1.0, capacity=300, report=decoding(0.0))

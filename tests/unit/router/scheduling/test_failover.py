@@ -27,9 +27,7 @@ LIVES = st.lists(
 
 
 @given(lives=LIVES, policy=st.sampled_from(FailoverPolicy))
-def test_attempts_against_a_plain_count(
-    lives: list[tuple[Loss | None, int, str, bool]], policy: FailoverPolicy
-) -> None:
+def test_attempts_equal_plain_count(lives: list[tuple[Loss | None, int, str, bool]], policy: FailoverPolicy) -> None:
     """A loss of None is a sequence that was given back; the flag says that another request ran alone there."""
     attempts, have = Attempts(), 10
     deaths = kept = counted = fruitless = suspicions = 0
@@ -86,19 +84,19 @@ def life(losses: Callable[[int, bool], tuple[Loss, int]]) -> tuple[Attempts, Ver
 
 @pytest.mark.parametrize("loss", sorted(DEATHS, key=str))
 @pytest.mark.parametrize(("first", "deaths"), [(0, 3), (FIRST_TOKENS - 1, 3), (500, 4)])
-def test_a_poison_is_known_after_a_bounded_number_of_deaths(loss: Loss, first: int, deaths: int) -> None:
+def test_poison_verdict_needs_bounded_deaths(loss: Loss, first: int, deaths: int) -> None:
     """R5: it kills at once, or at one point of its answer; what goes on from there kills at once."""
     attempts, verdict = life(lambda n, alone: (loss, first if n == 1 else 0))
     assert (verdict, attempts.deaths, len(attempts)) == (Verdict.POISON, deaths, deaths)
 
 
-def test_what_kills_after_its_first_steps_each_time_is_given_up_without_a_verdict() -> None:
+def test_request_killing_late_each_time_is_given_up() -> None:
     attempts, verdict = life(lambda n, alone: (Loss.DIED, 20))
     assert (verdict, attempts.deaths) == (Verdict.GIVE_UP, MAX_DEATHS)
 
 
 @pytest.mark.parametrize("loss", sorted(set(Loss) - DEATHS - {Loss.DRAINED}, key=str))
-def test_what_is_no_proved_death_is_never_a_verdict(loss: Loss) -> None:
+def test_unproved_losses_never_convict_request(loss: Loss) -> None:
     """R5: freezes, networks that are away, workers that start or drain; with tokens it goes on for very long."""
     for tokens, most in ((0, MAX_ATTEMPTS), (1, MAX_ATTEMPTS_IN_ALL)):
         attempts, verdict = life(lambda n, alone, tokens=tokens: (loss, tokens))  # type: ignore[misc]
@@ -106,7 +104,7 @@ def test_what_is_no_proved_death_is_never_a_verdict(loss: Loss) -> None:
         assert len(attempts) == most
 
 
-def test_a_flapping_link_ends_no_stream_that_gets_on() -> None:
+def test_flapping_link_ends_no_progressing_stream() -> None:
     """R14: eight breaks were the end of it."""
     attempts, have = Attempts(), 10
     for n in range(5 * MAX_ATTEMPTS):
@@ -116,7 +114,7 @@ def test_a_flapping_link_ends_no_stream_that_gets_on() -> None:
         assert attempts.verdict() is Verdict.RESUBMIT
 
 
-def test_a_suspect_that_passes_its_first_steps_is_one_no_more() -> None:
+def test_suspect_passing_first_steps_is_cleared() -> None:
     attempts, have = Attempts(), 10
     for verdict in (Verdict.RESUBMIT, Verdict.ALONE):
         attempts.begin("w", "x", have, now=0.0)
@@ -130,7 +128,7 @@ def test_a_suspect_that_passes_its_first_steps_is_one_no_more() -> None:
     assert attempts.verdict() is Verdict.RESUBMIT
 
 
-def test_what_dies_beside_a_suspect_is_not_suspected() -> None:
+def test_deaths_beside_a_suspect_are_excused() -> None:
     attempts = Attempts()
     for _ in range(MAX_DEATHS - 1):
         attempts.begin("w", "x", 10, now=0.0)
@@ -138,7 +136,7 @@ def test_what_dies_beside_a_suspect_is_not_suspected() -> None:
         assert attempts.verdict() is Verdict.RESUBMIT
 
 
-def test_workers_that_drain_may_meet_a_request_as_often_as_they_like() -> None:
+def test_drained_workers_never_exhaust_attempts() -> None:
     attempts = Attempts()
     for i in range(3 * MAX_ATTEMPTS_IN_ALL):
         attempts.begin(f"w{i}", "class", 10 + i, now=float(i))
@@ -150,14 +148,14 @@ def test_workers_that_drain_may_meet_a_request_as_often_as_they_like() -> None:
     ("timeout_s", "step_tokens", "rate", "bound_s"),
     [(30.0, 2048, 0.0, 30.0), (30.0, 2048, 10_000.0, 30.0), (30.0, 16_384, 1000.0, 163.84), (1.0, 0, 50.0, 1.0)],
 )
-def test_the_bound_of_a_step_grows_with_the_longest_prefill(
+def test_stall_bound_grows_with_longest_prefill(
     timeout_s: float, step_tokens: int, rate: float, bound_s: float
 ) -> None:
     assert stall_bound_s(timeout_s, step_tokens, rate) == pytest.approx(bound_s)
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=6), st.booleans(), st.floats(0, 10))
-def test_a_request_is_on_a_worker_or_waits(steps: list[tuple[float, float]], lost: bool, rest: float) -> None:
+def test_waits_and_attempts_cover_request_time(steps: list[tuple[float, float]], lost: bool, rest: float) -> None:
     """C8: waits and attempts together are all of the time, without a hole or an overlap."""
     attempts, now = Attempts(), 5.0
     for number, (wait, run) in enumerate(steps):

@@ -212,7 +212,7 @@ class Walk:
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), steps=st.integers(50, 200))
-def test_the_order_of_service_is_the_references(seed: int, steps: int) -> None:
+def test_fair_queue_order_equals_reference(seed: int, steps: int) -> None:
     Walk(seed).go(steps)
 
 
@@ -241,7 +241,7 @@ class Queue:
         return "".join(gone.tenant for gone in self.serve(count, lane))
 
 
-def test_who_was_away_gets_no_more_than_its_share() -> None:
+def test_returning_tenant_gets_only_its_share() -> None:
     q = Queue()
     q.add("b" + 30 * "a")
     assert q.names(21) == "b" + 20 * "a"
@@ -249,7 +249,7 @@ def test_who_was_away_gets_no_more_than_its_share() -> None:
     assert q.names(6) == "bababa"
 
 
-def test_what_comes_back_from_a_worker_is_paid_for_once() -> None:
+def test_returned_request_is_charged_once() -> None:
     q = Queue()
     q.add("aabbb")
     (first,) = q.serve(1)
@@ -260,7 +260,7 @@ def test_what_comes_back_from_a_worker_is_paid_for_once() -> None:
     assert q.names(4) == "babb"
 
 
-def test_a_lane_that_is_behind_does_not_turn_time_back() -> None:
+def test_lagging_lane_does_not_reverse_virtual_time() -> None:
     q = Queue(lanes=2)
     q.add("b", lane=1)
     q.add(10 * "a")
@@ -271,7 +271,7 @@ def test_a_lane_that_is_behind_does_not_turn_time_back() -> None:
     assert q.names(4) == "caca"
 
 
-def test_output_is_charged_as_it_comes_and_only_while_others_wait() -> None:
+def test_output_is_charged_only_while_others_wait() -> None:
     """R3: who makes long answers gets fewer places; nobody pays for output that no one else could have had."""
     q = Queue()
     q.add("ab")
@@ -291,7 +291,7 @@ def test_output_is_charged_as_it_comes_and_only_while_others_wait() -> None:
     tokens=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), min_size=2, max_size=60),
     weights=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
 )
-def test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request(
+def test_waiting_tenants_differ_by_at_most_one_request(
     tokens: list[tuple[str, int]], weights: tuple[float, float]
 ) -> None:
     shares = TenantShares(weight := dict(zip("ab", weights, strict=True)))
@@ -311,7 +311,7 @@ def test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request(
         assert abs(had["a"] - had["b"]) <= most * (1 + 1e-9)
 
 
-def test_a_flood_does_not_hold_up_the_others() -> None:
+def test_flooding_tenant_does_not_delay_others() -> None:
     shares = TenantShares()
     queue, lane = AdmissionQueue(10_000, shares), FairQueue(shares)
     for key in range(1000):
@@ -328,7 +328,7 @@ def test_a_flood_does_not_hold_up_the_others() -> None:
     assert [lane.pop(0.0).tenant for _ in range(3)] == ["late", "flood", "late"]
 
 
-def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
+def test_higher_class_is_served_first_with_own_queue() -> None:
     queue = AdmissionQueue(1, TenantShares())
     assert queue.place_for(LOW, "", 0.0) is None
     queue.push(request(1, priority=LOW))
@@ -344,7 +344,7 @@ def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
     arrivals=st.lists(st.sampled_from("aaabbcs"), min_size=30, max_size=60),
     weights=st.fixed_dictionaries({tenant: st.sampled_from([0.5, 1.0, 3.0]) for tenant in "abc"}),
 )
-def test_a_tenant_within_its_share_of_the_queue_loses_nothing(
+def test_tenant_within_queue_share_is_never_dropped(
     capacity: int, arrivals: list[str], weights: dict[str, float]
 ) -> None:
     """R3: whatever the others do, who has no more waiting than its share is not refused, and keeps its places."""
@@ -382,7 +382,7 @@ def test_a_tenant_within_its_share_of_the_queue_loses_nothing(
         assert sum(waiting.values()) <= capacity
 
 
-def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
+def test_returned_request_is_never_dropped() -> None:
     queue = AdmissionQueue(2, TenantShares())
     for key in range(3):
         queue.push_front(request(key, "a"))
@@ -390,7 +390,7 @@ def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
         queue.place_for(NORMAL, "b", 0.0)
 
 
-def test_other_weights_change_who_yields() -> None:
+def test_new_weights_change_yielding_tenant() -> None:
     queue = AdmissionQueue(5, TenantShares())
     for key, tenant in enumerate("aaabb"):
         queue.push(request(key, tenant))
@@ -405,7 +405,7 @@ def test_other_weights_change_who_yields() -> None:
     high=st.lists(st.integers(1, 40), min_size=1, max_size=200),
     age=st.sampled_from([0.0, PROMOTE_AFTER_S, PROMOTE_AFTER_S + 1]),
 )
-def test_a_class_that_waits_too_long_gets_its_share_and_no_more(low: list[int], high: list[int], age: float) -> None:
+def test_overdue_class_gets_exactly_its_promoted_share(low: list[int], high: list[int], age: float) -> None:
     shares = TenantShares()
     queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
     for key, (tokens, priority) in enumerate([*((t, LOW) for t in low), *((t, HIGH) for t in high)]):
@@ -427,7 +427,7 @@ def test_a_class_that_waits_too_long_gets_its_share_and_no_more(low: list[int], 
     assert first_low == (0 if age > PROMOTE_AFTER_S else None)
 
 
-def test_promoted() -> None:
+def test_overdue_class_gets_an_eighth() -> None:
     """R3: of 800 equal requests, a class that waits too long gets exactly an eighth."""
     shares = TenantShares()
     queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
@@ -441,7 +441,7 @@ def test_promoted() -> None:
     assert served == {HIGH: 700, LOW: 100}
 
 
-def test_the_class_that_has_waited_longest_is_promoted_first() -> None:
+def test_longest_waiting_class_is_promoted_first() -> None:
     shares = TenantShares()
     queue, lane = AdmissionQueue(100, shares), FairQueue(shares)
     for key, priority, arrival in ((1, LOW, 1.0), (2, NORMAL, 0.0), (3, HIGH, 0.0), (4, HIGH, 9.0)):
@@ -454,7 +454,7 @@ def test_the_class_that_has_waited_longest_is_promoted_first() -> None:
     assert order == [2, 3, 4, 1]
 
 
-def test_a_low_request_is_not_hopeless_behind_a_queue_that_it_will_pass() -> None:
+def test_low_request_wait_estimate_includes_promotion() -> None:
     shares = TenantShares()
     lane = make_lane("w", "m", LoadReport(0.0, decoding_seqs=1, prefill_rate=100.0), shares)
     for key in range(100):
@@ -464,7 +464,7 @@ def test_a_low_request_is_not_hopeless_behind_a_queue_that_it_will_pass() -> Non
     assert lane.seconds_to_serve(request(200, tokens=100, priority=LOW)) == PROMOTE_AFTER_S + 1 / PROMOTED_SHARE
 
 
-def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
+def test_tenants_without_requests_are_forgotten() -> None:
     shares = TenantShares()
     queue, lane = AdmissionQueue(10**6, shares), FairQueue(shares)
     queue.push(request(-1, "stays"))
@@ -478,7 +478,7 @@ def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
+def test_fair_queue_memory_follows_waiting_requests(seed: int) -> None:
     rnd = random.Random(seed)
     shares = TenantShares()
     queue, lane = AdmissionQueue(10**6, shares), FairQueue(shares)
@@ -493,7 +493,7 @@ def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 8), max_size=200))
-def test_earliest_is_the_least_of_those_alive(events: list[int]) -> None:
+def test_lazy_heap_top_is_least_live_entry(events: list[int]) -> None:
     alive: dict[int, float] = {}
     earliest = LazyMinHeap(alive)
     for key in events:
@@ -503,7 +503,7 @@ def test_earliest_is_the_least_of_those_alive(events: list[int]) -> None:
         assert earliest.top() == min(((v, k) for k, v in alive.items()), default=None)
 
 
-def test_refused_clients_are_told_to_come_back_as_fast_as_the_queue_moves() -> None:
+def test_retry_times_follow_queue_drain_rate() -> None:
     speed = DrainRateEstimator()
     assert speed.retry_after_s(0.0) == QUEUE_RETRY_S
     for i in range(1000):
@@ -515,14 +515,14 @@ def test_refused_clients_are_told_to_come_back_as_fast_as_the_queue_moves() -> N
     assert speed.rate(70.0) < 0.5
 
 
-def test_the_speed_is_right_from_the_first_second() -> None:
+def test_drain_rate_is_right_within_first_second() -> None:
     speed = DrainRateEstimator()
     for i in range(21):
         speed.departed(1, 100 + i / 20)
     assert speed.rate(101.0) == pytest.approx(20, rel=0.15)
 
 
-def test_a_request_is_hopeless_only_behind_others() -> None:
+def test_request_is_never_hopeless_on_empty_lane() -> None:
     shares = TenantShares()
     lane = make_lane("w", "m", LoadReport(0.0, prefill_rate=100.0), shares)
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 0.0

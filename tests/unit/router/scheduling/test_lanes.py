@@ -10,7 +10,7 @@ from router.scheduling.worker_load import LoadReport
 from tests.unit.router.scheduling.dispatching import make_lane
 
 
-def test_what_is_due_comes_first_and_each_once() -> None:
+def test_lane_agenda_takes_due_lanes_first_and_once() -> None:
     a, b, c = (make_lane(name, "m", LoadReport(0.0)) for name in "abc")
     agenda = LaneAgenda()
     agenda.set_time(a, 2.0)

@@ -35,7 +35,7 @@ def lane(worker: str, model: str = "m", **load: float) -> Lane:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0, 10, 20, 30, None])), max_size=150))
-def test_the_least_loaded_by_sorting(events: list[tuple[int, int | None]]) -> None:
+def test_load_order_equals_sorting(events: list[tuple[int, int | None]]) -> None:
     order, lanes = LoadOrder(), [lane(f"w{i}") for i in range(6)]
     up: dict[str, Lane] = {}
     for number, tokens in events:
@@ -79,7 +79,7 @@ def done(d: Dispatcher, *workers: str) -> None:
         d.report(worker, load)
 
 
-def test_equal_prefixes_to_their_owner_and_others_elsewhere() -> None:
+def test_equal_prefixes_go_to_owner_and_others_spread() -> None:
     d = fleet(PrefixAware(), "a", "b", "c")
     prompts = [chain(i, *range(20)) for i in range(3)]
     owners = []
@@ -92,7 +92,7 @@ def test_equal_prefixes_to_their_owner_and_others_elsewhere() -> None:
         done(d, "a", "b", "c")
 
 
-def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
+def test_hot_prefix_spreads_when_waiting_costs_more() -> None:
     d = fleet(PrefixAware(), "a", "b", "c", "d")
     hot = chain(*range(20))
     owner = send(d, request(0, hot))
@@ -110,7 +110,7 @@ def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
     return LoadReport(time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, prefill_samples=samples, submit_seen=seen)
 
 
-def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
+def test_placement_is_proportional_to_speed_and_retries_slow_workers() -> None:
     d = make_dispatcher(DelayGate(0.0), PrefixAware())
     for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
         d.lane_up(worker, "m", speeds(0.0, rate, 5), 0.0)
@@ -126,14 +126,14 @@ def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tri
     assert later.count("c") == pytest.approx(10, abs=1)
 
 
-def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
+def test_unmeasured_worker_counts_as_fastest() -> None:
     d = make_dispatcher(DelayGate(0.0), PrefixAware())
     d.lane_up("a", "m", speeds(0.0, 50_000.0, 5), 0.0)
     d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
     assert [send(d, request(key, tokens=500)) for key in range(10)].count("b") == 5
 
 
-def test_one_wrong_measurement_is_not_the_speed_of_the_unknown_for_ever() -> None:
+def test_wrong_speed_measurement_is_forgotten() -> None:
     """R14: the highest speed ever seen stood for every worker that had not been measured for long."""
     policy = PrefixAware()
     d = make_dispatcher(DelayGate(0.0), policy)
@@ -163,7 +163,7 @@ def bound(d: Dispatcher) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("policy", [PrefixAware, LeastLoad])
-def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoad]) -> None:
+def test_waiting_requests_move_to_clearly_faster_lane(policy: type[LeastLoad]) -> None:
     d = waiting_fleet(policy(), {"a": 0, "b": 9000})
     for key in range(4):
         d.arrive(request(key, tokens=1000), 0.0)
@@ -180,7 +180,7 @@ def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[Leas
         assert bound(d) == before, "to and fro"
 
 
-def test_what_waits_follows_its_prefix() -> None:
+def test_waiting_request_follows_its_prefix() -> None:
     d = waiting_fleet(PrefixAware(), {"a": 0, "b": 1000, "c": 20_000})
     hot = chain(*range(40))
     d.arrive(request(1, hot), 0.0)
@@ -196,7 +196,7 @@ def test_what_waits_follows_its_prefix() -> None:
     assert next(iter(d.lanes["a"])).work == 40 * GRANULE + 10
 
 
-def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
+def test_moved_request_keeps_place_and_class() -> None:
     d = waiting_fleet(LeastLoad(), {"a": 0, "b": 50_000})
     for key in range(6):
         d.arrive(request(key, tokens=1000), 0.0)
@@ -228,7 +228,7 @@ def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() 
     st.lists(st.integers(0, 30), min_size=5, max_size=5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=5),
 )
-def test_after_a_look_nobody_could_gain(
+def test_no_request_could_gain_after_rebinding(
     loads: list[int], sizes: list[int], then: list[int], caches: list[tuple[int, int]]
 ) -> None:
     """By brute force, each request against all workers; few enough that all of them are candidates."""
@@ -260,7 +260,7 @@ def test_after_a_look_nobody_could_gain(
         ahead[where[key]] += len(prompt) * GRANULE + 10 - holds.get((where[key], key), 0) * GRANULE
 
 
-def test_a_restarted_worker_has_nothing() -> None:
+def test_restarted_worker_has_empty_prefix_index() -> None:
     d = fleet(PrefixAware(), "a", "b")
     hot = chain(*range(20))
     owner = send(d, request(0, hot))
@@ -274,7 +274,7 @@ def test_a_restarted_worker_has_nothing() -> None:
     assert send(d, request(2, hot)) == other
 
 
-def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> None:
+def test_reported_cache_overrides_routing_and_survives_break() -> None:
     d = fleet(PrefixAware(), "a", "b", "c")
     hot = chain(*range(20))
     for owner in "abc":
@@ -293,7 +293,7 @@ def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> Non
     d.assignment.placement.cache_changed("nobody", CacheChange(stored=hot))
 
 
-def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
+def test_worker_without_prefix_cache_is_placed_by_load() -> None:
     policy = PrefixAware()
     d = make_dispatcher(DelayGate(0.0), policy)
     report = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
@@ -309,7 +309,7 @@ def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
     assert not policy._indexes
 
 
-def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
+def test_each_model_has_own_prefix_index() -> None:
     policy = PrefixAware()
     d = fleet(policy, "a", "b")
     d.lane_up("x", "other", LoadReport(0.0, 0, 0, 0, 100_000, 100), 0.0)
@@ -321,7 +321,7 @@ def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
     assert set(policy._indexes) == {"m"}
 
 
-def test_sessions_stay_and_are_bounded() -> None:
+def test_sessions_keep_worker_and_are_bounded() -> None:
     policy = SessionAffinity()
     d = fleet(policy, "a", "b", "c")
     homes = {f"s{i}": send(d, request(i, session=f"s{i}")) for i in range(9)}

@@ -114,7 +114,7 @@ def depth_in(prompt: list[int], held: set[int]) -> int:
     return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
 
 
-def test_the_index_is_bounded_and_never_invents() -> None:
+def test_prefix_index_is_bounded_without_false_hits() -> None:
     index = PrefixIndex(1000)
     assert (index.capacity, index.nbytes) == (1024, 1024 * BYTES_PER_ENTRY)
     rnd = random.Random(1)
@@ -135,7 +135,7 @@ def test_the_index_is_bounded_and_never_invents() -> None:
 
 
 @pytest.mark.slow
-def test_the_index_grows_and_keeps_what_it_has() -> None:
+def test_prefix_index_keeps_entries_while_growing() -> None:
     """R9: by a little with every report, never by all of it at once."""
     index = PrefixIndex(1 << 20)
     begun = index.nbytes
@@ -165,7 +165,7 @@ def test_the_index_grows_and_keeps_what_it_has() -> None:
     assert len(held["a"] | held["b"]) - index.forgotten <= len(index) <= len(held["a"] | held["b"])
 
 
-def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
+def test_expected_prefix_depth_is_found_within_an_eighth() -> None:
     index = PrefixIndex(64)
     index.add_worker("a")
     sent = chain(*range(900))
@@ -180,7 +180,7 @@ def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
     assert index.depth("a", sent, EXPECTED_S) == 0
 
 
-def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_index, "MAX_EXPECTED_GRANULES", 1000)
     index = PrefixIndex(64)
     index.add_worker("a")
@@ -196,7 +196,7 @@ def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(expected._until) == 1
 
 
-def test_the_first_eight_owners_count_and_a_depth_beyond_them_is_found() -> None:
+def test_prefix_index_keeps_eight_owners_and_finds_deeper_ones() -> None:
     index = PrefixIndex(64)
     prompt = chain(1, 2, 3, 4)
     for i in range(12):

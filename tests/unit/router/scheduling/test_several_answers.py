@@ -38,7 +38,7 @@ def arrive(dispatcher: Dispatcher, requests: list[QueuedRequest]) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", sorted(PLACEMENTS))
-def test_all_go_to_the_worker_of_the_first(policy: str) -> None:
+def test_answers_go_to_worker_of_first(policy: str) -> None:
     d, asked = fleet(policy, "a", "b", "c"), answers(8)
     assert len(set(arrive(d, asked))) == 1
     assert [request.work for request in asked] == [PROMPT] + [PROMPT - SHARED] * 7
@@ -47,7 +47,7 @@ def test_all_go_to_the_worker_of_the_first(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
-def test_those_that_find_no_place_go_elsewhere(policy: str) -> None:
+def test_answers_without_place_go_to_other_workers(policy: str) -> None:
     d, asked = fleet(policy, "a", "b", places=3), answers(6)
     workers = arrive(d, asked)
     assert workers[:3] == [workers[0]] * 3
@@ -55,13 +55,13 @@ def test_those_that_find_no_place_go_elsewhere(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
-def test_without_anything_to_share_they_spread(policy: str) -> None:
+def test_answers_without_shared_prefix_spread(policy: str) -> None:
     """Workers that cache no prefixes, and prompts of one token."""
     assert len(set(arrive(fleet(policy, "a", "b", "c", caches_prefixes=False), answers(6)))) == 3
     assert len(set(arrive(fleet(policy, "a", "b", "c"), answers(6, shared=0)))) == 3
 
 
-def test_one_that_comes_later_goes_where_the_first_has_gone() -> None:
+def test_later_answer_follows_the_first() -> None:
     d, (first, second) = fleet("round_robin", "a", "b"), answers(2)
     arrive(d, [first])
     assert d.decide(0.0)
@@ -74,7 +74,7 @@ def test_one_that_comes_later_goes_where_the_first_has_gone() -> None:
     assert second.worker != first.worker
 
 
-def test_while_they_wait_they_stay_with_the_first() -> None:
+def test_waiting_answers_stay_with_first() -> None:
     """An idle worker that comes takes none of them, and when the first has gone there they follow."""
     busy = LoadReport(0.0, decoding_seqs=5, waiting_seqs=9, waiting_tokens=90_000, room_tokens=0, room_seqs=100)
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
@@ -91,7 +91,7 @@ def test_while_they_wait_they_stay_with_the_first() -> None:
     assert [release.worker for release in released] == ["b"]
 
 
-def test_they_do_not_wait_for_a_worker_that_others_have_filled() -> None:
+def test_answers_leave_worker_filled_by_others() -> None:
     """Its places were there when they came; then requests of other routers took them."""
     d, (first, *others) = fleet("prefix_aware", "a", places=8), answers(3)
     arrive(d, [first])
@@ -110,7 +110,7 @@ def test_they_do_not_wait_for_a_worker_that_others_have_filled() -> None:
     ("workers", "caches_prefixes", "charged"),
     [("a", True, PROMPT + 7), ("a", False, 8 * PROMPT), ("abcdefgh", False, 8 * PROMPT)],
 )
-def test_a_tenant_is_charged_for_what_is_computed(workers: str, caches_prefixes: bool, charged: int) -> None:
+def test_tenant_is_charged_for_computed_tokens(workers: str, caches_prefixes: bool, charged: int) -> None:
     """The prompt once, and a token for each further answer that finds it; all of it where nothing is shared."""
     d = fleet("round_robin", *workers, caches_prefixes=caches_prefixes)
     other = QueuedRequest(100, "none", 1, 0.0, tenant="other")
@@ -120,7 +120,7 @@ def test_a_tenant_is_charged_for_what_is_computed(workers: str, caches_prefixes:
     assert d.shares.start(asked[0].priority, "") == charged
 
 
-def test_answers_that_find_no_place_beside_the_first_pay_for_their_prompt() -> None:
+def test_answers_away_from_first_are_charged_prompt() -> None:
     d = fleet("round_robin", "a", "b", places=3)
     asked = answers(6)
     arrive(d, [*asked, QueuedRequest(100, "none", 1, 0.0, tenant="other")])

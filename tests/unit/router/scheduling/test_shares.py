@@ -8,7 +8,7 @@ from tests.bench.router.shares import flood, shared_places
 
 
 @pytest.mark.parametrize("a_per_s", [60, 200, 2000])
-def test_a_flood_of_one_tenant_takes_nothing_of_another(a_per_s: float) -> None:
+def test_flooding_tenant_takes_no_share_of_another(a_per_s: float) -> None:
     """R3: A fills the queue, however fast it asks; B, which asks for a tenth of the service, gets all of it at once."""
     seen = flood(a_per_s, seconds=10.0)
     assert (seen.refused["B"], seen.dropped["B"]) == (0, 0)

@@ -21,7 +21,7 @@ def test_a_quantile_is_the_upper_bound_of_its_class() -> None:
     assert made.quantile(0.0) == BOUNDS_S[0]
 
 
-def test_a_stall_counts_for_every_timer_that_it_kept_from_firing() -> None:
+def test_stall_counts_for_every_delayed_timer() -> None:
     made = LagHistogram()
     for _ in range(90):
         made.record(0.0)
@@ -32,7 +32,7 @@ def test_a_stall_counts_for_every_timer_that_it_kept_from_firing() -> None:
     assert made.quantile(0.99) > 8 * INTERVAL_S
 
 
-def test_only_what_came_since_is_counted() -> None:
+def test_lag_since_counts_only_later_records() -> None:
     made = LagHistogram()
     made.record(0.005)
     earlier = LagHistogram(made.counts)
@@ -50,7 +50,7 @@ def test_a_suspended_process_is_counted_within_bounds() -> None:
     assert made.quantile(1.0) <= 10
 
 
-async def test_a_held_loop_is_seen() -> None:
+async def test_blocked_loop_is_measured() -> None:
     interval_s, told = 0.01, list[float]()
     watch = LoopLag(told.append, interval_s=interval_s)
     watch.start()

@@ -32,9 +32,7 @@ def lives(history: AddressHistory, seconds: list[float], now: float = 0.0) -> fl
 
 
 @given(chance=st.floats(0, 1, exclude_max=True), answers=st.booleans(), young=st.integers(0, 12))
-def test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed(
-    chance: float, answers: bool, young: int
-) -> None:
+def test_redial_pauses_are_bounded_and_grow_with_failure_time(chance: float, answers: bool, young: int) -> None:
     """R13: 250 ms for ever, without jitter."""
     history = AddressHistory(lambda: chance)
     now = lives(history, [1.0] * young)
@@ -48,7 +46,7 @@ def test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_fail
     assert before >= (1 - REDIAL_JITTER) * longest_s
 
 
-def test_a_worker_that_restarts_is_found_soon() -> None:
+def test_restarting_worker_is_redialled_soon() -> None:
     history = steady()
     now = lives(history, [1000.0])
     begin = now
@@ -64,7 +62,7 @@ def test_a_worker_that_restarts_is_found_soon() -> None:
     assert history.redial_after_s(now + 100, answers=False) <= REDIAL_S + 1e-9
 
 
-def test_who_dies_young_again_and_again_is_on_probation_for_longer_each_time() -> None:
+def test_repeated_early_deaths_lengthen_probation() -> None:
     """R13: it came back empty, and drew the next requests at once."""
     history, now = steady(), 0.0
     seen: list[float] = []
@@ -80,7 +78,7 @@ def test_who_dies_young_again_and_again_is_on_probation_for_longer_each_time() -
     assert history.redial_after_s(now, answers=False) > 4 * REDIAL_S
 
 
-def test_one_long_life_or_a_goodbye_makes_up_for_it() -> None:
+def test_long_life_or_orderly_end_ends_probation() -> None:
     for redeem in ("long", "goodbye"):
         history = steady()
         now = lives(history, [1.0] * 5)
@@ -92,7 +90,7 @@ def test_one_long_life_or_a_goodbye_makes_up_for_it() -> None:
         assert history.probation_s(now + 1) == 0
 
 
-def test_a_stream_that_breaks_ends_no_life() -> None:
+def test_broken_stream_is_no_worker_death() -> None:
     history, now = steady(), 0.0
     for _ in range(50):
         history.came_up("the same", now)
@@ -102,7 +100,7 @@ def test_a_stream_that_breaks_ends_no_life() -> None:
         now += 1.0
 
 
-def test_probation_goes_on_where_it_was_when_a_stream_breaks() -> None:
+def test_probation_continues_after_broken_stream() -> None:
     history = steady()
     now = lives(history, [1.0, 1.0])
     history.came_up("third", now)

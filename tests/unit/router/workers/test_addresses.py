@@ -96,7 +96,7 @@ def test_bad_lists(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_failure_takes_nothing_away() -> None:
+def test_failed_dns_query_keeps_addresses() -> None:
     known = KnownAddresses(5)
     both = ["10.0.0.1:5", "10.0.0.2:5", "[::1]:5"]
     silence: list[dict[str, list[str] | None]] = [{"A": None, "AAAA": None}, {"A": [], "AAAA": []}]
@@ -115,7 +115,7 @@ def test_a_failure_takes_nothing_away() -> None:
     assert list(known.workers) == ["10.0.0.3:5"]
 
 
-def test_a_name_that_stays_empty_has_no_workers_in_the_end() -> None:
+def test_name_empty_for_long_loses_its_workers() -> None:
     """R13: its old addresses were dialled for ever. A failure is no such answer."""
     known = KnownAddresses(5)
     empty: dict[str, list[str] | None] = {"A": [], "AAAA": []}

@@ -81,7 +81,7 @@ def warnings(logged: LogCapture) -> list[str]:
     return [str(entry["why"]) for entry in logged.entries if entry["log_level"] == "warning"]
 
 
-async def test_static_workers_are_told_at_once(told: Told) -> None:
+async def test_static_workers_are_listed_at_once(told: Told) -> None:
     told.discovery.follow(parse_targets(["b:1", "a:1"]))
     assert told.lists == [("b:1", "a:1")]
     told.discovery.follow(parse_targets(["b:1", "a:1"]))
@@ -91,7 +91,9 @@ async def test_static_workers_are_told_at_once(told: Told) -> None:
 
 
 @pytest.mark.slow
-async def test_dns_is_followed_and_troubles_take_nothing_away(told: Told, names: FakeDns, logged: LogCapture) -> None:
+async def test_dns_changes_are_followed_and_failures_keep_workers(
+    told: Told, names: FakeDns, logged: LogCapture
+) -> None:
     """Changing answers, both families, SERVFAIL, NXDOMAIN, an empty answer."""
     told.discovery.follow(parse_targets([names.target(7)]))
     await told.until("127.0.0.1:7", "127.0.0.2:7")
@@ -126,14 +128,14 @@ async def test_slow_answers_are_waited_for_and_silence_is_a_failure(
     assert len(told.lists) == 1
 
 
-async def test_an_unknown_name_does_not_hold_up_the_other_workers(told: Told, names: FakeDns) -> None:
+async def test_unknown_name_does_not_delay_other_workers(told: Told, names: FakeDns) -> None:
     names.rcode = dns.rcode.NXDOMAIN
     told.discovery.follow(parse_targets([names.target(7), "static:1"]))
     await told.until("static:1")
 
 
 @pytest.mark.slow
-async def test_a_long_time_to_live_is_waited_for_unless_a_worker_is_lost(told: Told, names: FakeDns) -> None:
+async def test_dns_ttl_is_kept_unless_worker_is_lost(told: Told, names: FakeDns) -> None:
     names.ttl = 3600
     told.discovery.follow(parse_targets([names.target(7)]))
     await told.until("127.0.0.1:7", "127.0.0.2:7")
@@ -151,7 +153,7 @@ async def test_a_long_time_to_live_is_waited_for_unless_a_worker_is_lost(told: T
     assert names.asked["A"] <= asked + 2 + (time.monotonic() - began) / DNS_MIN_REFRESH_S
 
 
-async def test_a_file_is_followed_and_a_broken_one_takes_nothing_away(
+async def test_worker_file_is_followed_and_broken_file_keeps_workers(
     told: Told, tmp_path: Path, logged: LogCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.workers.discovery.WORKER_LIST_POLL_S", 0.02)
@@ -188,7 +190,7 @@ def replace(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-async def test_new_targets_take_no_worker_away_that_they_name_too(told: Told, names: FakeDns) -> None:
+async def test_new_targets_keep_shared_workers(told: Told, names: FakeDns) -> None:
     told.discovery.follow(parse_targets(["127.0.0.1:7", "x:1"]))
     names.delay_s = 0.2
     told.discovery.follow(parse_targets([names.target(7)]))
@@ -202,7 +204,7 @@ async def test_new_targets_take_no_worker_away_that_they_name_too(told: Told, na
     assert names.asked["A"] <= asked + 1
 
 
-def test_a_list_that_is_too_long(tmp_path: Path) -> None:
+def test_too_long_worker_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w"
     path.write_text("- a:1\n" * 200_000)
     with pytest.raises(AddressError, match="more than 1048576 bytes"):

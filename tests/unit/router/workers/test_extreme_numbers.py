@@ -39,7 +39,7 @@ def assert_fits(kind: Callable[..., object], **numbers: Any) -> None:
 @given(st.floats() | st.integers(-(2**70), 2**70))
 @example(float("nan"))
 @example(UINT64_MAX)
-def test_any_number_fits_the_field_that_it_is_made_for(value: float) -> None:
+def test_clamped_numbers_fit_their_proto_field(value: float) -> None:
     assert_fits(wpb.Load, waiting_seqs=as_uint32(value), waiting_tokens=as_uint64(value))
     assert rate(value) >= 0
     if isinstance(value, int) and 0 <= value <= UINT32_MAX:
@@ -64,7 +64,7 @@ def test_extreme_loads_of_workers_can_be_shown_and_added(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_extreme_steps_end_the_session_or_nothing(seed: int) -> None:
+def test_extreme_step_ends_session_or_changes_no_state(seed: int) -> None:
     rnd, state, step = random.Random(seed), RouterSession("r1", lease_s=5.0), wpb.StepOutput()
     state.next_frame(0.0)
     ours = submission(1, 3)
@@ -97,7 +97,7 @@ def test_extreme_cache_events_leave_a_number_that_hello_holds(seed: int) -> None
 
 @pytest.mark.parametrize("field", ["block_size", "max_model_len"])
 @pytest.mark.parametrize("value", [0, UINT32_MAX])
-def test_a_worker_with_numbers_of_no_model_is_refused(field: str, value: int) -> None:
+def test_worker_with_impossible_model_limits_is_refused(field: str, value: int) -> None:
     """L1: blocks of 0 tokens raised a ZeroDivisionError at the first prompt."""
     description = wpb.GetWorkerResponse(model="m", block_size=16, limits=wpb.Limits(max_model_len=100))
     assert describe(description, TextAssets()).block_size == 16

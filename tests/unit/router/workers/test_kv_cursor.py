@@ -9,7 +9,7 @@ from router.workers.worker_caches import Continuity, KvEventCursor
 NEXT, OUTDATED, GAP = Continuity
 
 
-def test_changes_continue_one_another() -> None:
+def test_kv_events_continue_in_sequence() -> None:
     feed = KvEventCursor("i")
     assert feed.accept(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
     assert feed.accept(wpb.KvEvents(seq=5, after=3, evicted=[1])) is NEXT
@@ -30,7 +30,7 @@ def test_a_snapshot_counts_when_it_is_whole() -> None:
     assert feed.accept(wpb.KvEvents(seq=9, after=8, evicted=[5])) is NEXT
 
 
-def test_a_lost_piece_of_a_snapshot_is_missed() -> None:
+def test_lost_snapshot_piece_is_a_gap() -> None:
     for late in (
         wpb.KvEvents(seq=8, after=8, stored=[5]),
         wpb.KvEvents(seq=11, after=8, stored=[5, 6, 7]),
@@ -43,7 +43,7 @@ def test_a_lost_piece_of_a_snapshot_is_missed() -> None:
         assert feed.seq == 12
 
 
-def test_after_an_ask_nothing_counts_until_its_snapshot_comes() -> None:
+def test_kv_events_before_requested_snapshot_are_ignored() -> None:
     """R14: the only way to a snapshot was a gap, which costs the Session."""
     feed = KvEventCursor("i")
     assert feed.accept(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
@@ -60,7 +60,7 @@ def test_after_an_ask_nothing_counts_until_its_snapshot_comes() -> None:
     assert (feed.seq, feed.goes_on_with("i")) == (7, True)
 
 
-def test_an_answer_that_is_no_snapshot_is_a_gap() -> None:
+def test_kv_answer_without_snapshot_is_a_gap() -> None:
     for epoch in (1, 2):
         feed = KvEventCursor("i")
         feed.ask()
@@ -76,7 +76,7 @@ def test_an_empty_cache_answers_too() -> None:
     assert feed.seq == 1
 
 
-def test_asks_are_counted_by_stream() -> None:
+def test_snapshot_requests_are_counted_per_stream() -> None:
     feed = KvEventCursor("i")
     feed.ask()
     assert feed.accept(wpb.KvEvents(seq=4, snapshot=True, stored=[1], epoch=1)) is NEXT

@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_a_key_is_handed_out_once_and_not_behind_its_lease() -> None:
+def test_orphan_key_is_taken_once_within_lease() -> None:
     clock = Clock()
     table = OrphanTable(clock)
     table.add("w0", [b"a", b"b"], 5.0)
@@ -29,7 +29,7 @@ def test_a_key_is_handed_out_once_and_not_behind_its_lease() -> None:
     assert table.take(b"d") == ""
 
 
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphan_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.workers.orphans.MAX_ORPHANS", 3)
     clock = Clock()
     table = OrphanTable(clock)
@@ -40,7 +40,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(table) == 1
 
 
-async def test_who_comes_too_early_waits_for_all_that_it_wants() -> None:
+async def test_early_adopter_waits_for_all_keys() -> None:
     clock = Clock()
     table = OrphanTable(clock)
     waiting = asyncio.create_task(table.wait_for([b"a", b"", b"b"], 60.0))

@@ -110,7 +110,7 @@ def test_control_frames_go_before_the_next_extend() -> None:
     assert (list(rest[1].submit.seqs), rest[1].submit.more) == ([], False)
 
 
-def test_a_lane_is_announced_when_it_has_changed_or_the_lease_is_renewed() -> None:
+def test_lane_is_announced_on_change_or_lease_renewal() -> None:
     made = link()
     made.announce(LaneRecord(None, 0, 0))
     assert frames(made) == []
@@ -122,7 +122,7 @@ def test_a_lane_is_announced_when_it_has_changed_or_the_lease_is_renewed() -> No
     assert (frame.lane.oldest_age_ms, frame.lane.tokens) == (2000, 5)
 
 
-def test_cancel_of_a_sequence_that_is_half_written_drops_the_rest() -> None:
+def test_cancel_drops_rest_of_partly_written_sequence() -> None:
     made = link()
     made.submit(1, [submission(1, 60_000)])
     assert made.next_frame(0.0) is not None
@@ -133,7 +133,7 @@ def test_cancel_of_a_sequence_that_is_half_written_drops_the_rest() -> None:
     assert not made.live
 
 
-def test_group_that_is_cancelled_before_it_was_written_still_sends_its_serial() -> None:
+def test_group_cancelled_before_write_still_sends_serial() -> None:
     made = link()
     made.submit(4, [submission(1, 10), submission(2, 10)])
     made.cancel(1)
@@ -142,7 +142,7 @@ def test_group_that_is_cancelled_before_it_was_written_still_sends_its_serial() 
     assert (frame.submit.serial, list(frame.submit.seqs), frame.submit.more) == (4, [], False)
 
 
-def test_deadline_is_what_is_left_when_the_frame_is_written() -> None:
+def test_deadline_sent_is_time_left_at_write() -> None:
     made = link()
     made.submit(1, [submission(1, 1, deadline=12.0), submission(2, 1), submission(3, 1, deadline=1.0)])
     (frame,) = frames(made, now=10.0)
@@ -179,7 +179,7 @@ def test_step_feeds_streams_and_ends_them() -> None:
     assert one.sequence.assembly.first_token_time == 7.0
 
 
-def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_ignored() -> None:
+def test_self_closed_stream_is_cancelled_and_late_output_ignored() -> None:
     made = link()
     slow = StreamAssembly(1, text=AnswerText(None), max_unread_tokens=2)
     made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), Running(9, slow))])
@@ -193,7 +193,7 @@ def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_i
     assert frames(made) == []
 
 
-def test_alien_rid_is_cancelled_once() -> None:
+def test_unknown_rid_is_cancelled_once() -> None:
     made = link()
     for _ in range(3):
         made.apply(step(rid=[77], first_pos=[4], n=[1], token_ids=[4]), 0.0)
@@ -238,9 +238,7 @@ def test_gap_leaves_the_stream_live_for_the_session_to_end_it() -> None:
 @pytest.mark.parametrize(
     ("reason", "loss"), [(wpb.END_REASON_CANCELLED, Loss.DRAINED), (wpb.END_REASON_ERROR, Loss.ENGINE_FAILED)]
 )
-def test_a_worker_that_gives_a_sequence_up_ends_the_attempt_and_not_the_stream(
-    reason: wpb.EndReason.ValueType, loss: Loss
-) -> None:
+def test_sequence_given_up_ends_attempt_not_stream(reason: wpb.EndReason.ValueType, loss: Loss) -> None:
     made = link()
     one, closed = submission(1, 3), submission(2, 3)
     made.submit(1, [one, closed])
@@ -255,7 +253,7 @@ def test_a_worker_that_gives_a_sequence_up_ends_the_attempt_and_not_the_stream(
     assert list(one.sequence.assembly.token_ids) == [8, 9]
 
 
-def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
+def test_next_session_takes_over_with_received_counts() -> None:
     earlier = link()
     earlier.submit(1, [submission(4, 3), submission(5, 3), submission(6, 3)])
     earlier.apply(step(rid=[4], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
@@ -283,7 +281,7 @@ def test_returned_sequences_leave_the_session() -> None:
     assert list(made.live) == [1]
 
 
-def test_what_has_not_been_written_whole_is_known() -> None:
+def test_partly_written_sequences_are_known() -> None:
     """R14: it cannot be at the worker, so that was no attempt."""
     made = link()
     made.submit(1, [submission(1, 10), submission(2, 3 * MAX_FRAME_TOKENS)])
@@ -310,7 +308,7 @@ def adoption(rid: int, deadline: float | None = None) -> Adoption:
     return Adoption(wpb.Adopt(rid=rid, key=b"k", have=3), running, deadline)
 
 
-def test_an_adoption_passes_all_but_cancels_and_brings_tokens_like_any_attempt() -> None:
+def test_adoption_precedes_all_but_cancels_and_streams_tokens() -> None:
     made = link()
     made.submit(1, [submission(1, 10)])
     frames(made)
@@ -328,7 +326,7 @@ def test_an_adoption_passes_all_but_cancels_and_brings_tokens_like_any_attempt()
         made.submit(3, [submission(3, 10)])
 
 
-def test_an_adoption_that_is_not_written_is_at_no_worker() -> None:
+def test_unwritten_adoption_is_at_no_worker() -> None:
     made = link()
     for rid in (1, 2):
         made.adopt(adoption(rid))

@@ -22,7 +22,7 @@ def replace_placement(site: Site, placement: PrefixAware) -> None:
     site.pool.caches.learn_anew(site.pool.sessions())
 
 
-async def test_another_placement_is_told_of_the_caches_on_the_streams_there_are(
+async def test_new_placement_gets_caches_over_open_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """R14: every Session was broken off to get a snapshot."""
@@ -42,7 +42,7 @@ async def test_another_placement_is_told_of_the_caches_on_the_streams_there_are(
     await site.stop()
 
 
-async def test_a_worker_that_knows_no_asks_says_its_cache_on_a_new_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_older_worker_reports_cache_on_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(monkeypatch)
     session = site.described()
     site.pool.session_up(session, wpb.Welcome(instance_id="i", proto_minor=KV_EPOCH_MINOR - 1, kv_events=True))

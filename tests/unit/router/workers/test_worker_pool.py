@@ -14,7 +14,7 @@ from router.workers.session import Fault, WorkerState
 from tests.unit.router.pool import ADDRESS, Site
 
 
-async def test_a_worker_that_can_not_be_counted_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_worker_registration_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: a lane was registered, then a log line raised: nobody ever took the lane away, and its requests hung."""
     site = Site(monkeypatch)
     session = site.described()
@@ -36,7 +36,7 @@ async def test_a_worker_that_can_not_be_counted_in_leaves_nothing(monkeypatch: p
     await site.stop()
 
 
-async def test_a_connection_that_fails_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_connection_task_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: the task that dials a worker ended, and nobody dialled it any more."""
     monkeypatch.setattr(tasks, "TASK_RESTART_S", 0.001)
     site = Site(monkeypatch)
@@ -55,7 +55,7 @@ async def test_a_connection_that_fails_is_begun_anew(monkeypatch: pytest.MonkeyP
     await site.stop()
 
 
-async def test_a_worker_that_parts_and_comes_back_before_it_is_up_is_no_parting_one(
+async def test_worker_readded_before_up_is_not_leaving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = Site(monkeypatch)

@@ -171,7 +171,7 @@ def test_a_closed_loop_is_measured(serve: Bench) -> None:
     assert made["model"]["name"] == "m"
 
 
-def test_what_is_asked_for(serve: Bench) -> None:
+def test_bench_requests_match_options(serve: Bench) -> None:
     serve.run(*SMALL, "--input-len", "4:6", "--prefix-len", "7", "--temperature", "0.5", "--top-k", "3", "--seed", "9")
     params = [request.sampling_params for request in serve.script.requests]
     assert {(each.max_tokens, each.ignore_eos, each.temperature, each.top_k) for each in params} == {(5, True, 0.5, 3)}
@@ -183,7 +183,7 @@ def test_what_is_asked_for(serve: Bench) -> None:
     assert len({prompt[7:] for prompt in prompts}) == 8
 
 
-def test_every_row_is_warmed_up_and_has_prompts_of_its_own(serve: Bench) -> None:
+def test_each_bench_row_has_warm_up_and_distinct_prompts(serve: Bench) -> None:
     made = serve.measure("--concurrency", "1,2", "--requests", "3", "--repeat", "2", "--output-len", "1")
     assert [(row["setting"]["concurrency"], row["repeat"]) for row in made["rows"]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
     assert [row["ok"] for row in made["rows"]] == [3] * 4
@@ -195,7 +195,7 @@ def test_every_row_is_warmed_up_and_has_prompts_of_its_own(serve: Bench) -> None
     assert [(each["setting"]["concurrency"], each["repeats"]) for each in made["overviews"]] == [(1, 2), (2, 2)]
 
 
-def test_a_second_benchmark_finds_nothing_of_the_first_in_a_prefix_cache(serve: Bench) -> None:
+def test_bench_runs_use_distinct_cache_salts(serve: Bench) -> None:
     for _ in range(2):
         serve.run(*SMALL)
     first, second = serve.script.requests[:8], serve.script.requests[8:]
@@ -206,7 +206,7 @@ def test_a_second_benchmark_finds_nothing_of_the_first_in_a_prefix_cache(serve: 
     assert salts[0] != salts[1]
 
 
-def test_an_open_loop_sends_at_its_own_times(serve: Bench) -> None:
+def test_open_loop_sends_regardless_of_answers(serve: Bench) -> None:
     """50 ms of answer at 100 requests/s: five in flight and more, though nobody asked for so many."""
     made = serve.measure(
         "--rate", "100", "--burstiness", "inf", "--requests", "20", "--output-len", "25", "--warmup", "0"
@@ -238,7 +238,7 @@ def test_a_duration_ends_a_row(serve: Bench) -> None:
         (every_other_fails, 4, "ABORTED", "worker w was lost after 1 tokens"),
     ],
 )
-def test_failures_are_told_and_do_not_count(
+def test_failed_bench_requests_are_reported_and_excluded(
     serve: Bench, tmp_path: Path, respond: Respond, failed: int, status: str, message: str
 ) -> None:
     serve.script.respond, file = respond, tmp_path / "out.json"
@@ -253,9 +253,7 @@ def test_failures_are_told_and_do_not_count(
 
 
 @pytest.mark.parametrize(("concurrency", "respond"), [(1, gone_after_three), (4, gone)])
-def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(
-    serve: Bench, concurrency: int, respond: Respond
-) -> None:
+def test_bench_stops_early_when_service_is_unavailable(serve: Bench, concurrency: int, respond: Respond) -> None:
     """A hundred in turn, and those in flight with the hundredth; an answer that came late would begin a new hundred."""
     serve.script.respond = respond
     result = serve.run("--concurrency", str(concurrency), "--duration", "600s", "--output-len", "2", "--warmup", "0")
@@ -265,7 +263,7 @@ def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(
     assert 100 <= int(told[1]) < 100 + concurrency
 
 
-def test_a_data_set_is_asked_as_it_stands(serve: Bench, tmp_path: Path) -> None:
+def test_bench_sends_data_set_in_order(serve: Bench, tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl"
     file.write_text(
         '{"prompt": "Once", "max_tokens": 3}\n{"messages": [{"role": "user", "content": "hi"}]}\n{"token_ids": [4, 2]}'
@@ -294,9 +292,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def test_every_field_of_the_json_is_documented_and_the_other_way_round(
-    serve: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_json_fields_equal_documented_fields(serve: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # Offline alone there are any.
     counts = itertools.count(1)
     monkeypatch.setattr(RouterTarget, "draft_counts", lambda _self: [(next(counts), 1)])
@@ -309,7 +305,7 @@ def test_every_field_of_the_json_is_documented_and_the_other_way_round(
     assert f"version {made['version']}" in text
 
 
-def test_what_goes_on_is_shown_on_a_terminal(
+def test_bench_shows_progress_on_terminal(
     serve: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run begins, and again while it goes on: answers of the second one wait for that behind their first token."""
@@ -357,7 +353,7 @@ def test_what_goes_on_is_shown_on_a_terminal(
         (["--model", "other"], "NOT_FOUND: model 'other' is not served here"),
     ],
 )
-def test_what_can_not_be_measured_is_refused_before_it_begins(serve: Bench, arguments: list[str], message: str) -> None:
+def test_bench_refuses_unmeasurable_load_before_first_request(serve: Bench, arguments: list[str], message: str) -> None:
     result = serve.run(*arguments)
     assert isinstance(result.exception, CommandError)
     assert result.exception.exit_code == 2
@@ -365,7 +361,7 @@ def test_what_can_not_be_measured_is_refused_before_it_begins(serve: Bench, argu
     assert (result.stdout, serve.script.requests) == ("", [])
 
 
-def test_no_router_is_said_with_what_to_do() -> None:
+def test_bench_without_router_says_how_to_start_one() -> None:
     with pytest.raises(
         CommandError, match=r"no router can be reached at 127\.0\.0\.1:1 .*`fissile serve` starts one"
     ) as no:
@@ -388,7 +384,7 @@ def test_no_router_is_said_with_what_to_do() -> None:
         (["--requests", "0"], "'--requests'"),
     ],
 )
-def test_a_value_that_is_none_is_refused(serve: Bench, arguments: list[str], message: str) -> None:
+def test_bench_refuses_invalid_option_value(serve: Bench, arguments: list[str], message: str) -> None:
     result = serve.run(*arguments)
     assert isinstance(result.exception, click.UsageError)
     assert message in result.exception.format_message()
@@ -455,7 +451,7 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_the_rows_before_a_failure_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_before_failure_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     target = Rows(2, fail)
     with pytest.raises(CommandError, match="rank 1 has ended"):
@@ -465,7 +461,7 @@ def test_the_rows_before_a_failure_are_told(tmp_path: Path, capsys: pytest.Captu
     assert target.closed
 
 
-def test_failures_are_told_after_ctrl_c_too_and_a_row_without_requests_is_none(
+def test_ctrl_c_reports_failures_and_drops_empty_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert measure(plan(concurrency=(1, 2), warmup=0), Rows(1, interrupt, "ABORTED"), {}) == 130
@@ -494,7 +490,7 @@ def test_long_prompts_are_not_all_made_before_a_row() -> None:
     assert asked == [0, 1, 7]
 
 
-def test_a_router_is_asked_nothing_when_the_load_is_stopped_before_it_begins(serve: Bench) -> None:
+def test_load_stopped_before_start_sends_no_request(serve: Bench) -> None:
     target = RouterTarget(serve.address, NO_CREDENTIALS, Terms())
     try:
         target.stop()
@@ -562,20 +558,20 @@ def test_an_engine_is_kept_at_its_concurrency() -> None:
     ]
 
 
-def test_what_arrives_within_a_step_counts_from_its_own_time() -> None:
+def test_offline_arrival_within_step_keeps_intended_time() -> None:
     engine = Steps()
     records = offline_run(engine, OpenLoop(iter([0.25] * 9), Extent(3)), lambda i: Work(2, token_ids=[1])).run()
     assert [(r.intended, r.sent, r.ttft) for r in records] == [(0.25, 0.25, 1.0), (0.5, 1.25, 1.75), (0.75, 1.25, 1.5)]
 
 
-def test_a_request_that_the_engine_refuses_failed() -> None:
+def test_request_refused_by_engine_counts_as_failed() -> None:
     engine = Steps()
     records = offline_run(engine, ClosedLoop(1, Extent(3)), lambda i: Work(1, token_ids=[1] * (12 + i))).run()
     assert [record.status for record in records] == ["OK", "INTERNAL", "OK"]
     assert records[1].message == "no luck"
 
 
-def test_a_run_that_is_stopped_gives_up_what_is_in_flight() -> None:
+def test_stopped_offline_run_aborts_requests_in_flight() -> None:
     engine = Steps()
 
     def stop() -> None:
@@ -589,7 +585,7 @@ def test_a_run_that_is_stopped_gives_up_what_is_in_flight() -> None:
     assert not engine.has_unfinished()
 
 
-def test_a_run_is_stopped_within_a_long_pause() -> None:
+def test_stop_ends_a_long_pause() -> None:
     engine = Steps()
 
     def stop() -> None:

@@ -23,7 +23,7 @@ def test_the_three_kinds_of_prompts() -> None:
     ]
 
 
-def test_both_halves_of_a_character_are_one() -> None:
+def test_surrogate_halves_become_one_character() -> None:
     assert read_dataset(['{"prompt": "\\ud83d\\ude00"}'], Lengths(1, 1), 0).entries == [
         Work(1, text="\N{GRINNING FACE}")
     ]
@@ -55,7 +55,7 @@ def test_lengths_of_answers_are_drawn_by_the_seed() -> None:
         ('{"prompt": "a", "max_tokens": true}', "line 2: max_tokens is True"),
     ],
 )
-def test_a_line_that_is_no_request_is_named(line: str, said: str) -> None:
+def test_invalid_data_set_line_is_named(line: str, said: str) -> None:
     with pytest.raises(DatasetError) as refused:
         read_dataset(['{"prompt": "fine"}', line], Lengths(1, 1), 0)
     assert str(refused.value).startswith(said)

@@ -46,7 +46,7 @@ def test_summaries_are_numpys(values: list[float], scale: float) -> None:
     assert scaled.min() <= summary.p50 <= summary.p90 <= summary.p99 <= summary.max
 
 
-def test_nothing_has_no_summary() -> None:
+def test_summary_of_no_values_is_none() -> None:
     assert Summary.of([]) is None
 
 
@@ -76,9 +76,7 @@ def test_the_times_of_a_request() -> None:
         (4, 4, 9, True, "the service counted 9 prompt tokens, 10 were sent"),
     ],
 )
-def test_an_answer_of_another_length_than_asked_for_fails(
-    came: int, said: int, prompt: int, exact: bool, message: str
-) -> None:
+def test_answer_of_wrong_length_fails(came: int, said: int, prompt: int, exact: bool, message: str) -> None:
     record = Record(0, 0, 0, input_tokens=prompt, output_tokens=came)
     record.check_lengths(4, 10, said, exact=exact)
     assert (record.status, record.message) == (WRONG_TOKEN_COUNT if message else "OK", message)
@@ -115,7 +113,7 @@ def test_figures_of_a_run() -> None:
     assert json.loads(json.dumps(row.as_dict()))["ttft_ms"]["max"] == 2000.0
 
 
-def test_nothing_was_measured() -> None:
+def test_figures_without_records_are_zero() -> None:
     row = figures_of([], Setting(rate=1.0), objectives={"ttft": 1.0})
     assert (row.ok, row.duration_s, row.output_tokens_per_s, row.ttft_ms) == (0, 0.0, 0.0, None)
     assert row.goodput == Goodput(0.0, 0.0)

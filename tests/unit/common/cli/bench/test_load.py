@@ -41,9 +41,7 @@ def in_flight(seen: list[tuple[float, float, float]], at: float) -> int:
 
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 40), SERVICE_TIMES)
-def test_a_closed_loop_is_full_until_its_requests_are_used_up(
-    concurrency: int, requests: int, service_times: list[float]
-) -> None:
+def test_closed_loop_stays_full_until_last_request(concurrency: int, requests: int, service_times: list[float]) -> None:
     seen = drive(ClosedLoop(concurrency, Extent(requests)), service_times)
     assert len(seen) == requests
     assert all(intended == sent for intended, sent, _ in seen)
@@ -67,7 +65,7 @@ def test_a_closed_loop_sends_none_after_its_duration(
 
 @settings(max_examples=30)
 @given(st.floats(0.5, 50), st.sampled_from([0.3, 1.0, 4.0, math.inf]), st.integers(1, 50), SERVICE_TIMES)
-def test_an_open_loop_does_not_care_how_slow_the_service_is(
+def test_open_loop_times_ignore_service_speed(
     rate: float, burstiness: float, requests: int, service_times: list[float]
 ) -> None:
     seen = drive(OpenLoop(gaps(rate, burstiness, 7), Extent(requests)), service_times)
@@ -76,7 +74,7 @@ def test_an_open_loop_does_not_care_how_slow_the_service_is(
     assert all(sent == intended for intended, sent, _ in seen)
 
 
-def test_what_comes_late_keeps_its_intended_time() -> None:
+def test_late_open_loop_requests_keep_intended_time() -> None:
     load = OpenLoop(iter([1.0] * 10), Extent(5))
     assert load.take(0.5, 0) == []
     assert load.take(3.5, 0) == [1.0, 2.0, 3.0]
@@ -88,19 +86,19 @@ def test_what_comes_late_keeps_its_intended_time() -> None:
 
 @settings(max_examples=30)
 @given(st.floats(1, 20), st.floats(0.2, 5))
-def test_an_open_loop_sends_what_is_due_within_its_duration(rate: float, duration: float) -> None:
+def test_open_loop_sends_requests_due_within_duration(rate: float, duration: float) -> None:
     seen = drive(OpenLoop(gaps(rate, math.inf, 0), Extent(duration_s=duration)), [1.0])
     assert all(intended < duration for intended, _, _ in seen)
     assert len(seen) == pytest.approx(duration * rate, abs=1.000001)
 
 
-def test_whichever_limit_is_first_ends_it() -> None:
+def test_load_ends_at_first_limit() -> None:
     assert len(drive(ClosedLoop(1, Extent(3, 10.0)), [1.0])) == 3
     assert len(drive(ClosedLoop(1, Extent(30, 10.0)), [1.0])) == 10
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 9.0])
-def test_gaps_have_the_mean_and_the_variance_that_are_asked_for(burstiness: float) -> None:
+def test_gaps_have_requested_mean_and_variance(burstiness: float) -> None:
     rate = 8.0
     values = list(itertools.islice(gaps(rate, burstiness, 3), 20_000))
     assert statistics.fmean(values) == pytest.approx(1 / rate, rel=0.05)

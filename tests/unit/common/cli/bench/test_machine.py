@@ -60,11 +60,11 @@ def test_shares_are_of_all_cores() -> None:
     assert unknown.client == pytest.approx(1 / 4, abs=1e-3)
 
 
-def test_counters_that_were_read_apart_give_no_negative_share() -> None:
+def test_cpu_counters_read_apart_give_no_negative_share() -> None:
     assert CpuMeter().shares(CpuTime(0, 0, 0, 0), CpuTime(9, 0, 10, 0), 1.0).foreign == 0.0
 
 
-def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
+def test_cpu_meter_without_proc_reads_no_values(tmp_path: Path) -> None:
     meter = CpuMeter(proc=tmp_path)
     assert meter.read() is None
     assert meter.shares(None, None, 1.0) == NO_SHARES == CpuShares()
@@ -89,7 +89,7 @@ def write_process(proc: Path, pid: int, parent: int, ticks: int, *command: str) 
         (("python", "-m", "pytest", "serve"), 11),
     ],
 )
-def test_the_listener_is_the_service_and_all_of_its_fissile_serve(
+def test_service_processes_are_listener_and_its_serve_group(
     tmp_path: Path, command: tuple[str, ...], root: int
 ) -> None:
     write_process(tmp_path, 10, 1, 0, *command)
@@ -108,7 +108,7 @@ def test_the_listener_is_the_service_and_all_of_its_fissile_serve(
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "[::1]"])
-def test_of_a_loopback_address_without_a_port_only_named_processes_are_known(address: str, tmp_path: Path) -> None:
+def test_address_without_port_has_only_named_processes(address: str, tmp_path: Path) -> None:
     assert meter_for(address, proc=tmp_path) == CpuMeter(None, True, tmp_path)
     assert meter_for(address, (9,), tmp_path) == CpuMeter((9,), True, tmp_path)
 
@@ -125,7 +125,7 @@ def test_the_listener_of_a_port_is_found() -> None:
 
 
 @LINUX
-def test_what_client_and_service_compute_is_told_apart() -> None:
+def test_cpu_meter_separates_client_and_service() -> None:
     """A child computes for 0.2 s of CPU time: the service's when it is named so, else the client's own."""
     program = (
         "from time import process_time\n"

@@ -46,7 +46,7 @@ def test_a_table_of_a_large_service_fits_a_hundred_columns() -> None:
     assert max(map(len, table([widest, row(Setting(concurrency=1))]).splitlines())) <= 100
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_unmeasured_figure_is_a_dash() -> None:
     line = table([figures_of([], Setting(concurrency=1))]).splitlines()[1]
     assert line.split() == ["c=1", "0", "0", "0.00", "0.00", *["-"] * 7]
 
@@ -74,7 +74,7 @@ def test_drafts_of_a_row() -> None:
     assert row(Setting(concurrency=8)).tokens_per_verification == 1
 
 
-def test_repetitions_are_told_by_their_median() -> None:
+def test_repetitions_are_summarized_by_median() -> None:
     rows = [row(Setting(concurrency=1), i, slow=slow) for i, slow in enumerate((1.0, 2.0, 4.0))]
     assert medians([*rows, row(Setting(concurrency=2))]) == (
         "c=1, 3 times: 2.00 (1.00 to 4.00) output tokens/s, TTFT 2000 (1000 to 4000) ms, TPOT 2000 (1000 to 4000) ms"
@@ -82,7 +82,7 @@ def test_repetitions_are_told_by_their_median() -> None:
     assert medians([row(Setting(concurrency=1))]) == ""
 
 
-def test_what_speaks_against_the_figures_is_said() -> None:
+def test_disturbed_rows_have_warnings() -> None:
     assert warnings([row(Setting(concurrency=1))]) == []
     late = Record(0, 0.0, 0.5, 1.0)
     disturbed = figures_of([late], Setting(rate=3.0), cpu=replace(CPU, foreign=0.34))
@@ -101,7 +101,7 @@ def test_failures_of_all_rows_are_one_line() -> None:
     assert failure_line([row(Setting(concurrency=1))]) == ""
 
 
-def test_json_says_what_it_is() -> None:
+def test_bench_json_names_schema_and_version() -> None:
     rows = [row(Setting(concurrency=1)), row(Setting(rate=1 / 3, burstiness=math.inf))]
     about: dict[str, Any] = {"model": {}, "options": {"seed": 0}, "environment": {"cpu": "x"}}
     made = as_json(rows, mode="serve", started="2026-11-21T18:00:00Z", interrupted=False, **about)

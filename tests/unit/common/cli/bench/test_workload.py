@@ -30,14 +30,14 @@ def test_lengths_are_read_as_they_are_written(lengths: Lengths) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "9:8", "0:4", "a", "1:2:3", "-1", "1:", ":2", "1.5"])
-def test_what_is_no_length_is_refused(text: str) -> None:
+def test_invalid_length_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a range of lengths; use LOW:HIGH"):
         Lengths.parse(text)
 
 
 @settings(max_examples=30)
 @given(SEEDS, LENGTHS, LENGTHS, st.integers(0, 20), st.integers(1, 300), st.integers(-5, 5), st.integers(0, 10**6))
-def test_a_request_is_within_what_was_asked_for(
+def test_random_request_is_within_configured_lengths(
     seed: int, inputs: Lengths, outputs: Lengths, prefix: int, vocab: int, round_: int, index: int
 ) -> None:
     workload = RandomWorkload(seed, vocab, inputs, outputs, prefix)
@@ -51,7 +51,7 @@ def test_a_request_is_within_what_was_asked_for(
 
 @settings(max_examples=30)
 @given(SEEDS, st.permutations(range(8)))
-def test_order_and_number_of_requests_change_nothing(seed: int, order: list[int]) -> None:
+def test_workload_is_independent_of_order_and_count(seed: int, order: list[int]) -> None:
     workload = RandomWorkload(seed, 1000, Lengths(1, 9), Lengths(1, 9), 3)
     one_by_one = {i: workload.work(0, i) for i in order}
     again = RandomWorkload(seed, 1000, Lengths(1, 9), Lengths(1, 9), 3)
@@ -60,7 +60,7 @@ def test_order_and_number_of_requests_change_nothing(seed: int, order: list[int]
 
 @settings(max_examples=30)
 @given(SEEDS)
-def test_a_round_has_the_lengths_of_the_others_and_tokens_of_its_own(seed: int) -> None:
+def test_workload_rounds_share_lengths_and_differ_in_tokens(seed: int) -> None:
     workload = RandomWorkload(seed, 50_000, Lengths(16, 40), Lengths(1, 9), 16)
     first, second = ([workload.work(round_, i) for i in range(8)] for round_ in (0, 1))
     assert [(len(w.token_ids), w.output_tokens) for w in first] == [(len(w.token_ids), w.output_tokens) for w in second]
@@ -87,7 +87,7 @@ def test_lengths_and_tokens_are_spread_evenly() -> None:
         assert sum((count - 400) ** 2 / 400 for count in counts.values()) < 27.9
 
 
-def test_the_work_of_a_seed_never_changes() -> None:
+def test_workload_of_a_seed_never_changes() -> None:
     """Figures of different days and machines are of the same prompts; so is the peers' work."""
     assert next(prompts(Lengths(4, 8), 1000)) == (308, 961, 738, 868, 558, 583, 360, 701)
 
@@ -98,7 +98,7 @@ def test_no_global_random_numbers_are_used() -> None:
     assert random.getstate() == state
 
 
-def test_a_data_set_begins_again_when_it_is_used_up() -> None:
+def test_data_set_repeats_after_its_end() -> None:
     entries = [Work(1, text="a"), Work(2, messages=[{"role": "user", "content": "b"}])]
     workload = GivenWorkload(entries)
     assert [workload.work(3, i) for i in range(5)] == [*entries, *entries, entries[0]]

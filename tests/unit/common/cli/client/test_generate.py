@@ -24,7 +24,7 @@ def test_masks_and_biases_are_sent() -> None:
     assert not sent.HasField("seed")
 
 
-def test_a_bias_that_is_too_large_is_refused() -> None:
+def test_too_large_logit_bias_is_refused() -> None:
     with pytest.raises(CommandError, match=r"logit_bias\[42\] is 101\.0"):
         given({"logit_bias": ((42, 101.0),)})
 

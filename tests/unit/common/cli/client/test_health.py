@@ -67,7 +67,7 @@ async def test_every_service_name_is_known(server: GrpcServer) -> None:
     assert unknown.value.exit_code == 1
 
 
-async def test_nobody_there_is_one_line_and_exit_code_1(server: GrpcServer) -> None:
+async def test_unreachable_health_is_one_line_and_exit_code_1(server: GrpcServer) -> None:
     await server.start()
     await server.stop(0)
     with pytest.raises(CommandError, match=rf"no health from {server.address}: UNAVAILABLE") as refused:

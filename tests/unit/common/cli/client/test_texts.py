@@ -31,7 +31,7 @@ def test_parts_are_as_large_as_they_may_be() -> None:
     assert [len(part) for part in parts_of(["abcd"] * 5, 9, 4, 80)] == [2, 2, 1]
 
 
-def test_lines_are_texts_whatever_ends_them(tmp_path: Path) -> None:
+def test_text_lines_accept_any_newline(tmp_path: Path) -> None:
     path = tmp_path / "texts"
     path.write_bytes("one\r\ntwo\u2028three\nfour".encode())
     assert Source(str(path)).texts([], "texts") == ["one", "two\u2028three", "four"]
@@ -39,7 +39,7 @@ def test_lines_are_texts_whatever_ends_them(tmp_path: Path) -> None:
     assert Source(str(path), json_lines=True).texts([], "texts") == ["a\nb", "c"]
 
 
-def test_standard_input_is_read_where_there_are_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_default_to_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (Source(), Source("-")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
         assert source.texts([], "texts") == ["a", "b"]
@@ -57,7 +57,7 @@ def test_standard_input_is_read_where_there_are_no_arguments(monkeypatch: pytest
         (b'"\\ud800"', True, "line 1 of .* is not valid UTF-8"),
     ],
 )
-def test_a_line_that_is_no_text_is_named(tmp_path: Path, content: bytes, json_lines: bool, problem: str) -> None:
+def test_invalid_text_line_is_named(tmp_path: Path, content: bytes, json_lines: bool, problem: str) -> None:
     path = tmp_path / "texts"
     path.write_bytes(content)
     with pytest.raises((CommandError, click.UsageError), match=problem):
@@ -77,11 +77,11 @@ def test_arguments_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
         Source(str(tmp_path / "none")).texts([], "texts")
 
 
-def test_fields_are_those_that_were_given() -> None:
+def test_source_fields_hold_given_options() -> None:
     assert Source().fields == {}
     assert Source(model="m", priority="low").fields == {"model": "m", "priority": "PRIORITY_LOW"}
 
 
-def test_a_text_of_a_table_is_one_harmless_line() -> None:
+def test_table_text_is_one_escaped_line() -> None:
     assert shown("a\n\x1b[2J\x9b\u2028b") == r'"a\n\u001b[2J\u009b\u2028b"'
     assert len(shown("x" * 1000)) < 120

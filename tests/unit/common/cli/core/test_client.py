@@ -122,7 +122,7 @@ async def test_streams_an_answer_and_names_its_trace_or_its_request(trace_id: st
     assert answer.figures() == f"TTFT 12.3 ms, 4.56 ms per token, 3 tokens from 5 (2 cached), length, {named}"
 
 
-def test_json_has_drafts_where_there_were_any() -> None:
+def test_json_answer_has_draft_counts_only_with_drafts() -> None:
     drafts = [pb.DraftCounts(verified=9, accepted=7), pb.DraftCounts(verified=7, accepted=2)]
     assert Answer(finish=pb.Finish(drafts=drafts)).as_dict()["drafts"] == [
         {"verified": 9, "accepted": 7},
@@ -131,7 +131,7 @@ def test_json_has_drafts_where_there_were_any() -> None:
     assert "drafts" not in Answer().as_dict()
 
 
-async def test_takes_chat_where_the_model_has_a_template() -> None:
+async def test_ask_uses_chat_for_model_with_template() -> None:
     router = ScriptedRouter(["x"], None)
     await asked(router, Question("hi", system="Be brief."))
     request = router.requests[0]
@@ -157,7 +157,7 @@ async def test_a_failed_call_is_one_line_with_an_exit_code(error: ApiError, exit
     assert failed.value.exit_code == exit_code
 
 
-async def test_a_partial_answer_is_said_to_be_partial() -> None:
+async def test_broken_answer_error_says_text_is_partial() -> None:
     with pytest.raises(CommandError, match=r"INTERNAL: it broke \(the text so far is partial\)"):
         await asked(ScriptedRouter(["Once"], EngineError("it broke")), Question("hi", chat=False))
     with pytest.raises(CommandError) as failed:
@@ -165,7 +165,7 @@ async def test_a_partial_answer_is_said_to_be_partial() -> None:
     assert str(failed.value).count("partial") == 1
 
 
-async def test_a_router_that_is_not_there_is_named() -> None:
+async def test_unreachable_router_is_named_with_exit_code_3() -> None:
     with pytest.raises(CommandError, match=r"no router can be reached at 127\.0\.0\.1:1 \(Connection refused\)") as it:
         async with AsyncClient(**client_arguments(["127.0.0.1:1"])) as client:
             await ask(client, Question("hi"), 60.0, print)
@@ -178,7 +178,7 @@ def test_unsendable_api_key_is_refused(key: str) -> None:
         Credentials(api_key=key)
 
 
-async def test_a_deadline_of_the_call_is_said_in_words() -> None:
+async def test_call_timeout_error_names_option() -> None:
     """Also where the router says nothing, and the words would be gRPC's."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -188,7 +188,7 @@ async def test_a_deadline_of_the_call_is_said_in_words() -> None:
     assert str(failed.value) == f"DEADLINE_EXCEEDED: {address} has not answered in time (--timeout)"
 
 
-async def test_the_port_of_another_service_is_said_to_be_one() -> None:
+async def test_unimplemented_call_error_names_wrong_port() -> None:
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -251,7 +251,7 @@ def test_a_terminal_is_not_sent_control_sequences() -> None:
     assert printable("a\x1b[2Jb", terminal=False) == "a\x1b[2Jb"
 
 
-async def test_trouble_with_tls_is_said_in_words(tmp_path: Path) -> None:
+async def test_tls_failure_error_says_cause(tmp_path: Path) -> None:
     ca, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair, old = ca.issue("server", *LOOPBACK), ca.issue("old", *LOOPBACK, days=(-2, -1))
     servers = {

@@ -48,7 +48,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("word", ["off", "no", "on", "yes"])
-def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path: Path) -> None:
+def test_yaml_1_1_boolean_words_are_strings(word: str, tmp_path: Path) -> None:
     """`weights-cache: off` and `quantize: no` say what they say on the command line; flags know these words."""
     text = f"made:\n  name: [{word}]\n  flag: {word}\n"
     assert run(text, tmp_path) == [1, [word], word in ("on", "yes")]
@@ -73,7 +73,7 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         ("#" * 2_000_000, "has more than 1048576 bytes"),
     ],
 )
-def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
+def test_bad_configuration_file_error_is_one_line(text: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"c\.yaml") as caught:
         run(text, tmp_path)
     assert problem in str(caught.value)
@@ -85,7 +85,7 @@ def test_aliases_and_merges_of_a_plain_file_are_read(tmp_path: Path) -> None:
     assert run(text, tmp_path) == [5, ["a", "b"], False]
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_configuration_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot be read: No such file"):
         in_force(made, "made", ("--config", str(tmp_path / "none.yaml")))
 
@@ -105,7 +105,7 @@ def test_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert shown["placement"] == ("prefix_aware", "default")
 
 
-def test_show_refuses_what_the_command_would_refuse(tmp_path: Path) -> None:
+def test_config_show_refuses_values_the_command_refuses(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("router:\n  max-hold: soon\n")
     with pytest.raises(CommandError, match="use for example 250ms"):
@@ -127,7 +127,7 @@ def test_every_command_with_a_file_shows_its_sources(
     assert shown["host"] == ("127.0.0.1", "default")
 
 
-def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
+def test_serve_refuses_file_options_it_overrules(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("serve: {workers: 2}\nworker: {step-timeout: 7}\nrouter: {placement: round_robin}\n")
     context = serve.make_context("serve", ["--config", str(path), "--simulate", "instant", "--admin-port", "5"])
@@ -159,7 +159,7 @@ def test_serve_hands_the_options_of_the_audit_to_its_router(tmp_path: Path) -> N
     assert (given["audit"], given["audit_dir"], given["audit_kv"]) == (pytest.approx(0.001), folder, False)
 
 
-def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:
+def test_bad_configuration_value_is_named_with_line(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     text = (
         "# the fleet\nrouter:\n  worker: [a:1]\n  tenant-weight:\n    - gold=4\n    - gold=never\n  queue-size: many\n"

@@ -58,7 +58,7 @@ def test_a_variable_of_several_commands_has_one_grammar() -> None:
         AsWritten(ByteSize()).convert("much", None, None)
 
 
-def test_a_duration_out_of_range_says_what_is_valid() -> None:
+def test_duration_out_of_range_error_names_range() -> None:
     with pytest.raises(click.BadParameter, match="90s is out of range; use 1s to 60s"):
         Duration(1, 60).convert("90s", None, None)
     with pytest.raises(click.BadParameter, match=r"0 is out of range; use 0.1s or more"):
@@ -71,7 +71,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "1,x", "-2", "1.5"])
-def test_what_is_no_list_of_sizes(text: str) -> None:
+def test_invalid_size_list_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a list of sizes; use for example 1,2,8"):
         Sizes().convert(text, None, None)
 

@@ -58,7 +58,7 @@ def test_a_config_is_read() -> None:
     ],
 )
 @pytest.mark.parametrize("option", [Speculation(), AsWritten(Speculation())])
-def test_what_is_wrong_is_refused(option: click.ParamType[object], text: str, problem: str) -> None:
+def test_invalid_speculative_option_is_refused(option: click.ParamType[object], text: str, problem: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
         option.convert(text, None, None)
     assert caught.value.message.startswith(problem) or problem in caught.value.message

@@ -53,7 +53,7 @@ def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> Non
     assert dataclasses.replace(FLEET, host="10.1.2.3").address == "10.1.2.3:50051"
 
 
-def test_the_block_says_what_is_served() -> None:
+def test_startup_block_describes_fleet() -> None:
     block = FLEET.describe("0.1.0", "1 GiB per worker")
     for said in ("m from /models/m", "0.0.0.0:50051", "2: 127.0.0.1:7001, 127.0.0.1:7002", "on", "2048", "1 GiB per"):
         assert said in block

@@ -39,7 +39,7 @@ def test_ports_are_free_and_distinct() -> None:
     assert not set(chosen) & set(free_ports(20))
 
 
-def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         taken = listener.getsockname()[1]
@@ -68,6 +68,6 @@ def test_two_processes_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
     assert theirs.intersection(free_ports(40 - len(theirs) + 1))
 
 
-def test_without_a_folder_for_locks_ports_are_chosen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_are_chosen_without_lock_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_locks", lambda: None)
     assert len(free_ports(3)) == 3

@@ -53,7 +53,7 @@ async def test_passes_lines_on_with_the_childs_name() -> None:
     assert console.lines == ["a | hello", "a | 2nd"]
 
 
-async def test_a_refused_child_ends_everything_with_its_own_line() -> None:
+async def test_refused_child_ends_supervisor_with_its_error() -> None:
     console = Lines()
     children = [child("a", "sleep=60"), child("b", "say=loading", "say=error: port 1 is taken", "exit=2")]
     supervisor = Supervisor(children, console, {})
@@ -94,7 +94,7 @@ async def test_a_killed_child_is_started_again() -> None:
     await running
 
 
-async def test_stop_waits_for_a_drain_and_kills_what_does_not_end() -> None:
+async def test_supervisor_stop_waits_for_drain_then_kills() -> None:
     console = Lines()
     good = child("good", "exit-on-term=0", "say=up", "sleep=60")
     bad = child("bad", "ignore-term=1", "say=up", "sleep=60", drain_s=0.3)
@@ -107,7 +107,7 @@ async def test_stop_waits_for_a_drain_and_kills_what_does_not_end() -> None:
     assert not bad.running
 
 
-async def test_stop_during_back_off_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_supervisor_stop_during_back_off_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_DELAY_S", "MAX_DELAY_S"):
         monkeypatch.setattr(restart_policy, name, 600.0)
     console = Lines()
@@ -132,7 +132,7 @@ async def test_stop_right_after_the_start_leaves_no_process() -> None:
 
 
 @pytest.mark.slow
-async def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death() -> None:
+async def test_child_death_is_seen_while_grandchild_holds_pipe() -> None:
     console = Lines()
     supervisor = Supervisor([child("a", "hold-pipe=300", "exit=1")], console, {})
     running = asyncio.create_task(supervisor.run())
@@ -145,7 +145,7 @@ async def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death() -> None:
             os.kill(int(held[1]), signal.SIGKILL)
 
 
-async def test_a_line_that_is_too_long_is_cut_into_pieces() -> None:
+async def test_too_long_child_line_is_split() -> None:
     console = Lines()
     supervisor = Supervisor([child("a", f"long={3 * MAX_LINE_BYTES}", "say=after", "sleep=60")], console, {})
     running = asyncio.create_task(supervisor.run())

@@ -109,7 +109,7 @@ def written(model: Model, name: str, text: str) -> list[int]:
 @pytest.mark.each_value
 @by_model
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_is_written_satisfies_the_schema(model: Model, name: str) -> None:
+def test_written_arguments_satisfy_schema(model: Model, name: str) -> None:
     if model.grammar.tag_end and name == "ref to itself":
         with pytest.raises(arguments.ArgumentError):
             arguments.strict(schema_of(name), model.grammar.tag_end)
@@ -151,7 +151,7 @@ def test_valid_texts_may_be_written_and_others_may_not(model: Model, name: str) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_are_those_of_json(name: str) -> None:
+def test_tag_formats_equal_json_formats(name: str) -> None:
     """Whatever is written between tags is in the library's own grammar of the format, and some texts are."""
     assert set(raw_texts.FORMATS) == set(FORMATS)
     vocab = library.byte_vocabulary({EOS: "<eos>"}, [EOS])
@@ -171,7 +171,7 @@ def test_formats_are_those_of_json(name: str) -> None:
         assert ours.deep_copy().try_consume_tokens(quoted) == len(quoted), text
 
 
-def test_the_reader_types_what_a_schema_refers_to() -> None:
+def test_reader_types_arguments_through_references() -> None:
     tools = tools_of(ROOT)
     said = {
         "ref": "7",
@@ -199,7 +199,7 @@ def test_the_reader_types_what_a_schema_refers_to() -> None:
         True,
     ],
 )
-def test_types_are_those_of_transformers_where_a_schema_says_them_itself(schema: Any) -> None:
+def test_direct_schema_types_equal_transformers(schema: Any) -> None:
     if isinstance(schema, dict) and not isinstance(schema.get("anyOf"), int):
         assert types_of(schema, {}) == _schema_types(schema)
     else:

@@ -188,7 +188,7 @@ def test_opening_after_a_tool_result_is_empty() -> None:
 
 
 @pytest.mark.parametrize("calls", [name for name in CALLS if name.partition(",")[0] in STYLES])
-def test_grammars_write_calls_as_the_chat_template_does(calls: str) -> None:
+def test_grammar_writes_calls_like_chat_template(calls: str) -> None:
     family, _, kind = calls.partition(", ")
     form = found(source("chatml", REASONING["<think>"], CALLS[calls]))
 
@@ -204,7 +204,7 @@ def test_grammars_write_calls_as_the_chat_template_does(calls: str) -> None:
     assert form.style.before + begin in written
 
 
-def test_calls_without_a_grammar_are_read_and_marked_unheld() -> None:
+def test_calls_without_grammar_are_parsed_and_marked_unheld() -> None:
     form = found(source("chatml", "", CALLS["lfm"]))
 
     assert form.unheld
@@ -279,7 +279,7 @@ def test_own_template_of_other_calls_is_unheld_and_keeps_its_reasoning() -> None
         ({"open": ["<mull>", "<think>"], "close": ["</mull>", "</done>"]}, None),
     ],
 )
-def test_own_reasoning_is_held_if_its_marks_are_single_or_a_familys(
+def test_own_reasoning_is_held_with_single_or_family_marks(
     thinking: dict[str, object], marks: tuple[str, str] | None
 ) -> None:
     own = {"start_anchor": "assistant\n", "fields": {"thinking": thinking, "content": {}}}

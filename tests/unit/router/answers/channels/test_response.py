@@ -148,21 +148,21 @@ def test_every_family_is_compared() -> None:
 @by_family
 @FEW
 @given(data=st.data())
-def test_a_written_answer_is_read_as_transformers_reads_it(family: Family, data: st.DataObject) -> None:
+def test_written_answer_is_parsed_like_transformers(family: Family, data: st.DataObject) -> None:
     check_equal(family, family.write(data.draw(answers(family))))
 
 
 @by_family
 @FEW
 @given(data=st.data())
-def test_of_a_broken_answer_nothing_is_lost(family: Family, data: st.DataObject) -> None:
+def test_broken_answer_loses_no_text(family: Family, data: st.DataObject) -> None:
     check_broken(family, data.draw(broken(family)))
 
 
 @by_family
 @FEW
 @given(data=st.data(), cuts=st.lists(st.integers(0, 10_000), max_size=8))
-def test_pieces_make_no_difference(family: Family, data: st.DataObject, cuts: list[int]) -> None:
+def test_parsing_is_independent_of_pieces(family: Family, data: st.DataObject, cuts: list[int]) -> None:
     check_pieces(family, data.draw(broken(family)), cuts)
 
 
@@ -292,7 +292,7 @@ def test_templates_of_checkpoints_are_read_as_transformers_reads_them(spec: dict
         {"start_anchor": "a", "fields": {"content": {"join": 1, "repeats": True}}},
     ],
 )
-def test_what_is_no_template_for_transformers_is_none(spec: Any) -> None:
+def test_template_transformers_refuses_is_refused(spec: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         Reference(spec, prefix="")
     with pytest.raises(ResponseTemplateError):
@@ -330,7 +330,7 @@ _DIALECTS: Final = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "text"), _DIALECTS)
-def test_values_are_those_of_transformers(name: str, arguments: dict[str, Any], text: str) -> None:
+def test_parsed_values_equal_transformers(name: str, arguments: dict[str, Any], text: str) -> None:
     try:
         expected = reference_values.parse_content(text, name, arguments)
     except ValueError:
@@ -361,7 +361,7 @@ def test_arguments_get_types_as_in_transformers(raw: str, schema: dict[str, Any]
     assert repr(typed(raw, types)) == repr(_coerce(raw, types))
 
 
-def test_a_call_begins_with_its_name_and_goes_on_as_it_comes() -> None:
+def test_call_parts_begin_with_name_then_stream() -> None:
     reader = parser(FAMILIES[0])
     steps = ["<tool_call>", '{"name": "f"', ', "arguments": ', '{"a": ', "1}", "}", "</tool_call>"]
 
@@ -436,7 +436,7 @@ def test_whole_calls_with_arguments_in_a_string_are_read() -> None:
         ("<tool_call>nothing</tool_call>", False, False),
     ],
 )
-def test_a_parser_knows_whether_a_call_has_come(text: str, had: bool, ends: bool) -> None:
+def test_parser_reports_calls_read(text: str, had: bool, ends: bool) -> None:
     reader = parser(FAMILIES[0])
     reader.push(text)
 
@@ -453,7 +453,7 @@ def test_a_parser_knows_whether_a_call_has_come(text: str, had: bool, ends: bool
         ('<tool_call>{"name": "f", "arguments": {"a": ', ""),
     ],
 )  # fmt: skip
-def test_what_is_no_call_is_content(text: str, content: str) -> None:
+def test_malformed_call_is_content(text: str, content: str) -> None:
     assert text_of(read(FAMILIES[0], [text]), Channel.CONTENT).strip() == content
 
 
@@ -472,7 +472,7 @@ def test_json_alone_is_a_call_of_a_known_tool_only() -> None:
         assert text_of(read(llama, [text]), Channel.CONTENT) == ("" if is_call else text)
 
 
-def test_a_template_knows_what_the_prompt_has_begun() -> None:
+def test_template_finds_opening_in_prompt() -> None:
     template = TEMPLATES["qwen"]
 
     assert template.opening("<|im_start|>user\n<think>a<|im_end|>\n<|im_start|>assistant\n<think>\n") == "<think>\n"

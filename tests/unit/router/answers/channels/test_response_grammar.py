@@ -194,7 +194,7 @@ def test_required_calls_are_made(model: Model, is_one: bool, strict: bool) -> No
 
 
 @by_telling
-def test_calls_that_are_made_at_will_are_strict(model: Model) -> None:
+def test_optional_calls_are_strict(model: Model) -> None:
     assert model.grammar.tells_calls
     text = model.grammar.calls(model.tools(strict=True), None, is_required=False, is_one=False)
     numbers, matcher = set[int](), model.matcher(text)
@@ -210,7 +210,7 @@ def test_calls_that_are_made_at_will_are_strict(model: Model) -> None:
 @pytest.mark.each_value
 @by_model
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
+def test_reasoning_precedes_calls(model: Model, has_begun: bool) -> None:
     if not STYLES[model.family].reasoning[1] or (has_begun and model.family == "harmony"):
         return
     opening = f"{STYLES[model.family].reasoning[0]}\n" if has_begun else ""
@@ -232,7 +232,7 @@ def test_reasoning_comes_before(model: Model, has_begun: bool) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 7])
 @pytest.mark.parametrize("family", ["qwen", "harmony"])
-def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
+def test_reasoning_budget_forces_end_marker(family: str, most: int) -> None:
     """After so many tokens nothing but the end of it is allowed, whether its state is kept or made anew."""
     model = Model(family)
     assert model.grammar.ends_reasoning
@@ -276,7 +276,7 @@ def test_a_budget_ends_reasoning_in_order(family: str, most: int) -> None:
         ({"allOf": [{"anyOf": [{"type": "string", "pattern": str(n)} for n in range(9)]}] * 3}, "more than 64"),
     ],
 )
-def test_what_tags_do_not_tell_is_refused(argument: dict[str, Any], said: str) -> None:
+def test_arguments_ambiguous_in_tags_are_refused(argument: dict[str, Any], said: str) -> None:
     schema = {"type": "object", "properties": {"a": argument}}
     if not said:
         arguments.strict(schema, "")
@@ -295,7 +295,7 @@ def test_what_tags_do_not_tell_is_refused(argument: dict[str, Any], said: str) -
         ({"allOf": []}, "at its root: 'allOf' is not supported"),
     ],
 )
-def test_what_is_not_of_one_argument_is_refused(schema: dict[str, Any], said: str) -> None:
+def test_schema_spanning_arguments_is_refused(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(arguments.ArgumentError) as refused:
         arguments.strict({"type": "object", **schema}, "")
     assert said in str(refused.value)
@@ -304,7 +304,7 @@ def test_what_is_not_of_one_argument_is_refused(schema: dict[str, Any], said: st
 @pytest.mark.parametrize(
     "argument", [{"type": "array"}, {"type": "object"}, {"anyOf": [{"type": "array"}, {"type": "null"}]}]
 )
-def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any]) -> None:
+def test_spelled_out_tags_allow_fewer_arguments(argument: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": argument}}
     arguments.strict(schema, "")
     with pytest.raises(arguments.ArgumentError) as refused:
@@ -312,7 +312,7 @@ def test_tags_that_are_no_tokens_hold_less(argument: dict[str, Any]) -> None:
     assert "could have a text in it that ends the argument" in str(refused.value)
 
 
-def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
+def test_request_grammar_applies_after_reasoning() -> None:
     model = Model("qwen")
     inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
     matcher = model.matcher(model.grammar.around(inner, ReasoningLimit()))
@@ -322,7 +322,7 @@ def test_a_grammar_of_the_request_comes_behind_reasoning() -> None:
 
 
 @by_telling
-def test_calls_may_come_instead_of_content_that_is_confined(model: Model) -> None:
+def test_calls_may_replace_constrained_content(model: Model) -> None:
     inner = lark.canonical(Constraint("choices", ("yes", "no"))).removeprefix(lark.HEADER)
     own = model.grammar.calls(model.tools(strict=True), None, is_required=True, is_one=True)
     calls = lark.canonical(Constraint(GRAMMAR, (own,))).removeprefix(lark.HEADER)
