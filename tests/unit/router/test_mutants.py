@@ -46,7 +46,14 @@ from router.workers.worker_record import AddressHistory
 from tests.unit import router
 from tests.unit.common import process, test_delay_gate, text
 from tests.unit.common.process import test_restart_policy
-from tests.unit.common.text import test_chat_template, test_detokenizer, test_pieces, test_stop_strings, test_tokenizer
+from tests.unit.common.text import (
+    test_answer_text,
+    test_chat_template,
+    test_detokenizer,
+    test_pieces,
+    test_stop_strings,
+    test_tokenizer,
+)
 from tests.unit.common.wire import test_block_hash
 from tests.unit.mutants import Mutant
 from tests.unit.property_tests import Test, modules_below, name_of, property_tests, run
@@ -271,6 +278,20 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
             "if not receipt_sha256",
         ),
         (test_logit_digests.test_altered_receipt_field_contradicts_digest,),
+    ),
+    (
+        Mutant(
+            "one_late",
+            AnswerText,
+            "push",
+            "min(self._unsearched,",
+            "min(self._unsearched + 1,",
+        ),
+        (test_answer_text.test_pieces_per_token_add_up_to_the_text_of_runs,),
+    ),
+    (
+        Mutant("router_flush", StreamAssembly, "finish", "self._emit(self._text.flush())", "self._text.flush()"),
+        (test_answer_text.test_router_and_engine_give_the_same_text,),
     ),
     (
         Mutant("spelled", SpelledMarkers, "_is_token", "[0] == place", "[0] != place"),
