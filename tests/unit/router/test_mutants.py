@@ -77,6 +77,7 @@ from tests.unit.router.scheduling import (
 from tests.unit.router.workers import test_address_history, test_extreme_numbers, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
+from worker.llm_engine import EngineAnswer
 
 # A test, one with arguments for its parameters, or a state machine.
 
@@ -173,6 +174,14 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         (_COMES_AGAIN,),
     ),
     (Mutant("rest", AnswerText, "flush", "text = self._search(decoded)", "text = decoded"), (_REST,)),
+    (
+        Mutant("run_min", AnswerText, "push", "self._unsearched -= start", "pass"),
+        (test_answer_text.test_pieces_per_token_add_up_to_the_text_of_runs,),
+    ),
+    (
+        Mutant("stop_token_text", EngineAnswer, "take", "(EndReason.EOS, EndReason.STOP_TOKEN)", "(EndReason.EOS,)"),
+        (test_answer_text.test_router_and_engine_give_the_same_text,),
+    ),
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),
     (Mutant("shortest", stop_strings, "_link", _OWN, "child.fail.match or child.match"), (_FRAMING,)),
