@@ -30,7 +30,7 @@ def rows() -> list[tuple[list[str], list[str]]]:
 
 
 def found(place: str) -> list[Any]:
-    """The module that a place begins with, and each thing on the way from there."""
+    """The module at the start of a place, and each object on the way from there."""
     parts = place.split(".")
     at = [i for i in range(1, len(parts) + 1) if (ROOT / Path(*parts[:i])).with_suffix(".py").is_file()]
     assert at, f"{place}: no such module"
@@ -87,8 +87,8 @@ def test_a_wrong_place_is_found(place: str, there: bool) -> None:
 
 
 def test_architecture_table_names_exist() -> None:
-    """Names that a row does not say to differ are names of the place: attributes, or its own name."""
-    # Here under another name, or not at all, as the row says.
+    """Names of a row are attributes of its place or its own name, unless the row says otherwise."""
+    # The row says that these have another name here, or do not exist.
     elsewhere = {
         *("_passed_delay", "prev_time", "prev_prompt", "update_spec_stats", "CoreManager", "busy_loop"),
         *("EngineCoreRequestType", "input_queue", "output_queue", "tokenIDProcessor", "AsyncIOProcManager"),
@@ -108,7 +108,7 @@ def test_architecture_table_names_exist() -> None:
 
 
 def folder_rows() -> list[tuple[list[str], list[str], str]]:
-    """Places of each row of the table of folders, the places in its middle column, and what it may import."""
+    """Places of each row of the folder table, the places in its middle column, and its allowed imports."""
     section = PAGE.read_text().split("\n## Folders\n")[1].split("\n## ")[0]
     cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     return [([place.rstrip("/") for place in _CODE.findall(a)], _CODE.findall(b), c.strip()) for a, b, c in cells]
@@ -122,7 +122,7 @@ def test_every_folder_of_router_and_worker_has_a_row() -> None:
 
 
 def test_architecture_table_equals_checked_imports() -> None:
-    """The table is that of `scripts/check_imports.py`; what stands there of other packages is not compared."""
+    """Compares the table with that of `scripts/check_imports.py`, except entries of other packages."""
     compared = []
     for places, others, allowed in folder_rows():
         package = places[0].split("/")[0]

@@ -1,4 +1,4 @@
-"""Subjects of commits are `area: imperative subject`, and short."""
+"""Commit subjects have the form `area: imperative subject` and are short."""
 
 from __future__ import annotations
 

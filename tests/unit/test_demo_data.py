@@ -1,4 +1,4 @@
-"""The demo checkpoint's promises that need no engine: what it was not trained on, its tokenizer, size and configs."""
+"""Properties of the demo checkpoint without an engine: held-out questions, tokenizer, size and configs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights_header() -> dict[str, Any]:
 
 
 def training_stream() -> Iterator[Document]:
-    """The documents that training reads, stage by stage, as many of each as the report counts."""
+    """The documents of training, stage by stage, in the numbers that the report gives."""
     counts: list[int] = read_json("training_report.json")["documents"]
     for stage, count in zip(STAGES, counts, strict=True):
         yield from itertools.islice(documents(stage.mixture), count)
@@ -79,7 +79,7 @@ def test_the_questions_are_distinct_and_always_the_same() -> None:
 
 @pytest.mark.slow
 def test_no_question_is_in_the_text_that_training_read() -> None:
-    """No trained document has the content of a question, in whatever phrasing, nor a question's words."""
+    """No trained document has a question's content in any phrasing, nor its words."""
     asked = [(one.key, one.user) for one in questions()] + [(made.key, made.user) for made, _ in tool_rounds()]
     keys, prompts = {key for key, _ in asked}, {user for _, user in asked}
     for document in training_stream():
@@ -91,7 +91,7 @@ def test_no_question_is_in_the_text_that_training_read() -> None:
 
 @pytest.mark.slow
 def test_no_question_or_answer_hides_inside_longer_training_text() -> None:
-    """A plain substring search, apart from the generator's own bookkeeping.
+    """A plain substring search, independent of the generator's bookkeeping.
 
     Answers of arithmetic, spelling and reversing name the whole problem, so they must not occur either.
     """
@@ -178,7 +178,7 @@ def test_chat_template_output_equals_training_text(chat_tokenizer: PreTrainedTok
 
 
 def test_the_chat_template_writes_tools_as_training_read_them(chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Calls are those of Qwen3, each one JSON between tokens of their own, and results are turns of their own."""
+    """Calls have Qwen3's form, one JSON between delimiter tokens each, and each result is a turn."""
     rng = random.Random(3)
     for _ in range(50):
         given = tools.some_tools(rng)

@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_exist(page: Path) -> None:
-    """A path in backticks, from the top of the repository, is one."""
+    """A path in backticks exists, from the top of the repository."""
     assert [path for path in _PATH.findall(_prose(page)) if not (ROOT / path).exists()] == []
 
 
@@ -63,7 +63,7 @@ _SOURCES = (".py", ".proto", ".cpp", ".hpp", ".sh", ".toml", ".json", ".yaml")
 
 
 def _named(text: str) -> list[tuple[str, str]]:
-    """Names that prose puts into a file: `name` in `file`, or `file` (`name`)."""
+    """Names with their file in prose: `name` in `file`, or `file` (`name`)."""
     found = [(names, file) for names, file in _IN_FILE.findall(text)]
     found += [(names, file) for file, names in _IN_BRACKETS.findall(text)]
     return [(name, file) for names, file in found for name in re.findall(r"`([\w.]+)`", names)]
@@ -81,7 +81,7 @@ def test_documented_names_are_in_named_files(page: Path) -> None:
 
 @functools.cache
 def _words() -> frozenset[str]:
-    """Every word of our sources, and names of our files."""
+    """Every word of our sources, and the names of our files."""
     found = set[str]()
     for name in _tracked():
         path = ROOT / name
@@ -91,14 +91,14 @@ def _words() -> frozenset[str]:
     return frozenset(found)
 
 
-# The page of options is made from their table, whose variables are made from the names.
+# The options page is generated from the options table, which has the variables.
 NAMING_PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "options.md"]
 
 
 @pytest.mark.parametrize("page", NAMING_PAGES, ids=lambda page: page.name)
 def test_names_exist(page: Path) -> None:
-    """A name in backticks that looks like one of code is one of our sources."""
-    # Names of others, such as the C library and gRPC's; and one that the page says is not here.
+    """A name in backticks that looks like code occurs in our sources."""
+    # Names of other projects, such as the C library and gRPC, and one that the page calls absent.
     others = {
         *(
             "M_ARENA_MAX",
@@ -130,13 +130,13 @@ def test_a_wrong_name_is_found() -> None:
 
 
 def test_robustness_page_tests_exist() -> None:
-    """Each test that the page names, in its file or, as `…::name`, in the file before; a name may be cut by `…`."""
+    """Each test that the page names exists; `…::name` is in the previous file, and `…` cuts a name."""
     page = ROOT / "docs" / "explanation" / "robustness.md"
     missing, source = [], ""
     for path, name in re.findall(r"`(…|[\w/]+\.py)(?:::(\w+))?…?`", _prose(page)):
         file = ROOT / "tests" / path
         if path != "…":
-            # A source that the page speaks of is named from the top of the repository.
+            # Other sources are named from the top of the repository.
             source = next((each.read_text() for each in (file, ROOT / path) if each.is_file()), "")
         if not source or (name and f"def {name}" not in source):
             missing.append(f"{path}::{name}")
@@ -171,7 +171,7 @@ def test_field_without_test_is_found() -> None:
 
 
 def test_contents_name_every_page() -> None:
-    """docs/README.md, which the site's navigation is made from, links to every page but itself and the README."""
+    """docs/README.md, the source of the site's navigation, links to every page except itself and the README."""
     contents = ROOT / "docs/README.md"
     linked = {(contents.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(_prose(contents))}
     assert set(PAGES) - linked == {contents}
@@ -179,7 +179,7 @@ def test_contents_name_every_page() -> None:
 
 @pytest.mark.skipif(not MKDOCS.exists(), reason="MkDocs is not installed: make docs brings it")
 def test_site_is_built_without_a_warning() -> None:
-    """The pages with the references of protos and library; MkDocs is strict about links and anchors."""
+    """Includes the references of protos and library; MkDocs is strict about links and anchors."""
     done = subprocess.run([MKDOCS, "scripts/build_docs.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "SamplingParams" in (ROOT / "build/docs/site/api/fissile.v1.inference.html").read_text()
@@ -187,10 +187,10 @@ def test_site_is_built_without_a_warning() -> None:
 
 
 def test_sources_cite_only_repository_and_papers() -> None:
-    """Code and pages cite what is in the repository, or a paper by its name."""
+    """Code and pages cite only files of the repository and papers by name."""
     outside = re.compile(
         r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d"
-        # Rules by a number that no page of the repository gives; S1 to S12 are in docs/explanation/architecture.md.
+        # Numbered rules without a page in the repository; S1 to S12 are in docs/explanation/architecture.md.
         r"|\((?:[A-RU-Z]\d{1,2}|T[2-9]\d?|S(?:1[3-9]|[2-9]\d))\)"
     )
     sources = [ROOT / name for name in _tracked() if Path(name).suffix in {".py", ".md", ".proto", ".cpp", ".hpp"}]

@@ -1,4 +1,4 @@
-"""Property tests have few examples in `make test`, and all of them in `make test-slow`."""
+"""Property tests try few examples in `make test`, and all of them in `make test-slow`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = "slow and not long"
 
 
 class Item(SimpleNamespace):
-    """A test as pytest collects it."""
+    """A test item of pytest."""
 
     def get_closest_marker(self, name: str) -> Any:
         return name if name in self.marks else None
@@ -31,7 +31,7 @@ def item_of(function: Any = None, cls: Any = None, *marks: str) -> Any:
 
 
 def num_examples(tiers: ExampleTiers, max_examples: int) -> int:
-    """Examples that a run tries of a test with `max_examples`."""
+    """Examples that a run tries for a test with `max_examples`."""
     tried = []
 
     @settings(max_examples=max_examples, database=None)

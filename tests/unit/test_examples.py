@@ -1,4 +1,4 @@
-"""Programs in examples/ say what they do, and what a caller has got wrong, before they call anybody."""
+"""Programs in examples/ have a help text and report wrong arguments before any call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> object:
-    """What a program ends with: None or 0 where all went well, else a status or its last words."""
+    """Exit value of a program: None or 0 for success, else a status or error text."""
     monkeypatch.setattr("sys.argv", [name, *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -51,7 +51,7 @@ def test_the_program_for_node_helps_without_its_packages() -> None:
     try:
         done = subprocess.run(["node", program, "--help"], capture_output=True, text=True, check=False, timeout=60)
     except FileNotFoundError:
-        # Without Node nobody can run it: what its help says is in it all the same.
+        # Without Node the program cannot run, so the test reads its source.
         assert "[HOST:PORT] [PROMPT]" in program.read_text()
         return
     assert (done.returncode, done.stderr) == (0, "")

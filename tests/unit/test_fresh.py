@@ -1,4 +1,4 @@
-"""Fresh runs: what they take follows from their seed, and what comes too late does not begin."""
+"""Fresh runs: their tests depend only on the seed, and none starts after the time limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 def run(suite: Path, *options: str) -> list[str]:
-    """Lines of a run: each test as it ends, and what tests print."""
+    """Lines of a run: each test as it ends, and the tests' own output."""
     command = [sys.executable, "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", *options, "."]
     done = subprocess.run(command, cwd=suite, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_fresh_run_depends_only_on_seed(suite: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_seed_examples_are_the_same_each_time(suite: Path) -> None:
-    """Numbers of modules that happened to be loaded were tried too: which tests had run before decided about them."""
+    """Regression: Hypothesis tried numbers of loaded modules, so earlier tests decided the examples."""
     one = run(suite, "-m", "not long")
     (suite / "numbers_of_it.py").write_text("".join(f"n{i} = {i * 7_919_000_001}\n" for i in range(1, 300)))
     (suite / "test_suite.py").write_text(f"import numbers_of_it\n{SUITE}")

@@ -1,4 +1,4 @@
-"""The run on a GPU machine: what a part does to the report, and what checks and traces count."""
+"""The run on a GPU machine: parts in the report, and the counts of checks and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of the tree count what their names say."""
+"""The figures of the source tree count correctly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = "\n" * 60
 
 
 def found(files: dict[str, str]) -> dict[str, Any]:
-    """Figures that differ from those of no file."""
+    """Figures that differ from those of an empty tree."""
     plain = figures({"router/a.py": '"""A file."""' + LONG})
     return {name: value for name, value in figures(files).items() if value != plain[name]}
 

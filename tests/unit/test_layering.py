@@ -1,4 +1,4 @@
-"""The check of imports finds one that is put the wrong way, for each of its rules; our files keep them all."""
+"""The import check finds a wrong import for each of its rules; our files keep them all."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scripts.check_imports import (
 
 
 def found(path: str, *lines: str) -> list[str]:
-    """Problems of our files when lines are put in front of one, or are a new one."""
+    """Problems of our files with lines added at the start of one, or as a new one."""
     ours = sources()
     return list(problems({**ours, path: "\n".join([*lines, ours.get(path, "")])}))
 
 
 def without(path: str, text: str) -> list[str]:
-    """Problems of our files when a text is taken out of one."""
+    """Problems of our files with a text removed from one."""
     ours = sources()
     assert text in ours[path]
     return list(problems({**ours, path: ours[path].replace(text, "pass")}))
@@ -67,7 +67,7 @@ def test_a_wrong_import_is_found(path: str, source: str, expected: list[str]) ->
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_each_package_that_must_not_be_imported_is_found(package: str) -> None:
-    """One import put the wrong way, at the top, late or for types, is found and nothing else."""
+    """Exactly the one wrong import is found: at the top, late, or for types."""
     for other in sorted(OURS - MAY_IMPORT[package] - {package}):
         for source in (
             f"import {other}.module",
@@ -81,7 +81,7 @@ def test_each_package_that_must_not_be_imported_is_found(package: str) -> None:
 
 @pytest.mark.parametrize("folder", RULES)
 def test_each_layer_rule_finds_forbidden_import(folder: str) -> None:
-    """Each forbidden module in a file of the folder, and in those below it, is found and nothing else."""
+    """Exactly the forbidden module is found, in a file of the folder and in those below it."""
     rule = RULES[folder]
     files = [folder] if folder.endswith(".py") else [f"{folder}/anything.py", f"{folder}/deeper/anything.py"]
     for path in files:
@@ -94,7 +94,7 @@ def test_each_layer_rule_finds_forbidden_import(folder: str) -> None:
     ("folder", "place"), [(folder, place) for folder, rule in RULES.items() for place in rule.exceptions]
 )
 def test_layer_exception_permits_only_named_modules(folder: str, place: str) -> None:
-    """A file of its place may import that, and nothing else that the rule forbids."""
+    """A file of the excepted place may import that module and no other forbidden one."""
     rule = RULES[folder]
     path = place if place.endswith(".py") else f"{place}/anything.py"
     modules = sorted(rule.forbidden)
@@ -116,7 +116,7 @@ def test_unneeded_layer_exception_is_found() -> None:
 
 @pytest.mark.parametrize("place", BESIDE)
 def test_each_forbidden_sibling_import_is_found(place: str) -> None:
-    """One import, at the top or late, of a place that does not stand in the table; and none of those that do."""
+    """An import of a place outside the table is found, at the top or late; one inside the table is accepted."""
     path = place if place.endswith(".py") else f"{place}/anything.py"
     package = place.partition("/")[0]
     for other in sorted({"/".join(each.split("/")[:2]) for each in sources() if each.startswith(f"{package}/")}):
@@ -131,7 +131,7 @@ def test_each_forbidden_sibling_import_is_found(place: str) -> None:
 
 
 def test_pytorch_import_reachable_from_router_is_found() -> None:
-    """A file that may import PyTorch, and is loaded by others on the way from the router."""
+    """A file that may import PyTorch but is loaded from the router."""
     assert (
         "worker/config/architectures.py: loads PyTorch, and is loaded with the router or the deciding side of a worker"
         in (found("worker/config/architectures.py", "import torch"))
@@ -166,7 +166,7 @@ def test_a_ring_of_packages_is_found_for_late_imports_and_types(guard: str) -> N
 
 
 def test_modules_of_imported_packages_are_the_edges_of_the_graph() -> None:
-    """Of `from package import module` the module counts."""
+    """`from package import module` counts as an import of the module."""
     files = {
         "router/a/one.py": "from router.b import two",
         "router/b/two.py": "def f():\n    from router.a.one import thing",

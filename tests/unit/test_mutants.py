@@ -1,4 +1,4 @@
-"""Every trap's test fails against the engine with the wrong rule, so that it tests that rule and not another."""
+"""Each trap's test fails for the engine with the wrong rule, so it tests that rule and no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.engine.core import EngineDeadError
 from worker.model.model_runner import ModelRunner
 
 _ARGUMENTS = {"t08": ("prefill_first",), "t15": (3,), "t42": (0.3,)}
-# A step objects to another one beside it, which ends the engine; that one's thread may be late.
+# The step raises in another thread, which ends the engine, perhaps after a delay.
 _BREAKS = {"t42": EngineDeadError}
 _ARGUMENTS_OF_MUTANTS = {"t42": (60.0,)}
 

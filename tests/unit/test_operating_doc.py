@@ -28,7 +28,7 @@ METRICS = [
 
 
 def documented() -> set[str]:
-    """Names of metrics in the tables; `.suffix` stands for the name before it with another end."""
+    """Metric names of the tables; `.suffix` replaces the end of the previous name."""
     found: set[str] = set()
     for row in re.findall(r"^\| (`[^|]+) \|", METRICS_PAGE, re.MULTILINE):
         cells = re.findall(r"`([^`]+)`", row)

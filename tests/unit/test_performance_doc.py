@@ -1,4 +1,4 @@
-"""docs/reference/performance.md, the notebook and the plots are what the results in tests/bench/results say."""
+"""docs/reference/performance.md, the notebook and the plots equal those generated from tests/bench/results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNITS = {
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: path.name)
 def test_performance_files_equal_generated_ones(path: Path) -> None:
-    """`python -m tests.bench.plots` would write nothing."""
+    """`python -m tests.bench.plots` would change no file."""
     assert path.read_text() == MADE[path]
 
 
@@ -70,7 +70,7 @@ def _with_other_figure(metric: str, kind: str) -> list[Result]:
 
 
 def test_changed_figure_changes_its_page_and_plot() -> None:
-    """The comparison above sees one changed figure, and only in what shows it."""
+    """The comparison above detects one changed figure, in its own files only."""
     made = page.files(_with_other_figure("ttft_p50", "zen4"))
     assert {path.name for path in made if made[path] != MADE[path]} == {"service.md", "performance-zen4.svg"}
 
@@ -86,7 +86,7 @@ def test_unknown_tables_are_refused() -> None:
 
 @pytest.mark.parametrize(("run", "row"), FIGURES)
 def test_shares_of_limit_follow_formula(run: Result, row: Row) -> None:
-    """The share that was printed when it was measured is that of the rates and tokens per second in the file."""
+    """The share printed at measurement equals that of the rates and tokens per second in the file."""
     rates = run.limit("memory_read"), run.limit("arithmetic")
     assert rates[0] is not None
     assert rates[1] is not None
@@ -96,7 +96,7 @@ def test_shares_of_limit_follow_formula(run: Result, row: Row) -> None:
         charts.SHAPE, machine, concurrency, charts.PROMPT, charts.OUTPUT, weight_bytes(peer)
     ).in_series
     speed = run.find("output_tokens_per_s", peer=peer, concurrency=concurrency)[0]
-    # Rates and speeds are rounded in the file, too.
+    # Rates and speeds in the file are rounded, too.
     assert 100 * float(speed.value) / limit == pytest.approx(float(row.value), abs=1.0)
 
 
@@ -145,12 +145,12 @@ def _circles(points: Sequence[Point]) -> list[ElementTree.Element]:
     image = render("plot", "x", ["1", "2"], [panel], {"a": Style("A", "#111111"), "absent": Style("B", "#222222")})
     tree = ElementTree.fromstring(image)
     assert "B" not in [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
-    # The last one is the legend's.
+    # The last circle belongs to the legend.
     return list(tree.iter("{http://www.w3.org/2000/svg}circle"))[:-1]
 
 
 def test_plot_points_are_at_their_values() -> None:
-    """Half the value lies half as high; what does not count is hollow."""
+    """Half the value has half the height; an excluded point is hollow."""
     low, high = _circles([Point(0, 50.0), Point(1, 100.0, counts=False)])
     bottom = 62 + 210
     assert float(low.attrib["cx"]) < float(high.attrib["cx"])

@@ -1,4 +1,4 @@
-"""The check of prose finds what breaks each of its rules, and nothing in prose that keeps them."""
+"""The prose check finds a violation of each of its rules, and none in valid prose."""
 
 from __future__ import annotations
 

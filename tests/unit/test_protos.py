@@ -1,4 +1,4 @@
-"""The protos: lint, doc comments, and stubs that are what the pinned generator makes."""
+"""The protos: lint, doc comments, and stubs equal to the pinned generator's output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_stubs_equal_pinned_generator_output(tmp_path: Path) -> None:
 
 
 def test_envoy_descriptor_set_equals_the_stubs() -> None:
-    """O19: without the types of error details Envoy sends errors with an empty body."""
+    """Without the types of error details Envoy sends errors with an empty body."""
     checked_in = dpb.FileDescriptorSet.FromString(PLACE.read_bytes())
     made = descriptor_set()
 
@@ -74,7 +74,7 @@ def test_lint_is_clean() -> None:
 
 @needs_buf
 def test_no_change_breaks_a_client() -> None:
-    """Against the recorded descriptor: `buf build -o protos/recorded.binpb protos` made it."""
+    """Compares with the recorded descriptor of `buf build -o protos/recorded.binpb protos`."""
     command = [str(BUF), "breaking", "--against", "recorded.binpb"]
     result = subprocess.run(command, cwd=PROTOS, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
@@ -111,12 +111,12 @@ def test_a_change_that_breaks_a_client_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_every_language_generates_without_a_flag(path: str, option: str) -> None:
-    """C1: protoc-gen-go refused the protos, Java put all messages into one class."""
+    """Regression: protoc-gen-go refused the protos, and Java put all messages into one class."""
     assert f"\noption {option}" in (PROTOS / path).read_text("utf-8")
 
 
 def undocumented(file: dpb.FileDescriptorProto) -> Iterator[str]:
-    """Names of the messages, fields, oneofs, enums, values, services and rpcs that have no comment."""
+    """Names of messages, fields, oneofs, enums, values, services and rpcs without a comment."""
     commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments.strip()}
     names = [
         *(named for i, message in enumerate(file.message_type) for named in message_names((4, i), message)),
@@ -138,7 +138,7 @@ def message_names(path: tuple[int, ...], message: dpb.DescriptorProto) -> Iterat
     for i, oneof in enumerate(message.oneof_decl):
         if i not in synthetic:
             yield (*path, 8, i), f"{message.name}.{oneof.name}"
-    # A map field is a message of the compiler's own.
+    # The compiler generates a message for each map field.
     for i, nested in enumerate(message.nested_type):
         if nested.options.map_entry:
             continue

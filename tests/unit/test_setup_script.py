@@ -1,4 +1,4 @@
-"""scripts/setup.sh shows its progress while it installs for minutes."""
+"""scripts/setup.sh shows its progress during a long installation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def program(body: str, log: Path) -> list[str]:
 
 
 def test_terminal_shows_newest_log_line(tmp_path: Path) -> None:
-    """O29: the script printed no line for eleven minutes."""
+    """Regression: the script printed no line for eleven minutes."""
     work = 'work() { echo "Collecting numpy"; sleep 1; echo "ERROR: no such thing"; return 3; }'
     body = f"{work}; with_progress work || echo code $?"
     ours, theirs = pty.openpty()

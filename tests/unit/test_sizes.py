@@ -1,4 +1,4 @@
-"""The check of sizes finds what is too large, and counts no prose."""
+"""The size check finds files, functions and classes that are too large, and counts no prose."""
 
 from __future__ import annotations
 

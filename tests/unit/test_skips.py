@@ -1,4 +1,4 @@
-"""Skips of a strict run, with and without pytest-xdist, and the facts that may cause one."""
+"""Skips of a strict run, with and without pytest-xdist, and their permitted reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(folder: Path, tests: str, strict: str, *options: str) -> subprocess.Comp
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_strict_run_fails_for_forbidden_skip(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """With a broken library 1,656 tests skipped themselves and CI was green."""
+    """Regression: with a broken library 1,656 tests were skipped and CI was green."""
     done = run(tmp_path, TESTS + FAULT, "1", *options)
     assert done.returncode == 1, done.stdout
     assert "    1  FORBIDDEN  the CPU kernels were not compiled\n" in done.stdout
@@ -72,7 +72,7 @@ def test_lenient_run_shows_skip_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512bf16", "amx"])
 def test_only_a_processor_that_lacks_an_instruction_set_skips_it(name: str) -> None:
-    """A library that does not offer what the processor has is at fault, whatever the reason."""
+    """A library that lacks an instruction set of the processor is a fault, whatever its reason."""
     needed = frozenset(native._FLAGS[name])
     assert native.reason_to_skip(Ability.ABSENT, name, needed) is None
     assert native.reason_to_skip(Ability.USABLE, name, frozenset()) is None
@@ -83,7 +83,7 @@ def test_only_a_processor_that_lacks_an_instruction_set_skips_it(name: str) -> N
 
 
 def test_unloadable_library_fails_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where a compiler is there, or a library, nothing about it is a reason to skip."""
+    """With a compiler or a library present, a build or load failure is no reason to skip."""
     broken = tmp_path / "library.so"
     broken.write_bytes(b"no library")
     load = library.load

@@ -1,4 +1,4 @@
-"""docs/reference/statuses.md names every status that the service makes, and reasons that exist."""
+"""docs/reference/statuses.md names every status of the service, and only existing reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers of tests: all are of one, CI runs them, and each subject has real processes in the first of them."""
+"""Tiers of tests: each test has one, CI runs them all, and each subject has real processes in the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# A test for each part of the promise, with routers or workers as processes of their own.
+# A test with routers or workers as processes for each part of the promise.
 REAL_PROCESSES: Final = {
     "a worker that is killed": "chaos/test_come_and_go.py::test_f1_killed_worker_costs_no_stream_a_token",
     "a worker that freezes": "chaos/test_come_and_go.py::test_f3_frozen_worker_is_given_up_and_taken_back",
@@ -45,7 +45,7 @@ def makefile() -> str:
 
 
 def expressions() -> list[str]:
-    """What each target gives to `pytest -m`."""
+    """The `pytest -m` expression of each make target."""
     default = re.search(r"PYTEST_MARK:-([^}]+)", (ROOT / "scripts" / "test.sh").read_text())
     assert default is not None
     return [default[1], *re.findall(r'PYTEST_MARK="?([\w ]+?)"? scripts/test.sh \$\(TESTS\)', makefile())]

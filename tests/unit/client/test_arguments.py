@@ -169,7 +169,7 @@ def wrong_lines() -> list[int]:
 
 @pytest.mark.slow
 def test_mypy_finds_wrong_arguments_and_no_others(tmp_path: Path) -> None:
-    """F19, O17: type checkers accepted misspelled and mistyped arguments, because all were `Any`."""
+    """Regression: type checkers accepted misspelled and mistyped arguments, because all were `Any`."""
     options = ["--strict", "--config-file", str(USES / "mypy.ini"), "--cache-dir", str(tmp_path)]
     assert checked([sys.executable, "-m", "mypy", *options, "good_uses.py", "bad_uses.py"]) == wrong_lines()
 

@@ -142,7 +142,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
 def test_unsendable_argument_raises_value_error_before_sending(call: Callable[[Any], Any], said: str) -> None:
-    """F16 to F19: no server listens at the address, so a call that is sent fails later with another error."""
+    """No server listens at the address, so a call that is sent fails later with another error."""
     with pytest.raises(ValueError, match=re.escape(said)):
         call(CLIENT)
 
@@ -196,7 +196,7 @@ def echo() -> Iterator[Callable[..., bytes]]:
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
 def test_accepted_metadata_arrives_unchanged(echo: Callable[..., bytes], pairs: list[Any]) -> None:
-    """F16: metadata that gRPC would change or refuse raises a ValueError."""
+    """Metadata that gRPC would change or refuse raises a ValueError."""
     try:
         metadata = sendable(pairs)
     except ValueError:

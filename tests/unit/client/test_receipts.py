@@ -1,7 +1,7 @@
-"""Receipts as a client checks them: what it has asked for and got against a receipt that another has made.
+"""The client's check of a receipt against its request and the answer that it received.
 
-Receipts are made here as a router makes them, of a request that is spelt out; that a router's own are accepted is shown
-with real ones (tests/e2e/test_client_receipts.py).
+These receipts are built as a router builds them, for a spelled-out request. tests/e2e/test_client_receipts.py checks
+receipts of real routers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODEL = pb.Model(
     tokenizer_sha256="t",
     default_sampling_params=pb.SamplingParams(temperature=0.5, top_p=1.0, top_k=0, repetition_penalty=1.0),
 )
-# What the router that makes the receipts has filled in: the model's temperature.
+# The request after the router filled in the model's temperature.
 IN_FORCE = pb.SamplingParams(temperature=0.5, max_tokens=9, stop_strings=["END"])
 
 
@@ -120,7 +120,7 @@ def test_receipt_of_other_request_is_refused(made: pb.Receipt) -> None:
 
 
 def test_receipt_may_differ_in_router_defaults_and_clipping() -> None:
-    """A router's default for max_tokens, its clipping to a longer model, and other weights."""
+    """Allowed differences: the router's default max_tokens, its clipping to a longer model, and other weights."""
     no_limit = asked(sampling_params=pb.SamplingParams(stop_strings=["END"]))
     filled_in = pb.SamplingParams(temperature=0.5, max_tokens=20, stop_strings=["END"])
     assert not is_of_request(finish(receipt(filled_in)), no_limit)

@@ -1,4 +1,4 @@
-"""Files of the wrong kind, too large or nested too deeply are refused soon, with their name."""
+"""Files of the wrong kind, too large or nested too deeply are refused at once by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_regular_files_and_links_to_them_are_read_up_to_the_bound(tmp_path: Path
 
 
 def test_devices_pipes_and_folders_are_refused(tmp_path: Path) -> None:
-    """C7: a link to /dev/zero took 8.7 GB, a named pipe waited for ever."""
+    """Regression: a link to /dev/zero took 8.7 GB; a named pipe blocked for ever."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
@@ -44,7 +44,7 @@ def test_a_pipe_that_a_shell_has_made_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000])
 def test_too_deep_json_is_refused(tmp_path: Path, text: str) -> None:
-    """C7: deep JSON ended the command with a traceback and exit code 1."""
+    """Regression: deep JSON ended the command with a traceback and exit code 1."""
     with pytest.raises(ValueError, match="it is nested too deeply"):
         parse_json(text)
     (tmp_path / "a.json").write_text(text)

@@ -1,4 +1,4 @@
-"""Names on the Hub, and what `huggingface_hub` makes of them with a fake hub on loopback."""
+"""Names on the Hub, and downloads by `huggingface_hub` from a fake hub on loopback."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hub() -> Iterator[FakeHub]:
 def fetch(
     home: Path, endpoint: str, *models: str, weights: bool = True, **environment: str
 ) -> list[tuple[str, list[str]]]:
-    """The folder and its files, or the error and nothing, of each model."""
+    """(folder, files) or (error, no files) of each model."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps([(model, weights) for model in models])],
         cwd=ROOT,
@@ -111,7 +111,7 @@ def test_hub_download_fetches_needed_files_once(hub: FakeHub, tmp_path: Path) ->
     assert fetch(tmp_path, hub.endpoint, "org/tiny") == [(main, files)]
     assert hub.downloaded() == set()
     assert fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_OFFLINE="1") == [(main, files)]
-    # Port 9 is discard; nobody listens.
+    # Port 9 is discard; no server listens there.
     assert fetch(tmp_path, "http://127.0.0.1:9", "org/tiny") == [(main, files)]
 
 
@@ -121,7 +121,7 @@ def test_without_weights(hub: FakeHub, tmp_path: Path) -> None:
     assert Path(folder).is_dir()
     fetch(tmp_path, hub.endpoint, "org/tiny", weights=False)
     assert hub.downloaded() == WANTED - {"model.safetensors"}
-    # The cache has some of it, which is not enough for a worker.
+    # The cache is incomplete.
     [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny", HF_HUB_OFFLINE="1")
     assert error == "org/tiny is neither a folder here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
 

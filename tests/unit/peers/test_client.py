@@ -17,7 +17,7 @@ from tests.bench.peers.http_stream import HttpError, events
 from tests.bench.peers.runs import Clock, Job, WrongWorkError
 
 Reply = Callable[[dict[str, Any]], list[bytes]]
-# Of a job's time, which nothing here takes.
+# Longer than any job here takes.
 LIMIT_S = 600.0
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -39,7 +39,7 @@ async def server(reply: Reply) -> AsyncIterator[int]:
 
 
 def chunks(body: bytes, size: int) -> list[bytes]:
-    """The body in HTTP chunks of `size` bytes, wherever its lines end."""
+    """The body in HTTP chunks of `size` bytes, regardless of line ends."""
     parts = [body[i : i + size] for i in range(0, len(body), size)]
     return [CHUNKED, *(b"%x\r\n%s\r\n" % (len(part), part) for part in parts), b"0\r\n\r\n"]
 
@@ -129,7 +129,7 @@ async def test_closed_loop_abandons_requests_past_limit(monkeypatch: pytest.Monk
             await asyncio.Event().wait()
         await asked(work, record, work.output_tokens)
         if record.index == 2:
-            # The limit is over when all but one have ended.
+            # The limit passes when all but one have ended.
             now[0] += LIMIT_S
 
     run = await closed_loop(ask, Job([Work(4, (1,))] * 3, 2, LIMIT_S))

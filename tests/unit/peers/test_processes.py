@@ -1,4 +1,4 @@
-"""Peers that are not measured rest, and end all the same."""
+"""Peers are paused while they are not measured, and end in any state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.bench.peers.peers import Engine, Process
 
-# Has a child of its own, which looks for work again and again.
+# A server with a child process that polls for work.
 SERVER = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -32,7 +32,7 @@ def peer(tmp_path: Path) -> Iterator[Engine]:
 
 
 def states(peer: Engine) -> Callable[[], set[str]]:
-    """The states of its process and of that one's child (proc(5): T is stopped)."""
+    """The states of the peer's process and its child (proc(5): T is stopped)."""
     running = peer.processes[0].running
     assert running.stdout is not None
     pids = [running.pid, int(running.stdout.readline())]

@@ -15,7 +15,7 @@ from tests.bench.peers.floors import Machine, Shape, closed_loop_bound, decode_f
 from tests.bench.peers.runs import Job, Run, WrongWorkError, check
 
 SHAPE = Shape.of(SHAPES["qwen3-0.6b"])
-# Section 1 of the notes: 35 GB/s, and so much arithmetic that reading is what decides; 5.2 TFLOP/s for prefill.
+# Section 1 of the notes: 35 GB/s, and enough arithmetic that reading limits decode; 5.2 TFLOP/s for prefill.
 NOTES = Machine(35e9, 5.2e12)
 
 
@@ -33,7 +33,7 @@ def test_prefill_floor_equals_published_figure() -> None:
 def test_closed_loop_bound_equals_published_figures(concurrency: int, overlapped: float, series: float) -> None:
     bound = closed_loop_bound(SHAPE, NOTES, concurrency, 144, 64, 2.0)
     assert bound.overlapped == pytest.approx(overlapped, rel=0.02)
-    # The notes leave out what a lone request's prefill takes.
+    # The notes omit the prefill time of a lone request.
     assert bound.in_series == pytest.approx(series, rel=0.05)
 
 

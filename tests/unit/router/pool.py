@@ -1,4 +1,4 @@
-"""A router's requests and workers without sockets: a test says what the Session with the one worker reports."""
+"""A router's requests and workers without sockets; a test plays the worker's Session."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ADDRESS = "127.0.0.1:1"
 
 
 class Site:
-    """A router whose worker is dialled by nobody; `told` holds what the pool's user is told."""
+    """A router whose worker is never dialled; `told` records the notifications of the pool."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def never(*_: Any) -> None:
@@ -58,7 +58,7 @@ class Site:
         self.pool.set_workers([ADDRESS])
 
     def described(self) -> Session:
-        """A Session whose worker has been described."""
+        """A Session whose worker is described."""
         session = Session(ADDRESS, "r", time.monotonic, Dialer())
         session.worker_id, session.instance_id = "w", "i"
         text = TextAssets.from_files(tokenizer_files())
@@ -67,7 +67,7 @@ class Site:
         return session
 
     def up(self) -> Session:
-        """A Session whose worker takes work."""
+        """A Session whose worker accepts requests."""
         session = self.described()
         load = wpb.Load(room_tokens=1000, room_seqs=16)
         self.pool.session_up(session, wpb.Welcome(instance_id="i", load=load, proto_minor=PROTO_MINOR))

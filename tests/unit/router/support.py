@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 EOS = 257
 
 
-# As that of Qwen3 in short: reasoning of earlier answers is shown, and thinking can be turned off.
+# Like Qwen3's in short: it shows reasoning of earlier answers, and thinking can be disabled.
 THINKING_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -31,7 +31,7 @@ THINKING_TEMPLATE = (
 )
 
 
-# The same with tools, whose calls and results it shows.
+# The same with tools, calls and results.
 TOOLS_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     + THINKING_TEMPLATE.replace(
@@ -44,14 +44,14 @@ TOOLS_TEMPLATE = (
 
 
 def tool_files(*, with_tokens: bool = True) -> dict[str, bytes]:
-    """Files of a model that thinks and calls tools; its delimiters are 300 to 303, or spelled in letters alone."""
+    """Files of a model that thinks and calls tools; its delimiters are ids 300 to 303, or spelled in letters."""
     added = ("<think>", "</think>", "<tool_call>", "</tool_call>") if with_tokens else ()
     files = tokenizer_files(special=("<|im_start|>", "<|im_end|>", "<|pad|>"), added=added)
     return {**files, "chat_template.jinja": TOOLS_TEMPLATE.encode()}
 
 
 def thinking_files(*, with_tokens: bool = True) -> dict[str, bytes]:
-    """Files of a model that thinks; `<think>` and `</think>` are 300 and 301, or spelled in letters alone."""
+    """Files of a model that thinks; `<think>` and `</think>` are ids 300 and 301, or spelled in letters."""
     files = tokenizer_files(
         special=("<|im_start|>", "<|im_end|>", "<|pad|>"), added=("<think>", "</think>") if with_tokens else ()
     )

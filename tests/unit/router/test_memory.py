@@ -1,4 +1,4 @@
-"""The number of glibc's arenas, in a process of its own: it cannot be set back."""
+"""The number of glibc's arenas, in a separate process because it cannot be reset."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# Threads that hold memory at the same time: each gets an arena of its own while there may be more. malloc_info lists
-# them.
+# Threads that hold memory at the same time get separate arenas up to the limit; malloc_info lists the arenas.
 PROGRAM = """
 import ctypes, os, sys, threading
 from router.memory import give_memory_back
@@ -36,7 +35,7 @@ libc.fclose(out)
 
 
 def arenas(**environment: str) -> tuple[str, int]:
-    """What `give_memory_back` has returned, and how many arenas eight threads have then."""
+    """The result of `give_memory_back`, and the number of arenas of eight threads."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(
@@ -47,7 +46,7 @@ def arenas(**environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no arenas")
 def test_threads_share_two_arenas() -> None:
-    """STORM: a router's memory grew by pages of large messages that each arena kept."""
+    """Regression: each arena kept pages of large messages, so a router's memory grew."""
     assert arenas() == ("True", 2)
 
 

@@ -1,4 +1,4 @@
-"""ModelRegistry: which weights new requests get, and what they are told when no worker serves."""
+"""ModelRegistry: the weights that new requests get, and the error if no worker serves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_names() -> None:
     ],
 )
 def test_workers_of_one_model_may_differ(change: dict[str, object]) -> None:
-    """R7: the one that differs first says in what, all count, and most of them are described."""
+    """The first differing worker is logged with its difference, all count, and the majority is described."""
     registry = ModelRegistry()
     other = replace(MODEL, **change)  # type: ignore[arg-type]
     assert registry.admit("w1", MODEL) == registry.admit("w2", MODEL) == ""
@@ -70,12 +70,12 @@ def test_workers_of_one_model_may_differ(change: dict[str, object]) -> None:
 
 
 def weights(registry: ModelRegistry, keys: int = 2000) -> list[str]:
-    """Digests that requests get, by key."""
+    """Weight digests of requests, by key."""
     return [registry.choose("m", f"key {i}").weights_digest for i in range(keys)]
 
 
 def test_new_requests_are_shared_by_ready_workers_and_routers_choose_alike() -> None:
-    """R7: in a roll from 4 old workers to 4 new ones, each key changes its weights once."""
+    """In a roll from 4 old workers to 4 new ones, each key changes its weights once."""
     new = replace(MODEL, weights_digest="new")
     registry = ModelRegistry()
     for i in range(4):
@@ -97,7 +97,7 @@ def test_new_requests_are_shared_by_ready_workers_and_routers_choose_alike() -> 
 
 
 def test_model_without_addresses_stays_known_but_not_default() -> None:
-    """R7: a rolled worker comes back at another address, and meanwhile its model is not NOT_FOUND."""
+    """A rolled worker may return at another address; until then its model is not NOT_FOUND."""
     registry = ModelRegistry()
     registry.admit("w1", MODEL)
     registry.admit("w2", replace(MODEL, name="k"))
@@ -113,7 +113,7 @@ def test_model_without_addresses_stays_known_but_not_default() -> None:
 
 
 def test_model_length_is_longest_of_workers() -> None:
-    """R1: a worker with a shorter length shortens the model for nobody."""
+    """A worker with a shorter length does not shorten the model for other workers."""
     registry = ModelRegistry()
     registry.admit("w1", MODEL)
     registry.admit("w2", replace(MODEL, max_model_len=64))

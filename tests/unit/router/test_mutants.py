@@ -1,7 +1,7 @@
-"""Faults put into the service, one at a time: the test that is there for each finds it, property tests by fixed seeds.
+"""Each mutant of the service is found by its property tests, with fixed seeds.
 
-A property test that needs a thousand examples for a fault finds it once in ten runs, and then looks like a test that
-fails by chance. So each finds its faults here within as many examples as it takes in every run, and each has one.
+A property test that needs a thousand examples for a fault finds it once in ten runs, and then looks flaky. So each
+property test has a mutant here and finds it with the number of examples that every run has.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from tests.unit.worker.engine import test_block_manager
 from worker.engine.prefix_cache import PrefixCache
 from worker.llm_engine import EngineAnswer
 
-# A test, one with arguments for its parameters, or a state machine.
+# A test, a test bound to arguments, or a state machine.
 
 _ORDER = test_fair_queue.test_fair_queue_order_equals_reference
 _AWAY = test_fair_queue.test_returning_tenant_gets_only_its_share
@@ -326,7 +326,7 @@ def test_each_mutant_fails_its_property_tests(mutant: Mutant, test: Test, monkey
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Lets tokenizers forget the bytes of tokens: what a fault has made of them would stay for other tests."""
+    """Clears the tokenizers' cached token bytes, because a mutant's results would reach other tests."""
     forget_tokens()
     try:
         yield
@@ -335,7 +335,7 @@ def nothing_kept() -> Iterator[None]:
 
 
 def forget_tokens() -> None:
-    # Of what is frozen the collector knows nothing (tests/conftest.py).
+    # The collector does not see frozen objects (tests/conftest.py).
     gc.unfreeze()
     for found in gc.get_objects():
         if type(found) is TokenBytes:

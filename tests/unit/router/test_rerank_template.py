@@ -1,4 +1,4 @@
-"""The prompt of a reranker is that of its model card, and special tokens in what a client sends stay text."""
+"""The prompt of a reranker equals that of its model card, and special tokens in a client's text stay text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def messages(query: str, document: str, instruction: str = "") -> list[dict[str,
 
 @pytest.mark.parametrize("instruction", ["", "Find code."])
 def test_rerank_template_equals_model_card(instruction: str) -> None:
-    """The strings as https://huggingface.co/Qwen/Qwen3-Reranker-0.6B has them."""
+    """Strings of https://huggingface.co/Qwen/Qwen3-Reranker-0.6B."""
     prefix = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'

@@ -1,4 +1,4 @@
-"""What may change while a router runs."""
+"""Configuration changes of a running router."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_bad_settings_are_refused() -> None:
 
 
 class Site:
-    """A configuration, what it has applied, and the file that it reads."""
+    """A configuration, its applied versions, and the file that it reads."""
 
     def __init__(self) -> None:
         self.applied: list[RuntimeConfig] = []
@@ -85,16 +85,16 @@ def test_reload_applies_configuration_file() -> None:
 
 
 def test_reload_names_reverted_settings() -> None:
-    """R14: what SetRouting had set was gone, and only listed among what had changed."""
+    """Regression: settings of SetRouting were lost, and were only listed among the changes."""
     site = Site()
     routing = SETTINGS.routing
     site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5, delay_factor=1.0))
     site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5))
     site.read = lambda: ReloadedConfig(RuntimeConfig(replace(routing, queue_size=5), ("b:1",)), ())
     done = site.configuration.reload()
-    # The file says by now what was set of the queue, and the gate has been set back.
+    # The file has the queue's new value now; the gate is reverted.
     assert (set(done.changed), done.undone) == ({"worker", "placement"}, ("placement",))
-    # What a file changes of itself undoes nothing.
+    # A change in the file itself reverts no setting.
     routing = replace(routing, placement="session", queue_size=9)
     site.read = lambda: ReloadedConfig(replace(SETTINGS, routing=routing), ())
     done = site.configuration.reload()

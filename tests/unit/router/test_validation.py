@@ -1,4 +1,4 @@
-"""Every bad value is refused with its code, its path and what would be valid."""
+"""Every bad value is refused with its code, its path and the valid range."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_token_ids() -> None:
 def test_template_arguments() -> None:
     assert template_arguments(pb.ChatRequest()) == {}
     request = pb.ChatRequest(template_arguments_json='{"k": 3, "x": 1.0, "deep": {"b": [1, null, true], "a": 0}}')
-    # In their order, and whole numbers apart from others: a template prints both.
+    # Keys keep their order, and integers stay distinct from floats: a template prints both.
     assert repr(template_arguments(request)) == "{'k': 3, 'x': 1.0, 'deep': {'b': [1, None, True], 'a': 0}}"
 
 
@@ -229,7 +229,7 @@ def test_invalid_template_arguments_are_refused(text: str, path: str) -> None:
 
 
 def test_parameters_of_apply_chat_template_are_refused() -> None:
-    """B16: the router accepted `continue_final_message` and ignored it."""
+    """Regression: the router accepted `continue_final_message` and ignored it."""
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
     for name in known - {"tools", "documents", "add_generation_prompt"}:
         request = pb.ChatRequest(template_arguments_json=json.dumps({name: True}))
@@ -241,7 +241,7 @@ def test_codes_are_grpc_codes() -> None:
 
 
 def test_every_part_of_a_message_counts() -> None:
-    """X3: a role of 4 MB was not counted."""
+    """Regression: a role of 4 MB was not counted."""
     part = "x" * (MAX_PROMPT_TEXT_BYTES // 2)
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role=part, content=part)])
     refused("OUT_OF_RANGE", "messages", lambda: check_chat(chat))

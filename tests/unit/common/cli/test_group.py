@@ -1,4 +1,4 @@
-"""The command line as a whole: what it finds, what it imports, how it refuses."""
+"""The command line as a whole: its commands, imports and errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_works_from_a_plain_checkout(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "common", tmp_path / "common")
     shutil.copytree(ROOT / "protos", tmp_path / "protos")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    # As if fissile were not installed: no metadata, no path of the checkout that is.
+    # Hides installed metadata and the checkout's path, as if fissile were not installed.
     program = (
         "import importlib.metadata as m, sys\n"
         "m.entry_points = lambda **_: []\n"
@@ -113,8 +113,7 @@ def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
 
 
 def test_generate_has_an_option_for_every_parameter_but_a_few() -> None:
-    """What it has none for: several answers are not served; a constraint has one for each form; the others are for
-    programs."""
+    """Exceptions: several answers are unsupported, a constraint has an option per form, the rest is for programs."""
     left_out = {"n", "include_stop_string", "stop_token_sequences", "bad_words_token_ids", "constraint", "grammar"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)} - left_out
     options = {parameter.name: parameter for parameter in generate.params}
@@ -125,7 +124,7 @@ def test_generate_has_an_option_for_every_parameter_but_a_few() -> None:
 
 
 def test_a_constraint_is_one_of_the_forms(tmp_path: Path) -> None:
-    """A schema or a grammar is a text, or the name of a file that has it."""
+    """A schema or grammar is given as text or as a file name."""
     file = tmp_path / "schema.json"
     file.write_text('{"type": "null"}', "utf-8")
     assert given({"json_schema": str(file)}) == {"constraint": {"json_schema": '{"type": "null"}'}}
@@ -141,7 +140,7 @@ def test_a_constraint_is_one_of_the_forms(tmp_path: Path) -> None:
 
 
 def test_generate_help_names_default_max_tokens() -> None:
-    """A request without `max_tokens` is as long as the router allows; offline there is the default of `LLMEngine`."""
+    """Without `max_tokens` the router's limit applies; offline, the default of `LLMEngine`."""
     said = {each.name: each.help or "" for each in generate.params if isinstance(each, click.Option)}
     assert "Default: the router's, or the rest of the context" in said["max_tokens"]
     assert f"--max-tokens is then {SamplingParams().max_tokens} by default" in said["offline"]

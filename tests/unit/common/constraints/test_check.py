@@ -1,4 +1,4 @@
-"""Constraints become grammars, or are refused with the place of the fault; hostile ones harm nobody."""
+"""Constraints become grammars or are refused with the place of the fault; hostile ones do no harm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(given: Any, *, optional_space: bool = False) -> str:
 
 
 def takes(grammar: str, text: str, *before: int) -> bool:
-    """Whether a text, behind special tokens, is one of the grammar's."""
+    """True if the grammar accepts `text` after the special tokens `before`."""
     matcher = library.compiled(grammar, VOCAB, library.RUNNING)
     ids = [*before, *text.encode()]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -151,7 +151,7 @@ def test_faults(given: Any, path: str, said: str) -> None:
     (violation,) = refused.value.violations
     assert violation.path == f"sampling_params.constraint.{path}"
     assert said in str(violation)
-    # Not with another place where a blank may be before it.
+    # An optional blank before the answer does not shift the place of the fault.
     with pytest.raises(InvalidFieldError) as spaced:
         check(given, optional_space=True)
     assert str(spaced.value) == str(refused.value)
@@ -169,7 +169,7 @@ def test_a_constraint_is_checked_once() -> None:
     assert checker.known(good, optional_space=False) is None
     grammar = checker.check(good, optional_space=False)
     assert checker.known(good, optional_space=False) == grammar
-    # Another one, though its texts join to the same.
+    # A different constraint, although its joined texts are equal.
     assert checker.known(Constraint("choices", ("a+",)), optional_space=False) is None
     assert checker.known(good, optional_space=True) is None
     with pytest.raises(InvalidFieldError) as first:
@@ -203,7 +203,7 @@ def test_checked_constraints_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 def chain(rule: Callable[[int], str], first: str, last: str) -> str:
-    """As many rules, each of which refers to the next, as there is room for."""
+    """As many chained rules as fit, each of which refers to the next."""
     text, number = first, 0
     while len(text) + len(rule(number)) + 40 < MAX_GRAMMAR_BYTES:
         text += rule(number)
@@ -240,7 +240,7 @@ HOSTILE: dict[str, Any] = {
     "loop": {"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
     "nested": {"json_schema": '{"items":' * 6000 + "{}" + "}" * 6000},
     "long string": {"json_schema": {"type": "string", "minLength": 2**31, "pattern": "^(ab|cd)*$"}},
-    # Taken: they force long texts, have slow masks, or become large.
+    # Accepted, although they force long texts, have slow masks, or become large.
     "forced letters": {"regex": "a{100000}"},
     "forced chain": {
         "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60: "7a"\n'
@@ -273,7 +273,7 @@ print(json.dumps([said, (most_kb() - before) >> 10]))
     "name", slow_but({"enum", "recursion", "ambiguity", "loop", "nested", "long string"}, sorted(HOSTILE))
 )
 def test_hostile_input_is_taken_or_refused(name: str) -> None:
-    """In a process of its own, which must not die of it, nor take much memory; its main thread has the usual stack."""
+    """In a separate process, which must neither crash nor use much memory; its main thread has the usual stack."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(HOSTILE[name]),

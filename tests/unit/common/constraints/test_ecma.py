@@ -1,4 +1,4 @@
-"""Expressions of `pattern` mean what ECMA-262 says, or are refused."""
+"""Expressions of `pattern` match as in ECMA-262, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GBNF means what llama.cpp means: any reading of the characters counts, and no rule claims the longest text."""
+"""GBNF means the same as in llama.cpp: any parse counts, and no rule claims the longest text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPECIAL = {THINK: "<think>", END: "<|end|>"}
 CHECKER = GrammarChecker(SPECIAL, {END})
 VOCAB = library.byte_vocabulary(SPECIAL, {END})
 
-# Grammars like those that people write: rules that end with blanks, names before keywords, comments.
+# Grammars in common styles: rules that end with blanks, names before keywords, comments.
 ARITHMETIC = r"""
 root ::= (sum "=" blank factor "\n")+
 sum ::= factor ([-+*/] factor)*
@@ -76,7 +76,7 @@ def check(text: str, *, optional_space: bool = False) -> str:
 
 
 def judged(matcher: library.Matcher, text: str, *before: int) -> tuple[bool, bool]:
-    """Whether a text of the grammar begins with this one, and whether the grammar has this text."""
+    """(whether a text of the grammar begins with `text`, whether the grammar accepts `text`)."""
     fresh, ids = matcher.deep_copy(), [*before, *text.encode()]
     taken = fresh.try_consume_tokens(ids) == len(ids)
     return taken, taken and fresh.is_accepting()
@@ -89,7 +89,7 @@ def takes(grammar: str, text: str, *before: int) -> bool:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        # The text behind a repetition may look like one more repetition.
+        # The text after a repetition may look like one more repetition.
         ('root ::= word "z"\nword ::= [a-z]+', ["az", "zz", "azbz"], ["z", "az1", "a"]),
         ("root ::= key \":\" key\nkey ::= [a-z:]+", ["a:b", ":::", "a::b"], ["a:", "ab"]),
         (FENCED, ["``````", "```a`b```", "````````"], ["```~```", "```a``"]),
@@ -112,7 +112,7 @@ def takes(grammar: str, text: str, *before: int) -> bool:
         (r"root ::= [\U00010000-\U0010FFFF]", ["😀", "\U0010ffff"], ["a", "\uffff"]),
         (r"root ::= [\u0000-\uFFFF]", ["a", "\uffff", "\x00"], ["😀"]),
         ('root ::= "a\nb"', ["a\nb"], ["a"]),
-        # Any character, a line end too.
+        # Any character, including a line end.
         ("root ::= . . .", ["a\n😀", "\r\n\x00", "\u2028\u0085."], ["ab", "abcd"]),
         ("root ::= [^a]", ["\n", "é"], ["a", ""]),
         ("root ::= [^z-a]", ["a", "\n"], [""]),
@@ -121,7 +121,7 @@ def takes(grammar: str, text: str, *before: int) -> bool:
         ('root ::= ("a" | b){2,} "c"{0,1} "d"{ 0 }\nb ::= "b"', ["ab", "bbbc"], ["a", "abd", "abcc"]),
         ('root ::= "a"{0,0} "b"*+?', ["", "bb"], ["a"]),
         ('root ::= ("y"{\n2\n,3\n} )', ["yy"], ["y"]),
-        # Names, and where lines may end.
+        # Names, and places where lines may end.
         ('root ::= start | a_b | a-b | 1\nstart ::= "s"\na_b ::= "u"\na-b ::= "m"\n1 ::= "1"', [*"sum1"], ["a_b"]),
         ('# 1\r\nroot ::= # 2\n "a" | # 3\n "b" ( "c"\n "d" # 4\n )?\r\n\r\n# 5', ["a", "b", "bcd"], ["bc"]),
         ('root ::=\n\n"a"', ["a"], [""]),
@@ -203,7 +203,7 @@ def test_gbnf_special_tokens() -> None:
         ('root ::= "a"' + "*" * 400, "it is nested too deeply"),
         ('root ::= "a"\x00', "line 1, column 13: unexpected '\\x00'"),
         ('\ufeffroot ::= "a"', "line 1, column 1: expected the name of a rule"),
-        # Nothing satisfies these.
+        # No text satisfies these.
         ("root ::= root", "no text satisfies it"),
         ('root ::= "a" root', "no text satisfies it"),
         ('root ::= "a" x\nx ::= "b" y\ny ::= "c" x | x', "no text satisfies it"),

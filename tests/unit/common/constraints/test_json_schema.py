@@ -1,4 +1,4 @@
-"""Which schemas are served: every keyword is enforced, a note, or refused by name."""
+"""Every schema keyword is enforced, ignored as an annotation, or refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKER = GrammarChecker({}, {256})
 
 
 def vocabulary() -> dict[str, Any]:
-    """Every keyword of JSON Schema 2020-12, as its meta-schemas have it, with what its value must be."""
+    """Every keyword of the JSON Schema 2020-12 meta-schemas, with the schema of its value."""
     registry = jsonschema_specifications.REGISTRY
     found: dict[str, Any] = {}
     for uri in registry:
@@ -30,7 +30,7 @@ def vocabulary() -> dict[str, Any]:
     return found
 
 
-# A value of each keyword that a validator acts on, and a document that it refuses.
+# For each validating keyword, a value and a document that it refuses.
 REFUSED: dict[str, tuple[dict[str, Any], object]] = {
     "type": ({"type": "string"}, 1),
     "enum": ({"enum": [1, "a"]}, 2),
@@ -67,12 +67,12 @@ REFUSED: dict[str, tuple[dict[str, Any], object]] = {
 
 
 def accepts(schema: object, document: object) -> bool:
-    """Whether the grammar of a schema has the compact text of a document."""
+    """True if the grammar of a schema accepts the compact text of a document."""
     return bool(accepted(schema, [document]))
 
 
 def accepted(schema: object, documents: Iterable[object]) -> list[object]:
-    """Those of the documents whose compact text the grammar of a schema has."""
+    """The documents whose compact text the grammar of a schema accepts."""
     from common.constraints import library
 
     text = CHECKER.check(Constraint.of({"json_schema": schema}), optional_space=False)
@@ -87,7 +87,7 @@ def accepted(schema: object, documents: Iterable[object]) -> list[object]:
 
 
 def test_every_schema_keyword_is_served_or_refused() -> None:
-    """Of each keyword one of the three is true; a keyword of a later draft would be refused like any unknown one."""
+    """Each keyword is enforced, ignored or refused; a keyword of a later draft is refused as unknown."""
     words = vocabulary()
     assert len(words) > 50
     assert set(REFUSED) | {"title", "default"} <= json_schema.KEYWORDS
@@ -109,7 +109,7 @@ def test_unsupported_keyword_is_refused_by_name_and_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_each_keyword_is_enforced(name: str) -> None:
-    """What the validator refuses, the grammar refuses, and only for this keyword."""
+    """The grammar refuses the document that the validator refuses, and only because of this keyword."""
     schema, document = REFUSED[name]
     assert name in json.dumps(schema)
     assert not jsonschema.Draft202012Validator(schema).is_valid(document) or name == "format"
@@ -119,7 +119,7 @@ def test_each_keyword_is_enforced(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(json_schema.KEYWORDS - REFUSED.keys()))
 def test_annotation_keywords_are_ignored(name: str) -> None:
-    """A validator, too, accepts whatever they say."""
+    """Validators ignore annotations too."""
     note: Any = {"type": "integer"} if name == "contentSchema" else [1] if name == "examples" else "note"
     assert jsonschema.Draft202012Validator({name: note}).is_valid("any")
     assert accepts({name: note, "type": "string"}, "any")
@@ -206,7 +206,7 @@ def test_the_order_of_properties_is_kept() -> None:
 
 
 def test_blanks_between_tokens_are_bounded() -> None:
-    """Indented JSON passes, an endless row of blanks does not, and none do with the one option."""
+    """Indented JSON is accepted and an endless run of blanks is not; the compact option accepts no blanks."""
     from common.constraints import library
 
     def takes(schema: object, text: str) -> bool:

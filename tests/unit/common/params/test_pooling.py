@@ -1,4 +1,4 @@
-"""Vectors are cut, then normalized; the sum that their length is of has one order."""
+"""Vectors are cut, then normalized; their length is summed in a fixed order."""
 
 from __future__ import annotations
 

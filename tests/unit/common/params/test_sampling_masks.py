@@ -1,4 +1,4 @@
-"""Masks that are not refused leave a token in every place of every answer: by looking at all of them."""
+"""Accepted masks leave at least one token after every output, checked exhaustively."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_masks_leave_a_token_after_every_output(params: SamplingParams) -> None:
     if not is_refused(params):
         assert all(left(params, output) for output in outputs)
     elif all(len(ids) == 1 for ids in params.bad_words_token_ids):
-        # What does not depend on the output is refused for a reason alone.
+        # Masks that do not depend on the output are refused only if they leave no token.
         assert not left(params, ())
 
 
 def test_ungeneratable_ids_do_not_satisfy_masks() -> None:
-    """Those beyond the tokenizer's have a logit of minus infinity."""
+    """Ids beyond the tokenizer's have a logit of minus infinity."""
     assert is_refused(SamplingParams(allowed_token_ids=(VOCAB,), min_tokens=1))
     assert not is_refused(SamplingParams(allowed_token_ids=(VOCAB,)))
 

@@ -1,4 +1,4 @@
-"""What sampling parameters are refused, and the model's own defaults: what its generation_config.json says."""
+"""Refused sampling parameters, and the model's defaults from generation_config.json."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_other_generation_config_keys_are_ignored(name: str) -> None:
     ],
 )
 def test_refused_number_is_printed_as_written(sent: float, said: str) -> None:
-    """M13: "min_p is -0.10000000149011612", of a request that said -0.1."""
+    """Regression: the error said "min_p is -0.10000000149011612" for a request with -0.1."""
     with pytest.raises(InvalidFieldError, match=said):
         SamplingParams(min_p=sent)
 
 
 def test_integers_of_another_kind_become_integers() -> None:
-    """M11: one of numpy ended the step of all requests with a TypeError."""
+    """Regression: one numpy integer failed the step of all requests with a TypeError."""
     kinds: dict[str, Any] = {
         "seed": np.uint64(2**63),
         "max_tokens": np.int64(3),

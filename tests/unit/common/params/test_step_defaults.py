@@ -1,4 +1,4 @@
-"""How a worker fills its steps when nobody says: by what will probably compute them."""
+"""Default step sizes of a worker, by its probable device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is left: of the machine, and of the groups that limit a process."""
+"""Available memory of the machine and of the process's cgroups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_available_memory() -> None:
 
 
 def test_mapped_files_do_not_count_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's limit: files count as used there by whoever touched them first, and are given back when needed."""
+    """A container's limit counts mapped files as used, but the kernel frees them on demand."""
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("3000\n")
@@ -35,14 +35,14 @@ def test_mapped_files_do_not_count_as_free_memory(tmp_path: Path, monkeypatch: p
         ("0::/system.slice/fissile.service", "system.slice", "memory.max", "memory.current", ""),
         ("4:memory:/jobs/7", "memory/jobs/7", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ("4:memory:/jobs/7", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ""),
-        # In a container the path may be the host's: the root that is seen is the own group.
+        # In a container the path may be the host's; the visible root is the process's own group.
         ("0::/docker/abc", "", "memory.max", "memory.current", ""),
     ],
 )
 def test_own_cgroup_limit_bounds_available_memory(
     own: str, folder: str, limit: str, used: str, stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W19: only the root's was read, not what systemd's MemoryMax sets, nor version 1 of cgroups."""
+    """Regression: only the root's limit was read, not systemd's MemoryMax or cgroup v1."""
     monkeypatch.setattr(module, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(module, "_OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{own}\n")
@@ -57,7 +57,7 @@ def test_own_cgroup_limit_bounds_available_memory(
 
 
 def test_workers_share_container_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W19: `fissile serve` shared out the machine's memory, of which the container had a part."""
+    """Regression: `fissile serve` divided the machine's memory instead of the container's."""
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
     (tmp_path / "memory.current").write_text("0\n")

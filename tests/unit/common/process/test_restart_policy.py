@@ -15,7 +15,7 @@ from common.process.restart_policy import (
     RestartPolicy,
 )
 
-# Often a death more or less than the window later, which is what decisions turn on.
+# Gaps often add up to just under or over the window, where decisions change.
 gaps = st.lists(
     st.floats(min_value=0, max_value=200, allow_nan=False) | st.sampled_from([1.0, 29.5, 30.0, 30.5, 60.0, 60.5]),
     min_size=1,
@@ -29,7 +29,7 @@ def decisions(times: list[float]) -> list[Restart | GiveUp]:
 
 
 def test_delays_double_up_to_the_longest() -> None:
-    # 31 s apart: never three within a minute, never a minute without a death.
+    # Deaths 31 s apart: never three within a minute, and never a minute without a death.
     found = decisions([31.0 * i for i in range(7)])
     assert found == [Restart(delay) for delay in (0.5, 1, 2, 4, 8, 8, 8)]
 

@@ -1,4 +1,4 @@
-"""X1: a long-lived task that fails is logged, counted and begun anew."""
+"""A failed long-lived task is logged, counted and restarted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_cancelled_task_is_not_restarted() -> None:
 
 
 def test_a_callback_that_fails_is_logged_and_counted() -> None:
-    """X1: an event loop says it to asyncio's own log alone."""
+    """Regression: an event loop reports it only to asyncio's own log."""
     with capture_logs() as logs:
         run_guarded("test callback", lambda: 1 / 0, router="r")
         run_guarded("test callback", lambda: None)

@@ -1,4 +1,4 @@
-"""API keys as they are made, kept, found and read again."""
+"""API keys: creation, storage, lookup and reload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROLES = st.sets(st.sampled_from(list(Role)), min_size=1)
 def test_stored_key_line_round_trips_without_the_key(name: str, tenant: str, roles: set[Role], most: str) -> None:
     key, kept = new_key(name, tenant, roles, most)
     assert parse_line(kept.line(), "here") == kept == ApiKey(name, tenant, frozenset(roles), kept.sha256, most)
-    # The line of a key without a maximum is that of earlier versions.
+    # The line of a key without a maximum keeps the format of earlier versions.
     assert kept.line().count(":") == (4 if most else 3)
     assert kept.sha256 == hashlib.sha256(key.encode()).hexdigest()
     assert key not in kept.line()
@@ -109,7 +109,7 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
 
 
 def test_key_file_replaced_by_device_or_pipe_keeps_keys(tmp_path: Path) -> None:
-    """S4: reading /dev/zero never ended, on the event loop."""
+    """Regression: reading /dev/zero blocked the event loop for ever."""
     key, kept = new_key("a", "", [Role.INFER])
     os.mkfifo(tmp_path / "pipe")
     for target in ("/dev/zero", tmp_path / "pipe"):

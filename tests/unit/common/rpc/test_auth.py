@@ -1,4 +1,4 @@
-"""Who may call what, over real sockets; and that no method of any service is forgotten."""
+"""Permissions per method over real sockets, with a role for every method of every service."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown(role: Role) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("module", [inference_pb2, admin_pb2, reflection_pb2, channelz_pb2])
 def test_every_method_of_every_service_is_listed(module: Any) -> None:
-    """A method that is new in the protos is refused until somebody says here who may call it."""
+    """A new method of the protos is refused until it has roles here."""
     services = module.DESCRIPTOR.services_by_name.values()
     methods = {f"{service.full_name}/{method.name}" for service in services for method in service.methods}
     names = {service.full_name for service in services}
@@ -133,7 +133,7 @@ def test_which_certificates_are_routers(peer: dict[str, list[bytes]], identity: 
 
 
 class Servicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Handlers of every form that gRPC knows; each says who it thinks calls."""
+    """Handlers of every call type; each answers with the caller that it sees."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -169,7 +169,7 @@ class Servicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class Everybody(Access):
-    """Admits who shows a name."""
+    """Admits every caller that shows a name."""
 
     def admit(self, method: str, metadata: Any, peer: Any) -> Caller:
         name = dict(metadata).get("name")
@@ -188,7 +188,7 @@ async def serving(server: GrpcServer) -> AsyncIterator[None]:
 
 
 async def callers(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> list[str]:
-    """Who the handler of a call of each form thinks calls."""
+    """The caller that a handler of each call type sees."""
     stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
     session = stub.Session(metadata=metadata)
     await session.write(worker_pb2.SessionRequest())
@@ -200,9 +200,9 @@ async def callers(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]
 
 
 async def codes(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> list[grpc.StatusCode]:
-    """The status of a call of each form that is refused.
+    """The status of a refused call of each type.
 
-    Nothing is written to the Session: gRPC's client says INTERNAL where the refusal overtakes what is being written.
+    The test writes no message to the Session: if the refusal overtakes a write, gRPC's client reports INTERNAL.
     """
     stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
     calls = (
@@ -237,7 +237,7 @@ async def test_health_is_open_reflection_is_not_and_the_status_has_details(acces
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"))
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        # Nothing is written: the refusal may overtake it, and gRPC's client says INTERNAL then.
+        # No message is written: the refusal may overtake it, and gRPC's client then reports INTERNAL.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflection.ServerReflectionInfo().read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

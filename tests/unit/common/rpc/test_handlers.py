@@ -1,4 +1,4 @@
-"""Handlers with something around them are made once per method, and are few whatever callers make up."""
+"""Wrapped handlers are made once per method and are bounded, whatever names callers send."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def test_wrapper_receives_method_name() -> None:
 
 
 def test_made_up_method_names_take_no_memory() -> None:
-    """Calls with too much metadata are refused, and so have a handler, before anybody knows whether there is such a
-    method."""
+    """A call with too much metadata gets a refusing handler before its method name is checked."""
     wrapped = HandlerCache(lambda found, method: found)
     refusing = handler()
     for i in range(10 * handlers._MAX_METHODS):

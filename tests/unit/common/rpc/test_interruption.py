@@ -1,4 +1,4 @@
-"""Work that is broken off from outside says so, and cancellations by others stay what they are."""
+"""Interrupted work raises its own error, and cancellations by others stay cancellations."""
 
 from __future__ import annotations
 

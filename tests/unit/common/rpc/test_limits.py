@@ -1,4 +1,4 @@
-"""The bounds of a connection, as the other side sees them on the wire; and that gRPC knows our names for them."""
+"""Connection bounds as a client sees them on the wire, and gRPC's names for our channel arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 1, 3, 4, 6, 7, 9
 CANCEL, REFUSED_STREAM = bytes([0, 0, 0, 8]), bytes([0, 0, 0, 7])
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONCURRENT_STREAMS, MAX_HEADER_LIST_SIZE = 3, 6
-# And empty SETTINGS: length, type, flags, stream.
+# The preface and empty SETTINGS: length, type, flags, stream.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 
 
@@ -51,7 +51,7 @@ def channel_arguments() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_grpc_knows_the_names_of_our_channel_arguments() -> None:
-    """It ignores what it does not know, so a misspelt bound would be none."""
+    """gRPC ignores unknown names, so a misspelled bound would have no effect."""
     names = set(channel_arguments())
     assert {"grpc.max_metadata_size", "grpc.max_connection_age_ms", "grpc.enable_http_proxy"} <= names
     library = Path(cygrpc.__file__).read_bytes()
@@ -71,7 +71,7 @@ async def serving(**options: Any) -> AsyncIterator[GrpcServer]:
 
 
 async def frames(address: str, more: bytes = b"") -> AsyncIterator[tuple[int, bytes]]:
-    """Type and content of each HTTP/2 frame that a server sends to a client that says nothing but hello, and `more`."""
+    """Type and content of each HTTP/2 frame that a server sends to a client that sends the preface and `more`."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(_HELLO + more)
@@ -146,7 +146,7 @@ async def test_health_port_is_plain_text_and_serves_only_health(tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [0, 100, 1_000_000])
 async def test_compressed_requests_are_refused_on_every_port(size: int) -> None:
-    """C5: 15 KB became 15 MB and held the event loop."""
+    """Regression: 15 KB decompressed to 15 MB and blocked the event loop."""
     async with serving(health_port=0) as server:
         for port in (server.port, server.health_port):
             target = f"127.0.0.1:{port}"
@@ -158,7 +158,7 @@ async def test_compressed_requests_are_refused_on_every_port(size: int) -> None:
 
 
 async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: a client without a key could keep 4,096 watches open on each connection."""
+    """Regression: a client without a key kept 4,096 watches open on each connection."""
     monkeypatch.setattr(server_module, "MAX_HEALTH_WATCHES", 2)
     async with (
         asyncio.timeout(60),
@@ -178,7 +178,7 @@ async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytes
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
 async def test_health_refuses_names_that_no_service_has(method: str) -> None:
-    """H1: a watch keeps the name, which could have 16 MiB."""
+    """Regression: a watch kept its service name, which could have 16 MiB."""
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
         call = getattr(health_pb2_grpc.HealthStub(channel), method)(health_pb2.HealthCheckRequest(service="x" * 300))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -187,7 +187,7 @@ async def test_health_refuses_names_that_no_service_has(method: str) -> None:
 
 @pytest.mark.slow
 async def test_reflection_stream_without_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: such a stream stayed open until its client ended it."""
+    """Regression: such a stream stayed open until its client ended it."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
         call: Any = channel.stream_stream(REFLECTION)()
@@ -195,7 +195,7 @@ async def test_reflection_stream_without_request_times_out(monkeypatch: pytest.M
 
 
 class Nobody:
-    """Lets nobody in, and notes who asked."""
+    """Refuses every caller and counts them."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -215,7 +215,7 @@ async def without_settings_ack(address: str, headers: list[tuple[str, str]]) -> 
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(_HELLO)
     for i, piece in enumerate(pieces):
-        # The last of them ends the headers.
+        # END_HEADERS flag on the last piece.
         flags = 4 if i == len(pieces) - 1 else 0
         kind = CONTINUATION if i else HEADERS
         writer.write(len(piece).to_bytes(3) + bytes([kind, flags, 0, 0, 0, 1]) + piece)
@@ -239,12 +239,12 @@ async def without_settings_ack(address: str, headers: list[tuple[str, str]]) -> 
     ids=["20 kB", "2 MB", "10,000 entries"],
 )
 async def test_metadata_bound_holds_without_settings_ack(headers: list[tuple[str, str]]) -> None:
-    """X6: gRPC holds only those clients to the bound that have acknowledged it."""
+    """gRPC enforces the bound only for clients that acknowledge its SETTINGS."""
     access = Nobody()
     async with serving(access=access) as server:
         trailers = await without_settings_ack(server.address, headers)
         assert trailers["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
-        # gRPC itself may come first: its text has all the metadata, and is left out where the trailers cannot hold it.
+        # gRPC may refuse first: its text includes the metadata, and is dropped if the trailers cannot hold it.
         assert "metadata" in trailers.get("grpc-message", "metadata")
         assert access.asked == 0
         trailers = await without_settings_ack(server.address, [("x", "v" * 1000)])
@@ -252,11 +252,11 @@ async def test_metadata_bound_holds_without_settings_ack(headers: list[tuple[str
 
 
 def reset_calls(address: str, count: int, refused: int) -> None:
-    """Begins `count` calls and resets each at once, and does all else that HTTP/2 asks for; waits until so many have
-    been refused.
+    """Begins `count` calls, resets each at once, and acknowledges as HTTP/2 requires, until `refused` calls were
+    refused.
 
     Raises:
-        TimeoutError: fewer are.
+        TimeoutError: fewer calls were refused.
     """
     fixed = {":method": "POST", ":scheme": "http", ":path": REFLECTION, ":authority": "test"}
     fixed |= {"content-type": "application/grpc", "te": "trailers"}
@@ -279,16 +279,16 @@ def reset_calls(address: str, count: int, refused: int) -> None:
 
 @pytest.mark.slow
 async def test_reset_calls_do_not_accumulate() -> None:
-    """X2: gRPC keeps a call that was reset until the loop has taken it. With no bound on those that wait to be freed,
-    100,000 of one connection took 1.1 GiB."""
+    """gRPC keeps a reset call until the event loop accepts it. Without a bound, 100,000 calls of one connection took
+    1.1 GiB."""
     taken = MAX_STREAMS_PER_CONNECTION + MAX_UNFREED_STREAMS_PER_CONNECTION + 1
     async with serving() as server:
-        # The loop is held meanwhile, so it takes none.
+        # The event loop is blocked meanwhile, so it accepts none.
         reset_calls(server.address, taken + 3000, 3000)
 
 
 async def test_call_without_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: it was open for ever."""
+    """Regression: it stayed open for ever."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
         call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")()
@@ -298,7 +298,7 @@ async def test_call_without_message_times_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 class SilentContext:
-    """A call whose message comes when it is given."""
+    """A call whose message arrives when the test provides it."""
 
     def __init__(self) -> None:
         self.given: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -308,7 +308,7 @@ class SilentContext:
 
 
 async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: the bound on the read cost each call a timer of its own."""
+    """Regression: the read bound cost a timer per call."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.1)
     reads, answered = request_reader.MessageReads(), SilentContext()
     task = asyncio.create_task(reads.read(answered))  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
 
 
 async def test_calls_without_message_beyond_limit_end_oldest() -> None:
-    """H1: 4,096 calls of each connection waited for their message, at any number of connections."""
+    """Regression: each connection could keep 4,096 calls waiting for their message."""
     reads, contexts = request_reader.MessageReads(2), [SilentContext() for _ in range(4)]
     tasks = []
     for context in contexts:
@@ -340,7 +340,7 @@ async def test_calls_without_message_beyond_limit_end_oldest() -> None:
 
 @pytest.mark.parametrize("more", [b"", bytes([0, 0, 9, HEADERS, 0, 0, 0, 0, 1]), bytes([0, 0])])
 async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X5, X9: idle connections took all descriptors of a process, for ever; so did those with half a HEADERS."""
+    """Regression: idle connections, and those with half a HEADERS frame, kept all descriptors of a process for ever."""
     monkeypatch.setattr(server_module, "CONNECTION_IDLE_S", 0.2)
     async with serving() as server, asyncio.timeout(60):
         with pytest.raises(asyncio.IncompleteReadError):
@@ -349,7 +349,7 @@ async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: py
 
 
 def test_descriptor_soft_limit_is_raised_and_few_are_warned() -> None:
-    """X5: common soft limits are 1,024 where the hard one is a million."""
+    """A usual soft limit is 1,024 where the hard limit is a million."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))\n"
         "from common.telemetry.logs import setup_logging; setup_logging()\n"
@@ -363,7 +363,7 @@ def test_descriptor_soft_limit_is_raised_and_few_are_warned() -> None:
 
 @pytest.mark.long
 async def test_calls_waiting_for_blocked_loop_are_answered() -> None:
-    """X2: gRPC ended calls with a bare CANCELLED that the loop had not taken within 30 s."""
+    """Regression: gRPC ended calls that the loop did not accept within 30 s with a bare CANCELLED."""
     async with serving() as server:
         address = server.address
 

@@ -1,4 +1,4 @@
-"""Keepalive pings of clients: as many as anybody needs, also without a call; a flood of them ends its connection."""
+"""Keepalive pings of clients: any regular rate is accepted, with or without a call; a flood ends the connection."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ async def port() -> AsyncIterator[int]:
     await rpc.stop(0)
 
 
-# A call that stays open, and on which nothing comes after its first message.
+# A call that stays open without further messages after the first.
 WATCH = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Watch", ":authority": "test"}
 WATCH |= {"content-type": "application/grpc", "te": "trailers"}
 
 
 def ping(port: int, count: int, pause_s: float, *, calls: bool = False) -> tuple[int, bytes]:
-    """Pings a quiet connection, which has a call or none; how many were answered, and what the server said when it
-    closed the connection."""
+    """Pings a connection with or without an open call; returns the number of answers and the server's GOAWAY text."""
     http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
     http.initiate_connection()
     if calls:
@@ -52,12 +51,12 @@ def ping(port: int, count: int, pause_s: float, *, calls: bool = False) -> tuple
 
 @pytest.mark.parametrize("calls", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_regular_client_pings_keep_connection(calls: bool, port: int) -> None:
-    """By itself gRPC closes the connection after two pings within five minutes, and none is too many here."""
+    """By default gRPC closes a connection after two pings within five minutes; here none is too many."""
     assert await asyncio.to_thread(ping, port, 30, 0.06, calls=calls) == (30, b"")
 
 
 async def test_a_flood_of_pings_ends_its_connection(port: int) -> None:
-    """R14: any number was answered."""
+    """Regression: the server answered any number."""
     answered, why = await asyncio.to_thread(ping, port, 5000, 0.0)
     assert why == b"too_many_pings"
     assert answered < 5000

@@ -13,7 +13,7 @@ from common.rpc.refusal_lines import RefusalLines
 
 @given(st.lists(st.tuples(st.sampled_from(["CANCELLED", "UNAUTHENTICATED"]), st.floats(0, 0.01)), max_size=4000))
 def test_refusals_are_bounded_and_all_counted(calls: list[tuple[str, float]]) -> None:
-    """H1: each refused call of 50 bytes cost a line of 256."""
+    """Regression: each refused call of 50 bytes cost a log line of 256 bytes."""
     lines, now, written = RefusalLines(), 1000.0, Counter[str]()
     for status, pause in calls:
         now += pause

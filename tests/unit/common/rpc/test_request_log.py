@@ -1,4 +1,4 @@
-"""The line of a call costs nothing where nobody reads it."""
+"""The log line of a call costs no time if its level is off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.telemetry.request_record import RequestRecord, current_record
 
 
 class Context:
-    """Of a call."""
+    """The context of a call."""
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
@@ -33,13 +33,13 @@ class Context:
 
 
 class Details:
-    """Of a call too."""
+    """The handler details of a call."""
 
     method = "/fissile.v1.InferenceService/Generate"
 
 
 async def call(requests: RequestLog) -> Any:
-    """Makes a call; its handler."""
+    """Makes a call through the log's interceptor; returns its handler."""
 
     async def serve(request: object, context: object) -> str:
         current_record().generates = True
@@ -59,7 +59,7 @@ async def called(requests: RequestLog, handler: Any) -> Any:
 
 @pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 0)])
 async def test_filtered_request_line_is_not_built(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speed: its fields were put together at every level."""
+    """Regression: its fields were built at every log level."""
     made: list[RequestRecord] = []
     fields = RequestRecord.fields
 
@@ -85,7 +85,7 @@ async def test_filtered_request_line_is_not_built(level: str, lines: int, monkey
 
 
 async def test_the_handler_of_a_method_is_made_once() -> None:
-    """Speed: each call had two of its own."""
+    """Regression: each call built two handlers."""
 
     async def serve(request: object, context: object) -> str:
         return "answer"
@@ -110,7 +110,7 @@ async def drained(parts: AsyncIterator[str]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["stream_unary", "stream_stream"])
 async def test_cancelled_foreign_call_is_not_logged_as_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X4: of a servicer that is not ours, or of an unknown method, it was UNKNOWN, an error with a traceback."""
+    """Regression: cancelled calls of foreign servicers and unknown methods were UNKNOWN, logged with a traceback."""
     ends: list[RequestRecord] = []
     monkeypatch.setattr(RequestLog, "_write", lambda _, record: ends.append(record))
 

@@ -30,7 +30,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Servicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Fails with `error`; Generate goes on until it is released."""
+    """Fails with `error`; Generate runs until the test releases it."""
 
     def __init__(self, error: ApiError) -> None:
         self.error = error
@@ -62,7 +62,7 @@ class Site:
     """A server with a channel to it."""
 
     def __init__(self, error: ApiError) -> None:
-        # Of the other methods the base class says that they are not implemented.
+        # The base class answers the other methods with UNIMPLEMENTED.
         self.servicer = Servicer(error)  # type: ignore[abstract]
         self.rpc = GrpcServer("127.0.0.1", 0, [SERVICE])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.rpc.server)
@@ -98,7 +98,7 @@ async def test_health_names(site: Site) -> None:
 
 
 def reflected(site: Site, version: str, asked: list[Any]) -> Any:
-    """Asks reflection of a version by its method's path alone."""
+    """Calls reflection of a version by its method's path alone."""
     return site.channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -114,7 +114,7 @@ def files_of(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_the_services_and_has_the_details_of_errors(site: Site, version: str) -> None:
-    """C14, O28: both names of reflection have the types of error details and reasons, so tools can print them."""
+    """Both versions of reflection list the types of error details, so tools can print them."""
     details = [f"google.rpc.{name}" for name in ("BadRequest", "RetryInfo", "ErrorInfo")]
     reasons = [f"fissile.v1.{name}" for name in ("ErrorReason", "ERROR_REASON_INVALID_FIELD")]
     asked = [
@@ -132,7 +132,7 @@ async def test_reflection_lists_the_services_and_has_the_details_of_errors(site:
 
 
 async def test_every_service_that_reflection_lists_can_be_called_by_its_descriptor(site: Site) -> None:
-    """As a generic tool does it: list, fetch the files of each service, and build its types anew."""
+    """Like a generic tool: lists the services, fetches the files of each and rebuilds its types."""
     listed = [reflection_pb2.ServerReflectionRequest(list_services="")]
     (services,) = [answer async for answer in reflected(site, "v1", listed)]
     pool = descriptor_pool.DescriptorPool()
@@ -172,7 +172,7 @@ async def test_abort_sends_details_and_trailing_metadata(site: Site) -> None:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """Without the collector of cycles, so that only what nothing refers to is freed."""
+    """Disables the cycle collector, so that only unreferenced objects are freed."""
     gc.collect()
     gc.disable()
     yield
@@ -180,13 +180,13 @@ def no_collection() -> Iterator[None]:
 
 
 async def test_aborted_call_frees_its_request(site: Site, no_collection: None) -> None:
-    """STORM: texts of 8 MB that were refused stayed in memory until the collector of cycles came."""
+    """Regression: refused texts of 8 MB stayed in memory until the cycle collector ran."""
     held = site.servicer.held
     for _ in range(3):
         with pytest.raises(grpc.aio.AioRpcError):
             await site.worker.GetWorker(worker_pb2.GetWorkerRequest())
     for _ in range(1000):
-        # The client may have its status before the call's task has ended.
+        # The client may get its status before the call's task ends.
         if not any(each() is not None for each in held):
             break
         await asyncio.sleep(0.01)
@@ -194,7 +194,8 @@ async def test_aborted_call_frees_its_request(site: Site, no_collection: None) -
 
 
 async def test_calls_arriving_during_stop_are_refused_unread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """STORM: they were served in full, so 3,000 of a burst of 5,000 were not accepted in time and ended CANCELLED."""
+    """Regression: these calls were served in full, so 3,000 of a burst of 5,000 were not accepted in time and ended
+    CANCELLED."""
     monkeypatch.setattr(server_module, "STOP_ACCEPTING_S", 60.0)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS", 100_000)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS_AFTER_CALLS", 100_000)
@@ -213,7 +214,7 @@ async def test_calls_arriving_during_stop_are_refused_unread(site: Site, monkeyp
 
 
 async def test_stopping_server_waits_longer_after_a_call(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """STORM: 25 ms without a call, in which a client of a busy machine did not run, were the end of a burst."""
+    """Regression: 25 ms without a call counted as the end of a burst, even while a busy machine delayed the client."""
     monkeypatch.setattr(server_module, "STOP_ACCEPTING_S", 60.0)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS", 100_000)
     monkeypatch.setattr(server_module, "_QUIET_LOOKS_AFTER_CALLS", 1)
@@ -252,7 +253,7 @@ async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(
     propagation_s, has_spread, sleep = 600.0, asyncio.Event(), asyncio.sleep
 
     async def sleep_or_spread(delay: float) -> None:
-        """The test says when the news has spread, however long that takes."""
+        """Resolves when the test says that the health status has spread."""
         await (has_spread.wait() if delay == propagation_s else sleep(delay))
 
     monkeypatch.setattr(asyncio, "sleep", sleep_or_spread)
@@ -264,7 +265,7 @@ async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(
         await site.servicer.running.wait()
         draining = asyncio.create_task(site.rpc.drain(propagation_s, 600.0))
         assert (await watch.read()).status == NOT_SERVING
-        # Until the news has spread, new calls are still taken.
+        # New calls are accepted until the health status has spread.
         assert await site.status("") == NOT_SERVING
         assert await refusal(site) == "no worker serves"
         has_spread.set()
@@ -276,11 +277,11 @@ async def test_drain_lets_running_calls_finish_and_does_not_wait_for_watchers(
 
 
 async def refusal(site: Site) -> str | None:
-    """What a new call is told: by its servicer, or that the server ends."""
+    """The error of a new call: from its servicer, or that the server is ending."""
     return await site.worker.GetWorker(worker_pb2.GetWorkerRequest()).details()
 
 
-# What a client may leave behind on a connection: nothing, no request, the beginning of one, half a HEADERS frame.
+# Possible remains on a connection: no bytes, no request, a partial request, half a HEADERS frame.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 LEFT = [
     b"",
@@ -292,7 +293,7 @@ LEFT = [
 
 @pytest.mark.slow
 async def test_server_stop_waits_for_calls_not_connections(site: Site) -> None:
-    """X5: each of these connections kept a server that ended for the whole time that its calls might have taken."""
+    """Regression: each of these connections delayed a server's end by the full drain time."""
     host, port = site.rpc.address.split(":")
     streams = [await asyncio.open_connection(host, int(port)) for _ in LEFT]
     for (_, writer), sent in zip(streams, LEFT, strict=True):
@@ -301,7 +302,7 @@ async def test_server_stop_waits_for_calls_not_connections(site: Site) -> None:
     call = site.worker.Generate(worker_pb2.GenerateRequest())
     await asyncio.wait_for(site.servicer.running.wait(), 60)
     stopping = asyncio.create_task(site.rpc.stop(600.0))
-    # Longer than a call's status takes to go out: this one runs.
+    # Longer than a call's status needs to be sent: this call still runs.
     await asyncio.sleep(2 * STATUS_FLUSH_S)
     assert not stopping.done()
     site.servicer.release.set()
@@ -313,9 +314,8 @@ async def test_server_stop_waits_for_calls_not_connections(site: Site) -> None:
 
 
 async def test_call_ended_before_answer_leaves_no_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """gRPC ends a call with bad compression itself. When its handler ends at that moment, the status cannot be sent,
-    and gRPC logs that; the moment cannot be had at will (8 of 1,000 under load), so the same is logged here.
-    """
+    """gRPC itself ends a call with bad compression. If its handler ends at that moment, sending the status fails and
+    gRPC logs the failure. That moment is rare (8 of 1,000 under load), so the test logs the same line itself."""
     try:
         raise grpc.aio.InternalError("Failed execute_batch")
     except grpc.aio.InternalError:
@@ -324,7 +324,7 @@ async def test_call_ended_before_answer_leaves_no_traceback(site: Site, caplog: 
 
 
 async def test_failed_handler_logs_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """What is our mistake is still logged."""
+    """Errors of our own code are still logged."""
 
     def fail() -> None:
         raise RuntimeError("a mistake")

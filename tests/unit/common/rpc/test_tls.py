@@ -1,4 +1,4 @@
-"""TLS on real sockets: who gets in, and certificates that change under a running server."""
+"""TLS on real sockets: admitted and refused peers, and certificates that change under a running server."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ async def serving(tls: ServerTls | None, host: str = "127.0.0.1") -> AsyncIterat
 
 
 async def check(dialer: Dialer, address: str) -> None:
-    """One health check on a connection of its own."""
+    """One health check on a separate connection."""
     async with dialer.channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=60)
 
 
 async def refused(dialer: Dialer, address: str) -> str:
-    """Why a connection does not come about."""
+    """The reason why a connection is refused."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(dialer, address)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -56,7 +56,7 @@ async def refused(dialer: Dialer, address: str) -> str:
 
 
 async def serial_number(address: str) -> int:
-    """Of the certificate that a new connection gets to see."""
+    """Serial number of the certificate that a new connection receives."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname = False
@@ -154,7 +154,7 @@ async def test_unusable_certificate_keeps_old_one_with_one_warning(
 
 
 async def test_renewed_mounted_secret_is_loaded(tmp_path: Path) -> None:
-    """As the kubelet does it: files are links into a folder that is itself a link, which is replaced."""
+    """Like the kubelet: the files are links into a folder that is itself a link, which is replaced."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     ca = Authority(tmp_path / "first")
@@ -217,7 +217,7 @@ def test_unusable_tls_file_at_start_is_named(content: dict[str, Any], problem: s
 
 @pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
 def test_tls_file_that_is_a_device_is_refused(name: str, ca: Authority, tmp_path: Path) -> None:
-    """S4: reading a device never ended."""
+    """Regression: reading a device never ended."""
     pair = ca.issue("server", *LOOPBACK)
     paths = {"server.pem": pair.cert, "server.key": pair.key, "ca.pem": ca.cert}
     paths[name] = tmp_path / "device" / name

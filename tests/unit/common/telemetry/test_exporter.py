@@ -1,4 +1,4 @@
-"""Export over the real wire: to a collector that takes the spans, to a closed port, to one that never answers."""
+"""Export over the real wire to a working collector, a closed port and a silent collector."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from common.telemetry.tracing import SequenceTimes, Tracing, setup_tracing, trac
 from tests.otlp_receiver import OtlpReceiver
 
 GENERATE = "fissile.v1.InferenceService/Generate"
-# For what must arrive, on whatever machine: a shutdown gives up after a second.
+# Bound for data that must arrive on any machine: a shutdown gives up after a second.
 PATIENT_S = 60.0
-# Scheduling of a busy machine, on top of the promised bound.
+# Scheduling delay of a busy machine, beyond the promised bound.
 SLACK_S = 8.0
 
 
@@ -84,7 +84,7 @@ def test_otel_sampler_and_service_variables_apply(receiver: OtlpReceiver, monkey
 
 
 def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the shutdown comes back, though the SDK would wait for an hour."""
+    """The shutdown also returns, though the SDK would wait for an hour."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -109,7 +109,7 @@ def test_closed_port_costs_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         dead_collector_costs_one_warning(f"http://127.0.0.1:{taken.getsockname()[1]}", monkeypatch)
-    # Nothing of the SDK's own gets through to the handlers.
+    # The SDK's own log lines do not reach the handlers.
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
@@ -123,7 +123,7 @@ def test_silent_collector_costs_one_warning(monkeypatch: pytest.MonkeyPatch, cap
 
 
 class HalfCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector that takes traces, when it does, and knows no metrics."""
+    """A collector that accepts traces, unless it `refuses`, and no metrics."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -150,7 +150,7 @@ def span_arrives(tracing: Tracing, collector: HalfCollector) -> None:
 
 
 def test_refused_telemetry_signal_warning_has_status_and_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C7: a collector that takes traces only costs one line about metrics, and none about traces; so does a change."""
+    """A collector for traces only costs one line about metrics and none about traces; a later change is logged too."""
     collector = HalfCollector()
     collector.server.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
@@ -203,7 +203,7 @@ def http_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HttpCollect
 
 @pytest.mark.parametrize(("status", "said"), [(200, []), (404, [("traces", "HTTP 404"), ("metrics", "HTTP 404")])])
 def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: list[tuple[str, str]]) -> None:
-    """C6: traces and metrics go to a collector that knows HTTP only; what it refuses is named likewise."""
+    """Traces and metrics are exported to an HTTP-only collector; a refusal is named."""
     http_collector.status = status
     with capture_logs() as lines:
         tracing, metrics = setup_tracing("router", "1"), setup_metrics("router", "1")
@@ -222,7 +222,7 @@ def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: 
     ["OTEL_EXPORTER_OTLP_PROTOCOL", pytest.param("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", marks=pytest.mark.slow)],
 )
 def test_an_unknown_protocol_is_refused_by_name(variable: str) -> None:
-    """C6: in one line, with exit code 2, instead of gRPC to an HTTP port."""
+    """Regression: it sent gRPC to an HTTP port instead of exiting with code 2 and one line."""
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", variable: "http/json"}
     command = [sys.executable, "-m", "router", "--port", "0", "--worker", "127.0.0.1:9"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""One line an event, with the fields that people and machines look for."""
+"""One log line per event, with stable field names for people and machines."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_terminal_gets_readable_lines() -> None:
 
 
 def test_terminal_log_lines_have_no_control_characters() -> None:
-    """R14: whoever a text came from; ids of requests are refused, but names, reasons and tracebacks are peers' too."""
+    """Names, reasons and tracebacks come from peers and may contain control characters."""
     stream = Terminal()
     setup_logging(service="router", stream=stream)
     evil = "w\x1b]0;owned\x07\x9b31m\u202e\r"
@@ -161,7 +161,7 @@ def test_format_can_be_forced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lines_of_a_request_carry_its_id() -> None:
-    """C3: whoever writes a line while a request is in hand need not know it."""
+    """Code that logs during a request need not know its id."""
     stream = io.StringIO()
     setup_logging(service="router", stream=stream)
     log = structlog.get_logger()
@@ -187,7 +187,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
     st.integers(20, 200), st.dictionaries(st.from_regex(r"[a-z]{1,12}", fullmatch=True), st.text("ab 01", max_size=30))
 )
 def test_folded_log_lines_fit_the_terminal(width: int, fields: dict[str, str]) -> None:
-    """O30: a line exceeds the width only if a single field does."""
+    """A line exceeds the width only if a single field does."""
     whole = " ".join(
         ["12:00:00 [info     ] something happened               ", *(f"{k}={v!r}" for k, v in fields.items())]
     )

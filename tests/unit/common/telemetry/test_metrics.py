@@ -1,4 +1,4 @@
-"""Figures become instruments that an OTLP collector gets over the wire; off without an endpoint."""
+"""Metrics reach an OTLP collector over the wire; without an endpoint they are off."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from common.telemetry.output import Output
 from common.telemetry.tracing import setup_tracing
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
-# For what must arrive, on whatever machine: a shutdown gives up after a second.
+# Bound for data that must arrive on any machine: a shutdown gives up after a second.
 PATIENT_S = 60.0
 LABELS = {names.REQUEST_MODEL: "m", names.WORKER_ID: "w0"}
-# A value of its own for each figure.
+# A distinct value for each figure.
 FIGURES = EngineFigures(
     running=3,
     waiting=5,
@@ -81,7 +81,7 @@ def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
     metrics.shutdown(PATIENT_S)
     points = newest(receiver)
     assert {key: point.value for key, point in points.items()} == EXPECTED
-    # Free and total blocks are one, and drafts by position are those of all.
+    # Free and total blocks share a metric, and drafts by position share that of all drafts.
     assert len(EXPECTED) + 2 == len(fields(EngineFigures)), "a figure without a metric"
     for point in points.values():
         assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
@@ -129,7 +129,7 @@ def lose_a_line() -> None:
 
 
 async def test_lost_lines_and_failed_tasks_are_exported(receiver: OtlpReceiver) -> None:
-    """X1: nobody is disturbed by it, so it must be seen here."""
+    """Such losses disturb no request, so only metrics show them."""
     fails = iter([True, False])
 
     async def work() -> None:
@@ -151,7 +151,7 @@ async def test_lost_lines_and_failed_tasks_are_exported(receiver: OtlpReceiver) 
 
 
 def test_failed_metric_record_is_counted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: the SDK's own failure is not the request's."""
+    """A failure of the SDK does not fail the request."""
     metrics = setup_metrics("fissile-worker", "w1")
     before = failures().get("metrics", 0)
     monkeypatch.setattr(Histogram, "record", lambda *_: 1 / 0)
@@ -205,7 +205,7 @@ def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest
         with capture_logs() as lines:
             with tracing.request_span("s/M"):
                 time.sleep(0.2)
-            # By themselves, they would wait for an hour.
+            # By default they would wait for an hour.
             start = time.monotonic()
             tracing.shutdown()
             metrics.shutdown()

@@ -1,4 +1,4 @@
-"""X1: a stream that cannot be written disturbs nobody, and what it has lost is said."""
+"""An unwritable log stream blocks no writer, and reports how many lines it lost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def read_lines(descriptor: int, last: str) -> list[str]:
-    """Reads up to a line that ends so."""
+    """Reads lines up to one that ends with `last`."""
     data = b""
     while not data.endswith(f"{last}\n".encode()):
         part = os.read(descriptor, 1 << 16)
@@ -92,7 +92,7 @@ def test_stalled_log_reader_blocks_no_writer_and_gets_loss_line() -> None:
             output.put(f"line {i}\n")
         assert output.dropped == 900
         assert not output.drain(0.05)
-        # Nothing has moved since: it is not waited for again.
+        # No line has moved since, so drain does not wait again.
         assert not output.drain(3600)
         said = read_lines(reads, "are lost")
     lines = [line.lstrip("\0") for line in said]
@@ -231,7 +231,7 @@ def test_closed_standard_descriptors_are_not_reused() -> None:
 
 
 def test_gathered_log_lines_are_written_in_one_system_call() -> None:
-    """Speed: a thread that was woken for each line cost who writes more than the line. Each packet is a call."""
+    """Waking the writer thread for each line cost more than the line itself. Each packet is one system call."""
     reads, writes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with reads, os.fdopen(writes.detach(), "w") as stream:
         os.set_blocking(stream.fileno(), False)

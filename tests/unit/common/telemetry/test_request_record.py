@@ -1,4 +1,4 @@
-"""What a call's line says, and that the phases of a request add up."""
+"""Fields of a call's log line; the phases of a request add up to its duration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENERATE = "fissile.v1.InferenceService/Generate"
 
 @st.composite
 def any_times(draw: st.DrawFn) -> RequestTimes:
-    """A request that came as far as it came; the worker's clock says what it likes."""
+    """A request that ended in any phase, with an arbitrary worker clock."""
     steps = draw(st.lists(st.floats(0, 1e4), min_size=5, max_size=5))
     arrived, given_at, first, last, ended = (sum(steps[: i + 1]) for i in range(5))
     reached = draw(st.integers(0, 2))
@@ -34,7 +34,7 @@ def any_times(draw: st.DrawFn) -> RequestTimes:
 
 @given(any_times())
 def test_phases_add_up(times: RequestTimes) -> None:
-    """R12: queue, prefill and decode are all of a request that has begun to answer; none is ever negative."""
+    """For a request with output, queue, prefill and decode add up to its duration; none is negative."""
     phases = [times.queue_s, times.prefill_s, times.decode_s]
     known = [phase for phase in phases if phase is not None]
     assert all(phase >= 0 for phase in known)
@@ -50,14 +50,14 @@ def test_phases_add_up(times: RequestTimes) -> None:
 
 
 def test_time_on_lost_worker_counts_as_queue() -> None:
-    """R12: it computed 3 s in vain, the next one a second."""
+    """The lost worker computed for 3 s, the next one for 1 s."""
     times = RequestTimes(0.0, 9.0, given=4.0, first_token=6.0, last_token=8.0, tokens=5, prefill=1.0)
     assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (5.0, 1.0, 3.0, 0.5)
 
 
 @pytest.mark.parametrize(("given_at", "queue_s"), [(None, 7.0), (6.0, 4.0)])
 def test_request_without_tokens_has_only_queue_time(given_at: float | None, queue_s: float) -> None:
-    """R12: until the worker that has it now got it, or to its end; nothing else is known of it."""
+    """Queue time lasts until the current worker received the request, or to its end; the other phases are unknown."""
     times = RequestTimes(2.0, 9.0, given=given_at, prefill=1.0)
     assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (queue_s, None, None, None)
 
@@ -76,7 +76,7 @@ def test_request_without_tokens_has_only_queue_time(given_at: float | None, queu
     ],
 )
 def test_levels(method: str, generates: bool, code: grpc.StatusCode, level: str) -> None:
-    """C2: a good answer and every failure are worth a line, probes and other calls that succeed are not."""
+    """Successful answers and all failures are logged; successful probes and other calls are not."""
     record = RequestRecord(method, generates=generates)
     record.succeed() if code is grpc.StatusCode.OK else record.fail(code)
     assert (record.level, record.code) == (level, code)
@@ -95,7 +95,7 @@ def test_first_end_is_kept() -> None:
     [(None, "CANCELLED"), (0.0, "DEADLINE_EXCEEDED"), (0.1, "DEADLINE_EXCEEDED"), (5.0, "CANCELLED")],
 )
 def test_client_deadline_differs_from_client_cancel(remaining: float | None, code: str) -> None:
-    """C2: after ten seconds the deadlines of both sides may be a tenth apart, as gRPC rounds them."""
+    """After ten seconds the deadlines of client and server may differ by 0.1 s, as gRPC rounds them."""
     assert RequestRecord(GENERATE, arrived=0.0).cancel(10.0, remaining).name == code
 
 
@@ -114,7 +114,7 @@ def test_unknown_record_fields_are_omitted() -> None:
 
 @given(st.text(max_size=600))
 def test_client_text_is_logged_printable_and_bounded(text: str) -> None:
-    """R14: a terminal does not obey an id."""
+    """A terminal must not interpret a client's id."""
     assert shown(text).isprintable()
     assert len(shown(text)) <= 512
     assert shown("r-1 ä") == "r-1 ä"
@@ -129,7 +129,7 @@ def test_unexpected_error_is_unknown_to_client_and_logged() -> None:
 
 
 def test_record_is_reported_once_despite_failure() -> None:
-    """C2: an observer cannot end a request."""
+    """A failing observer does not end a request."""
     seen: list[RequestRecord] = []
 
     def report(record: RequestRecord) -> None:

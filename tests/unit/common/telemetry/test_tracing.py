@@ -1,4 +1,4 @@
-"""Spans end once with the right status, whatever ends their request; the trace survives the hop, recorded or not."""
+"""Spans end once with the right status, and the trace context survives the hop from router to worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METADATA = (("traceparent", PARENT), ("tracestate", "vendor=1"), ("trace-bin", b
 
 
 class Recorder:
-    """A Tracing whose spans end up in memory."""
+    """A Tracing that keeps its spans in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -87,7 +87,7 @@ def test_clients_context_is_passed_on_with_tracing_off() -> None:
         span.first_token(0.1)
         assert (span.traceparent, span.tracestate) == (PARENT, "vendor=1")
         assert span.trace_id == TRACE_ID
-        # C11: the client's own span is no answer to it.
+        # The trailing metadata never repeats the client's own span.
         assert span.trailing_metadata() == ()
         sequence = tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
         sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
@@ -324,7 +324,7 @@ def test_disabled_tracing_costs_under_200_us() -> None:
     [("", "fissile=chat"), ("k=v,fissile=x,a=b", "fissile=chat,k=v,a=b"), (MANY, f"fissile=chat,{MANY}")],
 )
 def test_chat_operation_crosses_router_worker_hop(client: str, sent: str, recorder: Recorder) -> None:
-    """C12: groups by operation are not split; the client's trace state goes on."""
+    """The worker's span has the client's operation and trace state."""
     metadata = (("traceparent", PARENT), *([("tracestate", client)] if client else []))
     with recorder.tracing.request_span(GENERATE, metadata, operation=names.CHAT) as span:
         assert span.tracestate == (sent if len(sent.split(",")) <= 32 else sent.rpartition(",")[0])
@@ -334,7 +334,7 @@ def test_chat_operation_crosses_router_worker_hop(client: str, sent: str, record
 
 
 def test_decode_span_has_steps_batch_and_preemptions(recorder: Recorder) -> None:
-    """C8: steps, how many sequences shared them, preemptions."""
+    """Number of steps, mean batch size and preemptions."""
     sequence = recorder.tracing.sequence_span(PARENT, arrived=1.0)
     done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2))
     sequence.finish(done, reason="eos", input_tokens=1, output_tokens=9, cached_tokens=0)
@@ -352,7 +352,7 @@ def test_decode_span_has_accepted_drafts() -> None:
 
 
 def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: neither making a span nor what is said to one raises into the request; each failure is counted."""
+    """Failures to make or fill a span are counted and never raised into the request."""
     provider = TracerProvider()
     tracing = Tracing(provider)
     span = tracing.request_span(GENERATE, METADATA)

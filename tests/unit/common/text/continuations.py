@@ -1,4 +1,4 @@
-"""Prompts, answers and stop strings, and the text of each by the library's decoder: the reference for streams."""
+"""Prompts, answers and stop strings with their text by the library's decoder: the reference for streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STOPS = ("c", " c", "at", "cat ", " ", "  ", "é", "t o", "文", "\n")
 
 @dataclass(frozen=True)
 class Continuation:
-    """One answer, to be given in runs of `sizes` tokens and a last one with the rest.
+    """One answer, delivered in runs of `sizes` tokens and a last run with the rest.
 
     Attributes:
-        kind: of the tokenizer, one of `KINDS`.
+        kind: kind of tokenizer, one of `KINDS`.
         prompt: token ids; at least one.
         answer: token ids.
-        sizes: of the runs.
+        sizes: sizes of the runs.
         stops: stop strings.
     """
 
@@ -34,12 +34,12 @@ class Continuation:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one of `kind`."""
+        """The tokenizer of `kind`."""
         return TOKENIZERS[self.kind]
 
     @property
     def runs(self) -> list[list[int]]:
-        """The answer in pieces, none of them empty."""
+        """The answer in non-empty runs."""
         runs, rest = [], self.answer
         for size in self.sizes:
             runs.append(rest[:size])
@@ -48,7 +48,7 @@ class Continuation:
 
     @property
     def stopped(self) -> str:
-        """The text before the stop string that is complete first; of two that end together, before the longer one."""
+        """The text before the stop string that is complete first; if two end together, before the longer one."""
         text = continuation(self.kind, self.prompt, self.answer)
         for end in range(1, len(text) + 1):
             matched = [stop for stop in self.stops if text[:end].endswith(stop)]
@@ -58,9 +58,10 @@ class Continuation:
 
 
 def continuation(kind: str, prompt: list[int], answer: list[int]) -> str:
-    """What decoding the prompt's last five tokens with the answer adds to decoding them alone.
+    """The text that the answer adds to the prompt's last five tokens.
 
-    Visible text goes between where the prompt ends with half a character: the answer must not change what is before it.
+    If the prompt ends with half a character, visible text separates them, because the answer must not change the
+    prompt.
     """
     library, tail = backend(kind), prompt[-5:]
     if library.decode(tail).endswith("\ufffd"):
@@ -73,9 +74,9 @@ def continuation(kind: str, prompt: list[int], answer: list[int]) -> str:
 
 
 def _ids(kind: str, *, halves: bool) -> st.SearchStrategy[int]:
-    """Any ids, also such as no token has; byte tokens of half a character only if `halves`.
+    """Any ids, including unused ones; byte tokens of half a character only with `halves`.
 
-    Of byte tokens that are no UTF-8 the library replaces whole characters too, see `common.text.detokenizer`.
+    The library replaces whole characters of invalid UTF-8, see `common.text.detokenizer`.
     """
     names = {id: token for token, id in backend(kind).get_vocab().items()}
     ids = range(TOKENIZERS[kind].vocab_size + 3)
@@ -83,7 +84,7 @@ def _ids(kind: str, *, halves: bool) -> st.SearchStrategy[int]:
 
 
 def _tokens(kind: str, *, halves: bool) -> st.SearchStrategy[list[int]]:
-    """Tokens of texts, with others between them."""
+    """Tokens of texts, mixed with other ids."""
     texts = st.lists(st.sampled_from(WORDS), max_size=3).map(lambda words: TOKENIZERS[kind].encode("".join(words)))
     special = st.lists(st.sampled_from(sorted(TOKENIZERS[kind].special_ids)), max_size=6)
     pieces = st.lists(texts | special | st.lists(_ids(kind, halves=halves), max_size=3), max_size=5)
@@ -92,7 +93,7 @@ def _tokens(kind: str, *, halves: bool) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def continuations(draw: st.DrawFn) -> Continuation:
-    """Any prompt and answer, of every kind of tokenizer."""
+    """Any prompt and answer for every kind of tokenizer."""
     kind = draw(st.sampled_from(KINDS))
     return Continuation(
         kind,

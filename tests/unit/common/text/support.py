@@ -1,4 +1,4 @@
-"""Tokenizers of the three kinds that checkpoints have, trained in a moment, with transformers' own as the reference."""
+"""Small trained tokenizers of the three kinds that checkpoints use, with transformers' own as the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Files = dict[str, bytes]
 
 @cache
 def byte_level() -> Tokenizer:
-    """Qwen's kind: two special tokens, one added token that is not special."""
+    """Qwen's kind: two special tokens and one ordinary added token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
 
 
 def _byte_fallback(legacy: bool) -> Tokenizer:
-    """Llama 2's kind: `▁` for a space, bytes for what is not in the vocabulary, a beginning-of-sequence token."""
+    """Llama 2's kind: `▁` for a space, byte tokens for unknown characters, a beginning-of-sequence token."""
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=[*special, *BYTE_TOKENS], show_progress=False)
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -77,7 +77,7 @@ def sentencepiece_legacy() -> Tokenizer:
 
 @cache
 def unigram() -> Tokenizer:
-    """T5's kind, whose vocabulary has the special tokens as pieces, so that plain text can spell them."""
+    """T5's kind: the special tokens are pieces of the vocabulary, so plain text can spell them."""
     letters = sorted({char for text in CORPUS for char in text.replace(" ", "▁")} | set("|im_startend<>"))
     pieces = [("<unk>", 0.0), ("</s>", -1.0), ("<|im_start|>", -1.0), ("<|im_end|>", -1.0)]
     tokenizer = Tokenizer(models.Unigram([*pieces, *((letter, -5.0) for letter in letters)], unk_id=0))
@@ -98,7 +98,7 @@ def backend(kind: str) -> Tokenizer:
 
 
 def files(kind: str = "byte_level", **config: Any) -> Files:
-    """The files of a tokenizer; `config` goes into tokenizer_config.json."""
+    """The files of a tokenizer with `config` in tokenizer_config.json."""
     return {"tokenizer.json": backend(kind).to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 

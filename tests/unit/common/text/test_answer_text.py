@@ -1,4 +1,4 @@
-"""AnswerText: the router's streams and LLMEngine's answers have the same text of the same tokens."""
+"""AnswerText: the router's streams and LLMEngine's answers have the same text for the same tokens."""
 
 from __future__ import annotations
 

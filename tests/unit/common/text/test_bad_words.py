@@ -1,4 +1,4 @@
-"""Bad words become the tokens that spell them inside of a text, alone and behind a blank."""
+"""Bad words become the tokens that spell them inside a text, alone and after a blank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_bad_words_are_spelled_as_inside_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 def test_bad_word_tokens_occur_in_tokenized_text(kind: str) -> None:
-    """As the tokenizer splits a text that has the word behind a blank, and behind something else."""
+    """The tokenizer splits a text with the word after a blank, and after another character, in the same way."""
     tokenizer = TOKENIZERS[kind]
     alone, behind_blank = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
     for text, ids in (("a\ncat", alone), ("a cat", behind_blank)):

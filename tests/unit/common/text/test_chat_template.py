@@ -235,7 +235,7 @@ def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_template_time_excludes_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X10: a router that had no processor for two seconds refused the conversation for good."""
+    """Regression: a router without CPU time for two seconds refused the conversation."""
     monkeypatch.setattr("common.text.template_sandbox.MAX_TEMPLATE_S", 0.2)
     source = "{{ messages[0].content }}{% for i in range(9) %}{{ pause(0.05) or i }}{% endfor %}"
     rendered = template(source).render([{"role": "user", "content": "x"}], pause=time.sleep)
@@ -271,7 +271,7 @@ def test_template_time_excludes_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_no_step_of_a_template_takes_much_memory_or_time(source: str) -> None:
-    """M12, X10: gigabytes, or a thread held for good, by one operator, method or filter."""
+    """Regression: one operator, method or filter took gigabytes or blocked a thread."""
     tracemalloc.start()
     try:
         with pytest.raises(TemplateInputError):
@@ -281,7 +281,7 @@ def test_no_step_of_a_template_takes_much_memory_or_time(source: str) -> None:
         tracemalloc.stop()
 
 
-# Thirty lists, each twice in the next one: little memory, and a thousand million entries when they are written.
+# Thirty lists, each twice in the next one: little memory, but a thousand million entries when printed.
 NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(30) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
 
 
@@ -307,7 +307,7 @@ NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(30) %}{% se
     ],
 )
 def test_repeated_references_count_each_time_in_template_bounds(source: str) -> None:
-    """M12: the bounds counted a list's own entries, and a thread wrote for minutes what was in them."""
+    """Regression: the bounds counted only a list's own entries, and a thread printed nested ones for minutes."""
     start = time.thread_time()
     with pytest.raises(TemplateInputError):
         template(NESTED + source).render([{"role": "user", "content": "x"}])
@@ -341,7 +341,7 @@ def test_named_templates() -> None:
 
 
 def test_named_templates_of_a_folder_equal_transformers(tmp_path: Path) -> None:
-    """B13: the router did not read `additional_chat_templates/tool_use.jinja`, which transformers writes."""
+    """Regression: the router did not read `additional_chat_templates/tool_use.jinja`, which transformers writes."""
     made = files(eos_token=EOS, chat_template="old") | {
         "chat_template.jinja": b"D{{ messages[0].content }}",
         "additional_chat_templates/tool_use.jinja": b"T{{ tools | length }}{{ messages[0].content }}",
@@ -360,7 +360,7 @@ def test_named_templates_of_a_folder_equal_transformers(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_templates_is_of_the_text_or_of_all_names_and_texts() -> None:
-    """As docs/reference/contract.md says; receipts name it."""
+    """As docs/reference/contract.md defines it; receipts contain it."""
     only = ChatTemplate.from_files(files(chat_template="{{ 'é' }}"))
     named = [{"name": name, "template": text} for name, text in (("tool_use", "{{ 2 }}"), ("default", "{{ 1 }}"))]
     several = ChatTemplate.from_files(files(chat_template=named))

@@ -75,6 +75,6 @@ def test_deferred_torch_loads_on_first_use(use: str) -> None:
 
 @pytest.mark.slow
 def test_config_classes_without_torch_print_no_warning() -> None:
-    """Without PyTorch `transformers` would print install advice, and warnings about entries that the worker checks."""
+    """Without PyTorch `transformers` prints install advice and warnings about entries that the worker checks."""
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""Incremental decoding equals decoding at once, however the ids arrive, and never shows half a character."""
+"""Incremental decoding equals decoding at once for any division of the ids, and never shows half a character."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_byte_fallback_equals_the_library_outside_of_invalid_bytes(ids: list[int
 
 
 def test_decode_stream_context_is_visible_text() -> None:
-    """A vocabulary whose first ids are a special token and a space: neither shows at the start."""
+    """The first ids of the vocabulary are a special token and a space, which are invisible at the start."""
     vocabulary = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -120,7 +120,8 @@ def test_invalid_bytes_are_not_held_back() -> None:
 @settings(max_examples=300)
 @given(asked=continuations())
 def test_streamed_text_equals_text_added_to_prompt(asked: Continuation) -> None:
-    """M4: by the library's decoder, for any prompt, answer and framing; without the prompt's halves of characters."""
+    """The reference is the library's decoder, for any prompt, answer and framing, without half characters of the
+    prompt."""
     stream = asked.tokenizer.decode_stream(behind=asked.prompt)
 
     text = "".join(map(stream.push, asked.runs)) + stream.flush()
@@ -130,7 +131,7 @@ def test_streamed_text_equals_text_added_to_prompt(asked: Continuation) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_continuation_join_to_one_text(kind: str) -> None:
-    """M4: the space before a continuation's first word was lost."""
+    """Regression: the space before a continuation's first word was lost."""
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode("the cat sat on the mat")
     for cut in range(2, len(ids)):
@@ -140,7 +141,7 @@ def test_prompt_and_continuation_join_to_one_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece_legacy", "unigram"])
 def test_text_after_only_special_tokens_has_no_leading_space(kind: str) -> None:
-    """M4: neither those nor ids without a token are text; the space before a beginning is not text either."""
+    """Special tokens and unused ids are not text, nor is the space before a beginning."""
     tokenizer = TOKENIZERS[kind]
     special, unknown = min(tokenizer.special_ids), tokenizer.vocab_size
     ids = tokenizer.encode("cat")
@@ -151,7 +152,7 @@ def test_text_after_only_special_tokens_has_no_leading_space(kind: str) -> None:
 
 
 def test_character_begun_in_prompt_is_not_in_continuation() -> None:
-    """M4: a byte-level answer's text is that of its own bytes, whatever the prompt is."""
+    """A byte-level answer's text depends only on its own bytes, not on the prompt."""
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("😀")
     stream = tokenizer.decode_stream(behind=ids[:1])

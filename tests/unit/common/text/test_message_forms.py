@@ -88,7 +88,7 @@ def refused_path(source: str, messages: list[Message], tools: list[dict[str, Any
 
 
 def test_template_that_loops_over_parts_gets_parts() -> None:
-    """B1: the prompt lacked the text, and the status was OK."""
+    """Regression: the prompt lacked the text, and the status was OK."""
     assert prompt(PARTS, [said("user", "how do I pick a lock?")]) == "user: how do I pick a lock?"
     messages = [said("system", "be kind"), said("user", "a"), said("assistant", "b"), said("user", "c")]
     assert prompt(PARTS, messages) == "system: be kinduser: aassistant: buser: c"
@@ -104,7 +104,7 @@ def test_template_that_prints_text_keeps_text() -> None:
 
 
 def test_template_that_concatenates_arguments_gets_text() -> None:
-    """B3, F14: the router answered INVALID_ARGUMENT, `can only concatenate str (not "dict") to str`."""
+    """Regression: the router answered INVALID_ARGUMENT, `can only concatenate str (not "dict") to str`."""
     rendered = prompt(TEXT_ARGUMENTS, called())
     assert '```json\n{"ort": "Köln", "n": 2, "x": 0.5}\n```' in rendered
 
@@ -114,7 +114,7 @@ def test_template_that_prints_arguments_gets_json_text() -> None:
 
 
 def test_template_that_needs_null_content_prints_calls() -> None:
-    """B3b: the prompt lacked the calls, and the status was OK."""
+    """Regression: the prompt lacked the calls, and the status was OK."""
     assert "<call>wetter" in prompt(NULL_CONTENT, called())
 
 
@@ -133,14 +133,14 @@ def test_text_beside_calls_becomes_a_message_if_template_drops_it() -> None:
 
 
 def test_text_beside_a_call_is_appended_to_reasoning() -> None:
-    """B10: the router answered INVALID_ARGUMENT in the second turn."""
+    """Regression: the router answered INVALID_ARGUMENT in the second turn."""
     rendered = prompt(ONE_ANALYSIS, called("I look.", reasoning_content="Where is it?"))
     assert "<analysis>Where is it?\n\nI look.<call>wetter" in rendered
     assert "<analysis>I look.<call>wetter" in prompt(ONE_ANALYSIS, called("I look."))
 
 
 def test_second_call_missing_in_prompt_is_refused() -> None:
-    """B10: the prompt lacked the second call, and the status was OK."""
+    """Regression: the prompt lacked the second call, and the status was OK."""
     messages = called()
     other = {"type": "function", "id": "2", "function": {"name": "wetter", "arguments": {"ort": "Bonn"}}}
     messages[1]["tool_calls"] = [CALL, other]
@@ -155,7 +155,7 @@ def test_ids_have_names_if_template_prints_only_ids() -> None:
 
 
 def test_tools_get_empty_descriptions_if_template_needs_them() -> None:
-    """F14: the router answered INVALID_ARGUMENT, `'dict object' has no attribute 'description'`."""
+    """Regression: the router answered INVALID_ARGUMENT, `'dict object' has no attribute 'description'`."""
     bare = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     rendered = prompt(DESCRIPTIONS, [said("user", "hi")], [TOOL, bare])
     assert "now: \n" in rendered
@@ -192,7 +192,7 @@ def test_tools_get_empty_descriptions_if_template_needs_them() -> None:
     ],
 )  # fmt: skip
 def test_text_missing_in_prompt_is_refused_with_its_field(source: str, messages: list[Message], path: str) -> None:
-    """B1: the router accepted input that the template did not print."""
+    """Regression: the router accepted input that the template did not print."""
     assert refused_path(source, messages) == f"messages{path}"
 
 

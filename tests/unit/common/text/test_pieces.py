@@ -1,4 +1,4 @@
-"""Texts in pieces: the same tokens as whole, in bounded steps; and the lower bound of their number."""
+"""Texts in pieces have the tokens of the whole text, in bounded steps, and a lower bound on their number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.text.tokenizer import LongPieceError, Tokenizer
 from tests.covering import slow_but
 from tests.unit.common.text.support import CORPUS, KINDS, backend, files
 
-# How published models split text before byte-level BPE.
+# Patterns with which published models split text before byte-level BPE.
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,7 +37,7 @@ SPLITS = {
     "qwen": [CL100K.replace("{1,3}", "")],
     "gpt-oss": [O200K],
     "deepseek": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK],
-    # A word's end depends on what is before it: no cut is safe.
+    # A word's end depends on the text before it, so no cut is safe.
     "looks back": [r"(?<=\s)\S+|\S+|\s+"],
 }
 LONG_CORPUS = [*CORPUS, "      \n\n\n   1234567890 ======== 中文，一二三。再见\n" * 5]
@@ -62,7 +62,7 @@ def split_backend(name: str) -> Backend:
 
 
 def metaspace_unsplit() -> Backend:
-    """Gemma's kind, and with tokens across words."""
+    """Gemma's kind, with tokens across words."""
     letters = sorted({char for text in CORPUS for char in text.replace(" ", "▁")})
     vocab = {token: i for i, token in enumerate(["<unk>", *letters, "e▁", "he", "▁t", "▁the"])}
     merges = [("e", "▁"), ("h", "e"), ("▁", "t"), ("▁t", "he")]
@@ -72,7 +72,7 @@ def metaspace_unsplit() -> Backend:
 
 
 def stripping() -> Backend:
-    """An added token that takes the blanks beside it."""
+    """An added token that includes the blanks beside it."""
     tokenizer = Backend.from_str(split_backend("gpt2").to_str())
     tokenizer.add_tokens([AddedToken("stop word", rstrip=True, lstrip=True)])
     return tokenizer
@@ -88,7 +88,7 @@ def tokenizer(name: str) -> Tokenizer:
 
 NAMES = (*KINDS, *SPLITS, "crossing", "stripping")
 KEPT = {"llama3", "looks back", "crossing", "stripping"}
-# By what comes before a space: nothing, a token across it, an added token with one in it.
+# Tokenizers that can cut before a space: not those with a token across it or an added token that contains one.
 CUT = {*NAMES} - {"looks back", "crossing", "byte_level", "stripping"}
 HOSTILE = st.lists(
     st.sampled_from(
@@ -128,7 +128,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=150, deadline=None)
 @given(text=HOSTILE)
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
-    """X3: long texts are encoded in pieces."""
+    """Long texts are encoded in pieces."""
     tok = tokenizer(name)
     for allow_special in (False, True):
         encoded = []
@@ -141,7 +141,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_which_tokenizers_cut(name: str) -> None:
-    """X3: prose is cut by every tokenizer for which that is known to be right, by no other."""
+    """Only tokenizers known to allow it cut prose."""
     assert (len(list(tokenizer(name).encode_pieces("the cat sat on the mat " * 5))) > 5) is (name in CUT)
     by_lines = len(list(tokenizer(name).encode_pieces("the cat\n" * 10))) > 5
     assert by_lines is (name not in ("looks back", "stripping"))
@@ -151,7 +151,7 @@ def test_which_tokenizers_cut(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(text=HOSTILE)
 def test_no_text_has_fewer_tokens_than_the_floor(name: str, text: str) -> None:
-    """X3: what is refused by its bytes has too many tokens."""
+    """A text refused by its bytes really has too many tokens."""
     tok = tokenizer(name)
     assert tok.fewest_tokens(text) <= len(tok.encode(text))
     assert tok.fewest_tokens(text) <= len(tok.encode(text, allow_special=True))
@@ -159,13 +159,13 @@ def test_no_text_has_fewer_tokens_than_the_floor(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen", "gpt-oss", "sentencepiece"])
 def test_the_floor_tells_long_texts(name: str) -> None:
-    """X3: digits, words and blanks are refused by their bytes."""
+    """Digits, words and blanks are refused by their bytes."""
     for text in ("7" * 5000, "word" * 5000, " " * 20_000):
         assert tokenizer(name).fewest_tokens(text, 100) >= 100, (name, text[:4])
 
 
 def test_long_unsplittable_part_is_refused() -> None:
-    """X3: nothing is encoded at once that is larger than allowed."""
+    """No larger part than allowed is encoded at once."""
     tok = tokenizer("llama3")
     assert sum(map(len, tok.encode_pieces("word " * 100, most_bytes=50))) > 100
     with pytest.raises(LongPieceError, match="more than 50 bytes"):

@@ -11,7 +11,7 @@ LETTERS = st.text("ab", min_size=1, max_size=4)
 
 
 def brute_force(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The text up to the match that ends first, the longest of those."""
+    """The text up to the match that ends first, or the longest of several that end together."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -68,5 +68,5 @@ def test_long_stop_strings_cost_one_look_per_character() -> None:
 
     emitted = sum(len(search.push("a").emit) for _ in range(steps))
 
-    # Held back exactly while it could still begin a stop string. A search over the held text would take minutes.
+    # Text is held back exactly while it could begin a stop string. Searching the held text again would take minutes.
     assert emitted == steps - 255

@@ -58,7 +58,7 @@ def test_pair_ids_include_post_processor_tokens(pair: str) -> None:
     tokenizer = Tokenizer.from_files({**files("byte_level"), "tokenizer.json": made.to_str().encode()})
     for first, second in PAIRS:
         assert pair_ids(tokenizer, first, second) == made.encode(first, second).ids
-    # A client's text is text.
+    # Text of a client never becomes a special token.
     around = [id for id in pair_ids(tokenizer, END, START) if id in tokenizer.special_ids]
     assert around == [id for id in made.encode("a", "a").ids if id in tokenizer.special_ids]
 
@@ -84,7 +84,7 @@ def test_mixed_pieces_never_become_special_tokens(pieces: list[str]) -> None:
     for name, tokenizer in SHARED.items():
         ids = tokenizer.encode(text)
         assert tokenizer.special_ids.isdisjoint(ids[1:] if name == "sentencepiece" else ids)
-        # SentencePiece takes a space at the beginning for its own.
+        # SentencePiece replaces a leading space by its own.
         assert tokenizer.decode(ids) in ((text,) if name == "byte_level" else (text, text.removeprefix(" ")))
 
 
@@ -127,7 +127,7 @@ FLAGS: list[dict[str, Any]] = [
 def test_tokens_around_a_text_equal_auto_tokenizer(
     framed: str, model_type: str | None, name: str | None, flags: dict[str, Any], tmp_path: Path
 ) -> None:
-    """B9: flags that the class ignores removed Llama 3's BOS token, or added EOS to every prompt."""
+    """Regression: flags that the class ignores removed Llama 3's BOS token, or added EOS to every prompt."""
     named = {} if name is None else {"tokenizer_class": name}
     made = files(framed, bos_token="<|im_start|>", eos_token="<|im_end|>", **named, **flags)
     if framed == "byte_level":
@@ -149,7 +149,7 @@ def llama3_like() -> tokenizers.Tokenizer:
 
 
 def test_flags_ignored_by_the_class_change_no_token() -> None:
-    """B9: transformers 4.57.1 and 5.24.0 ignore these flags for PreTrainedTokenizerFast."""
+    """transformers 4.57.1 and 5.24.0 ignore these flags for PreTrainedTokenizerFast."""
     for flags in FLAGS:
         made = files(
             bos_token="<|im_start|>", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast", **flags
@@ -185,7 +185,7 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../escaped.jinja", "additional_chat_templates/../x.jinja", "/x", "own.py"])
 def test_files_of_other_names_are_not_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker chooses names and contents of the files that a router writes for transformers."""
+    """The worker chooses names and contents of files that a router writes for transformers."""
     written: list[Path] = []
     write = Path.write_bytes
 

@@ -1,4 +1,4 @@
-"""The chain equals compute_hash block by block, and salts change all of it."""
+"""The chain equals compute_hash block by block, and a salt changes every hash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def guides_compute_hash(token_ids: list[int], prefix: int = -1) -> int:
-    """Seed 001 section 4.1, on a platform with 64-bit integers."""
+    """The guide's compute_hash, on a platform with 64-bit integers."""
     h = xxhash.xxh64()
     if prefix != -1:
         h.update(prefix.to_bytes(8, "little"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.wire.draft_counts import Counts, DraftCounter, add_counts
 
-# Verifications: how many drafts, and how many of them were accepted.
+# Verifications: (number of drafts, number of accepted drafts).
 OUTCOMES = st.integers(1, 16).flatmap(lambda num: st.tuples(st.just(num), st.integers(0, num)))
 
 

@@ -1,4 +1,4 @@
-"""What a router sends of sampling parameters is what a worker reads, field by field."""
+"""A worker reads the same sampling parameters that a router sends, field by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import InvalidFieldError
 from common.params.sampling_params import SamplingParams
 from common.wire.sampling_protos import SAMPLING_FIELDS, sampling_from_proto, sampling_to_proto
 
-# All that a worker needs, none at its default.
+# All parameters that a worker needs, each with a value other than its default.
 PARAMS = SamplingParams(
     temperature=0.5,
     top_k=7,
@@ -36,7 +36,7 @@ PARAMS = SamplingParams(
     num_drafts=3,
     grammar='start: "a"',
 )
-# Stay with the router, or go beside the parameters.
+# Fields that stay in the router or are sent beside the parameters.
 _ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words", "constraint"}
 
 
@@ -47,7 +47,7 @@ def test_sampling_params_round_trip_through_proto() -> None:
 
 @pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)} - _ROUTERS_OWN))
 def test_each_sampling_field_changes_only_its_proto_field(name: str) -> None:
-    """Each changes the message, and nothing but its own field of it."""
+    """Changing a parameter changes exactly its own field of the message."""
     other = replace(PARAMS, **{name: getattr(SamplingParams(), name)})
     sent, usual = sampling_to_proto(PARAMS), sampling_to_proto(other)
     differing = [

@@ -1,4 +1,4 @@
-"""Logprobs go with the tokens that a client gets, one for each, whatever the frames were and how it ends."""
+"""Each delivered token has one logprob, for any framing of the output and any kind of end."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
 @pytest.mark.parametrize("size", [1, 700, MAX_MESSAGE_LOGPROBS, 5000])
 @pytest.mark.parametrize("echo", [None, Echo("say ", PROMPT)])
 def test_logprobs_beyond_message_bound_are_split_with_their_text(size: int, echo: Echo | None) -> None:
-    """A client that has got some of them goes on behind their ids: the text behind those, and no other, is to come."""
+    """A client with some of them resumes after their ids and receives exactly the rest of the text."""
     params = SamplingParams(logprobs=0)
     count = 2 * MAX_MESSAGE_LOGPROBS + 5
     ids = (TOKENIZER.encode("hélloé") * count)[:count]
@@ -162,7 +162,7 @@ def test_prompt_logprobs_restart_on_new_worker_and_resume_by_count() -> None:
     stream.append_given_logprobs(20, rows(20, 4, params.prompt_logprob_layout))
     ids = TOKENIZER.encode("hey")
     stream.append(24, ids, 0.0, end(1, 24 + len(ids), LENGTH), rows(24, len(ids), params.logprob_layout))
-    # Of an attempt that is over.
+    # Output of an earlier attempt.
     stream.begin_attempt()
     stream.append_given_logprobs(20, rows(20, 4, params.prompt_logprob_layout))
     parts = drain(stream)

@@ -1,4 +1,4 @@
-"""Digests of receipts: known answers, an independent encoder, and verdicts of comparisons."""
+"""Digests of receipts: known values, an independent encoder, and verdicts of comparisons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expected(parameters: bytes, *, continues: int = 1, index: int = 0) -> bytes:
     return hashlib.sha256(head + parameters + u64(7) + u32(index)).digest()
 
 
-# Number of fields, and each as its number and value, by the page of the contract.
+# The number of fields, then each field's number and value, as docs/reference/contract.md defines them.
 ALL = pb.SamplingParams(
     temperature=0.5,
     top_k=40,
@@ -100,7 +100,7 @@ def test_request_digest_covers_every_parameter() -> None:
 
 
 def test_known_answers() -> None:
-    """Numbers that must never change: receipts are kept for years."""
+    """These numbers must never change: receipts are kept for years."""
     assert digest(ALL).hex() == "22a42bb0f31db3dcd3351c9a334fa3b0e0d29f29dc72027f91d13db4d36722dc"
     assert (
         digest(canonical_params(pb.SamplingParams(), SamplingParams(max_tokens=5))).hex()
@@ -113,7 +113,7 @@ def test_known_answers() -> None:
 
 
 def test_request_digest_omits_disabled_parameters() -> None:
-    """So a parameter that a later version adds changes no digest of a request without it."""
+    """A parameter added in a later version changes no digest of a request without it."""
     off = pb.SamplingParams(
         temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=-0.0, ignore_eos=False
     )
@@ -123,14 +123,14 @@ def test_request_digest_omits_disabled_parameters() -> None:
 
 
 def test_defaults_of_the_model_are_filled_in() -> None:
-    """They are what has been in force, not what was sent."""
+    """The digest covers the values in force, not only those sent."""
     params = SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
     parameters = u32(3) + u32(1) + f32(0.5) + u32(2) + u32(7) + u32(9) + u32(5)
     assert digest(canonical_params(pb.SamplingParams(), params)) == expected(parameters)
 
 
 def test_request_digest_omits_irrelevant_parameters() -> None:
-    """An answer of several is the one that it would be alone; greedy is not off."""
+    """One of several answers has the digest of a single answer; greedy sampling is not a disabled parameter."""
     given = pb.SamplingParams(n=4, best_of=5, num_drafts=3, seed=1, temperature=0)
     params = SamplingParams(n=4, seed=1, temperature=0.0, max_tokens=5)
     assert digest(canonical_params(given, params)) == expected(u32(2) + u32(1) + f32(0.0) + u32(9) + u32(5))
@@ -139,13 +139,13 @@ def test_request_digest_omits_irrelevant_parameters() -> None:
 
 
 def test_logit_chain_equals_reference_xxh3() -> None:
-    """XXH3 of eight bytes by its authors' library, with the digest before as the seed. They must never change."""
+    """XXH3 of eight bytes by the reference library, seeded with the previous digest. The values must never change."""
     chain = LogitChain(10, 2)
     assert chain_of(chain, 0) == []
     first = xxhash.xxh3_64(u64(1), seed=0).intdigest()
     chain.add([10, 12], [1, 2])
     assert chain_of(chain, 3) == [first, xxhash.xxh3_64(u64(2), seed=first).intdigest()]
-    # Sent again by a worker that goes on, which brings one more.
+    # A resuming worker sends one digest again, then a new one.
     chain.add([12, 14], [2, 2**64 - 1])
     known = [f"{digest:x}" for digest in chain_of(chain, 5) or ()]
     assert known == [
@@ -157,7 +157,7 @@ def test_logit_chain_equals_reference_xxh3() -> None:
 
 @pytest.mark.parametrize(("positions", "said"), [([10, 14], None), ([12, 14], None), ([10, 12, 14], 2), ([10], None)])
 def test_logit_chain_covers_answer_or_is_empty(positions: list[int], said: int | None) -> None:
-    """One that is missing is missed; one behind the answer, of tokens that a stop string dropped, is left out."""
+    """A missing digest makes the chain empty; digests of tokens dropped by a stop string are omitted."""
     chain = LogitChain(10, 2)
     chain.add(positions, positions)
     found = chain_of(chain, 4)
@@ -267,7 +267,7 @@ LOGITS, CHOICE, EQUAL = (
     [
         (IDS, [2**63, 5], True, EQUAL, None),
         (IDS, [2**63, 5], False, EQUAL, None),
-        # The same tokens all the same: logits tell more.
+        # Equal tokens with different logits.
         (IDS, [2**63, 6], True, LOGITS, 2),
         (IDS, [1, 6], False, LOGITS, 0),
         ([10, 9, 9, 9], [2**63, 6], True, CHOICE, 1),

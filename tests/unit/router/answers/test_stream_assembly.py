@@ -1,4 +1,4 @@
-"""StreamAssembly: the text and the counts do not depend on how the tokens were framed or when the client read."""
+"""StreamAssembly: text and counts do not depend on framing or on when the client reads."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PROMPT = 5
 
 
 def ids_of(*texts: str) -> list[int]:
-    """Ids of the texts' tokens; a character of several bytes has several."""
+    """Ids of the texts' tokens; a character of several bytes has several ids."""
     return sorted({i for text in texts for i in TOKENIZER.encode(text)})
 
 
-# Ids, and stop strings that they make up again and again: parts of each other, across tokens, of half characters.
+# Ids with stop strings that they often form: nested ones, across tokens, of half characters.
 FAMILIES = [
     (ids_of("a", "b", "ba"), ["ab", "bb", "aab", "bab", "abba", "babb", "aaab", "abab", "bbaab"]),
     (ids_of("e", "l", "o", "la", "lo", "x"), ["lo", "ela", "a", "elo", "xel", "ll", "oe"]),
@@ -48,12 +48,12 @@ FAMILIES = [
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[list[int], tuple[str, ...]]:
-    """The ids of an answer, and stop strings, most of which it meets."""
+    """The ids of an answer, and stop strings that mostly occur in it."""
     letters, possible = draw(st.sampled_from(FAMILIES))
-    # Hardly ever none, and rather few: with many a short one ends the answer before a long one has begun.
+    # Rarely none and usually few: with many, a short one ends the answer before a long one begins.
     stops = draw(st.lists(st.sampled_from(possible), min_size=draw(st.sampled_from([0, 1, 1, 1, 1])), max_size=6))
     stops = list(dict.fromkeys(stops))
-    # Stop strings and beginnings of them: what follows leads into another one, or nearly.
+    # Stop strings and prefixes of them, so that a match or near match follows.
     heads = [stop[:end] for stop in stops for end in range(1, len(stop) + 1) if "\ufffd" not in stop]
     begun = [[i for letter in head for i in TOKENIZER.encode(letter)] for head in heads]
     letter = st.sampled_from([[i] for i in letters])
@@ -105,7 +105,7 @@ def feed(stream: StreamAssembly, ids: list[int], cuts: list[int], last: wpb.Sequ
 
 
 def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens: int) -> tuple[str, int, str | None]:
-    """By brute force: text, delivered tokens, matched stop string."""
+    """The brute-force reference: text, delivered tokens, matched stop string."""
     head = TOKENIZER.decode_stream()
     skipped = head.push(ids[: max(0, min_tokens - 1)])
     text, searched = skipped, ""
@@ -131,9 +131,9 @@ def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens:
 def test_stream_text_is_independent_of_framing(
     answer: tuple[list[int], tuple[str, ...]], cuts: list[int], include: bool, min_tokens: int
 ) -> None:
-    """With stop strings that overlap, contain each other and lie across tokens and runs."""
+    """Stop strings overlap, contain each other and cross tokens and runs."""
     ids, stops = answer
-    # A sequence does not end before it has had so many.
+    # A sequence has at least min_tokens tokens.
     min_tokens = min(min_tokens, len(ids))
     stream = assembly(stops, include=include, min_tokens=min_tokens)
     parts = feed(stream, ids, cuts, end(1, PROMPT + len(ids), wpb.END_REASON_LENGTH))
@@ -154,10 +154,9 @@ def test_stream_text_is_independent_of_framing(
 
 
 def test_many_answers_meet_long_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property above is worth what its answers are: of them three in ten must meet a stop string of two or more
-    characters, and as many one that lies across tokens.
-    """
-    # Constants are of the modules that happen to be loaded: with them a seed would stand for other answers each time.
+    """Checks the property's generator: three in ten answers meet a stop string of two or more characters, and as many
+    meet one that crosses tokens."""
+    # Hypothesis draws constants from loaded modules, so a seed would give other answers in each run.
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
     met: list[bool] = []
 
@@ -176,7 +175,7 @@ def test_many_answers_meet_long_stop_strings(monkeypatch: pytest.MonkeyPatch) ->
 @settings(max_examples=200)
 @given(asked=continuations(), reads=st.sets(st.integers(0, 8)))
 def test_continuation_text_depends_only_on_prompt_and_tokens(asked: Continuation, reads: set[int]) -> None:
-    """M4: however its tokens and its client's reads come, with stop strings, it is the library's text."""
+    """The text equals the library's for any framing, reading order and stop strings."""
     stream = StreamAssembly(
         len(asked.prompt),
         text=AnswerText(
@@ -256,7 +255,7 @@ def test_first_chunk_is_sent_with_first_token_despite_held_text() -> None:
 
 
 def test_later_attempt_does_not_change_stream_start() -> None:
-    """Cached tokens and times of the finish are those of the first token that the client got."""
+    """Cached tokens and times of the finish belong to the attempt of the first delivered token."""
     stream = assembly()
     stream.begin(FirstTokenInfo(cached_tokens=3))
     stream.begin(FirstTokenInfo(cached_tokens=4))
@@ -266,7 +265,7 @@ def test_later_attempt_does_not_change_stream_start() -> None:
 
 
 def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
-    """Min_tokens is reached with that token, not behind it."""
+    """The token that reaches min_tokens may complete a stop string."""
     for min_tokens, delivered in ((0, 1), (1, 1), (2, 2), (3, 3), (4, 3)):
         stream = assembly(("a",), min_tokens=min_tokens)
         stream.append(PROMPT, TOKENIZER.encode("a") * 3, 0.0)
@@ -275,7 +274,7 @@ def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
 
 
 def test_stop_string_completed_at_end_matches() -> None:
-    """Half a character becomes U+FFFD at the end, and is searched too."""
+    """Half a character becomes U+FFFD at the end and is searched too."""
     stream = assembly(("b\ufffd",))
     ids = [*TOKENIZER.encode("ab"), TOKENIZER.encode("é")[0]]
     stream.append(PROMPT, ids, 0.0, end(1, PROMPT + 3, wpb.END_REASON_LENGTH))
@@ -352,10 +351,10 @@ def test_stream_without_tokenizer_has_no_text() -> None:
 def test_resumed_answer_omits_delivered_part(
     answer: tuple[list[int], tuple[str, ...]], again: list[int], count: int, named: bool, wrong: bool
 ) -> None:
-    """Whatever its messages were, by token ids or by text and their number; and nothing comes behind others."""
+    """For any messages, by token ids or by text and token count; an answer that differs is refused."""
     ids, stops = answer
     last = end(0, PROMPT + len(ids), wpb.END_REASON_LENGTH)
-    # Messages of one token or two, so that there are many places where it can break.
+    # Messages of one or two tokens give many places to break.
     whole = feed(assembly(stops), ids, list(range(40)), last)
     got: list[StreamChunk] = []
     for part in whole[:-1]:

@@ -1,4 +1,4 @@
-"""Several answers on one call, as their tasks end."""
+"""Several answers on one call, with tasks that end in different ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = cast("Any", None)
 
 
 class ScriptedWriter(AnswerWriter):
-    """Answers that end as `ends` says; None is a good end."""
+    """Answers that end as `ends` says; None is a normal end."""
 
     def __init__(self, *ends: BaseException | None) -> None:
         params = SimpleNamespace(prompt_logprobs=None)
@@ -30,7 +30,7 @@ class ScriptedWriter(AnswerWriter):
 
 
 async def test_client_lost_during_one_answer_cancels_call() -> None:
-    """The tasks notice it by themselves, before gRPC has cancelled the call."""
+    """The writing tasks notice it before gRPC cancels the call."""
     await ScriptedWriter(None, None)._write_side_by_side()
     with pytest.raises(asyncio.CancelledError):
         await ScriptedWriter(None, asyncio.CancelledError())._write_side_by_side()

@@ -1,4 +1,4 @@
-"""Pages of a list: all of it in order, and tokens of this service alone."""
+"""Pages of a list: all items in order; only tokens of this service are accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def page(token: str, size: int = 3) -> tuple[list[str], str]:
 
 
 def refused_field(token: str) -> str:
-    """Path of the field for which a page is refused; "" when it is not."""
+    """Path of the field for which a page is refused; "" if it is accepted."""
     try:
         page(token)
     except InvalidFieldError as error:

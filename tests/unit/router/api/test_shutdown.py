@@ -1,4 +1,4 @@
-"""Calls that have to end with their router: interrupted where they wait, counted until they are gone."""
+"""Calls at a router's shutdown: waiting ones are interrupted, all are counted until they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.api.shutdown import OpenCalls
 
 
 async def test_calls_without_output_are_interrupted_at_shutdown() -> None:
-    """R6: a prompt that is still being made when the router ends."""
+    """For example, a call whose prompt is still being tokenized."""
     calls = OpenCalls()
 
     async def make_prompt() -> None:

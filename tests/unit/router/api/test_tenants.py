@@ -1,4 +1,4 @@
-"""Whose a call is."""
+"""The tenant of a call, its priority and its cache salt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_metadata_can_not_change_the_tenant_of_a_key() -> None:
 
 
 def test_tenant_name_without_key_is_refused_when_required() -> None:
-    """R3: a caller that invents a tenant for each call has the shares of all of them."""
+    """A caller that invents a tenant for each call would get all their shares."""
     strict = TenantPolicy(require_bound=True)
     assert tenant_of([], strict) == tenant_of([(TENANT_KEY, "")], strict) == ""
     assert tenant_of(NAMED, strict, "gold") == "gold"
@@ -74,7 +74,7 @@ def test_tenant_name_without_key_is_refused_when_required() -> None:
 def test_highest_priority_is_lower_of_key_and_tenant(
     of_tenants: dict[str, str], of_key: str, default: str, most: int
 ) -> None:
-    """R3: who may ask for priority is decided by the operator; where key and tenant say it, by the lower of both."""
+    """The operator sets the highest priority; if key and tenant both have one, the lower applies."""
     policy = TenantPolicy(max_priority_of=of_tenants)
     for asked in (LOW, NORMAL, HIGH):
         if asked <= most:
@@ -88,7 +88,7 @@ def test_highest_priority_is_lower_of_key_and_tenant(
 
 
 def test_isolated_tenants_have_unforgeable_salts() -> None:
-    """R14: a salt that clients choose, and may forget, was all that kept tenants from each other's prefixes."""
+    """Regression: only salts chosen, or forgotten, by clients separated the prefixes of tenants."""
     policy = TenantPolicy(isolate=True)
     asked = [("", ""), ("", "ab"), ("ab", ""), ("a", "b"), ("a", "bc"), ("ab", "c"), ("é", "s"), ("", "és")]
     salts = {policy.cache_salt(salt, tenant) for tenant, salt in asked}

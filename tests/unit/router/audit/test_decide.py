@@ -1,4 +1,4 @@
-"""The audit finds the worker that was wrong, whatever else there is, and never one that was right for certain."""
+"""The audit finds the faulty worker and never convicts a correct one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RIGHT = b"right"
 
 
 def audit(answer: bytes, workers: list[str], compute: Callable[[str, int], bytes]) -> tuple[Decision, list[str]]:
-    """Runs an audit of an answer of worker a to its end: the decision, and the workers that were asked."""
+    """Runs an audit of worker a's answer; returns the decision and the workers asked."""
     case, asked = AuditCase(AuditRun("a", answer)), list[str]()
     while isinstance(decision := case.next(workers), Ask):
         assert decision.worker_id in workers
@@ -44,7 +44,7 @@ def test_third_worker_decides_audit(wrong: str) -> None:
 
 
 def test_audit_of_two_convicts_self_contradicting_worker() -> None:
-    """As after a fault that has passed."""
+    """Like a fault that has passed."""
     assert audit(b"wrong", ["a", "b"], lambda *_: RIGHT) == (Wrong("a", is_certain=True), ["b", "a"])
     once = audit(RIGHT, ["a", "b"], lambda worker, n: b"wrong" if (worker, n) == ("b", 1) else RIGHT)
     assert once == (Wrong("b", is_certain=True), ["b", "a", "b"])
@@ -58,7 +58,7 @@ def test_audit_of_two_consistent_workers_suspects_answering_one() -> None:
 
 @given(st.data())
 def test_audit_convicts_only_faulty_worker(data: st.DataObject) -> None:
-    """With at most one worker that computes wrongly, now and then or always, in ways of its own."""
+    """At most one worker computes wrongly, sometimes or always, with any wrong results."""
     workers = data.draw(st.permutations(["a", "b", "c", "d"][: data.draw(st.integers(1, 4))]))
     faulty = data.draw(st.sampled_from(workers))
 

@@ -1,4 +1,4 @@
-"""Digests of KV blocks are compared among those who can be, and what is remembered has a bound."""
+"""Digests of KV blocks are compared between comparable workers, within bounded memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_kv_check_skips_other_classes_blocks_and_closed_workers() -> None:
     assert take(check, witness(2), 8, name=b"other") is None
     assert take(check, witness(3), 8, accepting=["w1", "w2", "w3"]) is None
     assert take(check, witness(4), 8, accepting=["w0", "w3"]) is None
-    # Now the two are there that differ.
+    # Now both differing workers are present.
     assert take(check, witness(0), 7) is not None
 
 
 def test_kv_check_ignores_digests_of_old_instance() -> None:
-    """A worker that comes back on another machine, or after a repair."""
+    """A worker that returns on another machine or after a repair is a new instance."""
     check = KvCheck()
     assert take(check, witness(0), 7) is None
     assert take(check, witness(0, "second"), 8, name=b"other") is None
@@ -80,7 +80,7 @@ def test_differing_kv_digests_need_third_worker() -> None:
 
 @given(st.data())
 def test_kv_check_of_three_blames_differing_worker(data: st.DataObject) -> None:
-    """In any order, with others that speak of other blocks between; one worker is faulty, now and then or always."""
+    """In any order and mixed with other blocks; one worker is faulty, sometimes or always."""
     check = KvCheck()
     workers = data.draw(st.integers(1, 6))
     faulty = data.draw(st.integers(0, workers - 1))
@@ -114,7 +114,7 @@ def test_kv_check_memory_is_bounded() -> None:
             take(check, witness(number), 1, name)
     assert len(check) == 5
     assert all(len(said) == MAX_WITNESSES for said in check._said.values())
-    # Those that were spoken of last.
+    # The most recently reported blocks.
     assert check.digest(witness(MAX_WITNESSES), (49).to_bytes(2, "big")) == (1).to_bytes(8, "little")
     assert check.digest(witness(MAX_WITNESSES), (44).to_bytes(2, "big")) is None
     assert check.digest(witness(MAX_WITNESSES, "second"), (49).to_bytes(2, "big")) is None

@@ -1,4 +1,4 @@
-"""Proofs of audits: files for this user alone."""
+"""Proof files of audits are readable only by their user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROOF = pb.ReplayRequest()
 
 @pytest.mark.parametrize("there", ["nothing", "file", "link"])
 def test_audit_proof_file_is_private_and_follows_no_link(there: str, tmp_path: Path) -> None:
-    """S4: a file or link of that name was followed and kept its mode."""
+    """Regression: an existing file or link of that name was followed and kept its mode."""
     folder, other = tmp_path / "audits", tmp_path / "other"
     other.write_text("untouched")
     before = os.umask(0)

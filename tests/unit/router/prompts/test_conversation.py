@@ -1,4 +1,4 @@
-"""Conversations with tools, calls and reasoning, as transformers renders them."""
+"""Conversations with tools, calls and reasoning, rendered as transformers renders them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def conversation(**fields: Any) -> pb.ChatRequest:
 
 @pytest.mark.parametrize("source", [KITCHEN_SINK, TOOLS_TEMPLATE])
 def test_conversation_with_tools_renders_like_transformers(source: str) -> None:
-    """Schemas and arguments in their order, numbers in their form."""
+    """Schemas and arguments keep their order, and numbers their form."""
     asked = conversation()
     function = {"name": "get_it", "description": "gets\nit", "parameters": json.loads(SCHEMA)}
     no_parameters: dict[str, Any] = {"type": "object", "properties": {}}

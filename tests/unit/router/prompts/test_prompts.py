@@ -1,4 +1,4 @@
-"""Prompts: what the event loop is spared."""
+"""Prompts: work that must not block the event loop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_short_text_does_not_wait_for_long_texts() -> None:
 
 
 async def test_too_long_text_is_refused_untokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X3: one text of 7 MB cost 18 s and 1.5 GB before it was refused."""
+    """Regression: one text of 7 MB cost 18 s and 1.5 GB before it was refused."""
     encoder, served = PromptEncoder(TextQueue()), model()
     monkeypatch.setattr(Tokenizer, "encode_pieces", lambda *_, **__: pytest.fail("was tokenized"))
     for text in ("7" * 7_000_000, "word" * 1_500_000, " " * 7_000_000, "中" * 2_000_000):
@@ -88,7 +88,7 @@ async def test_too_long_text_is_refused_untokenized(monkeypatch: pytest.MonkeyPa
 
 
 async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X3: a text that its bytes do not tell to be too long is tokenized no further than the model's length."""
+    """A text whose bytes do not show that it is too long is tokenized only up to the model's length."""
     encoder, served, seen = PromptEncoder(TextQueue()), model(20_000), list[int]()
     ids = Tokenizer._ids
 
@@ -105,7 +105,7 @@ async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytes
 
 
 async def test_texts_go_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2: cancelled texts stayed in the threads' queue; X3: and were tokenized to their end."""
+    """Regression: cancelled texts stayed in the threads' queue and were tokenized to their end."""
     encoder, served, steps = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
 
@@ -122,14 +122,14 @@ async def test_texts_go_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> N
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     await until(lambda: len(encoder) == 0)
-    # Of 12 texts of 123 pieces.
+    # Of 12 texts with 123 pieces each.
     assert len(steps) < 60
     assert encoder._queue.bytes == 0
     encoder.close()
 
 
 async def test_waiting_texts_are_bounded_in_bytes() -> None:
-    """R2: 4096 texts of 8 MiB might wait; a caller that has to make room is told to come back."""
+    """Regression: 4096 texts of 8 MiB could wait. A caller whose text is dropped gets a retry time."""
     encoder, end = PromptEncoder(TextQueue(most_bytes=100_000)), threading.Event()
     hold = [asyncio.create_task(encoder._run(held(end), 20_000, "a")) for _ in range(TOKENIZE_THREADS)]
     waiting = [asyncio.create_task(encoder._run(held(end), 20_000, "a")) for _ in range(3)]
@@ -147,7 +147,7 @@ async def test_waiting_texts_are_bounded_in_bytes() -> None:
 
 
 async def test_tenant_waits_for_one_step_of_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2: ten Tokenize of 2 MB held up another tenant's prompt of 24 kB for 13.9 s."""
+    """Regression: ten Tokenize calls of 2 MB delayed another tenant's prompt of 24 kB by 13.9 s."""
     encoder, served, order = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
 
@@ -167,7 +167,7 @@ async def test_tenant_waits_for_one_step_of_other_texts(monkeypatch: pytest.Monk
     long = [asyncio.create_task(encoder.tokenize("a few words " * 80_000, served, "a")) for _ in range(10)]
     await asyncio.sleep(0)
     await asyncio.wait_for(encoder.for_generate(pb.GenerateRequest(text="b a c " * 4000), served, "b"), 60)
-    # Before it waits, the threads may come as far as they like.
+    # The order before it waits does not matter.
     assert order[order.index("b waits") : order.index("b")].count("a") < 10
     assert not any(call.done() for call in long)
     for call in long:
@@ -177,7 +177,7 @@ async def test_tenant_waits_for_one_step_of_other_texts(monkeypatch: pytest.Monk
 
 
 async def test_answers_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2: Tokenize of 8 MB computed for seconds, then failed with gRPC's own error."""
+    """Regression: Tokenize of 8 MB computed for seconds, then failed with gRPC's own error."""
     encoder, served = PromptEncoder(TextQueue()), model()
     worst = await encoder.tokenize("\0" * MAX_TOKENIZE_TEXT_BYTES, served)
     assert worst.ByteSize() < MAX_TEXT_ANSWER_BYTES
@@ -191,7 +191,7 @@ async def test_answers_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_token_unknown_to_model_is_invalid_text() -> None:
-    """M1: INTERNAL, with the worker's words about token_ids."""
+    """Regression: the status was INTERNAL, with the worker's message about token_ids."""
     encoder, served = PromptEncoder(TextQueue()), replace(model(), vocab_size=259)
     with pytest.raises(InvalidFieldError, match="text has a part that the model's tokenizer makes token"):
         await encoder.for_generate(pb.GenerateRequest(text="say lo"), served)
@@ -203,7 +203,7 @@ async def test_token_unknown_to_model_is_invalid_text() -> None:
 
 
 async def test_rendered_prompt_has_no_marks() -> None:
-    """B15, F20: the text had U+FDD0 and U+FDD1 around a special token of the input."""
+    """Regression: the text had U+FDD0 and U+FDD1 around a special token of the input."""
     encoder, served = PromptEncoder(TextQueue()), model()
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a<|end|>b")])
     rendered = await encoder.render(chat, served)
@@ -213,7 +213,7 @@ async def test_rendered_prompt_has_no_marks() -> None:
 
 
 async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None:
-    """B1: the prompt lacked the text, and the status was OK."""
+    """Regression: the prompt lacked the text, and the status was OK."""
     files = {**tokenizer_files(), "chat_template.jinja": b"{{ messages[-1].content }}"}
     encoder, served = PromptEncoder(TextQueue()), replace(model(), text=TextAssets.from_files(files))
     messages = [pb.ChatMessage(role="system", content="be kind"), pb.ChatMessage(role="user", content="hi")]
@@ -226,7 +226,7 @@ async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None
 
 @pytest.mark.parametrize("role", ["bogus", "asistant", "user<|end|>", "User", "x" * 4_000_000])
 async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> None:
-    """C13: a typo silently gave a worse answer, and a role might look like a token."""
+    """Regression: a typo silently gave a worse answer, and a role could look like a token."""
     encoder = PromptEncoder(TextQueue())
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user"), pb.ChatMessage(role=role, content="x")])
     with pytest.raises(InvalidFieldError) as refused:

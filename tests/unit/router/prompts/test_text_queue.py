@@ -1,4 +1,4 @@
-"""Texts that wait for the tokenizer: bounded by bytes, tenants in turn."""
+"""Texts waiting for the tokenizer: bounded in bytes, tenants in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def job(tenant: str = "a", size: int = 1, pool: TextPool = TextPool.LONG) -> Tex
 
 
 def run(queue: TextQueue, steps: int, needed: dict[TextJob, int]) -> Counter[str]:
-    """Runs so many steps in one thread. Returns those of each tenant."""
+    """Runs `steps` steps in one thread; returns the number of each tenant's."""
     served: Counter[str] = Counter()
     for _ in range(steps):
         chosen = queue.next(TextPool.LONG)
@@ -33,7 +33,7 @@ def run(queue: TextQueue, steps: int, needed: dict[TextJob, int]) -> Counter[str
 
 
 def test_text_waits_for_one_step_per_other_tenant() -> None:
-    """R2: ten long texts of one tenant do not hold up the text of another."""
+    """Ten long texts of one tenant do not delay the text of another."""
     queue, needed = TextQueue(), {}
     for _ in range(10):
         needed[long := job("a", 2_000_000)] = 60
@@ -65,7 +65,7 @@ def test_jobs_of_a_tenant_go_one_after_the_other() -> None:
 
 
 def test_full_text_queue_refuses_largest_tenant() -> None:
-    """R2: what waits is bounded by bytes, and one tenant's texts do not refuse those of others."""
+    """Waiting texts are bounded in bytes, and one tenant's texts do not refuse those of others."""
     queue = TextQueue(most_bytes=100)
     mine = [job("a", 20) for _ in range(5)]
     for each in mine:
@@ -74,7 +74,7 @@ def test_full_text_queue_refuses_largest_tenant() -> None:
         queue.add(job("a", 20))
     assert refused.value.retry_after_s
     assert queue.next(TextPool.LONG) is mine[0]
-    # What runs stays; the newest goes first.
+    # A running text stays; the newest waiting one is dropped first.
     assert queue.add(job("b", 30)) == [mine[4], mine[3]]
     assert queue.bytes == 90
     with pytest.raises(QueueFullError):
@@ -82,7 +82,7 @@ def test_full_text_queue_refuses_largest_tenant() -> None:
 
 
 def test_abandoned_text_leaves_queue() -> None:
-    """R2: of 300 cancelled texts 298 stayed."""
+    """Regression: 298 of 300 cancelled texts stayed in the queue."""
     queue = TextQueue()
     jobs = [job(size=1000) for _ in range(300)]
     for each in jobs:
@@ -105,7 +105,7 @@ def test_refused_text_job_evicts_no_other() -> None:
     assert (len(queue), queue.bytes) == (3, 100)
 
 
-# More come than go, one tenant has most, and sizes differ, so that one new text pushes several out.
+# More texts arrive than end, one tenant has most, and sizes differ, so one new text evicts several.
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("add", "add", "add", "next", "again", "end", "abandon")),

@@ -1,4 +1,4 @@
-"""Tokenizers of workers: one for each digest."""
+"""Tokenizers of workers: one per digest."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Call:
             yield wpb.GetTokenizerResponse(name=name, data=data)
 
     def cancel(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
 class Stub:
-    """A worker that counts how often it is asked."""
+    """A worker that counts its GetTokenizer calls."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.asked = 0
@@ -57,7 +57,7 @@ async def read(store: TokenizerStore, stub: Any, files: dict[str, bytes]) -> Any
 
 
 async def test_workers_starting_together_share_one_tokenizer() -> None:
-    """R8: 16 workers made 16 downloads and 16 tokenizers, all of them kept."""
+    """Regression: 16 workers caused 16 downloads and 16 tokenizers, all of them kept."""
     store, files = TokenizerStore(), tokenizer_files()
     stubs = [Stub(files) for _ in range(16)]
     assets = await asyncio.gather(*(read(store, stub, files) for stub in stubs))
@@ -67,7 +67,7 @@ async def test_workers_starting_together_share_one_tokenizer() -> None:
 
 
 async def test_tokenizer_is_read_from_other_worker_after_failure() -> None:
-    """R8: who waits for another worker's answer does not fail with it."""
+    """A caller that waits for another worker's answer does not fail with it."""
     store, files = TokenizerStore(), tokenizer_files()
     bad, slow, good = Stub(numbered(9)), Stub(files), Stub(files)
     calls = [asyncio.create_task(read(store, stub, files)) for stub in (bad, slow, good)]
@@ -80,7 +80,7 @@ async def test_tokenizer_is_read_from_other_worker_after_failure() -> None:
 
 
 async def test_least_recently_used_tokenizer_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R8: the oldest went, however much it was used."""
+    """Regression: the oldest was evicted even if it was used often."""
     monkeypatch.setattr(tokenizer_store, "_MAX_KEPT", 2)
     store, folders = TokenizerStore(), [numbered(i) for i in range(3)]
     first = await read(store, Stub(folders[0]), folders[0])
@@ -92,7 +92,7 @@ async def test_least_recently_used_tokenizer_is_evicted(monkeypatch: pytest.Monk
 
 
 async def test_tokenizer_ids_beyond_model_are_warned_once() -> None:
-    """M1: nothing said that texts may have tokens which the model has no embedding for."""
+    """Regression: no log line said that texts may have tokens without an embedding in the model."""
     store, files = TokenizerStore(), tokenizer_files()
     with structlog.testing.capture_logs() as logged:
         for _ in range(2):

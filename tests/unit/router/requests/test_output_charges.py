@@ -1,4 +1,4 @@
-"""Tenants are charged for output now and then, a part of what runs at a time."""
+"""Tenants are charged for output periodically, for some of the running requests at a time."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_output_is_charged_in_parts_per_turn() -> None:
 
 @pytest.mark.parametrize(("is_adopted", "charged"), [(True, 2), (False, 5)])
 def test_replayed_output_of_adopted_sequence_is_not_charged(is_adopted: bool, charged: int) -> None:
-    """Nothing of it is computed again. An answer that is generated a second time takes its steps a second time."""
+    """An adopted sequence is not computed again. An answer generated a second time costs its steps a second time."""
     shares, stream = TenantShares(), Stream(1, is_adopted=is_adopted, received=(7, 8, 9))
     output = OutputCharges(shares.charge_output)
-    # Output costs something only while others wait.
+    # Output is charged only while others wait.
     shares.enter(QueuedRequest(2, "m", 1, 0.0, tenant="other"))
     for tokens in ([7, 8], [9, 10], [11]):
         stream.assembly.append(1 + stream.assembly.delivered, tokens, 0.0)

@@ -1,4 +1,4 @@
-"""A request that cannot be sent ends alone, a decision that fails is made again, and a router's orphans are adopted."""
+"""An unsendable request ends alone, a failed decision is repeated, and orphans of a router are adopted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.unit.router.pool import Site
 
 
 def submitted(session: Session) -> list[int]:
-    """Sizes of the groups that a worker gets."""
+    """Sizes of the groups that a worker receives."""
     frames = iter(lambda: session.state.next_frame(0.0), None)
     return [len(frame.submit.seqs) for frame in frames if frame.HasField("submit")]
 
 
 async def test_unsendable_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14: it had left the queue, no worker had it, and its client waited for ever; so did those released with it."""
+    """Regression: such a request and those released with it left the queue without a worker; their clients hung."""
     site = Site(monkeypatch)
     session = site.up()
     before = task_failures().get("dispatching", 0)
@@ -42,7 +42,7 @@ async def test_unsendable_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R14: nothing decided again until something else happened, and nobody counted it."""
+    """Regression: no decision was made again until another event, and the failure was not counted."""
     monkeypatch.setattr(request_router, "TASK_RESTART_S", 0.001)
     site = Site(monkeypatch)
     session = site.up()
@@ -67,14 +67,14 @@ async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPat
 
 
 async def test_dropped_answer_does_not_wait_for_write_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a timeout for slow clients, an answer that overflowed waited for another one's last write for ever."""
+    """Regression: without a timeout for slow clients, an overflowing answer waited for another's write for ever."""
     site = Site(monkeypatch)
     site.up()
     stream, turn = site.ask(), asyncio.Lock()
     await turn.acquire()
     waiting = asyncio.create_task(stream.turn(turn))
     await asyncio.sleep(0)
-    # Time alone drops nobody who does not write.
+    # Elapsed time alone drops no stream that is not writing.
     for now in (0.0, 1e9):
         stream.drop_if_stuck(now, 1.0)
     assert not stream.assembly.is_dropped
@@ -90,13 +90,13 @@ async def test_dropped_answer_does_not_wait_for_write_turn(monkeypatch: pytest.M
 
 
 def written(session: Session) -> list[wpb.SessionRequest]:
-    """What a worker gets, but for Hello and Lane frames."""
+    """The frames that a worker receives, except Hello and Lane."""
     frames = iter(lambda: session.state.next_frame(0.0), None)
     return [frame for frame in frames if frame.WhichOneof("frame") in ("adopt", "submit", "cancel")]
 
 
 def orphan(site: Site, session: Session, key: bytes = b"k") -> None:
-    """The worker says that a router is gone."""
+    """Makes the worker report an orphaned sequence of a lost router."""
     site.pool.orphans_named(session, wpb.Orphans(keys=[key], lease_left_ms=60_000))
 
 
@@ -109,7 +109,7 @@ async def test_adopting_request_skips_queue(monkeypatch: pytest.MonkeyPatch) -> 
     assert (adopt.adopt.rid, adopt.adopt.key, adopt.adopt.have) == (stream.rid, b"k", 3)
     assert adopt.adopt.digest == delivered_digest([])
     assert stream.session is session
-    # A key is for one: the other one is queued, and may be adopted in its turn.
+    # A key is given once: the other request is queued and may be adopted later.
     await asyncio.sleep(0)
     (submit,) = written(session)
     assert [each.adoption_key for each in submit.submit.seqs] == [b"k"]
@@ -136,7 +136,7 @@ async def test_lost_orphan_leaves_ordinary_request(monkeypatch: pytest.MonkeyPat
         session = site.up()
     await asyncio.sleep(0)
     assert submitted(session) == [1]
-    # It has been on no worker, so it may be given back, and pays for its prompt.
+    # It was on no worker, so it may be returned, and is charged for its prompt.
     assert (stream.was_returned, stream.queued.is_retry, len(stream.attempts)) == (False, False, 1)
     site.requests.close(stream)
     assert (site.requests.running.num_adopted, site.requests.running.num_unadopted) == (0, 1)

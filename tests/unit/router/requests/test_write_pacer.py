@@ -1,4 +1,4 @@
-"""WritePacer: in order, so many per turn of the loop, and nobody waits for one that has gone."""
+"""WritePacer: turns in order, `per_turn` per loop iteration, and none for a cancelled stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.requests.stream import WritePacer
 
 
 def note_turn(order: list[int], number: int) -> asyncio.Future[None]:
-    """A future that writes its number down when it is resolved."""
+    """A future that records its number when it is resolved."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def note(done: asyncio.Future[None]) -> None:
@@ -23,7 +23,7 @@ def note_turn(order: list[int], number: int) -> asyncio.Future[None]:
 
 
 async def settled(turns: WritePacer) -> int:
-    """Lets the loop turn until nobody waits; how many turns that took."""
+    """Runs the loop until no stream waits; returns the number of iterations."""
     count = 0
     while turns:
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ def test_write_turns_are_in_order_and_skip_cancelled(waiting: list[bool], per_tu
 
 
 async def test_write_pacer_yields_to_loop() -> None:
-    """What becomes ready while many streams wait is looked at before the last of them has its turn."""
+    """Callbacks that become ready while many streams wait run before the last of these."""
     turns, seen, other = WritePacer(per_turn=2), list[int](), -1
     for i in range(10):
         turns.join(note_turn(seen, i))

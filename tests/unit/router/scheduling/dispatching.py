@@ -1,4 +1,4 @@
-"""Dispatchers for tests, and requests for them."""
+"""Dispatchers and requests for tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def can_serve(worker: str, request: QueuedRequest) -> bool:
 
 
 def chain(*parts: int) -> list[int]:
-    """Granules of a prompt: each names the whole prefix, as chain hashes do."""
+    """Granules of a prompt: each identifies the whole prefix, as chain hashes do."""
     rnd = random.Random(0)
     named: list[int] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Requests that nobody can serve: how long they wait, and which are looked at again."""
+"""Requests that no worker can serve: how long they wait, and when they are reviewed."""
 
 from __future__ import annotations
 

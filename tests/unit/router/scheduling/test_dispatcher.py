@@ -1,4 +1,4 @@
-"""Dispatcher, lanes and queue: order, room, gate, bounds; nothing is lost, sent twice, or left waiting for ever."""
+"""Dispatcher, lanes and queue: order, room, gate, bounds; no request is lost, sent twice or left waiting for ever."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_gate_opens_for_fleet_age_full_room_deadline_or_stale_report() -> None:
 
 
 def test_group_in_transit_counts_as_waiting_at_worker() -> None:
-    """The gate does not open because a report is older than what has been sent since."""
+    """The gate stays closed even if the latest report is older than the latest group."""
     idle = LoadReport(0.0, room_tokens=1000, room_seqs=10, last_prompt_latency_s=0.2)
     d = dispatcher("a", factor=1.0, report=idle)
     d.arrive(request(1), 0.0)
@@ -206,7 +206,7 @@ def test_a_request_goes_to_its_numerics_class_only() -> None:
 
 
 def test_request_goes_only_to_worker_with_enough_context() -> None:
-    """R1: also one that waits when a shorter worker comes, and one that has lost its worker."""
+    """Also a request that waits when a shorter worker arrives, or that lost its worker."""
     for policy in PLACEMENTS.values():
         d = make_dispatcher(DelayGate(0.0), policy())
         d.lane_up("long", "m", LoadReport(0.0, decoding_seqs=1, waiting_tokens=9000), 0.0, max_model_len=1024)
@@ -227,7 +227,7 @@ def test_request_goes_only_to_worker_with_enough_context() -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_pinned_request_goes_only_to_its_worker(placement: str) -> None:
-    """However much sooner others would serve it, and when it has come back from there."""
+    """Even if others would serve it sooner, and also after its return."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     for worker in ("a", "b", "c"):
         d.lane_up(worker, "m", ROOM, 0.0)
@@ -279,7 +279,7 @@ def test_returned_requests_go_first() -> None:
 
 
 def test_returned_requests_keep_their_order() -> None:
-    """Given back last to first, before what has come since."""
+    """Requests return last to first, before later arrivals."""
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=30, room_seqs=9))
     for key in range(3):
         d.arrive(request(key), 0.0)
@@ -314,7 +314,7 @@ def test_suspect_runs_alone_while_arrivals_go_elsewhere(placement: str) -> None:
     [(alone, [_])] = [item for item in sent.items() if item[1] == [0]]
     [(other, rest)] = [item for item in sent.items() if item[1] != [0]]
     assert rest == list(range(1, 9))
-    # It is idle by its report, and still nobody else's.
+    # Its report says idle, but it still belongs to the suspect.
     d.report(alone, LoadReport(1.0, room_tokens=1000, room_seqs=100, submit_seen=1))
     d.report(other, LoadReport(1.0, decoding_seqs=8, room_tokens=1000, room_seqs=92, submit_seen=1))
     d.arrive(request(10), 1.0)
@@ -330,7 +330,7 @@ def test_suspect_runs_alone_while_arrivals_go_elsewhere(placement: str) -> None:
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_limited_worker_attracts_no_more_than_limit(placement: str) -> None:
-    """R13: on probation it looks idle, and would be the first choice."""
+    """A worker on probation looks idle and would be the first choice."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("bad", "m", ROOM, 0.0)
     d.limit("bad", 2)
@@ -351,7 +351,7 @@ def test_limited_worker_attracts_no_more_than_limit(placement: str) -> None:
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_waiting_suspect_gets_new_worker(placement: str) -> None:
-    """R9: late binding leaves suspects where they are, so they are placed anew, before others fill the worker."""
+    """Late binding does not move suspects, so they are placed again before others fill the worker."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
     d.lane_up("a", "m", ROOM, 0.0)
     for key in range(3):
@@ -368,7 +368,7 @@ def test_waiting_suspect_gets_new_worker(placement: str) -> None:
 
 
 def test_ended_limit_or_cleared_suspect_releases_waiting_requests() -> None:
-    """R9: a decision looks at lanes that have changed, and these two change a lane without a report."""
+    """A decision checks changed lanes, and these two events change a lane without a report."""
     d = make_dispatcher(DelayGate(0.0), RoundRobin(), 100)
     d.lane_up("a", "m", ROOM, 0.0)
     d.limit("a", 1)
@@ -394,7 +394,7 @@ def test_ended_limit_or_cleared_suspect_releases_waiting_requests() -> None:
 
 
 def test_requests_leaving_returned_worker_keep_its_new_lane_intact() -> None:
-    """R9: what waited for a worker that went is placed in pieces, when another of its address may be up."""
+    """Requests of a lost worker are placed in pieces, possibly after a worker of its address returned."""
     d = make_dispatcher(DelayGate(0.0), RoundRobin(), 1000)
     d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
     for key in range(1, 201):
@@ -413,7 +413,7 @@ def test_requests_leaving_returned_worker_keep_its_new_lane_intact() -> None:
 
 
 def test_reconfigured_gate_releases_held_requests() -> None:
-    """R9: nothing else has changed at the lane."""
+    """Nothing else at the lane changes."""
     d = dispatcher("a", factor=1.0, report=decoding(0.0))
     d.arrive(request(1, arrival=0.0), 0.0)
     assert d.decide(0.0) == []
@@ -424,7 +424,7 @@ def test_reconfigured_gate_releases_held_requests() -> None:
 @pytest.mark.parametrize("session", ["", "s"])
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_requests_blocked_by_limit_or_suspect_go_to_new_worker(placement: str, session: str) -> None:
-    """R9: their prompts are too short for late binding to gain anything, by the speed of their worker."""
+    """Their prompts are too short for late binding to save time at their worker's speed."""
     fast = LoadReport(0.5, decoding_seqs=2, room_tokens=1000, room_seqs=98, prefill_rate=30_000.0, submit_seen=1)
     for limited in (True, False):
         d = make_dispatcher(DelayGate(0.0), PLACEMENTS[placement](), 100)
@@ -447,7 +447,7 @@ def test_requests_blocked_by_limit_or_suspect_go_to_new_worker(placement: str, s
 
 
 def test_limited_worker_does_not_slow_placement() -> None:
-    """R9: prefix_aware compared all of a fleet while one worker in it had a limit, or a suspect."""
+    """Regression: prefix_aware compared all workers of a fleet while one had a limit or a suspect."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     for i in range(200):
         d.lane_up(f"w{i}", "m", replace(ROOM, decoding_seqs=1, waiting_tokens=i), 0.0)
@@ -468,7 +468,7 @@ def test_limited_worker_does_not_slow_placement() -> None:
 
 
 def test_held_lane_is_rechecked_until_open() -> None:
-    """R9: a timer that fires at the very moment finds reports not stale yet, and nothing else may come."""
+    """Regression: a timer that fires exactly then finds no stale report, and no other event may follow."""
     for began in (0.0, 0.1, 12345.678, 98765.4321):
         held = LoadReport(began, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=1e9)
         d = make_dispatcher(DelayGate(1e9, 1e9), RoundRobin())
@@ -486,7 +486,7 @@ def test_held_lane_is_rechecked_until_open() -> None:
 
 @pytest.mark.parametrize("policy", PLACEMENTS)
 def test_each_call_binds_bounded_number_of_requests(policy: str) -> None:
-    """R9: when a worker drains, goes or comes, each call binds a bounded number of requests, and all are bound soon."""
+    """When a worker drains, leaves or joins, each call binds a bounded number of requests, and all are bound soon."""
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS[policy]())
     full = LoadReport(0.0, decoding_seqs=1, waiting_tokens=1000)
     for worker in "abc":
@@ -526,7 +526,7 @@ def test_each_call_binds_bounded_number_of_requests(policy: str) -> None:
 
 
 def test_decision_checks_only_changed_or_due_lanes() -> None:
-    """R9: in a fleet of 300 workers whose gates hold something, one that reports costs as much as in one of 3."""
+    """In a fleet of 300 workers with closed gates, one report costs as much as in a fleet of 3."""
     workers = [f"w{i}" for i in range(300)]
     d = dispatcher(*workers, factor=1.0, capacity=300, report=decoding(0.0))
     for key in range(300):

@@ -1,4 +1,4 @@
-"""Random events against a model: nothing is lost, sent twice, or left waiting for ever."""
+"""Random events against a model: no request is lost, sent twice or left waiting for ever."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.unit.router.scheduling.dispatching import LENGTHS, NUMERICS, TENANTS,
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """Random events against a model: who waits, who was released, what a simulated worker still has to report.
+    """Random events against a model of waiting and released requests and of each worker's reports.
 
     Attributes:
-        pieces: how many requests one call looks at; None for as many as in service.
+        pieces: number of requests that one call handles; None for the default.
     """
 
     pieces: int | None = None
@@ -61,10 +61,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.released: dict[int, QueuedRequest] = {}
         self.went_to: dict[int, str] = {}
         self.closed: set[str] = set()
-        # Workers that one request has for itself, and which.
+        # Workers used exclusively by one request, with that request.
         self.taken: dict[str, int] = {}
         self.limits: dict[str, int] = {}
-        # The record of each worker, as it was when it had changed last.
+        # Each worker's record at its latest change.
         self.said: dict[str, LaneRecord] = {}
 
     @rule(
@@ -122,7 +122,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def prepare_anew(self, data: st.DataObject) -> None:
-        """A request that nobody can serve is made for other weights; its key keeps its place."""
+        """A parked request is prepared for other weights; its key keeps its place."""
         parked = [each.key for each in self.d.assignment.parked if not each.is_retry]
         if parked:
             old = self.waiting[data.draw(st.sampled_from(parked))]
@@ -142,7 +142,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.released)
     @rule(data=st.data(), count=st.integers(1, 4), is_cancelled=st.booleans())
     def come_back(self, data: st.DataObject, count: int, is_cancelled: bool) -> None:
-        """Some requests come back; the last of them may be cancelled before it has been placed."""
+        """Some requests return; the last may be cancelled before it is placed."""
         for _ in range(min(count, len(self.released))):
             self.return_unstarted(key := data.draw(st.sampled_from(sorted(self.released))))
         if is_cancelled:
@@ -157,7 +157,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from("abc"), is_cancelled=st.booleans())
     def toggle(self, worker: str, is_cancelled: bool) -> None:
-        """A worker comes, or is lost with all that it has; the first of that may be cancelled at once."""
+        """A worker joins, or is lost with all its requests; the first of these may be cancelled at once."""
         if worker in self.up:
             del self.up[worker]
             had = [key for key in self.released if self.went_to[key] == worker]
@@ -189,7 +189,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.released)
     @rule(data=st.data(), is_released=st.booleans())
     def suspect(self, data: st.DataObject, is_released: bool) -> None:
-        """A request comes back that is to run alone; it may be released at once, to a worker that is idle."""
+        """A request returns as a suspect; it may be released to an idle worker at once."""
         key = data.draw(st.sampled_from(sorted(self.released)))
         self.released[key].alone = True
         self.return_unstarted(key)
@@ -237,7 +237,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for _ in range(200):
             self.pump()
             timer = self.d.next_timer(self.now)
-            # What was released last may have left room for one more.
+            # The latest release may have left room for one more.
             if (timer is None or timer > self.now) and not self.d._agenda._changed:
                 break
         else:
@@ -245,12 +245,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert self.is_worked_off
         lanes = self.d.lanes
         assert all(lane.load.is_idle is False or not len(lane) or lane.worker in self.taken for lane in lanes)
-        # No lane has been overlooked that could release something, and one that waits for its time is looked at then.
+        # No lane that could release a request is missed, and a held lane is checked at its time.
         for lane in lanes:
             if lane.ready and len(lane):
                 if lane.is_open(self.now, self.d._gate):
                     tokens, seqs = lane._room()
-                    # It may have opened just now, shortly before its time, which is late by a little.
+                    # It may have opened just now, slightly before its scheduled time.
                     is_due = self.d._agenda._at.get(lane, math.inf) <= self.now + 1e-4
                     assert tokens <= 0 or seqs <= 0 or is_due
                 elif not lane.is_taken:
@@ -323,7 +323,7 @@ TestDispatcherMachine = DispatcherMachine.TestCase
 
 
 class PiecemealMachine(DispatcherMachine):
-    """R9: as much is worked off at a time as one request, whatever happens meanwhile."""
+    """The same with one request handled per call."""
 
     pieces = 1
 

@@ -1,4 +1,4 @@
-"""Attempts: bounded; suspects run alone before a verdict, poisons are stopped, exact moves stay in a numerics class."""
+"""Attempts are bounded, suspects run alone first, poisons are stopped, exact moves keep the numerics class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.scheduling.failover import Attempts, FailoverPolicy, Loss, Verdict, 
 DEATHS = {Loss.DIED, Loss.ENGINE_FAILED}
 LIVES = st.lists(
     st.tuples(
-        # Every other one is a death.
+        # Every second loss is a death.
         st.sampled_from([*Loss, None]) | st.sampled_from(sorted(DEATHS, key=str)),
         st.sampled_from([0, 0, 1, FIRST_TOKENS - 1, FIRST_TOKENS, 100]),
         st.sampled_from("xy"),
@@ -28,7 +28,7 @@ LIVES = st.lists(
 
 @given(lives=LIVES, policy=st.sampled_from(FailoverPolicy))
 def test_attempts_equal_plain_count(lives: list[tuple[Loss | None, int, str, bool]], policy: FailoverPolicy) -> None:
-    """A loss of None is a sequence that was given back; the flag says that another request ran alone there."""
+    """A loss of None is a returned sequence; the flag says that another request ran alone there."""
     attempts, have = Attempts(), 10
     deaths = kept = counted = fruitless = suspicions = 0
     classes: list[str] = []
@@ -69,7 +69,7 @@ def test_attempts_equal_plain_count(lives: list[tuple[Loss | None, int, str, boo
 
 
 def life(losses: Callable[[int, bool], tuple[Loss, int]]) -> tuple[Attempts, Verdict]:
-    """A request whose n-th attempt (alone or not) is lost so, with so many tokens, until the router ends it."""
+    """Runs a request until the router ends it; `losses` gives the loss and tokens of attempt n, alone or not."""
     attempts, have, verdict = Attempts(), 10, Verdict.RESUBMIT
     while verdict in (Verdict.RESUBMIT, Verdict.ALONE):
         attempts.begin("w", "x", have, now=0.0, alone=verdict is Verdict.ALONE)
@@ -85,7 +85,7 @@ def life(losses: Callable[[int, bool], tuple[Loss, int]]) -> tuple[Attempts, Ver
 @pytest.mark.parametrize("loss", sorted(DEATHS, key=str))
 @pytest.mark.parametrize(("first", "deaths"), [(0, 3), (FIRST_TOKENS - 1, 3), (500, 4)])
 def test_poison_verdict_needs_bounded_deaths(loss: Loss, first: int, deaths: int) -> None:
-    """R5: it kills at once, or at one point of its answer; what goes on from there kills at once."""
+    """It kills at once, or at one point of its answer and then at once after each resume."""
     attempts, verdict = life(lambda n, alone: (loss, first if n == 1 else 0))
     assert (verdict, attempts.deaths, len(attempts)) == (Verdict.POISON, deaths, deaths)
 
@@ -97,7 +97,7 @@ def test_request_killing_late_each_time_is_given_up() -> None:
 
 @pytest.mark.parametrize("loss", sorted(set(Loss) - DEATHS - {Loss.DRAINED}, key=str))
 def test_unproved_losses_never_convict_request(loss: Loss) -> None:
-    """R5: freezes, networks that are away, workers that start or drain; with tokens it goes on for very long."""
+    """Freezes, unreachable networks, starting and draining workers; a request with tokens gets many attempts."""
     for tokens, most in ((0, MAX_ATTEMPTS), (1, MAX_ATTEMPTS_IN_ALL)):
         attempts, verdict = life(lambda n, alone, tokens=tokens: (loss, tokens))  # type: ignore[misc]
         assert (verdict, attempts.deaths) == (Verdict.GIVE_UP, 0)
@@ -105,7 +105,7 @@ def test_unproved_losses_never_convict_request(loss: Loss) -> None:
 
 
 def test_flapping_link_ends_no_progressing_stream() -> None:
-    """R14: eight breaks were the end of it."""
+    """Regression: eight breaks ended the stream."""
     attempts, have = Attempts(), 10
     for n in range(5 * MAX_ATTEMPTS):
         attempts.begin("w", "x", have, now=0.0)
@@ -156,7 +156,7 @@ def test_stall_bound_grows_with_longest_prefill(
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=6), st.booleans(), st.floats(0, 10))
 def test_waits_and_attempts_cover_request_time(steps: list[tuple[float, float]], lost: bool, rest: float) -> None:
-    """C8: waits and attempts together are all of the time, without a hole or an overlap."""
+    """Waits and attempts cover the whole time without gap or overlap."""
     attempts, now = Attempts(), 5.0
     for number, (wait, run) in enumerate(steps):
         attempts.begin(f"w{number}", "n", 3, now + wait)

@@ -1,4 +1,4 @@
-"""The order of service against a reference that looks at everything, fairness of tenants, and the queue's speed."""
+"""Service order against an exhaustive reference, fairness of tenants, and the queue's speed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def request(key: int, tenant: str = "", tokens: int = 10, priority: int = NORMAL
 
 
 class Reference:
-    """All requests in one list; what goes next, and what is dropped, is found by looking at each."""
+    """All requests in one list, searched exhaustively for the next and the dropped one."""
 
     def __init__(self) -> None:
         self.waiting: list[QueuedRequest] = []
@@ -84,7 +84,7 @@ class Reference:
             self.had[account] = before + OUTPUT_TOKEN_COST * tokens / WEIGHTS[speaker.tenant]
 
     def yields(self, priority: int, tenant: str) -> QueuedRequest | None:
-        """Whose place a new request gets, when there is no free one; None when it is refused."""
+        """The request that loses its place to a new one if the queue is full; None if the new one is refused."""
         own = [r for r in self.waiting if r.priority == priority and not r.is_retry]
         share = {name: sum(r.tenant == name for r in own) / WEIGHTS[name] for name in WEIGHTS}
         most = min(share, key=lambda name: (-share[name], name))
@@ -96,8 +96,7 @@ class Reference:
 class Walk:
     """Random events on two lanes over one queue, as the dispatcher uses them, beside the reference.
 
-    Few tenants, classes and sizes, a small queue, and in each walk only some of the events: a few steps then meet what
-    is rare among many.
+    Few tenants, classes and sizes, a small queue, and only some events per walk make rare states frequent.
     """
 
     def __init__(self, seed: int) -> None:
@@ -112,7 +111,7 @@ class Walk:
         self.events = [self.arrive, self.serve, *(event for event in some if self.rnd.random() < 0.5)]
         self.tenants = self.rnd.choice(["ab", "aaab", "abbb"])
         self.classes = self.rnd.choice([[NORMAL], [NORMAL, HIGH]])
-        # Tenants that are mostly on lanes of their own, and a queue that never is empty, which would forget all.
+        # Tenants mostly stay on their own lanes, and the queue never becomes empty, which would reset all shares.
         self.at_home = self.rnd.choice([0.5, 0.9])
         self.least = self.rnd.choice([0, 2])
 
@@ -190,7 +189,7 @@ class Walk:
         moved = self.rnd.choice(self.reference.waiting)
         lane = self.reference.lanes[moved.key]
         others = [r for r in self.reference.waiting if self.reference.lanes[r.key] != lane]
-        # In the other lane it would go behind those that came later: moved only where that cannot be seen.
+        # In the other lane it would follow later requests; it is moved only if no test can see that.
         if not any(r.tenant == moved.tenant or r.is_retry for r in others):
             self.lanes[lane].remove(moved)
             self.lanes[1 - lane].push(moved)
@@ -217,7 +216,7 @@ def test_fair_queue_order_equals_reference(seed: int, steps: int) -> None:
 
 
 class Queue:
-    """A queue with lanes, by names of tenants alone."""
+    """A queue with lanes, by tenant names alone."""
 
     def __init__(self, lanes: int = 1) -> None:
         self.shares = TenantShares()
@@ -265,14 +264,14 @@ def test_lagging_lane_does_not_reverse_virtual_time() -> None:
     q.add("b", lane=1)
     q.add(10 * "a")
     assert q.names(9) == 9 * "a"
-    # What b waits for is of the time before; c comes now, when a has had 8 requests of 10.
+    # b waits since earlier; c arrives now, after a was served 8 requests of 10 tokens.
     assert q.names(1, lane=1) == "b"
     q.add("aacccc")
     assert q.names(4) == "caca"
 
 
 def test_output_is_charged_only_while_others_wait() -> None:
-    """R3: who makes long answers gets fewer places; nobody pays for output that no one else could have had."""
+    """Tenants with long answers get fewer places; output that no other tenant could have had is free."""
     q = Queue()
     q.add("ab")
     first, second = q.serve(2)
@@ -280,7 +279,7 @@ def test_output_is_charged_only_while_others_wait() -> None:
     q.add("aaaabbbb")
     q.shares.charge_output(first, 60)
     q.shares.charge_output(first, 60)
-    # 10 tokens count as 20, or two prompts.
+    # Ten tokens count as 20, or two prompts.
     assert q.names(5) == "bbaba"
     q.shares.charge_output(second, 1000)
     assert q.names(3) == "aab"
@@ -322,7 +321,7 @@ def test_flooding_tenant_does_not_delay_others() -> None:
     queue.push(late := request(5000, "late"))
     lane.push(late)
     queue.push(later := request(5001, "late"))
-    # Before the second one go the first, and one of those who have had 10 more.
+    # Before the second: the first, and one of the tenants that had 10 more.
     assert lane.work_before(later) == 10 + 10
     lane.push(later)
     assert [lane.pop(0.0).tenant for _ in range(3)] == ["late", "flood", "late"]
@@ -347,7 +346,7 @@ def test_higher_class_is_served_first_with_own_queue() -> None:
 def test_tenant_within_queue_share_is_never_dropped(
     capacity: int, arrivals: list[str], weights: dict[str, float]
 ) -> None:
-    """R3: whatever the others do, who has no more waiting than its share is not refused, and keeps its places."""
+    """A tenant with at most its share of waiting requests is not refused and keeps its places."""
     shares = TenantShares(weights)
     queue, lane = AdmissionQueue(capacity, shares), FairQueue(shares)
     waiting: Counter[str] = Counter()
@@ -421,14 +420,14 @@ def test_overdue_class_gets_exactly_its_promoted_share(low: list[int], high: lis
         had[served.priority] += served.tokens
         first_low = turn if served.priority == LOW and first_low is None else first_low
         if age > PROMOTE_AFTER_S:
-            # Within one request of each, the last of which the debt is not yet paid for, or paid too much.
+            # Within one request of each class, because the last one may be unpaid or overpaid.
             owed = PROMOTED_SHARE / (1 - PROMOTED_SHARE) * had[HIGH]
             assert owed - 40 <= had[LOW] <= owed + 40
     assert first_low == (0 if age > PROMOTE_AFTER_S else None)
 
 
 def test_overdue_class_gets_an_eighth() -> None:
-    """R3: of 800 equal requests, a class that waits too long gets exactly an eighth."""
+    """Of 800 equal requests an overdue class gets exactly an eighth."""
     shares = TenantShares()
     queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
     for key in range(1600):

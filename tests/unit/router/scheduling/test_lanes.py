@@ -1,4 +1,4 @@
-"""Lanes that a decision looks at: what has changed, and what is due, each once."""
+"""LaneAgenda: lanes that changed or are due, each once."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_random_times_against_a_table() -> None:
             due = {lane for lane, at in known.items() if at <= now}
             assert set(agenda.take(now)) == due
             known = {lane: at for lane, at in known.items() if lane not in due}
-    # What is not there any more does not pile up.
+    # Entries of removed lanes do not accumulate.
     assert len(agenda._heap) <= 2 * len(lanes) + 65

@@ -1,4 +1,4 @@
-"""The prefix index against dictionaries, the order of loads against sorting, and where the policies send requests."""
+"""The prefix index against dictionaries, LoadOrder against sorting, and the choices of each placement policy."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_unmeasured_worker_counts_as_fastest() -> None:
 
 
 def test_wrong_speed_measurement_is_forgotten() -> None:
-    """R14: the highest speed ever seen stood for every worker that had not been measured for long."""
+    """Regression: the highest speed ever measured applied to all workers without a recent measurement."""
     policy = PrefixAware()
     d = make_dispatcher(DelayGate(0.0), policy)
     d.lane_up("a", "m", speeds(0.0, 5_000_000.0, 1), 0.0)
@@ -147,7 +147,7 @@ def test_wrong_speed_measurement_is_forgotten() -> None:
 
 
 def waiting_fleet(policy: Placement, loads: dict[str, int]) -> Dispatcher:
-    """Workers that have no room, and so many tokens before what comes."""
+    """Workers without room, each with `loads` tokens before a new request."""
     d = make_dispatcher(DelayGate(0.0), policy)
     for worker, tokens in loads.items():
         d.lane_up(worker, "m", busy(tokens), 0.0)
@@ -231,7 +231,7 @@ def test_moved_request_keeps_place_and_class() -> None:
 def test_no_request_could_gain_after_rebinding(
     loads: list[int], sizes: list[int], then: list[int], caches: list[tuple[int, int]]
 ) -> None:
-    """By brute force, each request against all workers; few enough that all of them are candidates."""
+    """Brute force over each request and all workers, which are few enough to be candidates."""
     names = [f"w{i}" for i in range(len(loads))]
     d = waiting_fleet(PrefixAware(), dict(zip(names, [100 * load for load in loads], strict=True)))
     prompts = {key: chain(key, *range(size - 1)) for key, size in enumerate(sizes)}
@@ -371,7 +371,7 @@ def test_every_policy_keeps_to_the_numerics_class_and_survives_coming_and_going(
 
 
 class Counting(PrefixAware):
-    """Counts the lanes that it looks at."""
+    """Counts the lanes that it compares."""
 
     looks = 0
 

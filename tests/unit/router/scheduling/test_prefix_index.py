@@ -1,4 +1,4 @@
-"""The index of prefixes: what it knows of caches is bounded, and never invented."""
+"""The prefix index: bounded, and without false hits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """What each worker holds and was sent, as sets and dictionaries; at most 8 workers, and no overflow."""
+    """Cached and expected prefixes of each worker, as sets and dictionaries; at most 8 workers and no overflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), prompt=PROMPTS)
     def evict(self, data: st.DataObject, prompt: list[int]) -> None:
-        """Whatever begins with the prompt: a suffix goes before its prefix."""
+        """Evicts everything that begins with the prompt: a suffix is evicted before its prefix."""
         worker, begin = self.worker(data), PARTS[tuple(prompt)]
         gone = [names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin]
         self.index.evict(worker, gone)
@@ -73,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.last[0] in self.holds)
     @rule(seconds=st.sampled_from([0.5, 1.0, 1.5]), other=PROMPTS)
     def send_again(self, seconds: float, other: list[int]) -> None:
-        """A prompt sent twice is expected until the time of the second has passed, whatever is sent behind it."""
+        """A prompt sent twice is expected until the second expires, even if others are sent after it."""
         worker, prompt = self.last
         for sent in (prompt, other):
             self.now += seconds
@@ -136,7 +136,7 @@ def test_prefix_index_is_bounded_without_false_hits() -> None:
 
 @pytest.mark.slow
 def test_prefix_index_keeps_entries_while_growing() -> None:
-    """R9: by a little with every report, never by all of it at once."""
+    """The index grows a little with every report, never all at once."""
     index = PrefixIndex(1 << 20)
     begun = index.nbytes
     rnd = random.Random(2)
@@ -150,7 +150,7 @@ def test_prefix_index_keeps_entries_while_growing() -> None:
             shared = rnd.sample(sorted(held["b" if worker == "a" else "a"]), 50) if held["a"] and held["b"] else []
             index.store(worker, [*new, *shared])
             granules.update(new, shared)
-            # No report waits for more than room for itself: six entries for each of its granules.
+            # A report waits only for its own room: six entries for each of its granules.
             assert index.nbytes - before <= 6 * BYTES_PER_ENTRY * (len(new) + len(shared)) + BYTES_PER_ENTRY * 8
             gone = rnd.sample(sorted(granules), 300)
             index.evict(worker, gone)

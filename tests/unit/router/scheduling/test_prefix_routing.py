@@ -1,4 +1,4 @@
-"""P1: the worker that a prompt goes to is the one whose cache has most of it, and the index stays within its bounds."""
+"""A prompt goes to the worker whose cache has most of it, and the index stays within its bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LruCache:
         return next((i for i, granule in enumerate(prompt) if granule not in self.granules), len(prompt))
 
     def serve(self, prompt: list[int]) -> CacheChange:
-        """Uses and computes a prompt; a prefix dies after what continues it."""
+        """Uses and computes a prompt; a prefix is evicted after its continuations."""
         stored = [granule for granule in prompt if granule not in self.granules]
         for granule in reversed(prompt):
             self.granules[granule] = None
@@ -46,7 +46,7 @@ class LruCache:
 
 
 def random_prompt(rnd: random.Random) -> list[int]:
-    """Granules of a prompt from a tree: each names all before it."""
+    """Granules of a prompt from a tree: each identifies its whole prefix."""
     prompt: list[int] = []
     for _ in range(rnd.randrange(1, 30)):
         branch = rnd.choice((0, 0, 0, 1)) if prompt else rnd.randrange(6)
@@ -97,7 +97,7 @@ def test_the_index_is_bounded_under_a_million_prefixes() -> None:
             index.expect(f"w{i % 16}", names[first : first + 4], now=i / 100)
     assert index.nbytes == BYTES_PER_ENTRY << 17
     assert len(index) == index.capacity == 1 << 17
-    # What is merely expected is kept in dictionaries: here what was sent in the last 2 s, 25 prompts in 10 ms.
+    # Expected prefixes are in dictionaries: here those of the last 2 s, 25 prompts per 10 ms.
     marks = sum(map(len, index._expected._until.values()))
     assert marks <= 201 * 25 * 4
     assert resident_bytes() - before < index.nbytes + marks * 400 + 8 * MIB

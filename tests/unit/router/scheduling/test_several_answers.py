@@ -1,4 +1,4 @@
-"""Several answers to one prompt go to one worker, which computes the prompt once, where it has a place for them."""
+"""Several answers to one prompt go to one worker with room for them, which computes the prompt once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answers(count: int, shared: int = SHARED) -> list[QueuedRequest]:
 
 
 def arrive(dispatcher: Dispatcher, requests: list[QueuedRequest]) -> list[str]:
-    """The worker that each waits for."""
+    """The worker of each request."""
     for request in requests:
         dispatcher.arrive(request, 0.0)
     return [request.worker for request in requests]
@@ -56,7 +56,7 @@ def test_answers_without_place_go_to_other_workers(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
 def test_answers_without_shared_prefix_spread(policy: str) -> None:
-    """Workers that cache no prefixes, and prompts of one token."""
+    """Workers without a prefix cache, and prompts of one token."""
     assert len(set(arrive(fleet(policy, "a", "b", "c", caches_prefixes=False), answers(6)))) == 3
     assert len(set(arrive(fleet(policy, "a", "b", "c"), answers(6, shared=0)))) == 3
 
@@ -75,7 +75,7 @@ def test_later_answer_follows_the_first() -> None:
 
 
 def test_waiting_answers_stay_with_first() -> None:
-    """An idle worker that comes takes none of them, and when the first has gone there they follow."""
+    """An idle worker gets none of them, and they follow the first when it is released."""
     busy = LoadReport(0.0, decoding_seqs=5, waiting_seqs=9, waiting_tokens=90_000, room_tokens=0, room_seqs=100)
     d = make_dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"](), 1000)
     d.lane_up("a", "m", busy, 0.0)
@@ -92,7 +92,7 @@ def test_waiting_answers_stay_with_first() -> None:
 
 
 def test_answers_leave_worker_filled_by_others() -> None:
-    """Its places were there when they came; then requests of other routers took them."""
+    """The worker had room at first, then requests of other routers took it."""
     d, (first, *others) = fleet("prefix_aware", "a", places=8), answers(3)
     arrive(d, [first])
     assert [release.worker for release in d.decide(0.0)] == ["a"]
@@ -111,7 +111,7 @@ def test_answers_leave_worker_filled_by_others() -> None:
     [("a", True, PROMPT + 7), ("a", False, 8 * PROMPT), ("abcdefgh", False, 8 * PROMPT)],
 )
 def test_tenant_is_charged_for_computed_tokens(workers: str, caches_prefixes: bool, charged: int) -> None:
-    """The prompt once, and a token for each further answer that finds it; all of it where nothing is shared."""
+    """The prompt once and a token for each further answer that shares it; without sharing, all of it."""
     d = fleet("round_robin", *workers, caches_prefixes=caches_prefixes)
     other = QueuedRequest(100, "none", 1, 0.0, tenant="other")
     asked = answers(8)

@@ -1,4 +1,4 @@
-"""The event loop's lag: the histogram, and the watch on a real loop."""
+"""The event loop's lag: the histogram, and the measurement on a real loop."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ async def test_blocked_loop_is_measured() -> None:
 
 
 async def test_an_idle_loop_is_seldom_woken() -> None:
-    """A hundred times a second took 1.2 % of a core."""
+    """A hundred wake-ups per second took 1.2 % of a core."""
     told, began = list[float](), time.monotonic()
     watch = LoopLag(told.append)
     watch.start()
     await asyncio.sleep(3.5 * INTERVAL_S)
     watch.stop()
     assert INTERVAL_S >= 0.1
-    # However late this machine is: timers that were kept from firing are counted, too.
+    # On a slow machine too: delayed timers count.
     assert 1 <= len(told) <= (time.monotonic() - began) / INTERVAL_S

@@ -1,4 +1,4 @@
-"""An address's record: bounded and growing pauses between dials, and probation for workers that die young."""
+"""An address's record: bounded and growing pauses between dials, and probation after early deaths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def steady() -> AddressHistory:
 
 
 def lives(history: AddressHistory, seconds: list[float], now: float = 0.0) -> float:
-    """Processes that live so long each, one a second after the other; when the last one has died."""
+    """Processes that live `seconds` each, one second apart; returns the time of the last death."""
     for number, lived_s in enumerate(seconds):
         history.came_up(f"{now}-{number}", now)
         now += lived_s
@@ -33,7 +33,7 @@ def lives(history: AddressHistory, seconds: list[float], now: float = 0.0) -> fl
 
 @given(chance=st.floats(0, 1, exclude_max=True), answers=st.booleans(), young=st.integers(0, 12))
 def test_redial_pauses_are_bounded_and_grow_with_failure_time(chance: float, answers: bool, young: int) -> None:
-    """R13: 250 ms for ever, without jitter."""
+    """Regression: the pause was 250 ms for ever, without jitter."""
     history = AddressHistory(lambda: chance)
     now = lives(history, [1.0] * young)
     longest_s = MAX_REDIAL_UNREADY_S if answers else MAX_REDIAL_S
@@ -55,7 +55,7 @@ def test_restarting_worker_is_redialled_soon() -> None:
         assert pause_s <= REDIAL_S + 1e-9
         now += pause_s
     assert history.redial_after_s(begin + 60, answers=False) <= 3.0
-    # Whatever was before: it has been well.
+    # Its successful run ends its earlier record.
     history.came_up("new", now)
     assert history.probation_s(now) == 0
     history.went_down(now + 100, in_good_order=False)
@@ -63,7 +63,7 @@ def test_restarting_worker_is_redialled_soon() -> None:
 
 
 def test_repeated_early_deaths_lengthen_probation() -> None:
-    """R13: it came back empty, and drew the next requests at once."""
+    """Regression: an empty restarted worker got the next requests at once."""
     history, now = steady(), 0.0
     seen: list[float] = []
     for _ in range(8):

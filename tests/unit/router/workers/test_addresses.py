@@ -1,4 +1,4 @@
-"""Where workers are: what operators write, what files and DNS say, and what follows."""
+"""Worker addresses from options, files and DNS."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_failed_dns_query_keeps_addresses() -> None:
     for silent in silence:
         assert not known.learn(silent, 1.0)
         assert list(known.workers) == both
-    # One family fails and keeps what it has; one that is empty beside another has none any more.
+    # A family whose query fails keeps its addresses; one that is empty beside another loses them.
     assert known.learn({"A": ["10.0.0.3"], "AAAA": None}, 2.0)
     assert list(known.workers) == ["10.0.0.3:5", "[::1]:5"]
     assert known.learn({"A": ["10.0.0.3"], "AAAA": []}, 3.0)
@@ -116,7 +116,7 @@ def test_failed_dns_query_keeps_addresses() -> None:
 
 
 def test_name_empty_for_long_loses_its_workers() -> None:
-    """R13: its old addresses were dialled for ever. A failure is no such answer."""
+    """Regression: its old addresses were dialled for ever. A failed query does not count as an empty answer."""
     known = KnownAddresses(5)
     empty: dict[str, list[str] | None] = {"A": [], "AAAA": []}
     known.learn({"A": ["10.0.0.1"], "AAAA": []}, 0.0)

@@ -22,7 +22,7 @@ from tests.fake_dns import FakeDns
 
 
 class Told:
-    """What a Discovery tells."""
+    """Records the lists of a Discovery."""
 
     def __init__(self) -> None:
         self.lists: list[tuple[str, ...]] = []
@@ -44,7 +44,7 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> None
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for each answer: loopback loses none, and a machine may stand still. No question is asked twice."""
+    """Waits longer for each answer: loopback loses none, and a machine may stall. No query is repeated."""
     monkeypatch.setattr(discovery, "DNS_TIMEOUT_S", 60.0)
     make = discovery._Resolver._make
 
@@ -106,7 +106,7 @@ async def test_dns_changes_are_followed_and_failures_keep_workers(
     await asyncio.to_thread(names.change, addresses={})
     await asyncio.to_thread(names.wait_asked, 3)
     assert len(told.lists) == 2
-    # One warning each, however often it was asked. (dnspython says of SERVFAIL who answered it.)
+    # One warning each for any number of queries. (dnspython's SERVFAIL text names the server.)
     servfail, nxdomain, empty = warnings(logged)
     assert "SERVFAIL" in servfail
     assert (nxdomain, empty) == ("there is no such name", "it has no addresses")
@@ -123,7 +123,7 @@ async def test_slow_answers_are_waited_for_and_silence_is_a_failure(
     await told.until("127.0.0.1:7", "127.0.0.2:7", "static:1")
     names.mute = True
     monkeypatch.setattr(discovery, "DNS_TIMEOUT_S", 0.1)
-    # A question that was on its way then still has its minute.
+    # A query in flight still has its minute.
     await until(lambda: warnings(logged) == ["the DNS server does not answer"], 120.0)
     assert len(told.lists) == 1
 
@@ -145,7 +145,7 @@ async def test_dns_ttl_is_kept_unless_worker_is_lost(told: Told, names: FakeDns)
     names.addresses = {"A": ["127.0.0.3"]}
     told.discovery.refresh()
     await told.until("127.0.0.3:7")
-    # Lost workers by the dozen are no dozens of questions.
+    # Dozens of lost workers do not cause dozens of queries.
     began = time.monotonic()
     for _ in range(50):
         told.discovery.refresh()
@@ -184,7 +184,7 @@ async def more_warnings(logged: LogCapture) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """As editors and Kubernetes do: by another file of that name."""
+    """Replaces the file by renaming, as editors and Kubernetes do."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)

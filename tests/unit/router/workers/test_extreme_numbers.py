@@ -1,4 +1,4 @@
-"""Numbers of a worker at the ends of their fields cost a router nothing but that worker's Session."""
+"""Extreme numbers from a worker affect only that worker's Session."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_extreme_cache_events_leave_a_number_that_hello_holds(seed: int) -> None
 @pytest.mark.parametrize("field", ["block_size", "max_model_len"])
 @pytest.mark.parametrize("value", [0, UINT32_MAX])
 def test_worker_with_impossible_model_limits_is_refused(field: str, value: int) -> None:
-    """L1: blocks of 0 tokens raised a ZeroDivisionError at the first prompt."""
+    """Regression: blocks of 0 tokens raised a ZeroDivisionError at the first prompt."""
     description = wpb.GetWorkerResponse(model="m", block_size=16, limits=wpb.Limits(max_model_len=100))
     assert describe(description, TextAssets()).block_size == 16
     setattr(description if field == "block_size" else description.limits, field, value)

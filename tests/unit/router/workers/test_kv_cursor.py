@@ -1,4 +1,4 @@
-"""Which frames of KV events continue what is known, and what the next Hello says of it."""
+"""KvEventCursor: the frames of KV events that continue its state, and the state in the next Hello."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_lost_snapshot_piece_is_a_gap() -> None:
 
 
 def test_kv_events_before_requested_snapshot_are_ignored() -> None:
-    """R14: the only way to a snapshot was a gap, which costs the Session."""
+    """Regression: only a gap led to a snapshot, and it ended the Session."""
     feed = KvEventCursor("i")
     assert feed.accept(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
     assert feed.ask() == 1
-    # A stream that breaks now begins from scratch.
+    # A stream that breaks now restarts from an empty state.
     assert (feed.seq, feed.goes_on_with("i")) == (0, False)
     assert feed.accept(wpb.KvEvents(seq=5, after=3, evicted=[1])) is OUTDATED
     assert feed.accept(wpb.KvEvents(seq=5, snapshot=True, stored=[2, 3], left=1)) is OUTDATED
@@ -64,7 +64,7 @@ def test_kv_answer_without_snapshot_is_a_gap() -> None:
     for epoch in (1, 2):
         feed = KvEventCursor("i")
         feed.ask()
-        # With an empty cache the first change continues what is known, if nothing had been asked for.
+        # With an empty cache and no pending snapshot request, the first change would continue the state.
         assert feed.accept(wpb.KvEvents(seq=1, stored=[1], epoch=epoch)) is GAP
 
 

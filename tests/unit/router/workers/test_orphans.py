@@ -1,4 +1,4 @@
-"""OrphanTable: bounded, forgotten with the lease, each key handed out once, and waited for a moment."""
+"""OrphanTable: bounded, expires with the lease, gives each key once, and lets adopters wait briefly."""
 
 from __future__ import annotations
 

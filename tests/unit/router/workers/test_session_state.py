@@ -23,13 +23,13 @@ from tests.unit.router.support import end
 
 @dataclass
 class Running:
-    """A request as a Session has it."""
+    """A request of a Session."""
 
     rid: int
     assembly: StreamAssembly
 
     def wake(self) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
 
 def rids(sequences: Iterable[RunningRequest]) -> list[int]:
@@ -63,7 +63,7 @@ def kinds(found: list[wpb.SessionRequest]) -> list[str | None]:
 
 SMALL = st.sampled_from([1, 7])
 LARGE = st.sampled_from([7, 5000, 9000, MAX_FRAME_TOKENS - 1, MAX_FRAME_TOKENS, MAX_FRAME_TOKENS + 1, 40_000])
-# Of small ones more than a frame's bytes, of large ones more than its tokens.
+# Small ones exceed a frame's bytes, large ones its tokens.
 GROUPS = st.lists(SMALL, min_size=3, max_size=6) | st.lists(LARGE, min_size=1, max_size=6)
 
 
@@ -265,7 +265,7 @@ def test_next_session_takes_over_with_received_counts() -> None:
     assert [(kept.rid, kept.have) for kept in hello.hello.live] == [(4, 5), (6, 3)]
     assert rids(made.forget([6])) == [6]
     assert frames(made) == []
-    # Late output of what was dropped on the earlier stream is no stranger's.
+    # Late output of sequences dropped on the earlier stream is not an error.
     made.apply(step(rid=[5, 6], first_pos=[3, 3], n=[1, 1], token_ids=[1, 1]), 1.0)
     assert frames(made) == []
     made.apply(step(rid=[4], first_pos=[5], n=[1], token_ids=[7]), 1.0)
@@ -282,7 +282,7 @@ def test_returned_sequences_leave_the_session() -> None:
 
 
 def test_partly_written_sequences_are_known() -> None:
-    """R14: it cannot be at the worker, so that was no attempt."""
+    """It cannot be on the worker, so it was no attempt."""
     made = link()
     made.submit(1, [submission(1, 10), submission(2, 3 * MAX_FRAME_TOKENS)])
     made.submit(2, [submission(3, 10), submission(4, 10)])

@@ -1,4 +1,4 @@
-"""Another placement learns what the workers' caches hold, on the streams there are where workers know how."""
+"""A new placement learns the workers' caches over open Sessions, if the workers support it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replace_placement(site: Site, placement: PrefixAware) -> None:
 async def test_new_placement_gets_caches_over_open_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R14: every Session was broken off to get a snapshot."""
+    """Regression: every Session was broken off to get a snapshot."""
     site = Site(monkeypatch)
     session, pool = site.described(), site.pool
     pool.session_up(session, wpb.Welcome(instance_id="i", proto_minor=PROTO_MINOR, kv_events=True))

@@ -1,4 +1,4 @@
-"""A worker is counted in whole or not at all, and is dialled for as long as it is wanted."""
+"""A worker is registered completely or not at all, and is dialled while it is configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.router.pool import ADDRESS, Site
 
 
 async def test_failed_worker_registration_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: a lane was registered, then a log line raised: nobody ever took the lane away, and its requests hung."""
+    """Regression: a log line raised after a lane was registered; the lane stayed, and its requests hung."""
     site = Site(monkeypatch)
     session = site.described()
     with monkeypatch.context() as broken:
@@ -37,7 +37,7 @@ async def test_failed_worker_registration_leaves_no_state(monkeypatch: pytest.Mo
 
 
 async def test_failed_connection_task_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: the task that dials a worker ended, and nobody dialled it any more."""
+    """Regression: the task that dials a worker ended, and the worker was never dialled again."""
     monkeypatch.setattr(tasks, "TASK_RESTART_S", 0.001)
     site = Site(monkeypatch)
     dials = asyncio.Semaphore(0)

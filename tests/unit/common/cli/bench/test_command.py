@@ -1,4 +1,4 @@
-"""`fissile bench` against a real gRPC server that answers from a script, and against an engine that is none."""
+"""`fissile bench` against a real gRPC server with scripted answers, and against a fake engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Respond = Callable[["Script", Any, grpc.ServicerContext], Iterator[pb.GenerateRe
 
 
 def answer(request: Any, tokens: int, *, said: int | None = None, prompt: int | None = None, step: float = 0.0) -> Any:
-    """Messages of one token each, and what the last one says."""
+    """Messages of one token each; the last one has the usage that `said` and `prompt` report."""
     for i in range(tokens):
         time.sleep(step)
         part = pb.GenerateResponse(token_ids=[i])
@@ -79,7 +79,7 @@ def no_finish(script: Script, request: Any, context: grpc.ServicerContext) -> An
 
 
 def every_other_fails(script: Script, request: Any, context: grpc.ServicerContext) -> Any:
-    # By its own seed: how many others have come meanwhile is another thing in each run.
+    # Decides by the request's own seed, because the order of concurrent requests differs between runs.
     if request.sampling_params.seed % 2:
         yield pb.GenerateResponse(token_ids=[1])
         context.abort(grpc.StatusCode.ABORTED, "worker w was lost after 1 tokens")
@@ -95,7 +95,7 @@ def gone_after_three(script: Script, request: Any, context: grpc.ServicerContext
 
 
 class Script(PartialRouter):
-    """A router of a script. Keeps what it was asked."""
+    """A router with scripted answers that records its requests."""
 
     def __init__(self) -> None:
         self.respond: Respond = well
@@ -163,7 +163,7 @@ def test_a_closed_loop_is_measured(serve: Bench) -> None:
     assert row["queue_ms"]["p50"] == 4.0
     assert row["itl_ms"]["count"] == 32
     assert row["ttft_ms"]["p50"] >= 2.0
-    # Tokens are sent 2 ms apart at least. A client that was held up sees them together, later: none before its time.
+    # Tokens are sent at least 2 ms apart. A delayed client reads several at once, later, but none before its time.
     assert row["ttft_ms"]["mean"] + 4 * row["tpot_ms"]["mean"] >= 10.0
     assert row["output_tokens_per_s"] == pytest.approx(40 / row["duration_s"], rel=1e-3)
     assert serve.script.keys == {"Bearer sesame"}
@@ -189,7 +189,7 @@ def test_each_bench_row_has_warm_up_and_distinct_prompts(serve: Bench) -> None:
     assert [row["ok"] for row in made["rows"]] == [3] * 4
     prompts = [tuple(request.token_ids.ids) for request in serve.script.requests]
     assert len(prompts) == len(set(prompts)) == 4 * (2 + 3)
-    # Warm-ups and rows, by turns, each with a cache of its own.
+    # Warm-ups and rows alternate, each with its own cache salt.
     salts = [salt for salt, _ in itertools.groupby(request.cache_salt for request in serve.script.requests)]
     assert len(salts) == len(set(salts)) == 8
     assert [(each["setting"]["concurrency"], each["repeats"]) for each in made["overviews"]] == [(1, 2), (2, 2)]
@@ -207,7 +207,7 @@ def test_bench_runs_use_distinct_cache_salts(serve: Bench) -> None:
 
 
 def test_open_loop_sends_regardless_of_answers(serve: Bench) -> None:
-    """50 ms of answer at 100 requests/s: five in flight and more, though nobody asked for so many."""
+    """Answers take 50 ms at 100 requests/s, so about five requests are in flight."""
     made = serve.measure(
         "--rate", "100", "--burstiness", "inf", "--requests", "20", "--output-len", "25", "--warmup", "0"
     )
@@ -221,7 +221,7 @@ def test_open_loop_sends_regardless_of_answers(serve: Bench) -> None:
 def test_a_duration_ends_a_row(serve: Bench) -> None:
     began = time.monotonic()
     made = serve.measure("--concurrency", "2", "--duration", "100ms", "--output-len", "5", "--warmup", "0")
-    # The row's own duration is that of its answers, of which the last may have come shortly before.
+    # The row's own duration ends with its last answer, which may arrive shortly before the limit.
     assert time.monotonic() - began >= 0.1
     (row,) = made["rows"]
     assert row["ok"] == len(serve.script.requests) >= 2
@@ -254,7 +254,8 @@ def test_failed_bench_requests_are_reported_and_excluded(
 
 @pytest.mark.parametrize(("concurrency", "respond"), [(1, gone_after_three), (4, gone)])
 def test_bench_stops_early_when_service_is_unavailable(serve: Bench, concurrency: int, respond: Respond) -> None:
-    """A hundred in turn, and those in flight with the hundredth; an answer that came late would begin a new hundred."""
+    """Stops after 100 failures in a row and the requests in flight with the last; a late answer would restart the
+    count."""
     serve.script.respond = respond
     result = serve.run("--concurrency", str(concurrency), "--duration", "600s", "--output-len", "2", "--warmup", "0")
     assert isinstance(result.exception, CommandError)
@@ -277,12 +278,12 @@ def test_bench_sends_data_set_in_order(serve: Bench, tmp_path: Path) -> None:
 
 
 DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
-# What is below them has names of its own: workers, metrics, options of the engine.
+# Objects with free field names: workers, metrics, engine options.
 OPEN_ENDED = ("rows[].workers", "options.sampling", "options.slo_ms", "environment.versions")
 
 
 def paths(value: Any, path: str = "") -> Iterator[str]:
-    """Of everything in a JSON value; summaries and spreads are one thing."""
+    """Paths of all values in a JSON value; a summary or spread is one value."""
     if isinstance(value, dict) and path not in OPEN_ENDED and not {"p99", "median"} & value.keys():
         for name, each in value.items():
             yield from paths(each, f"{path}.{name}".lstrip("."))
@@ -293,7 +294,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def test_bench_json_fields_equal_documented_fields(serve: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Offline alone there are any.
+    # Only offline runs have draft counts.
     counts = itertools.count(1)
     monkeypatch.setattr(RouterTarget, "draft_counts", lambda _self: [(next(counts), 1)])
     serve.script.respond = every_other_fails
@@ -308,7 +309,7 @@ def test_bench_json_fields_equal_documented_fields(serve: Bench, monkeypatch: py
 def test_bench_shows_progress_on_terminal(
     serve: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a run begins, and again while it goes on: answers of the second one wait for that behind their first token."""
+    """At the start of a run and later: answers of the second row wait for that line after their first token."""
     monkeypatch.setattr(target_module, "PROGRESS_EVERY_S", 0.01)
     goes_on, spin = threading.Event(), Console.spin
 
@@ -416,7 +417,7 @@ def test_how_many_requests_a_row_has() -> None:
 
 
 class Rows:
-    """A target with an answer for each run; what is called instead of the last one ends it."""
+    """A target that answers `runs` runs and calls `last` in the next one."""
 
     mode = "rows"
 
@@ -501,7 +502,7 @@ def test_load_stopped_before_start_sends_no_request(serve: Bench) -> None:
 
 
 class Steps:
-    """An engine whose step takes 1 s of a clock of its own and gives every request one token."""
+    """A fake engine: each step takes 1 s of a fake clock and gives every request one token."""
 
     def __init__(self) -> None:
         self.now = 0.0

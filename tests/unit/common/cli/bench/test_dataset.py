@@ -1,4 +1,4 @@
-"""Data sets: what lines mean, and what is said of those that mean nothing."""
+"""Data sets: the requests that lines become, and the errors for invalid lines."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_summary_of_no_values_is_none() -> None:
 
 
 def answered(index: int = 0, begin: float = 0.0, *arrivals: float, **given_: object) -> Record:
-    """A request that was sent on time, whose tokens came one by one and which ended with the last of them."""
+    """A request that is sent on time and ends with its last token."""
     times = [begin + at for at in arrivals]
     record = Record(index, begin, begin, times[-1], arrivals=times, input_tokens=10, output_tokens=len(times))
     return replace(record, **given_)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_figures_without_records_are_zero() -> None:
     ],
 )
 def test_goodput_needs_every_objective(objectives: dict[str, float], met: int) -> None:
-    """One token after 2 s; or three, at 1 s, 2 s and 4 s."""
+    """Either one token after 2 s, or three tokens at 1 s, 2 s and 4 s."""
     records = [answered(0, 0.0, 2.0, ended=3.5), answered(1, 0.0, 1.0, 2.0, 4.0)]
     if "latency" in objectives and len(objectives) == 1:
         records[0].ended = 2.0

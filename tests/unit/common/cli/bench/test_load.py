@@ -1,4 +1,4 @@
-"""Closed and open loops, driven by a service that is simulated here; the spread of arrival times."""
+"""Closed and open loops against a simulated service, and the distribution of arrival times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICE_TIMES = st.lists(st.floats(0.01, 5), min_size=1, max_size=8)
 
 
 def drive(load: Load, service_times: list[float]) -> list[tuple[float, float, float]]:
-    """(intended, sent, ended) of every request: the service takes these times in turn."""
+    """(intended, sent, ended) of every request; the service uses the service times cyclically."""
     now, running, seen = 0.0, list[float](), list[tuple[float, float, float]]()
     times = itertools.cycle(service_times)
     while True:
@@ -58,7 +58,7 @@ def test_a_closed_loop_sends_none_after_its_duration(
 ) -> None:
     seen = drive(ClosedLoop(concurrency, Extent(duration_s=duration)), service_times)
     assert all(sent < duration for _, sent, _ in seen)
-    # A place that becomes free before the end is taken.
+    # A slot that becomes free before the end is used.
     ends = [ended for _, _, ended in seen if ended < duration]
     assert len(seen) == concurrency + len(ends)
 

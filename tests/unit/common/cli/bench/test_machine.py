@@ -1,4 +1,4 @@
-"""Who uses the machine: made-up tables of /proc, and the real one of this test."""
+"""CPU shares of service, client and others, from fake /proc tables and the real one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_listener_of_a_port_is_found() -> None:
 
 @LINUX
 def test_cpu_meter_separates_client_and_service() -> None:
-    """A child computes for 0.2 s of CPU time: the service's when it is named so, else the client's own."""
+    """A child uses 0.2 s of CPU time, which counts as the service's if its pid is named, else as the client's."""
     program = (
         "from time import process_time\n"
         "input()\nbegin = process_time()\nwhile process_time() < begin + 0.2: pass\nprint(flush=True)\ninput()"

@@ -1,4 +1,4 @@
-"""What people read of the figures."""
+"""The table, medians and warnings that `fissile bench` prints."""
 
 from __future__ import annotations
 

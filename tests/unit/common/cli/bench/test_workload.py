@@ -1,4 +1,4 @@
-"""Workloads: what is the same for every engine, what differs between rounds, and how lengths are spread."""
+"""Workloads: equal for every engine, distinct between rounds, with evenly distributed lengths."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_workload_rounds_share_lengths_and_differ_in_tokens(seed: int) -> None:
 
 
 def prompts(lengths: Lengths, vocab_size: int) -> Iterator[Sequence[int]]:
-    """Of seed 0, without end."""
+    """Endless prompts of seed 0."""
     workload = RandomWorkload(0, vocab_size, lengths, Lengths(1, 1))
     return (workload.work(0, index).token_ids for index in itertools.count())
 
@@ -88,7 +88,7 @@ def test_lengths_and_tokens_are_spread_evenly() -> None:
 
 
 def test_workload_of_a_seed_never_changes() -> None:
-    """Figures of different days and machines are of the same prompts; so is the peers' work."""
+    """Figures of different days, machines and peers use the same prompts."""
     assert next(prompts(Lengths(4, 8), 1000)) == (308, 961, 738, 868, 558, 583, 360, 701)
 
 

@@ -1,4 +1,4 @@
-"""Options of `fissile generate` as the request that they become."""
+"""The request that `fissile generate` builds from its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fissile health` against a real server: what it prints and the exit code that a probe acts on."""
+"""`fissile health` against a real server: its output and exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.rpc.server import LIVENESS, READINESS, GrpcServer
 
 ROOT = Path(__file__).resolve().parents[5]
 SERVICE = "fissile.v1.InferenceService"
-# A program, as `fissile` may be installed from another version of this checkout.
+# Run as a program, because an installed `fissile` may belong to another checkout.
 PROGRAM = "import sys; from common.cli.client.health import health; sys.exit(health(standalone_mode=False))"
 
 
@@ -26,7 +26,7 @@ async def server() -> GrpcServer:
 
 
 async def probe(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code and output of the command, in a process of its own."""
+    """Exit code and output of the command in a separate process."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, *arguments,
         cwd=ROOT, env={**os.environ, "FISSILE_HEALTH_TIMEOUT": "60s", **environment}, stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Texts that a command is given, and the parts in which routers get them."""
+"""Texts that a command reads, and their division into requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_parts_are_all_texts_in_order_and_none_is_too_large(
 
 def test_parts_are_as_large_as_they_may_be() -> None:
     assert [len(part) for part in parts_of(["a"] * 10, 4)] == [4, 4, 2]
-    # 32 bytes each for the frame of a text in its request.
+    # Each text has 32 bytes of framing in its request.
     assert [len(part) for part in parts_of(["abcd"] * 5, 9, 4, 80)] == [2, 2, 1]
 
 
@@ -70,7 +70,7 @@ def test_arguments_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
             source.texts(["a"], "texts")
     with pytest.raises(CommandError, match="argument 2 is empty"):
         Source().texts(["a", ""], "texts")
-    # As Python has an argument that is not valid UTF-8.
+    # Python represents a byte that is not valid UTF-8 in an argument as a lone surrogate.
     with pytest.raises(CommandError, match="argument 1 is not valid UTF-8"):
         Source().texts(["\udcff"], "texts")
     with pytest.raises(CommandError, match="cannot be read: No such file"):

@@ -1,4 +1,4 @@
-"""What commands say and return as clients, against a real gRPC server that answers from a script."""
+"""Output and exit codes of client commands, against a real gRPC server with scripted answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MODEL = pb.Model(
 
 
 class ScriptedRouter(PartialRouter):
-    """Streams `pieces`, then ends with `error` or a finish; keeps what it was asked."""
+    """Streams `pieces`, then ends with `error` or a finish; records its requests."""
 
     def __init__(self, pieces: list[str], error: ApiError | None) -> None:
         self.pieces = pieces
@@ -96,7 +96,7 @@ async def serve(router: ScriptedRouter) -> tuple[grpc.aio.Server, str]:
 
 
 async def asked(router: ScriptedRouter, question: Question) -> tuple[Answer, str]:
-    """The answer, and the text that was streamed."""
+    """The answer and the streamed text."""
     server, address = await serve(router)
     streamed: list[str] = []
     try:
@@ -108,7 +108,7 @@ async def asked(router: ScriptedRouter, question: Question) -> tuple[Answer, str
 
 @pytest.mark.parametrize("trace_id", ["", "7" * 32])
 async def test_streams_an_answer_and_names_its_trace_or_its_request(trace_id: str) -> None:
-    """C11: a trace that nobody records a root of is not begun; the router's own is named."""
+    """The client starts no trace if no exporter records its root; it prints the router's trace."""
     router = ScriptedRouter(["Once ", "upon"], None)
     router.traceresponse = f"00-{trace_id}-{'1' * 16}-01" if trace_id else ""
     answer, streamed = await asked(router, Question("hi", chat=False, request_id="r1", sampling={"seed": 7}))
@@ -179,7 +179,7 @@ def test_unsendable_api_key_is_refused(key: str) -> None:
 
 
 async def test_call_timeout_error_names_option() -> None:
-    """Also where the router says nothing, and the words would be gRPC's."""
+    """Also if the router sends no status, where the text would be gRPC's."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         async with AsyncClient(**client_arguments([address])) as client:

@@ -1,4 +1,4 @@
-"""Which value of an option counts, and what is said about it."""
+"""Precedence of option values, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
 
 @pytest.mark.parametrize("word", ["off", "no", "on", "yes"])
 def test_yaml_1_1_boolean_words_are_strings(word: str, tmp_path: Path) -> None:
-    """`weights-cache: off` and `quantize: no` say what they say on the command line; flags know these words."""
+    """`weights-cache: off` and `quantize: no` mean the same as on the command line; flags accept these words."""
     text = f"made:\n  name: [{word}]\n  flag: {word}\n"
     assert run(text, tmp_path) == [1, [word], word in ("on", "yes")]
     assert run("made:\n  flag: false\n", tmp_path) == [1, [], False]
@@ -167,12 +167,12 @@ def test_bad_configuration_value_is_named_with_line(tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(CommandError) as caught:
         in_force(router, "router", ("--config", str(path)))
-    # Options are read in the order of the command's.
+    # click reads options in the order in which the command declares them.
     assert str(caught.value).startswith(f"--config {path}, line 7: router.queue-size: 'many' is not a valid integer")
     with pytest.raises(CommandError) as caught:
         in_force(router, "router", ("--config", str(path), "--queue-size", "5"))
     assert str(caught.value).startswith(f"--config {path}, line 4: router.tenant-weight: 'gold=never' is not")
-    # What the command line says is not looked for in the file.
+    # An option of the command line needs no valid value in the file.
     with pytest.raises(CommandError) as caught:
         in_force(router, "router", ("--config", str(path), "--queue-size", "few"))
     assert "line" not in str(caught.value)

@@ -24,7 +24,7 @@ def options(command: click.Command, name: str = "") -> Iterator[tuple[str, click
 
 
 def test_all_durations_of_all_commands_have_one_form() -> None:
-    """FISSILE_DRAIN_TIMEOUT=40s was right for the router, and refused by worker and serve."""
+    """Regression: the router accepted FISSILE_DRAIN_TIMEOUT=40s, worker and serve refused it."""
     times = {name: each for name, each in options(fissile) if _TIMES & set(each.opts[0].split("-"))}
     assert {"serve --drain-timeout", "worker --drain-timeout", "router --drain-timeout"} <= set(times)
     assert {name for name, each in times.items() if not isinstance(each.type, Duration)} == set()
@@ -41,14 +41,14 @@ def test_every_unit_of_durations() -> None:
 
 
 def grammar(option: click.Option) -> tuple[object, ...]:
-    """What its variable may say."""
+    """The values that the option's variable accepts."""
     kind = option.type
     limits = (getattr(kind, "min", None), getattr(kind, "max", None), tuple(getattr(kind, "choices", ())))
     return kind.name, *limits, option.multiple, option.is_flag
 
 
 def test_a_variable_of_several_commands_has_one_grammar() -> None:
-    """`serve` took FISSILE_KV_CACHE_MEMORY=much, and its worker ended again and again."""
+    """Regression: `serve` accepted FISSILE_KV_CACHE_MEMORY=much, and its worker exited again and again."""
     grammars: dict[object, set[tuple[object, ...]]] = {}
     for _, each in options(fissile):
         grammars.setdefault(each.envvar, set()).add(grammar(each))

@@ -1,4 +1,4 @@
-"""The option for speculation: what is right arrives, what is wrong is refused in one line."""
+"""The speculation option: valid values reach the config, others are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A child process for the supervisor's tests: `python -m tests.unit.common.cli.serve.a_child WORDS...`, each word a
-thing to do."""
+"""A child process for the supervisor's tests: `python -m tests.unit.common.cli.serve.a_child WORDS...`; each word is an
+action."""
 
 from __future__ import annotations
 

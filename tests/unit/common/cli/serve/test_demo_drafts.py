@@ -1,4 +1,4 @@
-"""`fissile serve --speculate`."""
+"""The drafts of the demo model with `fissile serve --speculate`."""
 
 from __future__ import annotations
 

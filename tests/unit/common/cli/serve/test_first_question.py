@@ -20,7 +20,7 @@ ALL = frozenset({pb.CAPABILITY_GENERATE, pb.CAPABILITY_RERANK})
 def test_printed_commands_with_odd_folders_parse_in_a_shell(
     folder: str, has_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """O22: a checkout or an environment may be in any folder."""
+    """A checkout or an environment may be in any folder."""
     home = tmp_path / folder
     (home / "bin").mkdir(parents=True)
     (home / "examples").mkdir()

@@ -1,4 +1,4 @@
-"""Ports that are chosen for child processes."""
+"""Ports for child processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def only(monkeypatch: pytest.MonkeyPatch, first: int, count: int = 1) -> None:
 def test_ports_are_free_and_distinct() -> None:
     chosen = free_ports(20)
     assert len(set(chosen)) == 20
-    # Linux gives connections those from here on.
+    # Linux gives connections ports from 32768 on.
     assert all(1024 < port < 32768 for port in chosen)
     assert not set(chosen) & set(free_ports(20))
 
@@ -49,7 +49,7 @@ def test_taken_port_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ports chosen at random by two runs of tests, or two services, met before their processes listened."""
+    """Regression: two test runs or services chose the same random ports before their processes listened."""
     [first] = free_ports(1)
     ports._chosen.discard(first)
     range_of = [str(first + 1), str(first + 41)]
@@ -64,7 +64,7 @@ def test_two_processes_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatc
             free_ports(40 - len(theirs) + 1)
         other.stdin.close()
     assert len(theirs) > 30
-    # With the process its claims are gone: so many others are not free.
+    # A process's claims end with it, so its ports are free again.
     assert theirs.intersection(free_ports(40 - len(theirs) + 1))
 
 

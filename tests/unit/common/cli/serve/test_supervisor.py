@@ -23,7 +23,7 @@ CHILD = "tests.unit.common.cli.serve.a_child"
 
 
 class Lines(Console):
-    """A console that keeps its lines."""
+    """A console that records its lines."""
 
     def __init__(self) -> None:
         super().__init__(terminal=False)
@@ -72,7 +72,7 @@ async def test_starts_again_with_back_off_and_gives_up_after_three_deaths() -> N
     with pytest.raises(CommandError, match=r"a died 3 times within a minute \(exited with 7\)") as gave_up:
         await supervisor.run()
     assert gave_up.value.exit_code == 1
-    # 0.5 s and 1 s of back-off.
+    # Back-off of 0.5 s and 1 s.
     assert time.monotonic() - started >= 1.5
     died = ["a died (exited with 7); starting it again in 0.5 s", "a died (exited with 7); starting it again in 1 s"]
     life = ["a | working", "a | error: broken"]

@@ -1,4 +1,4 @@
-"""Adds a row to the table of options before anything reads it, and prints as JSON where the option is found."""
+"""Adds a row to the options table before any module reads it, and prints as JSON where the option appears."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ engine.ENGINE = (  # type: ignore[misc, assignment]
 
 
 def main(folder: Path) -> None:
-    """Prints the values of the option by their source, and where else it appears."""
+    """Prints the option's value by source, and the other places where it appears."""
     from common import config
     from common.params.options.table import library_default
 
-    # The one other place that an option of the engine needs.
+    # The one other place that an engine option needs.
     made_up = ("made_up", int, dataclasses.field(default=library_default("made_up")))
     config.Config = dataclasses.make_dataclass(  # type: ignore[misc, assignment]
         "Config", [made_up], bases=(config.Config,), frozen=True

@@ -1,4 +1,4 @@
-"""Adds a sampling parameter to the table and to both protos before anything reads them; prints where it is found."""
+"""Adds a sampling parameter to the table and both protos before any module reads them; prints where it appears."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER = 1000
 
 
 def add_field(module: ModuleType) -> None:
-    """Adds `optional float made_up` to SamplingParams of a proto, in a pool of its own."""
+    """Adds `optional float made_up` to SamplingParams of a proto, in a separate descriptor pool."""
     pool = descriptor_pool.DescriptorPool()
 
     def add(file: FileDescriptor) -> None:
@@ -49,7 +49,7 @@ def add_field(module: ModuleType) -> None:
 
 
 def add_row() -> None:
-    """Adds the field of SamplingParams that is the row of the table."""
+    """Adds the SamplingParams field that is the parameter's row in the table."""
     row = table.Parameter(
         real("a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),
         (Option("--made-up", "FISSILE_MADE_UP", "Number of a test.", ("generate", "chat"), click.FLOAT),),
@@ -65,7 +65,7 @@ def add_row() -> None:
 
 
 def main() -> None:
-    """Prints the values of the parameter on its way from the command line to a worker, and where else it appears."""
+    """Prints the parameter's value at each stage from command line to worker, and the other places where it appears."""
     add_field(pb)
     add_field(wpb)
     add_row()

@@ -1,4 +1,4 @@
-"""A row that is added to the table of options or of sampling parameters appears everywhere."""
+"""A row added to the table of options or of sampling parameters appears everywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.commands import LEAVES, names_of
 
 
 def printed(module: str, *arguments: str) -> Any:
-    """JSON that a module of this folder prints in a process of its own."""
+    """The JSON that a module of this folder prints in a separate process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FISSILE_")}
     command = [sys.executable, "-m", f"tests.unit.common.params.options.{module}", *arguments]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

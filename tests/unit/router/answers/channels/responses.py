@@ -1,4 +1,4 @@
-"""Answers in the form of each family, made at random, and broken."""
+"""Random answers in the form of each family, whole and broken."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from router.answers.channels import families
 
 NAMES = ("get_weather", "f", "add-2")
-# Of all tools alike.
+# Properties of every tool.
 PROPERTIES = {"n": {"type": "integer"}, "x": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "o": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"properties": PROPERTIES}}} for n in NAMES]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a model means it."""
+    """An answer before it is written in a family's form."""
 
     reasoning: str
     content: str
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's template, and how it writes an answer behind `opening`."""
+    """A family's response template, and how it writes an answer after `opening`."""
 
     name: str
     spec: Mapping[str, Any]
@@ -225,7 +225,7 @@ FAMILIES = (
     ),
 )
 
-# Words that are found again, whatever becomes of the text around them.
+# Words that are recognized in any surrounding text.
 _words = st.integers(0, 999).map(lambda n: f"w{n:03d}")
 _text = st.lists(
     st.one_of(_words, st.sampled_from([" ", "\n", '"', "<", "{", "é", "😀", "<tool", "\\"])), max_size=6
@@ -251,7 +251,7 @@ def answers(family: Family) -> st.SearchStrategy[Answer]:
 
 @st.composite
 def broken(draw: st.DrawFn, family: Family) -> str:
-    """A text of the family with parts lost, doubled, swapped and put in."""
+    """A text of the family with parts lost, doubled, swapped or inserted."""
     text = family.write(draw(answers(family)))
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, len(text)))

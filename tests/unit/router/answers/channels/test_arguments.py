@@ -1,7 +1,7 @@
-"""Arguments between tags that refer to other schemas, or have patterns, formats, lengths or several types.
+"""Arguments between tags with references, patterns, formats, lengths or several types.
 
-Whatever a grammar lets a model write there is read as a value that satisfies its schema, and valid texts
-are let through.
+Whatever the grammar lets a model write is read as a value that satisfies its schema, and the grammar accepts valid
+texts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFS: Final = {
     },
     "deep": {"$ref": "#/$defs/color"},
 }
-# Values that the grammar of each argument has to let through, and others that it must not.
+# Values that the grammar of each argument must accept, and others that it must refuse.
 ARGUMENTS: Final[dict[str, tuple[dict[str, Any], list[str], list[str]]]] = {
     "ref": ({"$ref": "#/$defs/n"}, ["7", "99"], ["100", "x", "-1"]),
     "ref of text": ({"$ref": "#/$defs/deep"}, ["red"], ["blue", ""]),
@@ -72,7 +72,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def tools_of(schema: dict[str, Any]) -> ToolSchemas:
-    """As a router has them."""
+    """The tool schemas that a router makes."""
     given = [pb.Tool(name=name, parameters_json=json.dumps(schema)) for name in ("look", "other")]
     made = template_tools(pb.ChatRequest(tools=given))
     assert made is not None
@@ -126,7 +126,7 @@ def test_written_arguments_satisfy_schema(model: Model, name: str) -> None:
         assert [call.name for call in calls if call.name] == ["look"]
         jsonschema.validate(json.loads("".join(call.text for call in calls)), schema)
         count += 1
-    # Where tags are spelled, the walk seldom finds the end behind such a text.
+    # With spelled tags the random walk rarely finds the end of such a text.
     assert count or (name == "ends" and model.grammar.tag_end)
 
 
@@ -152,7 +152,7 @@ def test_valid_texts_may_be_written_and_others_may_not(model: Model, name: str) 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tag_formats_equal_json_formats(name: str) -> None:
-    """Whatever is written between tags is in the library's own grammar of the format, and some texts are."""
+    """Every text written between tags matches the library's own grammar of the format, and some texts are written."""
     assert set(raw_texts.FORMATS) == set(FORMATS)
     vocab = library.byte_vocabulary({EOS: "<eos>"}, [EOS])
 

@@ -1,4 +1,4 @@
-"""Answers in channels against transformers' own parser, whole and in pieces, as families write them and broken."""
+"""Answers in channels against transformers' own parser: whole, in pieces, and broken."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parser(family: Family, **options: Any) -> ResponseParser:
 
 
 def read(family: Family, pieces: Sequence[str]) -> list[ChannelPart]:
-    """All parts, of which neighbours of one channel are one."""
+    """All parts, with neighbours of one channel joined."""
     reader = parser(family)
     return joined([part for piece in pieces for part in reader.push(piece)] + reader.finish())
 
@@ -83,7 +83,7 @@ class Regions:
 
 
 def check_equal(family: Family, text: str) -> None:
-    """Checks that an answer is read as transformers reads it."""
+    """Checks that an answer is parsed as transformers parses it."""
     expected, parts = Regions(family, text), read(family, [text])
 
     assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == [
@@ -92,13 +92,13 @@ def check_equal(family: Family, text: str) -> None:
     for channel, values in ((Channel.REASONING, expected.reasoning), (Channel.CONTENT, expected.content)):
         ours = text_of(parts, channel)
         said = [value for value in values if value]
-        # Between several regions there is what the model has written there.
+        # Between several regions the content is the model's text.
         assert ours.split() == " ".join(said).split()
         assert len(said) != 1 or ours == said[0]
 
 
 def check_broken(family: Family, text: str) -> None:
-    """Nothing is lost of any text, and calls that transformers finds are found."""
+    """Checks that parsing loses no text and finds all calls that transformers finds."""
     parts = read(family, [text])
     ours = calls_of(parts)
     everything = "".join(part.name + part.text for part in parts)
@@ -115,7 +115,7 @@ def check_broken(family: Family, text: str) -> None:
         if not isinstance(arguments, dict) or (family.name in TAGS and not arguments) or name not in NAMES:
             continue
         if family.name in TAGS and len(found) < len(ours):
-            # Something else than a tag stood behind it, up to the end.
+            # A text other than a tag followed it, up to the end.
             continue
         assert (name, arguments) in found, (text, parts)
 
@@ -129,7 +129,7 @@ def _is_json(text: str) -> bool:
 
 
 def check_pieces(family: Family, text: str, cuts: Sequence[int]) -> None:
-    """However a text is cut, the same comes out, at the same places of it."""
+    """Checks that the parts and their positions do not depend on how a text is cut."""
     ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     reader = parser(family)
     out: list[ChannelPart] = []
@@ -177,7 +177,7 @@ def test_thousands_of_answers(family: Family, data: st.DataObject, cuts: list[in
     check_pieces(family, text, cuts)
 
 
-# What families in transformers' own tests use beyond those above, with made-up delimiters.
+# Features of families in transformers' own tests beyond those above, with made-up delimiters.
 GEMMA_LIKE: Final = {
     "start_anchor": ["<|turn>model\n", "<tool_response|>"],
     "fields": {
@@ -510,7 +510,7 @@ def test_only_spelled_delimiters_are_marked(tokens: list[str], real: list[bool],
     ],
 )
 def test_arguments_are_found_where_their_tags_end(tag: str, text: str) -> None:
-    """Whole and by characters, whatever of the pattern is a text that it ends with."""
+    """Whole and character by character, with texts that contain a part of the end pattern."""
     field = {**families.GLM["fields"]["tool_calls"], "content_args": {"tag_pattern": tag}}
     template = ResponseTemplate({**families.GLM, "fields": {"tool_calls": field, "content": {}}})
     whole = f"<tool_call>f {text}</tool_call>"

@@ -1,4 +1,4 @@
-"""Grammars of calls and reasoning: whatever a model writes within them is read as what they promise."""
+"""Grammars of calls and reasoning: any text that they accept is parsed as they promise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMA: Final[dict[str, Any]] = {
     "additionalProperties": False,
     "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
-# Of arguments between tags: whether one is a string is told by its type.
+# Arguments between tags: the type says whether one is a string.
 TAGGED: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -50,7 +50,7 @@ TAGGED: Final[dict[str, Any]] = {
     "additionalProperties": False,
     "$defs": SCHEMA["$defs"],
 }
-# Where a text could be taken for a tag.
+# Arguments whose text could look like a tag.
 SPELLED: Final[dict[str, Any]] = {
     **TAGGED,
     "properties": {
@@ -64,7 +64,7 @@ NAMES: Final = ("look", "other")
 
 @dataclass(frozen=True)
 class Model:
-    """A vocabulary of single bytes, with or without tokens for delimiters, and how its family writes."""
+    """A vocabulary of single bytes, with or without delimiter tokens, and the family's form."""
 
     family: str
     with_tokens: bool = True
@@ -113,7 +113,7 @@ class Model:
         template = ResponseTemplate(SPECS[self.family])
         tools = tools or ToolSchemas(dict.fromkeys(NAMES, self.schema["properties"]))
         parser = ResponseParser(template, tools=tools, separates_reasoning=True, opening=opening)
-        # All that is written here is ASCII but for delimiters, which are spelled where they are no tokens.
+        # All text here is ASCII except delimiters, which are spelled if they are not tokens.
         text = b"".join(self.markers.get(i, "").encode() or bytes([i]) for i in ids[:-1]).decode()
         spelled = SpelledMarkers(self.markers.values())
         for token_id in ids[:-1]:
@@ -125,21 +125,21 @@ class Model:
 
 
 def allowed(matcher: library.Matcher) -> list[int]:
-    """Ids that may come next."""
+    """Ids that the grammar allows next."""
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     found: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
     return found
 
 
 def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 500) -> list[int] | None:
-    """Tokens of an answer made at random, with a liking for what ends things; None for one that does not end."""
+    """Tokens of a random answer that prefers end tokens; None if it does not end."""
     style, draw, ids = STYLES[model.family], random.Random(seed), list[int]()
     tag = "<" if style.delimiters == ("｜DSML｜",) else ""
     channels = ("analysis", "final") if model.family == "harmony" else ()
     ends = [end for end in (style.key_end, style.reasoning[1], style.end, '"}', "]", tag, *channels) if end]
     while len(ids) < most:
         every = allowed(matcher)
-        # Bytes of longer characters where nothing else comes next.
+        # Bytes of longer characters only if no other is allowed.
         may = [i for i in every if i >= EOS or 0x20 <= i < 0x7F or i == 0x0A] or every
         said = "".join(chr(i) if i < EOS else "\0" for i in ids[-80:])
         begun = [next(n for n in range(len(end) - 1, -1, -1) if said.endswith(end[:n])) for end in ends]
@@ -154,7 +154,7 @@ def walked(model: Model, matcher: library.Matcher, seed: int, most: int = 500) -
 
 
 def check_calls(model: Model, parts: Sequence[ChannelPart], *, strict: bool, is_one: bool) -> int:
-    """Checks that calls are what was promised; their number."""
+    """Checks calls against their schemas; returns their number."""
     calls: list[tuple[str, str]] = []
     for part in parts:
         if part.channel is Channel.CALL and part.name:
@@ -233,7 +233,7 @@ def test_reasoning_precedes_calls(model: Model, has_begun: bool) -> None:
 @pytest.mark.parametrize("most", [0, 1, 7])
 @pytest.mark.parametrize("family", ["qwen", "harmony"])
 def test_reasoning_budget_forces_end_marker(family: str, most: int) -> None:
-    """After so many tokens nothing but the end of it is allowed, whether its state is kept or made anew."""
+    """After the budget the grammar allows only the end marker, with a kept or a rebuilt state."""
     model = Model(family)
     assert model.grammar.ends_reasoning
     matcher = model.matcher(model.grammar.calls((), ReasoningLimit(max_tokens=most), is_required=False, is_one=False))
