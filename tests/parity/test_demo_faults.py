@@ -113,7 +113,7 @@ def prompts(asked: list[Exchange]) -> list[list[int]]:
     return [tokenizer.encode(text, allow_special=True) for text in texts]
 
 
-def test_the_right_engine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_engine_passes_demo_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score(TorchBackend(), monkeypatch) >= NEEDED_OVERALL
 
 
@@ -129,7 +129,7 @@ def with_fault(fault: TorchAttentionOps | TorchElementwiseOps) -> TorchBackend:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [WrongHeadGroups, KeysUnturned, InterleavedPairs, NoHeadNorm, LastSlotLost])
-def test_a_subtle_fault_fails(
+def test_subtle_fault_fails_demo_questions(
     fault: type[TorchAttentionOps | TorchElementwiseOps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = score(with_fault(fault()), monkeypatch)

@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(chat, allow_special=True) for chat in chats]
 
 
-def test_most_drafts_for_the_demo_are_right() -> None:
+def test_most_demo_drafts_are_accepted() -> None:
     given: dict[str, Any] = {"model": str(CHECKPOINT), "max_model_len": 256, "num_kvcache_blocks": 160}
     params = {"temperature": 0.0, "max_tokens": 40}
     # All drafts there are, whether they pay on this machine or not.

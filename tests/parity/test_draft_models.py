@@ -253,7 +253,7 @@ def test_a_head_that_cannot_be_used(entries: dict[str, Any], message: str, tmp_p
         loader(folder, ModelConfig.from_folder(folder, tuple(draft_head_arch_dict))).load_head(no_progress)
 
 
-def test_layers_that_the_target_has_not(tmp_path: Path) -> None:
+def test_aux_layers_beyond_target_are_refused(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", tokenizer=False, num_hidden_layers=2)
     folder = make_eagle3_head(tmp_path / "head", target)
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_layers_that_the_target_has_not(tmp_path: Path) -> None:
         aux_layers(ModelConfig.from_folder(folder, tuple(draft_head_arch_dict)), 2)
 
 
-def test_a_head_is_no_model(tmp_path: Path) -> None:
+def test_draft_head_is_refused_as_model(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", tokenizer=False, num_hidden_layers=1)
     with pytest.raises(ModelError, match="architecture not supported: LlamaForCausalLMEagle3"):
         ModelConfig.from_folder(make_eagle3_head(tmp_path / "head", target))
@@ -331,7 +331,7 @@ def test_an_mtp_layer(architecture: str, tmp_path: Path) -> None:
         close(own_logits(layer, runner, "cpu", tokens, states), expected)
 
 
-def test_matrices_that_a_layer_shares_are_held_once(tmp_path: Path) -> None:
+def test_shared_matrices_are_held_once(tmp_path: Path) -> None:
     """Equal numbers, or none, are the target's; others are the layer's own."""
     folder = make_mtp_checkpoint(tmp_path, "glm4_moe", tokenizer=False, num_hidden_layers=1)
     config = ModelConfig.from_folder(folder)
@@ -356,7 +356,7 @@ def test_models_without_such_layers_are_refused(tmp_path: Path) -> None:
         loader(llama, ModelConfig.from_folder(llama), drafts=True).load(no_progress)
 
 
-def test_a_head_without_an_embedding_takes_its_targets(tmp_path: Path) -> None:
+def test_head_without_embedding_uses_target_embedding(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", tokenizer=False, num_hidden_layers=1)
     folder = make_eagle3_head(tmp_path / "head", target, hidden_size=48, target_hidden_size=64)
     config = ModelConfig.from_folder(folder, tuple(draft_head_arch_dict))

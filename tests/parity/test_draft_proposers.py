@@ -201,7 +201,7 @@ MUTANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant, tmp_path: Path) -> None:
+def test_fault_is_detected(mutant: Mutant, tmp_path: Path) -> None:
     # Of a head all drafts of a step are one operation, from what the step says.
     names: dict[type, str] = {SampledStep: "eagle3 qwen3", ModelProposer: "mtp glm4_moe", StepRows: "mtp glm4_moe"}
     assert isinstance(mutant.owner, type)
@@ -373,7 +373,7 @@ def test_drafts_of_same_model_are_accepted_with_each_parameter(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("method", slow_but({DRAFT_MODEL}, [MTP, DRAFT_MODEL]))
-def test_drafts_end_where_the_model_does(tmp_path: Path, method: str, is_deferred: bool) -> None:
+def test_drafts_end_at_model_length(tmp_path: Path, method: str, is_deferred: bool) -> None:
     """Its longest sequence ends within a block: there are slots behind it, and no angles for their positions."""
     if method == MTP:
         folder, spec = make_mtp_checkpoint(tmp_path / "model", "glm4_moe"), SpeculativeConfig(7, MTP, adaptive=False)
@@ -390,7 +390,7 @@ def test_drafts_end_where_the_model_does(tmp_path: Path, method: str, is_deferre
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_draft_model_of_another_tokenizer(tmp_path: Path, missing: bool) -> None:
+def test_draft_model_with_other_tokenizer_is_refused(tmp_path: Path, missing: bool) -> None:
     folder = make_checkpoint(tmp_path / "model")
     other = make_checkpoint(tmp_path / "other", vocab_size=400, num_hidden_layers=1)
     if missing:
@@ -430,7 +430,7 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
         assert outputs == outputs[:1] * 5
 
 
-def test_the_pool_counts_the_layers_that_draft(tmp_path: Path) -> None:
+def test_block_bytes_include_draft_layers(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     head = make_eagle3_head(tmp_path / "head", target, num_key_value_heads=1, head_dim=20)
     plain = Config(model=str(target), dtype="float32")
@@ -452,7 +452,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_a_head_of_another_model(name: str, tmp_path: Path) -> None:
+def test_head_of_other_model_is_refused(name: str, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     head = make_eagle3_head(tmp_path / "head", target)
     entries, message = REFUSED[name]
@@ -486,7 +486,7 @@ def test_checkpoint_without_mtp_layers_is_refused(tmp_path: Path) -> None:
     _refused(folder, SpeculativeConfig(K, MTP, adaptive=False), "the checkpoint has no layer that drafts")
 
 
-def test_engines_in_lockstep_have_no_layer_that_drafts(tmp_path: Path) -> None:
+def test_lockstep_engines_refuse_mtp(tmp_path: Path) -> None:
     folder = make_mtp_checkpoint(tmp_path, "glm4_moe", num_hidden_layers=1)
     parts = {"parallel_config": ParallelConfig(2), "enable_expert_parallel": True}
     _refused(folder, SpeculativeConfig(K, MTP, adaptive=False), "leave out --dp-size, or speculation", **parts)

@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
-def test_a_text_has_one_vector(folder: Path, kernels: str, dtype: str) -> None:
+def test_text_vector_is_equal_in_every_setting(folder: Path, kernels: str, dtype: str) -> None:
     """Alone, among generating requests, in chunks, from the cache, behind a preemption, and a step ahead."""
     kernels = backend_or_skip(kernels).name
     alone = engine(folder, kernels, dtype=dtype)

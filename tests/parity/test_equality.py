@@ -372,7 +372,7 @@ def test_many_workloads_under_every_setting(number: int, kernels: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_workloads_tell_requests_apart() -> None:
+def test_workload_streams_are_distinct() -> None:
     answers = [answer for number in range(NUM_WORKLOADS) for answer in alone(number).values()]
     streams = {tuple(answer["token_ids"]) for answer in answers if len(answer["token_ids"]) > 4}
     assert len(streams) > len(answers) // 2
@@ -435,7 +435,7 @@ def fails(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):
         alone(number, ALONE.kernels)
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
@@ -444,7 +444,7 @@ def test_a_fault_shows(mutant: Mutant) -> None:
 
 
 @pytest.mark.slow
-def test_a_stale_block_table_shows() -> None:
+def test_stale_block_table_is_detected() -> None:
     for number in range(NUM_WORKLOADS):
         check(number, TIGHT)
     assert fails([TIGHT] * NUM_WORKLOADS, RemembersTables())

@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLMEngine, Transform
     return LLMEngine(config), Transformers(folder, "float32", torch.device("cpu"))
 
 
-def test_both_give_the_same_answers(pair: tuple[LLMEngine, Transformers]) -> None:
+def test_both_engines_give_equal_answers(pair: tuple[LLMEngine, Transformers]) -> None:
     engine, peer = pair
     prompts = [WORK.prompts(repetition) for repetition in (0, 1)]
     assert prompts[0] != prompts[1]

@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
-def test_a_text_has_one_number_for_each_label(folder: Path, kernels: str, dtype: str) -> None:
+def test_label_scores_are_equal_in_every_setting(folder: Path, kernels: str, dtype: str) -> None:
     """Alone, among texts that are embedded, in chunks, from the cache, behind a preemption, and a step ahead."""
     kernels = backend_or_skip(kernels).name
     alone = engine(folder, kernels, dtype=dtype)
@@ -98,7 +98,7 @@ def test_ranks_give_equal_bits_in_any_batch(folder: Path) -> None:
     ranks.close()
 
 
-def test_a_classifier_stays_float32_where_weights_have_8_bits(folder: Path) -> None:
+def test_classifier_of_8_bit_model_stays_float32(folder: Path) -> None:
     """Its numbers are products of the states that 8 bits give: as Embed reports them, to the bit."""
     kernels = backend_or_skip("cpu").name
     weight = load_file(folder / "model.safetensors")["score.weight"].double().numpy()
@@ -109,7 +109,7 @@ def test_a_classifier_stays_float32_where_weights_have_8_bits(folder: Path) -> N
         np.testing.assert_allclose(labels, weight @ states.astype(np.float64), rtol=1e-6)
 
 
-def test_the_cache_of_packed_weights_has_the_classifier(folder: Path, tmp_path: Path) -> None:
+def test_packed_weights_include_classifier(folder: Path, tmp_path: Path) -> None:
     options = {"weights_cache": str(tmp_path), "kernels": backend_or_skip("cpu").name}
     first, again = (engine(folder, **options) for _ in range(2))
     assert again.core.runner.mapped_bytes  # type: ignore[attr-defined]

@@ -127,7 +127,7 @@ MUTANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant, folder: Path) -> None:
+def test_fault_is_detected(mutant: Mutant, folder: Path) -> None:
     runner = runner_of(folder)
     with mutant.applied(), pytest.raises((*OBJECTIONS, IndexError)):
         check(runner, "drawn", range(3), on_host=False, stays=True)

@@ -192,7 +192,7 @@ MUTANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant, tmp_path: Path) -> None:
+def test_fault_is_detected(mutant: Mutant, tmp_path: Path) -> None:
     name = "draft_model llama" if mutant.name == "with_newest" else "eagle3 qwen3"
     case = CASES[name](tmp_path)
     with mutant.applied(), pytest.raises(OBJECTIONS):
@@ -219,7 +219,7 @@ def _no_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize("name", ["eagle3 qwen3", "mtp glm4_moe", "draft_model llama"])
-def test_no_launch_waits_for_a_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_do_not_wait_for_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CASES[name](tmp_path).config, dtype="float32", max_model_len=96, deferred_output=True)
     config = replace(config, num_kvcache_blocks=40, max_num_batched_tokens=16, scheduling_policy=MIXED)
     runner: Any = loaded(config)

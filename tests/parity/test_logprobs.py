@@ -94,9 +94,7 @@ def test_logprobs_equal_transformers(engine: LLMEngine, reference: Any, prompts:
         assert answer["logprob"] == sum(entry["logprob"] for entry in answer["logprobs"])
 
 
-def test_a_given_token_has_the_logprob_that_it_had_when_it_was_generated(
-    engine: LLMEngine, prompts: list[list[int]]
-) -> None:
+def test_prompt_logprobs_equal_logprobs_at_generation(engine: LLMEngine, prompts: list[list[int]]) -> None:
     drawn = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, logprobs=3)
     for prompt, answer in zip(prompts, engine.generate(prompts, drawn), strict=True):
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt))

@@ -55,7 +55,7 @@ def params(number: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_answer_is_the_same_alone_and_among_others(dtype: str) -> None:
+def test_answer_is_equal_alone_and_batched(dtype: str) -> None:
     """In chunks of 20 tokens mixed with decodes, and in whole prompts."""
     given = [params(number) for number in range(len(prompts()))]
     expected = [

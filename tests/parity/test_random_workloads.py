@@ -326,7 +326,7 @@ def test_hundreds_of_workloads(model: str, variant: str, tmp_path_factory: pytes
     assert_met(check_all(model, variant, range(1000, 1000 + NUM_LONG[model])))
 
 
-def test_the_stock_tells_requests_apart() -> None:
+def test_stock_answers_are_distinct() -> None:
     answers = [alone(("tiny", "bfloat16"), number) for number in range(STOCK)]
     # Greedy choices of one request are the same.
     first = [tokens for one in answers for (_, choice), (tokens, _) in one.streams.items() if choice == 0]
@@ -345,7 +345,7 @@ class SeesItsNeighbours(Recorder):
         super().record(logits)
 
 
-def test_one_bit_of_one_logit_shows() -> None:
+def test_one_changed_logit_bit_is_detected() -> None:
     faulty = SeesItsNeighbours(ALONE.config(FOLDERS["tiny"], "bfloat16"))
     number = next(n for n in range(NUM_SHORT["tiny", "bfloat16"]) if _fits_the_fault(workload("tiny", n)[0]))
     assert check("tiny", "bfloat16", number)["most rows"] > 8

@@ -200,7 +200,7 @@ def test_logits(both: tuple[Ranks, Ranks]) -> None:
         assert error < 1e-4, f"relative error {error:.1e}"
 
 
-def test_the_rank_that_answers_digests_the_logits_that_all_have(both: tuple[Ranks, Ranks]) -> None:
+def test_answering_rank_digests_shared_logits(both: tuple[Ranks, Ranks]) -> None:
     (prompt,) = random_prompts([40], 4)
     seq = Sequence(prompt, BLOCK_SIZE, SamplingParams(temperature=0.0), num_prompt_tokens=38, logits_every=2)
     seq.block_table = [0, 1, 2]
@@ -212,7 +212,7 @@ def test_the_rank_that_answers_digests_the_logits_that_all_have(both: tuple[Rank
         assert all(output.logit_digests is None for output in outputs[1:])
 
 
-def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) -> None:
+def test_answering_rank_digests_kv_of_all_ranks(both: tuple[Ranks, Ranks]) -> None:
     for ranks in both:
         ranks.streams(random_prompts([40, 70], seed=4))
         parts = []
@@ -230,7 +230,7 @@ def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) 
         assert others == [None] * (ranks.size - 1)
 
 
-def test_no_rank_waits_for_one_whose_digests_of_kv_fail(
+def test_failed_kv_digests_on_one_rank_delay_no_rank(
     both: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is; the step has its tokens, and the next one digests again."""
@@ -277,7 +277,7 @@ def test_greedy_streams(both: tuple[Ranks, Ranks]) -> None:
     assert len({tuple(stream) for stream in found}) == len(prompts)
 
 
-def test_a_step_that_reaches_no_ones_last_token_gives_no_token(both: tuple[Ranks, Ranks]) -> None:
+def test_step_without_final_row_gives_no_token(both: tuple[Ranks, Ranks]) -> None:
     """A chunk of a greedy prompt, alone in its step."""
     (prompt,) = random_prompts([40], 6)
     seq = Sequence(prompt, BLOCK_SIZE, SamplingParams(temperature=0.0))
@@ -288,7 +288,7 @@ def test_a_step_that_reaches_no_ones_last_token_gives_no_token(both: tuple[Ranks
         ] * ranks.size
 
 
-def test_a_rows_bits_do_not_depend_on_the_batch(both: tuple[Ranks, Ranks]) -> None:
+def test_row_bits_are_independent_of_batch(both: tuple[Ranks, Ranks]) -> None:
     """Also with ranks: the sum's order is that of the ranks, and padding rows change nothing."""
     _, ranks = both
     prompts = random_prompts([33, 5, 120], 3)
@@ -302,9 +302,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(both: tuple[Ranks, Ranks]) -> No
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_engines_in_lockstep_give_the_tokens_of_one(
-    tmp_path: Path, tp_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lockstep_tokens_equal_single_engine(tmp_path: Path, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of different sizes, in pieces, and dummy ones: a row's tokens know nothing of the other engine's."""
     monkeypatch.setattr(moe, "_MAX_GATHERED_ROWS", 48)
     folder = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
@@ -376,7 +374,7 @@ class Engines:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_has_one_order(dtype: torch.dtype) -> None:
+def test_sum_order_is_fixed(dtype: torch.dtype) -> None:
     """gloo's own all_reduce gives a row several bit patterns with 3 ranks, depending on the number of rows."""
     size, rows = 3, 300
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs

@@ -154,7 +154,7 @@ MUTANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     for number in range(NUM_WORKLOADS):
         alone(number, ALONE.kernels)
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))

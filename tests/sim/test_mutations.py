@@ -123,7 +123,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("life", [breaking, killed_router, ended_before, repeated])
-def test_the_protocol_keeps_its_promises(life: Callable[[int], None]) -> None:
+def test_protocol_rules_hold_in_random_runs(life: Callable[[int], None]) -> None:
     for seed in SEEDS:
         life(seed)
 

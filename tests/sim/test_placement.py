@@ -59,7 +59,7 @@ def test_slower_worker_gets_proportionally_fewer_requests() -> None:
     assert min(counts[f"w{i}"] for i in range(3)) > 0.7 * fast_share
 
 
-def test_a_hot_prefix_spreads_and_then_everybody_hits() -> None:
+def test_hot_prefix_spreads_until_every_worker_hits() -> None:
     """Three times what one worker computes when it has the prefix: about 40 000 tokens per second."""
     workload = Workload(requests=360, rate=300.0, prefixes=1, prefix_tokens=2048, own_tokens=400, output_tokens=4)
     result = FleetRun("prefix_aware", [cost_model("mi300x-llama-8b")] * 8, num_blocks=4000, num_routers=2).run(workload)
@@ -71,7 +71,7 @@ def test_a_hot_prefix_spreads_and_then_everybody_hits() -> None:
     assert result.ttft_s(0.99) < 0.25
 
 
-def test_a_router_that_never_sent_a_prompt_hits_where_another_warmed_it() -> None:
+def test_router_hits_prefix_warmed_by_another_router() -> None:
     workload = Workload(requests=60, rate=10.0, prefixes=4, prefix_tokens=1024, own_tokens=40, output_tokens=2)
     result = FleetRun("prefix_aware", [cost_model("mi300x-llama-8b")] * 4, num_blocks=2000, num_routers=4).run(workload)
     assert sum(outcome.cached_tokens < 1024 for outcome in result.outcomes) <= 5

@@ -202,14 +202,14 @@ def test_deadlines(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
-def test_streams_that_break_cost_no_request_anything(seed: int) -> None:
+def test_broken_streams_fail_no_request(seed: int) -> None:
     scenario = Scenario(seed, breaks=8, lease_s=LEASE_S if seed % 2 else 1.0)
     outcomes = lived(scenario)
     assert all(outcome.error is None for outcome in outcomes)
 
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
-def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
+def test_dead_or_frozen_workers_fail_no_request(seed: int) -> None:
     """R5, X8: nor those that met two deaths or more."""
     outcomes = lived(Scenario(seed, breaks=3, crashes=1 + seed % 3, freezes=seed % 2))
     assert all(outcome.error is None for outcome in outcomes)

@@ -193,7 +193,7 @@ def test_attention(
     assert fallback_of(backend) == []
 
 
-def test_over_the_triton_back_end(library: AiterLibrary) -> None:
+def test_aiter_backend_over_triton(library: AiterLibrary) -> None:
     """Its cache, its plans, those of captured steps too, and what it does beside AITER."""
     backend = AiterBackend(TritonBackend(batch_invariant=False), library, TUNED)
     run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
@@ -219,7 +219,7 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_a_cache_in_fp8(library: AiterLibrary, target: str) -> None:
+def test_attention_with_fp8_cache(library: AiterLibrary, target: str) -> None:
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     run = step(backend, MIXED, KVSpec(2, 32), backend.fp8, None)
     q = draw(24, 4, 32)
@@ -243,7 +243,7 @@ def test_latent_attention(backend: AiterBackend, library: AiterLibrary, rows: li
     assert fallback_of(backend) == []
 
 
-def test_a_selection_is_not_for_aiter(backend: AiterBackend) -> None:
+def test_selected_attention_uses_fallback(backend: AiterBackend) -> None:
     run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
     backend.latent_attention.write(run.found, 1, draw(24, 48), run.mine)
     backend.latent_attention.apply(draw(24, 4, 48), run.found, 1, run.mine, 0.2, "selected")
@@ -338,7 +338,7 @@ def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
     assert [line["kernels"] for line in logs] == ["fallback", "aiter"]
 
 
-def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:
+def test_unsupported_attention_uses_fallback(library: AiterLibrary) -> None:
     backend = AiterBackend(Fallback(), library, TUNED)
     with structlog.testing.capture_logs() as logs:
         for spec, dtype in ((KVSpec(2, 24), torch.bfloat16), (KVSpec(2, 32), torch.float8_e4m3fn)):
@@ -359,7 +359,7 @@ def test_latent_attention_of_more_heads(backend: AiterBackend) -> None:
     assert fallback_of(backend) == ["latent_attention.apply"]
 
 
-def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrary) -> None:
+def test_packed_formats_of_triton_are_refused(library: AiterLibrary) -> None:
     """PyTorch's refuses them, the Triton one packs them."""
     backend = AiterBackend(Fallback(), library, TUNED)
     formats = (PackedFormat(torch.int8), PackedFormat(torch.int8, quantizes_rows=True), PackedFormat(backend.fp8))

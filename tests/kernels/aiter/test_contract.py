@@ -35,7 +35,7 @@ def problems(made: list[LibraryCall], tag: str) -> list[str]:
     return found
 
 
-def test_the_file_is_of_the_supported_versions() -> None:
+def test_signatures_cover_supported_versions() -> None:
     assert SIGNATURES.tags == SUPPORTED
 
 
@@ -55,7 +55,7 @@ def test_all_calls_bind(tag: str) -> None:
         ("a.call('aiter.ops.moved:rmsnorm2d_fwd', x, weight, eps)", "has no aiter.ops.moved:rmsnorm2d_fwd"),
     ],
 )
-def test_a_wrong_call_is_found(call: str, expected: str) -> None:
+def test_wrong_call_is_found(call: str, expected: str) -> None:
     assert expected in "\n".join(problems(calls(f"def f(self):\n    return {call}\n"), "0.1.13"))
 
 
@@ -83,7 +83,7 @@ def test_operations_name_their_functions() -> None:
     assert called == set(SIGNATURES.functions)
 
 
-def test_the_documentation_names_versions_and_functions() -> None:
+def test_documentation_names_versions_and_functions() -> None:
     text = (ROOT / "docs/reference/rocm.md").read_text("utf-8")
     assert f"The versions {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]} are supported." in text
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
@@ -111,7 +111,7 @@ def test_leading_arguments_are_equal_in_all_versions() -> None:
         assert all(a == b for a, b in pairwise(leading)), call
 
 
-def test_the_file_is_made_from_sources(tmp_path: Path) -> None:
+def test_signatures_are_made_from_sources(tmp_path: Path) -> None:
     module = tmp_path / "aiter/ops/rmsnorm.py"
     module.parent.mkdir(parents=True)
     module.write_text(
@@ -156,7 +156,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(saved) == 3
 
 
-def test_the_file_is_made_from_a_list_of_all_functions() -> None:
+def test_signatures_are_made_from_full_list() -> None:
     full = {
         "m:f": [{"params": "a,b = 1", "tags": ["v0.1.9", "v0.1.10"]}, {"params": "a", "tags": ["v0.1.8"]}],
         "m:g": [{"params": "", "tags": ["v0.1.10"]}],

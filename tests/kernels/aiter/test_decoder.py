@@ -72,7 +72,7 @@ def run(
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(MIXED, None), (DECODE, PADDED)])
-def test_the_layers(library: AiterLibrary, rows: list[Rows], padded: Shape | None) -> None:
+def test_decoder_layers_equal_reference(library: AiterLibrary, rows: list[Rows], padded: Shape | None) -> None:
     fallback = Fallback()
     error, line = run(AiterBackend(fallback, library, TUNED), rows, padded)
     assert error < 0.02
@@ -104,7 +104,7 @@ def test_ranks_are_summed_after_both_products(library: AiterLibrary) -> None:
         ({"head_dim": 48, "rotated": 48}, "powers of 2, not 48 of 48 rotated"),
     ],
 )
-def test_where_our_kernel_rotates_and_writes(library: AiterLibrary, kind: dict[str, Any], reason: str) -> None:
+def test_unsupported_rotation_uses_triton_kernel(library: AiterLibrary, kind: dict[str, Any], reason: str) -> None:
     backend = AiterBackend(WritingFallback(), library, TUNED)
     error, line = run(backend, DECODE, **kind)
     assert error < 0.02
@@ -128,7 +128,7 @@ def test_another_network(library: AiterLibrary) -> None:
     assert line["kernels"] == "aiter"
 
 
-def test_batch_invariance_leaves_it_to_ours(library: AiterLibrary) -> None:
+def test_batch_invariance_uses_triton_rotation(library: AiterLibrary) -> None:
     """Since 0.1.20 another kernel rotates from 128 rows on."""
     backend = AiterBackend(WritingFallback(), library, Settings(TARGETS["gfx950"], batch_invariant=True))
     error, line = run(backend, DECODE)

@@ -50,7 +50,7 @@ def test_missing_aiter_is_refused() -> None:
     assert refused() == "AITER is not installed; ROCm images bring it (docs/reference/rocm.md)"
 
 
-def test_another_package_of_the_name(place: Path) -> None:
+def test_other_package_named_aiter_is_refused(place: Path) -> None:
     (place / "aiter").mkdir()
     (place / "aiter/__init__.py").write_text("from .map_aiter import map_aiter\n", "utf-8")
     (place / "aiter/map_aiter.py").write_text("raise AssertionError('it was imported')\n", "utf-8")
@@ -114,7 +114,7 @@ def test_parameters_known_to_pytorch(place: Path) -> None:
     assert "operation aiter.ops.rmsnorm:rmsnorm2d_fwd has parameters (input, gamma, epsilon), supported: (" in message
 
 
-def test_an_import_that_fails(place: Path) -> None:
+def test_failed_import_is_refused(place: Path) -> None:
     lay(place, LATEST)
     with (place / "aiter/__init__.py").open("a", encoding="utf-8") as file:
         file.write("raise RuntimeError('ROCm version file\\nnot found')\n")

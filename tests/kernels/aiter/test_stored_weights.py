@@ -108,7 +108,7 @@ def test_experts_stored_by_blocks(library: AiterLibrary, target: str, expert_par
         ("compressed-tensors-mxfp4", 64, 128, torch.bfloat16, "rounds the inputs of MXFP4 products too"),
     ],
 )
-def test_stored_weights_that_aiter_does_not_multiply(
+def test_unsupported_stored_weights_use_fallback(
     library: AiterLibrary, scheme: str, rows: int, columns: int, dtype: torch.dtype, reason: str
 ) -> None:
     backend = AiterBackend(Fallback(), library, TUNED)
@@ -132,7 +132,7 @@ def test_stored_weights_that_aiter_does_not_multiply(
         ("compressed-tensors-mxfp4", 128, 128, torch.bfloat16, None, "inputs of MXFP4 products too"),
     ],
 )
-def test_stored_experts_that_aiter_does_not_compute(
+def test_unsupported_stored_experts_use_fallback(
     library: AiterLibrary,
     scheme: str,
     hidden: int,

@@ -104,7 +104,7 @@ def test_unsupported_kernel_fails_verification() -> None:
     assert str(Comparison("moe", float("inf"), 0.01, "no such kernel")).endswith("inf (at most 1e-02) no such kernel")
 
 
-def test_a_machine_without_aiter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_without_aiter_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(since: object) -> None:
         raise AiterUnavailableError("AITER is not installed")
 

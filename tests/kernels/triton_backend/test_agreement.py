@@ -56,7 +56,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> TileAgreement:
 
 
 @pytest.mark.slow
-def test_tiles_that_give_equal_bits_agree(compared: TileAgreement) -> None:
+def test_tiles_with_equal_bits_agree(compared: TileAgreement) -> None:
     assert compared.of_products(FP32)
     assert compared.of_attention(FP32, 16)
 
@@ -67,9 +67,7 @@ def test_tiles_of_other_targets_are_not_tried() -> None:
     assert not untried.of_attention(FP32, 16)
 
 
-def test_a_product_whose_bits_follow_from_the_tile_disagrees(
-    compared: TileAgreement, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_product_with_tile_dependent_bits_disagrees(compared: TileAgreement, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = linear.linear_in
 
     def differing(x: torch.Tensor, packed: Any, plan: Any, *rest: Any) -> Any:
@@ -82,7 +80,7 @@ def test_a_product_whose_bits_follow_from_the_tile_disagrees(
 
 
 @pytest.mark.parametrize("differs_by", [pytest.param("block_m", marks=pytest.mark.slow), "dealt"])
-def test_attention_whose_bits_follow_from_the_tile_disagrees(
+def test_attention_with_tile_dependent_bits_disagrees(
     compared: TileAgreement, monkeypatch: pytest.MonkeyPatch, differs_by: str
 ) -> None:
     whole = attention.attend
@@ -94,7 +92,7 @@ def test_attention_whose_bits_follow_from_the_tile_disagrees(
     assert not compared.of_attention(FP32, 16)
 
 
-def test_the_answer_is_remembered(compared: TileAgreement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_is_cached(compared: TileAgreement, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second question launches no kernel, as a captured step requires."""
     assert compared.of_products(FP32)
     monkeypatch.setattr(linear, "linear_in", None)
@@ -108,7 +106,7 @@ def test_an_interpreted_backend_takes_one_tile() -> None:
 @pytest.mark.parametrize(
     ("columns", "inner"), [(6144, 4096), (4096, 12_288), (1024, 2048), (256, 7168), (151_936, 4096)]
 )
-def test_parts_of_agreeing_tiles_follow_from_the_weight_alone(columns: int, inner: int) -> None:
+def test_parts_of_agreeing_tiles_depend_on_weight_only(columns: int, inner: int) -> None:
     """The parts of K are the same for any number of rows, and each has whole tiles of K."""
     parts = set()
     for rows in range(1, 1500, 7):

@@ -132,7 +132,7 @@ def test_mixed_steps(settings: Settings, heads: tuple[int, int], dim: int, block
     torch.testing.assert_close(actual.double(), found.expected(STEP, scores), rtol=3e-6, atol=3e-6)
 
 
-def test_more_heads_of_one_key_head_than_rows_of_a_tile(settings: Settings) -> None:
+def test_more_query_heads_per_key_head_than_tile_rows(settings: Settings) -> None:
     found = pool([20], (71, 1))
     step = [(0, 18, 20)]
     actual = attention(found.rows(step), found.cache, 1, found.plan(step), 0.25, settings)
@@ -179,7 +179,7 @@ def test_tiles_before_a_window_are_not_read(dealt: int) -> None:
 
 
 @pytest.mark.parametrize("scores", [PLAIN, Scores(0.25, 40, torch.tensor([0.5, -1.0]), 3.0)], ids=["plain", "all"])
-def test_bits_do_not_depend_on_the_step(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_equal_in_any_step(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a sequence as one prompt, as chunks, as decodes; alone, among others; dealt out or not."""
     multiply_rows_alone(monkeypatch)
     found = pool([70, 40])

@@ -55,7 +55,7 @@ def test_packed_formats_of_gpus_are_refused_on_cpu(kernels: str, name: str) -> N
         resolve_packed_format(name, torch.float32, select_backend(kernels))
 
 
-def test_an_unknown_gpu_has_its_own_name() -> None:
+def test_unknown_gpu_has_distinct_name() -> None:
     """Which files of packed weights and the numerics class are keyed by."""
     gpus = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx90a", 64), GPUTarget("cuda", 80, 32)]
     backends = [backend_for(target.of(gpu)) for gpu in gpus]
@@ -74,7 +74,7 @@ def test_tokens_arrive_on_host_in_order() -> None:
     assert backend.sampling.fetch(ids)() == [1, 1]
 
 
-def test_a_zero_keeps_its_sign_through_the_interpreter() -> None:
+def test_zero_keeps_sign_in_interpreter() -> None:
     """What an output held before the kernel, here a zero of the other sign, does not show."""
     x, out = torch.tensor([[-0.0, 1.0]], dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.bfloat16)
     launch(elementwise._silu_and_mul_kernel, (1, 1), x, out, 2, 1, BLOCK=1)

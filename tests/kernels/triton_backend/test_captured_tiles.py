@@ -86,7 +86,7 @@ def test_attention_of_captured_steps(target: str, reach: int) -> None:
         assert of_latent == expected_of_latent
 
 
-def test_tuned_parts_follow_a_captured_steps_room() -> None:
+def test_tuned_parts_depend_on_captured_step_size() -> None:
     """Else it would not have to be a fact."""
     settings = Settings(TARGETS["sm_90"], batch_invariant=False)
     parts = [tuple(cut(settings, "half", shape.rows, 1024, 4096).parts for shape in pair) for pair in pairs()]

@@ -146,7 +146,7 @@ def answers(running: LLMEngine, **changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [NGRAM, EAGLE3])
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("deepseek_v3", marks=SAMPLED)])
-def test_captured_steps_with_drafts_give_the_tokens_of_pytorch(
+def test_tokens_of_captured_steps_with_drafts_equal_pytorch(
     architecture: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts that are right, wrong and both, of some sequences more than of others; and a head's own."""

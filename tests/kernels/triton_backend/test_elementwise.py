@@ -96,7 +96,7 @@ def test_rope(dtype: torch.dtype, rows: int, q_heads: int, k_heads: int, head_di
     assert_near(found_k, expected_k)
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_row_is_independent_of_other_rows() -> None:
     """To the bit, alone or anywhere among others, for tiles of one row and of many."""
     for shape in [(9, 1500), (9, 3, 16)]:
         x, weight = random(*shape), random(shape[-1], seed=1)

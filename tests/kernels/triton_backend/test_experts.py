@@ -90,7 +90,7 @@ def test_all_rows_on_one_expert() -> None:
     close(out, reference_moe(x, ids, shares[:, :1], weights, None))
 
 
-def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
+def test_expert_ranks_sum_to_whole_with_empty_rank() -> None:
     weights = made()
     x, ids, shares = step(8)
     parts = [slice(0, 0), slice(0, 3), slice(3, 7)]
@@ -124,7 +124,7 @@ def test_rows_may_lie_apart() -> None:
         (PackedFormat(torch.int8, quantizes_rows=True), CLAMP),
     ],
 )
-def test_a_rows_bits_do_not_depend_on_the_other_rows(
+def test_row_bits_are_independent_of_other_rows(
     monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None
 ) -> None:
     """In any order, in parts, alone, and with so many others that an expert has several tiles."""
@@ -274,7 +274,7 @@ def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtyp
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_quantized_row_that_overflowed_shows_it(packed_dtype: torch.dtype) -> None:
+def test_quantized_overflowed_row_gives_nan(packed_dtype: torch.dtype) -> None:
     """And no other does; nor do pairs of another rank's experts, which nothing is computed for."""
     packed = experts.pack(made()[:3], 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
     x, ids, shares = step(6)
@@ -327,7 +327,7 @@ def test_group_with_nan_weight_gives_nan(packed_dtype: torch.dtype) -> None:
     assert not out[:, 7:].any()
 
 
-def test_experts_can_not_be_packed_as_anything() -> None:
+def test_unsupported_packed_format_of_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"float32 cannot be packed as PackedFormat\(dtype=torch\.int32"):
         experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.int32), CPU)
     with pytest.raises(ValueError, match="float4_e2m1fn_x2, quantizes_rows=True"):
@@ -365,7 +365,7 @@ def test_no_choice_needs_more_tiles(num_pairs: int, num_experts: int) -> None:
     assert bound <= num_pairs
 
 
-def test_tiles_follow_the_number_of_pairs_only_where_rows_may_depend_on_others() -> None:
+def test_tiles_depend_on_pair_count_only_when_tuned() -> None:
     tuned = Settings(TARGETS[INTERPRETER], batch_invariant=False)
     pairs = (1, 64, 1000, 100_000)
     assert len({experts.tiles_for(INVARIANT, count, 8, 2, 2) for count in pairs}) == 1

@@ -68,7 +68,7 @@ def test_kernel_by_kernel_beside_prompts(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
-def test_rows_that_stay_show(folder: Path) -> None:
+def test_missing_row_move_is_detected(folder: Path) -> None:
     mutant = Mutant("keys stay", plan, "_move", "plan.seq_lens[: len(num_rejected)].sub_(num_rejected)", "pass")
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check(folder, 0)

@@ -182,7 +182,7 @@ def test_narrow_caches(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("index", [None, INDEX], ids=["dense", "selected"])
-def test_agrees_with_the_reference(index: IndexSpec | None) -> None:
+def test_latent_attention_equals_reference(index: IndexSpec | None) -> None:
     sequences = Sequences(KVSpec(1, 48, 32, index))
     reference = TorchBackend()
     cache = reference.kv_cache.allocate(sequences.spec, 1, sum(map(len, sequences.blocks)), 16, torch.float32)
@@ -205,7 +205,7 @@ def of_work(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("index", [None, INDEX], ids=["dense", "selected"])
-def test_bits_do_not_depend_on_the_step(index: IndexSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_equal_in_any_step(index: IndexSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in chunks, in a larger step with padding; by a program for each split or for all of them."""
     short_splits(monkeypatch)
     sequences = Sequences(KVSpec(1, 48, 32, index), heads=2)
@@ -281,7 +281,7 @@ def test_captured_selection_cost_follows_sequence_lengths(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("block", [16, 128])
-def test_the_highest_orders_are_found_bit_by_bit(block: int) -> None:
+def test_highest_orders_are_selected_by_bit(block: int) -> None:
     """Of any int32, with few and with many equal ones, against a sort; rows see 40 to 100 of 100."""
     random = torch.Generator().manual_seed(1)
     lowest, highest = -(2**31) + 1, 2**31 - 1

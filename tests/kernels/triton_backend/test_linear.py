@@ -69,7 +69,7 @@ def exact_in_tiles(n: int, k: int, rows: int) -> tuple[torch.Tensor, torch.Tenso
 
 # (N, K, T): so many rows that one program does all parts of K, of which there are one, two and four.
 @pytest.mark.parametrize(("n", "k", "rows"), [(33, 24, 19), (50, 300, 19), (20, 530, 50)])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(n: int, k: int, rows: int) -> None:
+def test_row_bits_are_independent_of_other_rows(n: int, k: int, rows: int) -> None:
     weight, x = exact_in_tiles(n, k, rows)
     packed = pack(weight, torch.randn(n), torch.float32, None, CPU)
     whole = linear.linear(x, packed, INVARIANT)
@@ -80,7 +80,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(n: int, k: int, rows: int) 
     assert torch.equal(torch.cat(chunks), whole)
 
 
-def test_the_order_of_k_can_be_seen_in_the_bits() -> None:
+def test_order_of_k_changes_bits() -> None:
     """Else the test above would show nothing: in tiles of 16 some rows have other bits."""
     weight, x = exact_in_tiles(50, 300, 19)
     packed = pack(weight, None, torch.float32, None, CPU)
@@ -89,7 +89,7 @@ def test_the_order_of_k_can_be_seen_in_the_bits() -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "rows", "parts"), [(50, 300, 19, 2), (20, 530, 50, 4)])
-def test_few_rows_split_parts_that_many_do_not(n: int, k: int, rows: int, parts: int) -> None:
+def test_few_rows_split_k_and_many_do_not(n: int, k: int, rows: int, parts: int) -> None:
     """Else the test of bits would not show that both ways add alike."""
     few, many = (cut(INVARIANT, "single", each, n, k) for each in (7, rows))
     assert few.parts == parts
@@ -130,7 +130,7 @@ def test_rows_of_a_view_and_weights_of_another_dtype(settings: Settings) -> None
     assert torch.equal(half, linear.linear(x.half(), pack(weight.half(), None, torch.float16, None, CPU), settings))
 
 
-def test_a_row_that_overflowed_shows_and_spoils_no_other(settings: Settings) -> None:
+def test_overflowed_row_gives_nan_without_affecting_others(settings: Settings) -> None:
     weight, _, x = drawn(40, 30, 9, torch.float32)
     packed = pack(weight, None, torch.float32, None, CPU)
     whole = linear.linear(x, packed, settings)

@@ -88,7 +88,7 @@ def test_fp8_weights_have_the_scales_of_int8(dtype: torch.dtype, settings: Setti
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.number != "fp4"])
-def test_a_checkpoints_numbers_are_taken_as_they_are(scheme: str) -> None:
+def test_checkpoint_numbers_are_packed_unchanged(scheme: str) -> None:
     weight, bias, x = drawn(130, 150, 2, torch.float32)
     # Most meet the FP8 that they do not have.
     fp8 = FN if SCHEMES[scheme].number == "fnuz" or scheme in ("deepseek", "w8a8-fp8") else FNUZ
@@ -182,7 +182,7 @@ def test_rows_and_weight_of_8_bits(packed_dtype: torch.dtype, dtype: torch.dtype
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("packed_dtype", [torch.int8, FN])
-def test_a_quantized_row_that_overflowed_shows(number: float, packed_dtype: torch.dtype) -> None:
+def test_quantized_row_overflow_gives_nan(number: float, packed_dtype: torch.dtype) -> None:
     weight, _, x = drawn(20, 30, 3, torch.float32)
     packed = pack_w8a8(weight, None, torch.float32, packed_dtype, CPU)
     whole = linear.linear(x, packed, INVARIANT)
@@ -203,7 +203,7 @@ def quantized_ways(weight: torch.Tensor) -> dict[str, PackedWeight]:
     }
 
 
-def test_a_quantized_products_bits_do_not_depend_on_the_other_rows() -> None:
+def test_quantized_row_bits_are_independent_of_other_rows() -> None:
     """x has few bits and each number of the weight too, so products of tiles are exact (see test_linear)."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(33, 288, generator=generator)

@@ -106,7 +106,7 @@ def test_tokens_are_drawn_at_their_own_positions(ops: SamplingOps) -> None:
         check_sampling(rnd, ops)
 
 
-def test_a_plan_moved_is_the_plan_of_the_right_numbers() -> None:
+def test_moved_plan_equals_plan_of_final_positions() -> None:
     check_steps()
 
 
@@ -132,12 +132,12 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check_steps()
 
 
-def test_noise_of_another_position_shows() -> None:
+def test_noise_of_other_position_is_detected() -> None:
     mutant = Mutant("positions stay", SampleTensors, "moved", " - num_rejected.to(torch.int32)", "")
     with mutant.applied(), pytest.raises(OBJECTIONS):
         check_sampling(random.Random(0), TritonSamplingOps(CPU))

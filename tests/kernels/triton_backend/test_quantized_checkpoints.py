@@ -106,7 +106,7 @@ def test_each_quantize_option_has_its_packed_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("inner", "bytes_per_number"), [(512, 1), (320, 4)])
-def test_two_ranks_add_up_to_one(tmp_path: Path, inner: int, bytes_per_number: int) -> None:
+def test_two_ranks_sum_to_one(tmp_path: Path, inner: int, bytes_per_number: int) -> None:
     """With parts that fall on the borders of blocks; and where they do not, in floats."""
     folder = make_checkpoint(tmp_path, tokenizer=False, num_hidden_layers=1, intermediate_size=inner, hidden_size=160)
     worths = quantize_checkpoint(folder, SCHEMES["deepseek"])

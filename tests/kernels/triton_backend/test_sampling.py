@@ -137,7 +137,7 @@ def test_any_row_of_many(row: Row) -> None:
     assert_same_row(row)
 
 
-def test_ties_at_the_border_keep_the_lowest_ids() -> None:
+def test_ties_at_border_keep_lowest_ids() -> None:
     """Over several chunks, at the border of top_k, of top_p, and of top_p inside that of top_k."""
     rows, vocab = 3, 5000
     logits = np.zeros((rows, vocab), np.float32)
@@ -151,7 +151,7 @@ def test_ties_at_the_border_keep_the_lowest_ids() -> None:
     assert_same(logits, given, np.random.default_rng(3))
 
 
-def test_a_prefix_that_just_reaches_top_p_is_enough() -> None:
+def test_top_p_prefix_ends_at_exact_mass() -> None:
     """A quarter of four equal masses is one of them, half is two."""
     fractions = np.array([0.25, 0.25, 0.25, 0.5, 0.5, 0.5], np.float32)
     given = SampleParams(np.ones(6, np.float32), np.zeros(6, np.int64), fractions, np.zeros(6, np.float32))
@@ -264,7 +264,7 @@ def test_bits() -> None:
     assert np.isneginf(expected[0, 128:]).all()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_row_is_independent_of_other_rows() -> None:
     rng = np.random.default_rng(8)
     logits, given = random_logits(5, 300, rng), params(5, rng, FILTERS["all"])
     seeds, positions, choices = randoms(5, rng)
@@ -395,7 +395,7 @@ def test_a_fraction_of_a_mass_is_exact() -> None:
     assert out.tolist() == [-(-mantissa * total // 2**shift) for mantissa, shift, total in cases]
 
 
-def test_numbers_for_logprobs_are_the_references() -> None:
+def test_logit_statistics_equal_reference() -> None:
     rng = np.random.default_rng(8)
     logits = rng.normal(size=(20, 1500)).astype(np.float32) * 4
     logits[3] = np.nan

@@ -87,7 +87,7 @@ def stored_experts(scheme: str, bias: bool, inner: int = INNER) -> tuple[list[Ex
         ("quark-mxfp4", ClampedSwiglu(1.7, 1.5), FN),
     ],
 )
-def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | None, fp8: torch.dtype) -> None:
+def test_stored_experts_are_packed_unchanged(scheme: str, clamp: ClampedSwiglu | None, fp8: torch.dtype) -> None:
     stored, floats = stored_experts(scheme, bias=clamp is not None)
     x, shares = drawn(5, HIDDEN, seed=7), torch.rand(5, 2)
     ids = torch.tensor([[0, 1], [2, 0], [1, 3], [3, 2], [0, 3]])
@@ -104,7 +104,7 @@ def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | Non
 
 
 @pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_row_bits_are_independent_of_other_rows(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     multiply_rows_alone(monkeypatch)
     backend = backend_of(FN)
     experts_packed = backend.experts.pack(stored_experts(scheme, bias=False)[0], 0, None, torch.float32)
@@ -134,7 +134,7 @@ def test_blocks_of_experts_stay_blocks() -> None:
 
 @pytest.mark.parametrize("which", ["gate_up", "down"])
 @pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
-def test_one_weight_of_each_expert_may_be_stored_otherwise(scheme: str, which: str) -> None:
+def test_one_expert_weight_may_be_dequantized(scheme: str, which: str) -> None:
     """Where a rank's part of the other cuts groups."""
     stored, floats = stored_experts(scheme, bias=False)
     mixed = [

@@ -49,14 +49,14 @@ def test_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(check.passed for check in verifier.all("linear"))
 
 
-def test_rows_that_depend_on_their_number_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_dependent_on_row_count_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TritonBackend()
     monkeypatch.setattr(backend.linear, "apply", lambda x, packed: x + len(x))
     checks = BitVerifier(backend, inner=32, outer=48, rows=20).all("rows of")
     assert not any(check.passed for check in checks)
 
 
-def test_formats_that_a_gpu_has_not_are_skipped_and_named(
+def test_formats_unsupported_by_gpu_are_skipped_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else bfloat16 would be verified under their names."""

@@ -126,7 +126,7 @@ def test_attention_with_a_window_and_sinks(
     check_attention(backend, (heads, kv_heads, 16), 16, torch.float32, window, sinks)
 
 
-def test_attention_with_sinks_alone_far_above_and_far_below_the_scores(backend: KernelBackend) -> None:
+def test_attention_with_extreme_sinks(backend: KernelBackend) -> None:
     sinks = torch.tensor([-1e4, 0.0, 30.0, 1e4])
     check_attention(backend, (4, 2, 16), 16, torch.float32, sinks=sinks)
 

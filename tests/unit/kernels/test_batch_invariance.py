@@ -105,7 +105,7 @@ def test_elementwise_and_norm_rows(width: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_exp2_of_an_element_does_not_depend_on_its_place() -> None:
+def test_exp2_of_element_is_independent_of_position() -> None:
     generator = torch.Generator().manual_seed(0)
     x = -torch.rand(elementwise.CHUNK * 3, generator=generator) * 30
     whole = x.clone()
@@ -224,7 +224,7 @@ def test_logits_of_many_decodes(model: Model) -> None:
         assert torch.equal(row, model.alone[4][end - 1]), f"decode at {end}"
 
 
-def test_stale_blocks_do_not_show(model: Model) -> None:
+def test_stale_blocks_have_no_effect(model: Model) -> None:
     """What an earlier sequence left in a block, even NaN, changes nothing."""
     cache = model.runner._kv_cache
     pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]

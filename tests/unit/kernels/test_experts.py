@@ -68,7 +68,7 @@ def test_moe(
     close(out, reference_moe(x, ids, weights, made, clamp), tolerance)
 
 
-def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: KernelBackend) -> None:
+def test_expert_ranks_sum_to_whole_with_empty_rank(backend: KernelBackend) -> None:
     made = experts()
     x, ids, weights = step(50, seed=1)
     parts = [slice(0, 0), slice(0, 3), slice(3, 7)]
@@ -80,7 +80,7 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: K
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(
+def test_row_bits_are_independent_of_other_rows(
     backend: KernelBackend, dtype: torch.dtype, clamp: ClampedSwiglu | None
 ) -> None:
     packed = backend.experts.pack(experts(dtype, bias=True), 0, clamp, dtype)
@@ -152,9 +152,7 @@ def test_route(backend: KernelBackend, name: str) -> None:
 
 @pytest.mark.parametrize("num_experts", [8, 12, 60, 128, 256])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
-def test_a_rows_choice_does_not_depend_on_the_other_rows(
-    backend: KernelBackend, num_experts: int, scoring: Any
-) -> None:
+def test_route_of_row_is_independent_of_other_rows(backend: KernelBackend, num_experts: int, scoring: Any) -> None:
     logits = torch.randn(100, num_experts, generator=torch.Generator().manual_seed(8)) * 3
     routing = Routing(6, scoring, renormalize=True)
     ids, weights = backend.experts.route(logits, routing)
@@ -165,7 +163,7 @@ def test_a_rows_choice_does_not_depend_on_the_other_rows(
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
-def test_of_equal_experts_the_lower_ids_are_chosen(backend: KernelBackend, scoring: Any) -> None:
+def test_equal_experts_are_chosen_by_lower_id(backend: KernelBackend, scoring: Any) -> None:
     logits = torch.zeros(2, 40)
     logits[:, 31] = 1.0
     ids, _ = backend.experts.route(logits, Routing(4, scoring))

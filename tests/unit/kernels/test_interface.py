@@ -32,7 +32,7 @@ def groups_of(backend: Any) -> Iterator[tuple[object, type]]:
         yield getattr(backend, name), group
 
 
-def test_there_are_groups_with_operations() -> None:
+def test_groups_have_operations() -> None:
     assert set(GROUPS) == {
         "linear",
         "elementwise",
@@ -46,7 +46,7 @@ def test_there_are_groups_with_operations() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_operation_is_done(name: str) -> None:
+def test_backends_implement_every_operation(name: str) -> None:
     for done, group in groups_of(backend_or_skip(name)):
         assert group in type(done).__mro__
         assert not missing(done, group), type(done).__name__

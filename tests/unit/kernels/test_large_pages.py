@@ -75,7 +75,7 @@ def test_empty_memory_is_not_touched() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what a mapping is")
 @pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 64])
-def test_packed_weights_are_in_large_pages_where_they_fill_one(size: int) -> None:
+def test_large_packed_weights_use_large_pages(size: int) -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists():
         pytest.skip("this system has no large pages")

@@ -164,7 +164,7 @@ def test_selection_at_borders(backend: KernelBackend, topk: int, index_heads: in
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("index", [None, INDEX])
-def test_bits_do_not_depend_on_the_step(backend: KernelBackend, index: IndexSpec | None) -> None:
+def test_bits_are_equal_in_any_step(backend: KernelBackend, index: IndexSpec | None) -> None:
     step = Step(KVSpec(1, 28, 20, index), 3, 16, torch.float32, backend)
     # Alone, a row of up to 20 tokens has the dense plan; beside a longer one it selects all.
     alone = [{p: step.run([(i, p, p + 1)])[0][0] for p in {*range(0, n, 7), n - 1}} for i, n in enumerate(LENGTHS)]

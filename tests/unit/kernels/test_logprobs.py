@@ -59,7 +59,7 @@ def test_logprobs_equal_float64(stats: Stats, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_a_row_has_the_same_numbers_alone(stats: Stats, vocab: int) -> None:
+def test_row_statistics_are_equal_alone(stats: Stats, vocab: int) -> None:
     logits, tokens, top, given = drawn(vocab, rows=40)
     together = stats(logits, tokens, top, given)
     for row in range(len(logits)):
@@ -77,7 +77,7 @@ def test_nan_row_has_zero_mass(stats: Stats) -> None:
     assert np.isnan(logprobs.log_normalizers(found)).tolist() == [True, True, False]
 
 
-def test_masses_of_the_native_kernels_are_nearly_the_references() -> None:
+def test_native_masses_are_close_to_reference() -> None:
     """Their exp differs in its last bits, which do not reach a float32 but for one row in thousands."""
     given = drawn(20_000)
     ours, reference = native_sampling.logit_stats(native_library(), *given), logprobs.logit_stats(*given)

@@ -20,7 +20,7 @@ def test_a_reallocated_output_is_an_error() -> None:
         torch.add(torch.zeros(4), 1, out=out)
 
 
-def test_garbage_of_another_test_is_not_the_error_of_this_one() -> None:
+def test_warnings_of_other_tests_do_not_fail_outputs_test() -> None:
     """`test_linear` once failed for a socket that a test before it had left: every warning was an error there."""
     left = [socket.socket()]
     left.append(left)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_the_worth_of_stored_numbers(scheme: str) -> None:
+def test_stored_numbers_dequantize_exactly(scheme: str) -> None:
     stored, worth = quantized_weight(scheme, drawn(150, 288))
     assert stored.shape == (150, 288)
     assert torch.equal(as_floats(stored), worth)
@@ -27,7 +27,7 @@ def test_the_worth_of_stored_numbers(scheme: str) -> None:
     assert torch.equal(as_floats(by_rows), worth)
 
 
-def test_floats_are_taken_as_they_are() -> None:
+def test_floats_are_unchanged() -> None:
     weight = drawn(3, 4).half()
     assert as_floats(weight) is weight
 

@@ -113,7 +113,7 @@ def test_equals_the_reference(logits: list[float], rows: list[Row]) -> None:
     assert run(batch, rows) == [reference_sample(logits, row) for row in rows]
 
 
-def test_a_row_does_not_depend_on_the_batch() -> None:
+def test_row_is_independent_of_batch() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (40, 500)).astype(np.float32)
     rows = [
@@ -190,7 +190,7 @@ def test_a_tiny_temperature_takes_the_most_likely(row: Row, temperature: float) 
     assert ids == logits.argmax(axis=1).tolist()
 
 
-def test_a_penalty_that_overflows_is_no_fault_of_the_model() -> None:
+def test_overflowing_penalty_keeps_logits_finite() -> None:
     logits, one = np.ones((1, 8), np.float32), np.ones(1, np.float32)
     seen = [SeenIds(np.array([3]), [])]
     penalize(logits, Penalties(np.array([0]), seen, np.float32(1e-44) * one, 0 * one, 0 * one))
@@ -199,7 +199,7 @@ def test_a_penalty_that_overflows_is_no_fault_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("row", [*FILTERED, Row(temperature=0.0)])
-def test_overflowed_rows_leave_the_others_alone(row: Row) -> None:
+def test_overflowed_rows_do_not_affect_others(row: Row) -> None:
     logits = np.zeros((4, 8), np.float32)
     logits[0, 3], logits[1], logits[2, 5] = np.nan, np.nan, np.inf
     ids = run(logits, [row] * 4)
@@ -219,7 +219,7 @@ IDS = st.lists(st.integers(0, 40), max_size=30)
 
 
 @given(IDS, IDS, IDS)
-def test_seen_ids_grow_as_they_are_made(prompt: list[int], output: list[int], more: list[int]) -> None:
+def test_seen_ids_update_incrementally(prompt: list[int], output: list[int], more: list[int]) -> None:
     """W5: counted token by token, or all at once."""
     grown = SeenIds(np.unique(np.array(prompt, np.int64)), output)
     for token in more:

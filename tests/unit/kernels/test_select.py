@@ -77,7 +77,7 @@ def test_unknown_kernels_name_lists_choices() -> None:
 
 
 @pytest.mark.parametrize("name", ["triton", "aiter"])
-def test_kernels_of_gpus_need_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernels_need_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     # Tests of kernels in this process may have switched the interpreter on.

@@ -12,7 +12,7 @@ TABLES = np.array([[7, 2, 9], [3, 5, 1]])
 POSITIONS, SEQUENCES = np.array([[0, 3, 4], [11, 8, 7]]), np.array([0, 1, 1])
 
 
-def test_a_slot_is_a_place_in_a_block() -> None:
+def test_slots_equal_block_positions() -> None:
     expected = [
         [int(TABLES[s, p // SIZE]) * SIZE + p % SIZE for p, s in zip(row, SEQUENCES.tolist(), strict=True)]
         for row in POSITIONS.tolist()

@@ -121,7 +121,9 @@ def alone(runner: ModelRunner) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("setting", slow_but({"chunked"}, list(SETTINGS)))
-def test_an_answer_is_the_same_among_others(runner: ModelRunner, alone: list[dict[str, Any]], setting: str) -> None:
+def test_constrained_answer_is_equal_alone_and_batched(
+    runner: ModelRunner, alone: list[dict[str, Any]], setting: str
+) -> None:
     engine = engine_of(runner, **SETTINGS[setting])
     # Long ones, so that there are too few blocks for all, however long grammars take to compile.
     longest = 110 if setting == "preempted" else 30
@@ -240,7 +242,7 @@ def test_no_step_is_computed_after_finished_answer(runner: ModelRunner, n: int, 
             assert max(computed) == prompt + longest - 1
 
 
-def test_rows_without_a_constraint_take_no_part_in_one(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconstrained_rows_do_no_constraint_work(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: masks that are made and applied, tokens that grammars are given, searches for forced text."""
     masks, sampling = runner.sampler._grammars, runner.sampler._sampling
     assert masks is not None
@@ -371,7 +373,7 @@ def test_grammar_forced_text_takes_fewer_steps_with_same_tokens(
     assert ahead.core.scheduler.forced_stats.total_accepted_tokens > 0
 
 
-def test_texts_are_forced_beside_drafts_of_a_proposer(runner: ModelRunner) -> None:
+def test_forced_text_and_drafts_work_together(runner: ModelRunner) -> None:
     params = [*asked(), *asked(temperature=0.0, num_drafts=2)]
     expected = [answer["token_ids"] for answer in generate(engine_of(runner), params)]
     spec = SpeculativeConfig(6, NGRAM, prompt_lookup_min=1, adaptive=False)

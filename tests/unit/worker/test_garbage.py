@@ -47,7 +47,7 @@ class TestPolicy:
         assert policy.due(0, 100.0 + BUSY_FULL_S, idle=False) is Generation.FULL
         assert policy.due(0, 101.0 + BUSY_FULL_S, idle=False) is None
 
-    def test_an_idle_engine_collects_everything_now_and_then(self) -> None:
+    def test_idle_engine_runs_full_collections_periodically(self) -> None:
         policy = CollectionPolicy(0.0)
         kinds = [policy.due(10, 0.5 * i, idle=True) for i in range(1, 61)]
         assert kinds.count(Generation.FULL) == int(30 / IDLE_FULL_S)

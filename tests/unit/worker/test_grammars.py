@@ -56,7 +56,7 @@ def test_kept_grammars_are_bounded_in_bytes_and_number(monkeypatch: pytest.Monke
     assert len(grammars._kept) == MAX_COMPILED_GRAMMARS
 
 
-def test_grammars_in_use_count_and_a_large_one_has_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_in_use_count_and_largest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_GRAMMARS_BYTES", 64 << 20)
     second = 1 / module._BYTES_PER_SECOND
     grammars = made()

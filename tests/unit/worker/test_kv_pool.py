@@ -28,7 +28,7 @@ def test_model_length_is_lowered_to_cache_size() -> None:
     assert pool(model_len=9999, kv_cache_memory=7 * BLOCK_BYTES) == (7, 112)
 
 
-def test_a_length_asked_for_enlarges_the_default_cache() -> None:
+def test_requested_length_enlarges_default_cache() -> None:
     assert pool(model_len=9999, max_model_len=3200) == (200, 3200)
     with pytest.raises(InvalidFieldError, match="at most 6400: the free memory"):
         pool(model_len=9999, max_model_len=6401)
@@ -42,7 +42,7 @@ def test_both_set_and_contradictory_is_refused() -> None:
         pool(max_model_len=113, num_kvcache_blocks=5)
 
 
-def test_beyond_the_models_own_length_is_refused() -> None:
+def test_length_beyond_model_maximum_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match="model's own 1024"):
         pool(max_model_len=1025)
 

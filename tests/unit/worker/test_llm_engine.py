@@ -80,7 +80,7 @@ def test_greedy_tokens_equal_transformers(folder: Path, engine: LLMEngine, greed
     assert len({tuple(answer["token_ids"]) for answer in greedy}) == len(PROMPTS)
 
 
-def test_alone_and_again_gives_the_same(engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
+def test_answers_are_equal_alone_and_repeated(engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
     for prompt, answer in zip(PROMPTS, greedy, strict=True):
         assert engine.generate([prompt], GREEDY)[0]["token_ids"] == answer["token_ids"]
     assert engine.core.load().free_blocks == 8
@@ -334,7 +334,7 @@ class TestRequestsAndSteps:
             for wanted in expected:
                 assert answers[wanted["request_id"], wanted["index"]]["token_ids"] == wanted["token_ids"]
 
-    def test_parts_together_are_the_answer(self, folder: Path) -> None:
+    def test_streamed_parts_equal_answer(self, folder: Path) -> None:
         engine = simulated(folder)
         whole = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=40, seed=1))[0]["text"]
         parts: list[StreamOutput] = []
@@ -411,7 +411,7 @@ class TestRequestsAndSteps:
                 engine.add_request(prompt, {"n": 3})
         assert not engine.has_unfinished()
 
-    def test_a_callback_that_raises_ends_its_request_only(self, folder: Path) -> None:
+    def test_raising_callback_ends_only_its_request(self, folder: Path) -> None:
         engine, parts = simulated(folder), list[StreamOutput]()
 
         def fails(part: StreamOutput) -> None:
@@ -461,7 +461,7 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLMEngine, Tokeniz
     return LLMEngine(Config(model=str(folder), num_kvcache_blocks=16, max_model_len=96)), Tokenizer.from_folder(folder)
 
 
-def test_a_token_that_only_the_tokenizer_has_is_refused_and_the_engine_lives(
+def test_token_beyond_model_vocabulary_is_refused_alone(
     beyond: tuple[LLMEngine, Tokenizer],
 ) -> None:
     """M1: a text with such a token killed the engine, and every other request in it."""
@@ -514,7 +514,7 @@ def test_engine_refuses_fields_refused_by_service(
     assert engine.generate([[5]], {"max_tokens": 1})[0]["num_tokens_output"] == 1
 
 
-def test_lists_that_do_not_fit_each_other_are_refused(beyond: tuple[LLMEngine, Tokenizer]) -> None:
+def test_lists_of_different_length_are_refused(beyond: tuple[LLMEngine, Tokenizer]) -> None:
     """M11: a string was taken for a list of its characters."""
     engine, _ = beyond
     for arguments, path in [

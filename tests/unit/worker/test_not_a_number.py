@@ -89,7 +89,7 @@ def test_nan_answer_ends_and_others_continue(
     broken.core.scheduler.check_integrity()
 
 
-def test_its_unpublished_blocks_are_not_shared(folder: Path, tmp_path: Path) -> None:
+def test_blocks_of_nan_step_are_not_shared(folder: Path, tmp_path: Path) -> None:
     """W6: what a step has computed whose output is not a number is in no cache."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch")
     answers = bad.generate([[9, *range(100, 140)], list(range(100, 140))], GREEDY)
@@ -99,7 +99,7 @@ def test_its_unpublished_blocks_are_not_shared(folder: Path, tmp_path: Path) -> 
     assert len(bad.core.scheduler.block_manager.prefixes.cached_blocks(Sequence(list(range(100, 140)), 16))) == 2
 
 
-def test_chunks_before_it_are_not_shared(folder: Path, tmp_path: Path) -> None:
+def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
     """W6: chunks give no token, so those that had NaN in them stayed in the cache, for all who came after."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch", max_num_batched_tokens=16)
     shared = list(range(100, 132))
@@ -116,7 +116,7 @@ def test_chunks_before_it_are_not_shared(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_the_probe_at_start_refuses_such_a_model(folder: Path, tmp_path: Path, name: str, value: float) -> None:
+def test_startup_probe_refuses_nan_model(folder: Path, tmp_path: Path, name: str, value: float) -> None:
     """M2: it served id 0 for ever, with status OK."""
     bad = spoiled(folder, tmp_path / "bad", name, slice(None), value)
     runner = ModelRunner(Config(model=str(bad), max_model_len=128), ModelConfig.from_folder(bad))
@@ -127,7 +127,7 @@ def test_the_probe_at_start_refuses_such_a_model(folder: Path, tmp_path: Path, n
 
 
 class TestLanding:
-    def test_a_prompt_ends_without_a_token(self) -> None:
+    def test_nan_prompt_ends_without_token(self) -> None:
         sched = scheduler()
         bad, good = prompt_of(33), prompt_of(33, 300)
         sched.add_group([bad, good])
@@ -139,7 +139,7 @@ class TestLanding:
         assert sched.block_manager.prefixes.cached_blocks(prompt_of(40)) == []
         assert len(sched.block_manager.prefixes.cached_blocks(prompt_of(40, 300))) == 2
 
-    def test_routers_hear_that_its_chunks_have_left_the_cache(self) -> None:
+    def test_eviction_of_nan_chunks_is_sent_to_routers(self) -> None:
         """W6: else they would go on to send what shares the prompt's beginning."""
         sched = scheduler(max_num_batched_tokens=16 * GRANULE_BLOCKS)
         manager = sched.block_manager
@@ -183,7 +183,7 @@ class TestLanding:
         assert (good.completion_token_ids, sched.postprocessor.num_nan_rows) == ([7, 8], 1)
         assert sched.block_manager.num_free_blocks == 15
 
-    def test_a_preempted_sequence_ends_where_it_waits(self) -> None:
+    def test_preempted_sequence_can_end_while_waiting(self) -> None:
         sched = scheduler()
         seq = prompt_of(3)
         sched.add(seq)
@@ -193,7 +193,7 @@ class TestLanding:
         assert [out.end_reason for out in sched.take_outputs()] == [EndReason.NOT_A_NUMBER]
         assert not sched.lifecycle.live
 
-    def test_accepted_drafts_before_it_count(self) -> None:
+    def test_accepted_drafts_before_nan_count(self) -> None:
         sched = scheduler(k=2)
         seq = prompt_of(3)
         sched.add(seq)
@@ -214,7 +214,7 @@ class Broken(SimulatedRunner):
         return output
 
 
-def test_the_end_the_metric_and_the_log_line() -> None:
+def test_nan_end_has_metric_and_log_line() -> None:
     """W6: nobody was told."""
     config = Config(num_kvcache_blocks=16, max_model_len=96)
     turns = EngineTurns(EngineCore(config, Broken(50, 0, num_blocks=16), clock=lambda: 0.0), lambda: 0.0)
@@ -239,7 +239,7 @@ def test_masks_without_allowed_ids_give_no_token() -> None:
     assert TorchBackend().sampling.argmax(torch.full((1, 5), -torch.inf), 5).tolist() == [NO_TOKEN]
 
 
-async def test_a_worker_of_such_a_model_ends_with_2(folder: Path, tmp_path: Path) -> None:
+async def test_worker_of_nan_model_exits_with_2(folder: Path, tmp_path: Path) -> None:
     """M2: by one line that names the folder."""
     bad = spoiled(folder, tmp_path / "bad", "model.norm.weight", slice(None))
     config = Config(model=str(bad), max_model_len=128, kv_cache_memory=1 << 22, weights_cache="")

@@ -42,7 +42,7 @@ def test_one_updating_line_on_a_terminal() -> None:
     assert [entry["stage"] for entry in logs] == ["loading weights", "warming up"]
 
 
-def test_a_log_line_now_and_then_elsewhere() -> None:
+def test_progress_is_logged_periodically_without_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     with capture_logs() as logs:
         load(Progress(stream, clock), clock)

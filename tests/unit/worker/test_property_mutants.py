@@ -48,21 +48,21 @@ from worker.session.intake import Inbox
 from worker.session.outbox import Outbox, OutboxRun
 
 _EVERY = test_outbox.test_every_interleaving_delivers_every_token_once_in_order
-_BREAK = test_outbox.test_streams_that_break_lose_frames_and_no_tokens
+_BREAK = test_outbox.test_broken_streams_lose_frames_and_no_tokens
 _LOGPROBS = test_outbox.test_logprobs_accompany_tokens_after_given_rows
 _CUT = test_intake.test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
 _HOLDS = test_cache_events.test_kv_log_equals_engine_cache
 _LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
 _ALIKE = test_drafter.test_lookup_among_many_places_that_look_alike
-_AFFORDED = test_context_cost.test_as_many_tokens_as_can_be_afforded
+_AFFORDED = test_context_cost.test_chunk_has_largest_affordable_size
 _CACHE, _WEAK = test_block_manager.CacheMachine, test_block_manager.WeakHashMachine
 _SCHEDULER = test_state_machine.SchedulerMachine
 _CHUNKS = test_lockstep.test_chunks_cover_each_engines_rows_once
 _CUTS = test_frames.test_messages_survive_any_cut
 _ANY_BYTES = test_frames.test_any_bytes_are_a_message_or_a_frame_error
 _ALL_WAITING = test_extreme_numbers.test_the_waiting_tokens_of_all_routers_fit_their_field
-_BATCHES = test_batch_delta.test_batches_arrive_as_they_were
+_BATCHES = test_batch_delta.test_batches_arrive_unchanged
 _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
 _CHOICES = test_draft_controller.test_choices_are_beginnings_of_what_there_is
 _NEVER_LONGER = test_draft_controller.test_it_never_takes_longer_than_plain_decoding
@@ -172,6 +172,6 @@ def test_each_property_test_of_sequences_has_a_fault_to_find() -> None:
 @pytest.mark.parametrize(
     ("mutant", "test"), MUTANTS, ids=[f"{mutant.trap.replace(' ', '_')}-{name_of(test)}" for mutant, test in MUTANTS]
 )
-def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_property_test_finds_fault(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     with mutant.applied(), pytest.raises(OBJECTIONS):
         run(test, monkeypatch)

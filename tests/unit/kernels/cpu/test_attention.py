@@ -106,7 +106,7 @@ def test_chunks_batches_and_threads_do_not_change_bits(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("spoiled", [40, 41])
-def test_tokens_before_a_window_do_not_show(
+def test_tokens_before_window_have_no_effect(
     some_attention: CDLL, heads: int, kv_heads: int, dim: int, spoiled: int
 ) -> None:
     """Not even one that overflowed, whose neighbour is seen; of a prefill and of decodes."""
@@ -125,7 +125,7 @@ def test_tokens_before_a_window_do_not_show(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1), (7, 1)])
 @pytest.mark.parametrize("dim", [32, 64, 128, 160])
 @pytest.mark.parametrize("window", [None, 33])
-def test_decodes_are_the_rows_of_a_prefill(
+def test_decode_rows_equal_prefill_rows(
     some_attention: CDLL, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
     """Of few query heads to a key head, which take no detour, and of more; keys that end within a pair and after it."""
@@ -150,7 +150,7 @@ def test_many_sequences_at_once(some_attention: CDLL) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("spoiled", [100, 101])
-def test_later_tokens_that_overflowed_do_not_show(some_attention: CDLL, dtype: torch.dtype, spoiled: int) -> None:
+def test_overflowed_later_tokens_have_no_effect(some_attention: CDLL, dtype: torch.dtype, spoiled: int) -> None:
     """The first and the second of a pair of neighbours."""
     cache, (blocks, _) = filled(some_attention, 1, 32, dtype)
     q = torch.randn(LENGTH, 4, 32).to(dtype)
@@ -164,7 +164,7 @@ def test_later_tokens_that_overflowed_do_not_show(some_attention: CDLL, dtype: t
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (9, 1), (24, 1), (4, 2)])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("spoiled", [torch.nan, -torch.inf])
-def test_values_that_overflowed_show_where_they_are_seen_alone(
+def test_overflowed_values_give_nan_in_rows_with_access(
     some_attention: CDLL, heads: int, kv_heads: int, window: int | None, spoiled: float
 ) -> None:
     """In tokens whose rows are in one tile and in several; keys stay numbers."""
@@ -186,7 +186,7 @@ def test_values_that_overflowed_show_where_they_are_seen_alone(
 
 @pytest.mark.parametrize("dim", [32, 40])
 @pytest.mark.parametrize("window", [None, 70])
-def test_the_size_of_blocks_does_not_change_bits(some_attention: CDLL, dim: int, window: int | None) -> None:
+def test_block_size_does_not_change_bits(some_attention: CDLL, dim: int, window: int | None) -> None:
     outs = []
     for block in (16, 1, 5, 24, 32, 64, 80):
         cache, (blocks, others) = filled(some_attention, 2, dim, torch.bfloat16, block=block)
@@ -198,7 +198,7 @@ def test_the_size_of_blocks_does_not_change_bits(some_attention: CDLL, dim: int,
 
 @pytest.mark.parametrize("processors", ["avx512bf16", "amx"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 1, 24), (2, 2, 32), (20, 1, 64)])
-def test_the_processors_pairs_are_the_emulated_ones(
+def test_processor_pair_products_equal_emulation(
     native: CDLL, processors: str, heads: int, kv_heads: int, dim: int
 ) -> None:
     """To the bit, decodes and longer parts alike."""
@@ -261,7 +261,7 @@ def test_narrow_caches_are_read_exactly(
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "cu_seqlens_q", "block_tables", "slot_mapping"])
-def test_metadata_that_would_be_misread_is_refused(name: str) -> None:
+def test_misaligned_metadata_is_refused(name: str) -> None:
     step = metadata([Rows(0, 5, [3]), Rows(0, 3, [2])], BLOCK)
     kept = getattr(step, name)
     setattr(step, name, kept.astype(np.int32))

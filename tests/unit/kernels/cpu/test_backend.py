@@ -24,14 +24,14 @@ def digest(folder: Path, kernels: str, threads: int, dtype: str = "float32") -> 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
-def test_the_numerics_class_does_not_depend_on_threads(threads: CDLL, tmp_path: Path, model_type: str) -> None:
+def test_numerics_class_is_independent_of_threads(threads: CDLL, tmp_path: Path, model_type: str) -> None:
     """Nor that of models with experts and latent attention."""
     folder = make_checkpoint(tmp_path, model_type, num_hidden_layers=2, tokenizer=False)
     assert digest(folder, "cpu", 1) == digest(folder, "cpu", 2) == digest(folder, "cpu", 3)
     assert digest(folder, "torch", 1) != digest(folder, "cpu", 1)
 
 
-def test_where_pytorch_takes_part_its_threads_count(threads: CDLL, tmp_path: Path) -> None:
+def test_numerics_class_includes_pytorch_threads_if_used(threads: CDLL, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False)
     assert digest(folder, "cpu", 1, "float16") != digest(folder, "cpu", 2, "float16")
 

@@ -19,7 +19,7 @@ SOURCE = (
 )
 
 
-def test_no_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_error_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: none of c\+\+, g\+\+, clang\+\+ is on the PATH"):
@@ -29,7 +29,7 @@ def test_no_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("compiler", "message"), [("/nowhere/c++", "cannot be run: No such file"), ("false", "false failed: exit code 1")]
 )
-def test_a_compiler_that_fails_is_one_line(
+def test_failing_compiler_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, message: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
@@ -65,7 +65,7 @@ def test_install_without_compiler_succeeds_with_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])
-def test_a_compiler_that_fails_ends_the_build_with_1(tmp_path: Path, compiler: str) -> None:
+def test_failing_compiler_exits_with_1(tmp_path: Path, compiler: str) -> None:
     """A broken source printed a line, ended with 0, and CI went on without the kernels."""
     done, folder = build_a_copy(tmp_path, CXX=compiler)
     assert done.returncode == 1
@@ -94,7 +94,7 @@ def test_install_exit_follows_build_exit(code: int) -> None:
     assert subprocess.run([sys.executable, "-c", HOOK, str(code)], cwd=root, check=False).returncode == code
 
 
-def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
+def test_missing_library_error_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         library.LibraryUnavailableError,
         match=r"no C\+\+ compiler when Fissile was installed",
@@ -108,7 +108,7 @@ def test_non_library_file_error_is_one_line(tmp_path: Path) -> None:
         library.load(tmp_path / "library.so")
 
 
-def test_a_change_of_a_source_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_source_makes_library_outdated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sources = tmp_path / "native"
     sources.mkdir()
     (sources / "api.cpp").write_text(SOURCE)

@@ -73,7 +73,7 @@ for _ in range(PROCESSES):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_threads_that_choose_at_once_choose_the_same(native: CDLL, processes: int) -> None:
+def test_concurrent_threads_choose_same_instruction_set(native: CDLL, processes: int) -> None:
     command = [sys.executable, "-c", CHOOSING, str(processes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -192,7 +192,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(native: CDLL, mutant: Mutant, folder: Path) -> None:
+def test_fault_is_detected(native: CDLL, mutant: Mutant, folder: Path) -> None:
     with mutant.applied(), pytest.raises(AssertionError):
         check("some ids", folder, random.Random(2), 12)
 

@@ -71,7 +71,7 @@ def test_silu_of_extreme_inputs(each_isa: CDLL) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("dim", "half"), [(8, 4), (24, 12), (64, 32), (96, 20), (104, 48), (5, 1)])
-def test_rope_is_pytorchs_to_the_bit(each_isa: CDLL, dtype: torch.dtype, dim: int, half: int) -> None:
+def test_rope_bits_equal_pytorch(each_isa: CDLL, dtype: torch.dtype, dim: int, half: int) -> None:
     qkv, angles = drawn(6, 7, dim, dtype=dtype), drawn(6, 1, half, dtype=torch.float32)
     q, k, _ = qkv.split_with_sizes([4, 2, 1], 1)
     cos, sin = angles.cos(), angles.sin()

@@ -180,7 +180,7 @@ def test_fused_decoder_bits_equal_single_operations(threads: CDLL, dtype: torch.
 
 @pytest.mark.parametrize("aux_layers", [(0,), (1, 0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_residual_streams_stand_beside_the_states(
+def test_residual_streams_are_returned_with_states(
     threads: CDLL, dtype: torch.dtype, aux_layers: tuple[int, ...]
 ) -> None:
     """To the bit, in any order, and for all rows, whichever are wanted."""
@@ -204,9 +204,7 @@ def test_residual_streams_stand_beside_the_states(
 
 @pytest.mark.parametrize("norms_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_that_drafts_takes_embeddings_beside_states(
-    threads: CDLL, dtype: torch.dtype, norms_first: bool
-) -> None:
+def test_fused_draft_layer_takes_embeddings_and_states(threads: CDLL, dtype: torch.dtype, norms_first: bool) -> None:
     """To the bit as by single operations; the stream behind it stands beside its normed states."""
     kind = KINDS["whole tiles"]
     one, other = (Model(kind, dtype, dtype) for _ in range(2))
@@ -276,7 +274,7 @@ def test_also_by_instructions_for_bfloat16(threads: CDLL, instruction_set: str) 
 
 
 @pytest.mark.parametrize("all_reduce", [lambda x: x * 1.5, lambda x: x.mul_(1.5)], ids=["another", "in_place"])
-def test_ranks_meet_within_the_call(threads: CDLL, all_reduce: Reduce) -> None:
+def test_ranks_reduce_within_fused_call(threads: CDLL, all_reduce: Reduce) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check(KINDS["biases"], dtype, dtype, 2, all_reduce)
 
@@ -302,7 +300,7 @@ def test_all_reduce_error_leaves_fused_decoder(threads: CDLL) -> None:
         assert met == 3
 
 
-def test_a_cache_of_another_dtype(threads: CDLL) -> None:
+def test_fused_decoder_with_other_cache_dtype(threads: CDLL) -> None:
     check(KINDS["qwen3"], torch.float32, torch.bfloat16)
     for kv_dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
         check(KINDS["qwen3"], torch.bfloat16, kv_dtype)
@@ -332,7 +330,7 @@ def runner_of(folder: Path) -> ModelRunner:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_models_logits_are_the_same(
+def test_fused_model_logits_equal_single_operations(
     native: CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
     bias: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if architecture == "llama" else {}

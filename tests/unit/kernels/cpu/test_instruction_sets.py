@@ -76,7 +76,7 @@ def machine(native: CDLL, spoiled: tuple[str, int] | None = None, **names: Abili
     return cast(CDLL, Machine(native, {**names, "avx2": Ability.USABLE, "plain": Ability.USABLE}, spoiled))
 
 
-def test_the_best_usable_one_serves(native: CDLL) -> None:
+def test_best_usable_instruction_set_serves(native: CDLL) -> None:
     here = machine(native, amx=Ability.ABSENT, avx512bf16=Ability.USABLE, avx512=Ability.USABLE)
     assert instruction_sets.take(here) == "avx512bf16"
 
@@ -127,7 +127,7 @@ def test_a_wrong_kernel_is_found_and_the_next_set_serves(native: CDLL, function:
     assert logs == [], "checked once"
 
 
-def test_rows_that_see_each_other_are_found(native: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependent_rows_are_found(native: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that is right, but whose last bit depends on the number of rows."""
     product = linear.linear
 
@@ -150,7 +150,7 @@ def test_every_entry_of_the_table_is_checked() -> None:
     assert entries == {entry for check in self_check.checks(torch.float32) for entry in check.entries}
 
 
-def test_this_machines_own_pass(native: CDLL) -> None:
+def test_usable_instruction_sets_pass_self_check(native: CDLL) -> None:
     for name, ability in library.abilities(native).items():
         if ability == Ability.USABLE and name != library.PLAIN:
             assert self_check.fault(native, name) is None, name
@@ -165,7 +165,7 @@ def test_backend_description_names_instruction_set(native: CDLL) -> None:
     assert before != CpuBackend().numerics or library.base_set(native) == library.PLAIN
 
 
-def test_a_back_end_keeps_its_set_as_long_as_it_lives(native: CDLL) -> None:
+def test_backend_keeps_its_instruction_set(native: CDLL) -> None:
     """A second engine with another one would change the bits of the first one's answers."""
     select_or_skip(native, "avx2")
     first = CpuBackend("plain")

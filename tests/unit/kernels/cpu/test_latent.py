@@ -126,7 +126,7 @@ def test_chunks_batches_and_threads_do_not_change_bits(
     indirect=["some_attention"],
     ids=str,
 )
-def test_a_row_of_many_heads_is_the_same_alone(some_attention: CDLL, heads: int, sparse: bool) -> None:
+def test_row_of_many_heads_is_equal_alone(some_attention: CDLL, heads: int, sparse: bool) -> None:
     made = Latent(some_attention, torch.bfloat16, torch.bfloat16, heads, 96, 64)
     whole = made.attend([(0, 620, 650)], sparse)
     for p in (620, 639, 640, 649):
@@ -175,7 +175,7 @@ def test_route_is_as_pytorchs(each_isa: CDLL, scoring: Any, num_experts: int, gr
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_row_of_nan_still_goes_to_different_experts(each_isa: CDLL) -> None:
+def test_nan_row_routes_to_distinct_experts(each_isa: CDLL) -> None:
     logits = torch.full((3, 16), torch.nan)
     logits[1] = -torch.inf
     for made in (Routing(4), Routing(4, "sigmoid", True, 4, 2), Routing(4, "topk_softmax")):

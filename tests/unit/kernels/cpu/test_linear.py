@@ -95,7 +95,7 @@ def test_int8_weights_near_zero(native: CDLL) -> None:
 
 @pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_rows_bits_do_not_depend_on_the_other_rows(
+def test_row_bits_are_independent_of_other_rows(
     each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype, n: int, k: int
 ) -> None:
     weight, bias, x = drawn(n, k, 80, dtype)
@@ -109,7 +109,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(
 
 @pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_bits_do_not_depend_on_the_threads(
+def test_bits_are_independent_of_threads(
     threads: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype, rows: int
 ) -> None:
     weight, bias, x = drawn(700, 300, rows, dtype)
@@ -121,7 +121,7 @@ def test_bits_do_not_depend_on_the_threads(
 
 
 @pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
-def test_vectors_of_8_and_16_give_the_same_bits(native: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
+def test_vectors_of_8_and_16_give_equal_bits(native: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
     from kernels.cpu import library
 
     weight, bias, x = drawn(100, 300, 20, dtype)
@@ -182,7 +182,7 @@ def test_no_rows(native: CDLL) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
-def test_a_row_that_overflowed_shows_and_spoils_no_other(
+def test_overflowed_row_gives_nan_without_affecting_others(
     each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype
 ) -> None:
     weight, _, x = drawn(40, 30, 9, dtype)

@@ -50,7 +50,7 @@ def test_within_one_rounding_of_float64(variant: CDLL, n: int, k: int, rows: int
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_rows_bits_do_not_depend_on_the_other_rows(variant: CDLL, n: int, k: int) -> None:
+def test_row_bits_are_independent_of_other_rows(variant: CDLL, n: int, k: int) -> None:
     packed, x = linear.pack(variant, drawn(n, k), None, BF16), drawn(80, k)
     whole = linear.linear(variant, x, packed)
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ def test_int8_weights_are_exact_and_rows_do_not_depend_on_others(variant: CDLL, 
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 @pytest.mark.parametrize(("columns", "inner"), [(20, 40), (137, 545), (40, 2100)])
-def test_more_rows_than_a_task_has(variant: CDLL, columns: int, inner: int, packed_dtype: torch.dtype) -> None:
+def test_rows_beyond_one_task(variant: CDLL, columns: int, inner: int, packed_dtype: torch.dtype) -> None:
     """Broken panels and steps of 32 k, tasks that follow each other, more than the 2048 k that AMX does at once."""
     packed, x = linear.pack(variant, drawn(columns, inner), None, BF16, packed_dtype), drawn(600, inner)
     whole = linear.linear(variant, x, packed)
@@ -86,7 +86,7 @@ def test_more_rows_than_a_task_has(variant: CDLL, columns: int, inner: int, pack
 
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
-def test_bits_do_not_depend_on_the_threads(variant: CDLL, packed_dtype: torch.dtype) -> None:
+def test_bits_are_independent_of_threads(variant: CDLL, packed_dtype: torch.dtype) -> None:
     packed, x = linear.pack(variant, drawn(300, 200), None, BF16, packed_dtype), drawn(50, 200)
     outs = []
     for count in (1, 2, 5):
@@ -152,7 +152,7 @@ def test_rows_read_in_place_have_bits_of_copied_rows(variant: CDLL, lines: int, 
         )
 
 
-def test_float32_is_the_base_sets(variant: CDLL) -> None:
+def test_float32_bits_equal_base_set(variant: CDLL) -> None:
     weight, x = drawn(40, 30).float(), drawn(9, 30).float()
     outs = []
     for name in (None, "avx2"):
@@ -162,7 +162,7 @@ def test_float32_is_the_base_sets(variant: CDLL) -> None:
     assert torch.equal(outs[0], outs[1])
 
 
-def test_a_row_that_overflowed_shows_and_spoils_no_other(variant: CDLL) -> None:
+def test_overflowed_row_gives_nan_without_affecting_others(variant: CDLL) -> None:
     packed, x = linear.pack(variant, drawn(40, 45), None, BF16), drawn(20, 45)
     whole = linear.linear(variant, x, packed)
     x[4, 7] = torch.nan
@@ -181,9 +181,7 @@ def test_denormals_are_zeros(variant: CDLL) -> None:
 
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
-def test_a_bias_below_normal_numbers_is_the_same_for_few_rows_and_many(
-    variant: CDLL, packed_dtype: torch.dtype
-) -> None:
+def test_denormal_bias_is_equal_for_few_and_many_rows(variant: CDLL, packed_dtype: torch.dtype) -> None:
     packed = linear.pack(variant, torch.zeros(20, 40), torch.full((20,), 3e-39), BF16, packed_dtype)
     whole = linear.linear(variant, drawn(40, 40), packed)
     for rows in COUNTS[:19]:
@@ -192,7 +190,7 @@ def test_a_bias_below_normal_numbers_is_the_same_for_few_rows_and_many(
 
 @pytest.mark.parametrize("name", ["amx", "avx512bf16"])
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
-def test_the_processors_instructions_are_the_emulated_ones(native: CDLL, name: str, packed_dtype: torch.dtype) -> None:
+def test_processor_instructions_equal_emulation(native: CDLL, name: str, packed_dtype: torch.dtype) -> None:
     """To the bit, with denormals, in and out, among the numbers."""
     weight, x = drawn(70, 397), drawn(29, 397)
     x[:, ::5] *= 1e-38

@@ -62,7 +62,7 @@ def run(program: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_memory_for_the_rows() -> None:
+def test_missing_memory_for_rows_is_an_error() -> None:
     assert run(NO_SCRATCH) == ["the CPU kernels have no memory left"]
 
 

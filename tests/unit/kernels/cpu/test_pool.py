@@ -48,7 +48,7 @@ def test_other_threads_take_part(threads: CDLL) -> None:
     assert len(seen) == 2
 
 
-def test_callers_at_the_same_time_and_from_within_do_not_wait_for_each_other(threads: CDLL) -> None:
+def test_concurrent_and_nested_callers_do_not_deadlock(threads: CDLL) -> None:
     threads.fissile_set_threads(3)
     counts = np.zeros(4, np.int64)
     lock = threading.Lock()
@@ -92,5 +92,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.slow
-def test_the_child_of_a_fork_works(native: CDLL) -> None:
+def test_forked_child_can_compute(native: CDLL) -> None:
     subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=120, start_new_session=True)

@@ -86,7 +86,7 @@ def seeded_rows(count: int, top_p: float = 1.0) -> list[Row]:
 
 
 @pytest.mark.parametrize("vocab", [64, 700, 1500])
-def test_the_winner_of_a_flat_row_is_found_wherever_it_is(each_isa: CDLL, vocab: int) -> None:
+def test_winner_of_flat_row_is_found_at_any_id(each_isa: CDLL, vocab: int) -> None:
     """Without a filter blocks of ids are passed over by a bound on their noise: no block may be that has the winner."""
     rows = seeded_rows(250)
     logits = np.zeros((len(rows), vocab), np.float32)
@@ -97,7 +97,7 @@ def test_the_winner_of_a_flat_row_is_found_wherever_it_is(each_isa: CDLL, vocab:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("below", "share"), [(3.0, 0.9), (8.0, 0.9), (13.0, 0.05)])
-def test_a_nucleus_far_below_the_highest(native: CDLL, below: float, share: float) -> None:
+def test_nucleus_far_below_highest_logit(native: CDLL, below: float, share: float) -> None:
     """A nucleus is looked for among ids near the highest first; these have most of the mass, or a little, or none."""
     rows = seeded_rows(16, top_p=float32(0.97))
     rng = np.random.default_rng(2)
@@ -128,7 +128,7 @@ def test_overflowed_and_masked_rows(native: CDLL, row: Row) -> None:
         check(native, logits, [replace(row, seed=seed) for seed in range(6)])
 
 
-def test_a_temperature_that_overflows(native: CDLL) -> None:
+def test_overflowing_temperature_equals_numpy(native: CDLL) -> None:
     logits = np.random.default_rng(3).normal(0, 100, (9, 30)).astype(np.float32)
     rows = [Row(temperature=float32(t)) for t in (1e-44, 1.0, 1e-38, 0.5, 1e-40, 2.0, 1e-44, 1e-30, 0.0)]
     with np.errstate(all="ignore"):

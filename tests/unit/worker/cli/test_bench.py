@@ -69,7 +69,7 @@ def test_bench_failure_is_one_line_and_stop_prevents_run() -> None:
         target.close()
 
 
-def test_a_data_set_with_messages_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+def test_message_dataset_is_refused_before_model_load(tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl"
     file.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     arguments = ["--model", str(tmp_path / "nowhere"), "--dataset", str(file)]
@@ -81,7 +81,7 @@ def test_a_data_set_with_messages_is_refused_before_the_model_is_looked_for(tmp_
     )
 
 
-def test_the_engine_is_measured_with_all_options_that_a_worker_has_for_it() -> None:
+def test_bench_offline_has_every_engine_option() -> None:
     options = {option.name: option for option in offline.params if isinstance(option, click.Option)}
     of_worker = {option.name: option for option in worker.params}
     assert {"model", "dtype", "kernels", "threads", "tp_size", "scheduling_policy", "max_num_seqs"} <= options.keys()

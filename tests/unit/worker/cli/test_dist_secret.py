@@ -24,7 +24,7 @@ def topology(*given: str) -> Topology:
     return worker_options(**params).topology
 
 
-def test_the_file_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_overrides_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "secret"
     file.write_text("of the file\n")
     assert topology().dist_secret == ""

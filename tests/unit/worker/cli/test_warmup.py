@@ -154,7 +154,7 @@ def test_num_layers(layers: list[str], types: list[str] | None, expected: int) -
     assert num_layers({"model.norm.weight": (3,), **shapes}, types) == expected
 
 
-def test_works_fit_the_pool() -> None:
+def test_warmup_requests_fit_pool() -> None:
     prompt, answers, sampled = works(2048, 512, 1024, num_blocks=100, size=16)
     assert (prompt.length, prompt.params["max_tokens"]) == (1021, 3)
     assert (answers.prompts, answers.length) == (100, 8)
@@ -176,7 +176,7 @@ def test_aiters_folder(tmp_path: Path) -> None:
         require_jit_folder("aiter", {"AITER_JIT_DIR": str(tmp_path / "file")})
 
 
-def test_its_options_are_the_engines() -> None:
+def test_warmup_has_every_engine_option() -> None:
     """Each with a variable, as everywhere."""
     result = CliRunner().invoke(worker, ["warmup", "--help"])
     assert result.exit_code == 0

@@ -71,13 +71,13 @@ def test_defaults_of_an_older_checkpoint(tmp_path: Path) -> None:
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}, CLASSIFIER, 1),
     ],
 )
-def test_the_architecture_names_the_head(tmp_path: Path, changes: dict[str, Any], head: str, num_labels: int) -> None:
+def test_architecture_selects_head(tmp_path: Path, changes: dict[str, Any], head: str, num_labels: int) -> None:
     config = ModelConfig.from_folder(write(tmp_path, **changes))
     assert (config.head, config.num_labels, config.generates) == (head, num_labels, head == OUTPUT_HEAD)
     assert (config.architecture, config.tie_word_embeddings) == (changes["architectures"][0], False)
 
 
-def test_a_relative_has_the_defaults_of_its_decoder(tmp_path: Path) -> None:
+def test_related_architecture_has_decoder_defaults(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"head_dim": None, "max_position_embeddings": None, "num_key_value_heads": 4}
     configs = [
         ModelConfig.from_folder(write(tmp_path, architectures=[f"Qwen3{end}"], **changes))
@@ -112,7 +112,7 @@ def test_decoder_without_head_tensor_does_not_generate(
     assert ModelConfig.from_folder(tmp_path).generates == generates
 
 
-def test_files_that_cannot_be_read_say_so_when_they_are_loaded(tmp_path: Path) -> None:
+def test_unreadable_files_fail_at_load(tmp_path: Path) -> None:
     for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0{]", b"\x02\0\0\0\0\0\0\0[]"):
         (tmp_path / "model.safetensors").write_bytes(content)
         assert stored_names(tmp_path) == frozenset()
@@ -186,7 +186,7 @@ def test_rope_spellings(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be above 0 and at most 1"),
     ],
 )
-def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_error_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as error:
         ModelConfig.from_folder(write(tmp_path, **changes))
     assert message in str(error.value)
@@ -311,7 +311,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; it must be a list of names"),
     ],
 )
-def test_values_that_make_no_numbers_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_config_value_error_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """M2, M9: served NaN, counted as 1, ended in a traceback, or named no file."""
     with pytest.raises(ModelError, match=message) as raised:
         ModelConfig.from_folder(write(tmp_path, **changes))
@@ -328,7 +328,7 @@ def test_values_that_make_no_numbers_are_one_line(tmp_path: Path, changes: dict[
         (int, [True], "whole"),
     ],
 )
-def test_a_list_of_another_kind_is_one_line(tmp_path: Path, kind: type[Any], value: Any, valid: str) -> None:
+def test_invalid_config_list_error_is_one_line(tmp_path: Path, kind: type[Any], value: Any, valid: str) -> None:
     """M9: a TypeError with its traceback, of each architecture that reads one."""
     config = ModelConfig.from_folder(write(tmp_path, mlp_layer_types=value))
     with pytest.raises(ModelError, match=rf"config\.json: mlp_layer_types is .*; it must be a list of {valid}"):
@@ -354,7 +354,7 @@ def test_longest_length_is_the_scaled_rope_length(tmp_path: Path, rope: dict[str
     assert ModelConfig.from_folder(write(tmp_path, **rope)).longest_len == longest
 
 
-def test_a_window_beyond_all_lengths_is_one_line(tmp_path: Path) -> None:
+def test_oversized_window_error_is_one_line(tmp_path: Path) -> None:
     """M9: an OverflowError of the attention's own numbers, with its traceback."""
     config = ModelConfig.from_folder(write(tmp_path, sliding_window=10**30))
     with pytest.raises(ModelError, match=r"config\.json: sliding_window is 1000.*; it must be at most 2147483647"):

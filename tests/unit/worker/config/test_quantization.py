@@ -130,7 +130,7 @@ def test_unsupported_quantization_is_refused_in_one_line(spec: dict[str, Any], m
         ({"quant_method": "quark", "layer_quant_config": "x"}, "of method quark is malformed"),
     ],
 )
-def test_a_malformed_setting_is_one_line(spec: Any, message: str) -> None:
+def test_malformed_quantization_error_is_one_line(spec: Any, message: str) -> None:
     """M9: an AttributeError with its traceback, or letters for names."""
     with pytest.raises(ValueError, match=message) as error:
         parse(spec)

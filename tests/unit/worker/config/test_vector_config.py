@@ -34,7 +34,7 @@ def write(folder: Path, name: str, content: Any) -> None:
         ({}, LAST),
     ],
 )
-def test_pooling_is_the_checkpoints_own(tmp_path: Path, config: dict[str, Any], pooling: str | None) -> None:
+def test_pooling_comes_from_checkpoint(tmp_path: Path, config: dict[str, Any], pooling: str | None) -> None:
     assert checkpoint_pooling(tmp_path) == LAST
     write(tmp_path, "1_Pooling", config)
     assert checkpoint_pooling(tmp_path) == pooling
@@ -79,7 +79,7 @@ def test_classifier_tokens_other_than_two_are_refused(tmp_path: Path, texts: Any
         relevance_tokens(tmp_path, {"classifier_from_token": texts}, 300)
 
 
-def test_a_score_of_one_token_alone_is_no_relevance(tmp_path: Path) -> None:
+def test_single_token_score_is_no_relevance(tmp_path: Path) -> None:
     write(tmp_path, "1_LogitScore", {"true_token_id": 9, "false_token_id": None})
     assert relevance_tokens(tmp_path, {}, 300) is None
 

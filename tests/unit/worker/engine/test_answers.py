@@ -82,7 +82,7 @@ def test_the_prompt_is_computed_once(policy: str, length: int, budget: int) -> N
     assert sum(len(batch.block_copies) for batch in engine.batches) == (7 if (length - 1) % SIZE else 0)
 
 
-def test_of_answers_that_end_with_their_first_token_the_prompt_is_still_there() -> None:
+def test_prompt_stays_cached_for_one_token_answers() -> None:
     engine, seqs = Engine(scheduler()), answers(8, 21, max_tokens=1)
     engine.sched.add_group(seqs)
     engine.finish(seqs)
@@ -112,7 +112,7 @@ def test_a_prompt_with_one_answer_is_cached_by_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_first_is_cancelled(steps: int) -> None:
+def test_cancelled_first_answer_hands_prompt_to_next(steps: int) -> None:
     """Before its prompt is computed another one computes it; afterwards its block serves, though nobody holds it."""
     engine, seqs = Engine(scheduler(max_num_batched_tokens=24)), answers(4, 40, 12)
     engine.sched.add_group(seqs)
@@ -145,7 +145,7 @@ def test_interrupted_step_discards_its_block_copies() -> None:
     engine.finish(seqs)
 
 
-def test_a_preempted_answer_computes_its_own_tokens_again() -> None:
+def test_preempted_answer_recomputes_its_tokens() -> None:
     engine, seqs = Engine(scheduler()), answers(3, 21, 12)
     engine.sched.add_group(seqs)
     for _ in range(4):
@@ -165,7 +165,7 @@ def test_answers_never_copy_nan_block() -> None:
     assert (batch.req_ids, batch.num_scheduled_tokens, batch.block_copies) == ([seqs[1].id], [21], [])
 
 
-def test_flushing_the_cache_takes_copies_away_too() -> None:
+def test_flush_drops_kept_partial_blocks() -> None:
     engine, seqs = Engine(scheduler()), answers(2, 21, max_tokens=1)
     engine.sched.add_group(seqs[:1])
     engine.finish(seqs[:1])

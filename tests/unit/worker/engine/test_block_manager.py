@@ -98,7 +98,7 @@ def test_a_hit_is_not_evicted_to_make_room_for_its_own_sequence() -> None:
     check_blocks(bm, [again])
 
 
-def test_suffixes_die_before_prefixes_and_the_unused_before_all() -> None:
+def test_suffixes_are_evicted_before_prefixes() -> None:
     bm = manager(num_blocks=4)
     bm.deallocate(run(bm, blocks_of(1, 2, 3, tail=0)))
     assert [bm.num_free_blocks, len(bm.hash_to_block_id)] == [4, 3]
@@ -122,7 +122,7 @@ def test_blocks_without_content_are_taken_before_cached_ones() -> None:
     assert len(bm.prefixes.cached_blocks(blocks_of(1, 2))) == 2
 
 
-def test_eviction_forgets_the_block_even_for_the_same_tokens_under_another_prefix() -> None:
+def test_evicted_block_is_not_hit_under_other_prefix() -> None:
     bm = manager(num_blocks=2)
     bm.deallocate(run(bm, blocks_of(1, 9, tail=0)))
     other = run(bm, blocks_of(2, 9, tail=0))

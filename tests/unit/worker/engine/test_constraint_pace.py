@@ -14,7 +14,7 @@ from worker.engine.sequence import Sequence
 MASK_S, STEP_S = 0.03, 0.002
 
 
-def test_all_pay_into_one_account() -> None:
+def test_slow_masks_share_one_budget() -> None:
     pace, running = ConstraintPace(), [1, 2, 3, 4]
     pace.charge({1: FREE_S}, FREE_S, now=5.0)
     assert pace.held(5.001, running) == frozenset()

@@ -56,20 +56,20 @@ def run(policy: str, *, beside: bool, noise: float = 0.0) -> list[tuple[Schedule
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_a_stream_keeps_its_pace_beside_a_long_prompt(noise: float) -> None:
+def test_stream_rate_holds_beside_long_prompt(noise: float) -> None:
     """X10: the steps of a prompt of 100,000 tokens took ever longer, and a small stream beside it waited for them."""
     gaps = [seconds for batch, seconds in run(MIXED, beside=True, noise=noise) if batch.total_tokens_num_prefill][1:]
     assert max(gaps) < 4 * statistics.median(gaps)
     assert max(gaps) < 4 * gaps[0]
 
 
-def test_prompts_before_decodes_keep_their_pace_too() -> None:
+def test_prefill_first_rate_holds_beside_long_prompt() -> None:
     """X10: where steps of prompts and of decodes take turns."""
     steps = [seconds for batch, seconds in run(PREFILL_FIRST, beside=True) if batch.total_tokens_num_prefill > 20]
     assert max(steps) < 2 * steps[0]
 
 
-def test_alone_a_prompt_takes_full_steps() -> None:
+def test_lone_prompt_uses_full_steps() -> None:
     """X10: nobody waits for it."""
     sizes = [batch.total_tokens_num_prefill for batch, _ in run(MIXED, beside=False)]
     assert set(sizes[:-1]) == {2048}
@@ -82,7 +82,7 @@ def test_long_prompt_takes_equal_time_in_more_steps() -> None:
 
 
 @given(st.floats(0, 1 / 64), st.integers(0, 10**6), st.integers(1, 10**5), st.floats(0, 1e9))
-def test_as_many_tokens_as_can_be_afforded(weight: float, start: int, wanted: int, cost: float) -> None:
+def test_chunk_has_largest_affordable_size(weight: float, start: int, wanted: int, cost: float) -> None:
     costs = ContextCost()
     costs.weight = weight
     most = costs.most_tokens(start, wanted, cost)
@@ -92,7 +92,7 @@ def test_as_many_tokens_as_can_be_afforded(weight: float, start: int, wanted: in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_weight_is_found(seed: int) -> None:
+def test_context_weight_is_estimated(seed: int) -> None:
     """With steps of any size, some of them far too slow, and short prompts for a long time after."""
     rnd = random.Random(seed)
     costs, weight = ContextCost(), rnd.choice([0.0, 1e-5, 1e-4, 1e-3])

@@ -68,7 +68,7 @@ def run(core: EngineCore, max_steps: int = 5000) -> dict[int, list[int]]:
     raise AssertionError("no end")
 
 
-def test_streams_are_the_references() -> None:
+def test_streams_equal_reference() -> None:
     core, runner = engine()
     seqs = [Sequence([i, 7, 8] * 9, SIZE, SamplingParams(max_tokens=20), seed=i) for i in range(5)]
     for seq in seqs:
@@ -124,7 +124,7 @@ def test_ended_deadlines_leave_heap() -> None:
     assert len(core._deadlines._heap) <= 2 + 64
 
 
-def test_a_failed_runner_ends_everything_once() -> None:
+def test_failed_runner_ends_every_sequence_once() -> None:
     core, runner = engine()
     seqs = [Sequence([i, 2], SIZE) for i in range(3)]
     core.add_group(seqs)

@@ -115,7 +115,7 @@ class TestInFlight:
         land(sched, second, 8)
         assert (seq.output_tokens, again.output_tokens) == ([], [8])
 
-    def test_a_preempted_sequence_gets_its_late_token(self) -> None:
+    def test_preempted_sequence_receives_late_token(self) -> None:
         sched = scheduler()
         seq = prompt(20)
         sched.add(seq)
@@ -130,7 +130,7 @@ class TestInFlight:
         land(sched, flight, 8)
         assert seq.output_tokens == [7, 8]
 
-    def test_a_preempted_sequence_ends_where_it_waits(self) -> None:
+    def test_preempted_sequence_can_end_while_waiting(self) -> None:
         sched = scheduler()
         seq = prompt(3)
         sched.add(seq)
@@ -174,7 +174,7 @@ class TestInFlight:
         assert len(sched.block_manager.hash_to_block_id) == 1
 
 
-def test_an_interrupted_step_is_computed_again() -> None:
+def test_interrupted_step_is_recomputed() -> None:
     sched = scheduler()
     decoding, new = prompt(3), prompt(20, 300)
     sched.add(decoding)
@@ -224,7 +224,7 @@ class TestEngine:
         assert len(threads) == 1
         assert threading.current_thread() not in threads
 
-    def test_a_failure_ends_everything(self) -> None:
+    def test_failure_ends_every_sequence(self) -> None:
         class Failing(SimulatedRunner):
             def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
                 raise RuntimeError("out of memory")
@@ -270,7 +270,7 @@ class TestSpeculation:
 
     @pytest.mark.parametrize("k", [1, 2, 3, 7])
     @pytest.mark.parametrize("size", [1, 16])
-    def test_there_are_blocks_for_drafts_and_the_next_ones(self, k: int, size: int) -> None:
+    def test_drafts_and_next_drafts_have_blocks(self, k: int, size: int) -> None:
         sched = scheduler(k=k, kv_cache_block_size=size, num_kvcache_blocks=64)
         for length in range(1, 20):
             seq = Sequence(list(range(100, 100 + length)), size)
@@ -331,7 +331,7 @@ class TestSpeculation:
         land(sched, launch(sched), 60)
         assert (sched.spec_stats.total_draft_tokens, sched.spec_stats.acceptance_rate) == (0, 0.0)
 
-    def test_the_line_of_the_guide_every_thousand_drafts(self) -> None:
+    def test_draft_statistics_are_logged_every_thousand_drafts(self) -> None:
         stats = SpecStats()
         with capture_logs() as logs:
             for _ in range(667):
@@ -355,7 +355,7 @@ class TestPriority:
             land(sched, flight, *[7] * len(flight[0].req_ids))
         assert order == [seqs[i].id for i in (2, 4, 1, 3, 0)]
 
-    def test_victims_are_the_newest_of_the_lowest_class_and_keep_their_place(self) -> None:
+    def test_newest_of_lowest_class_is_preempted_and_keeps_order(self) -> None:
         sched = scheduler(num_kvcache_blocks=5, enable_prefix_caching=False)
         low, high, second_low = (
             prompt(16, 100 * i, priority=p) for i, p in enumerate([Priority.LOW, Priority.HIGH, Priority.LOW], 1)
@@ -375,7 +375,7 @@ class TestPriority:
         sched.preempt(low)
         assert [seq.id for seq in sched.waiting] == [low.id, second_low.id, newcomer.id]
 
-    def test_a_running_sequence_is_not_preempted_for_a_newcomer(self) -> None:
+    def test_running_sequence_is_not_preempted_for_new_one(self) -> None:
         sched = scheduler(num_kvcache_blocks=2, enable_prefix_caching=False)
         low, high = prompt(20, max_tokens=3, priority=Priority.LOW), prompt(20, 500, priority=Priority.HIGH)
         sched.add_group([low])

@@ -108,7 +108,7 @@ def turns(core: DPEngineCoreProc, mine: list[Sequence], count: int) -> None:
             core.step()
 
 
-def test_engines_that_rest_ask_each_other_less_often() -> None:
+def test_idle_lockstep_engines_synchronize_less_often() -> None:
     """Asking every 20 ms took 6 % of a core of each worker, for ever. All count the same rounds, and rest together."""
     cores, _ = engines()
     with ThreadPoolExecutor(ENGINES) as pool:
@@ -174,7 +174,7 @@ def test_chunks_cover_each_engines_rows_once(counts: list[int], most: int) -> No
     assert metadata.local_sizes == counts
 
 
-def test_every_engine_learns_the_rows_of_all() -> None:
+def test_every_engine_receives_row_counts_of_all() -> None:
     class Others(Alone):
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.tensor([16.0, 0.0, 2048.0])

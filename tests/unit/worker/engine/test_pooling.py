@@ -60,7 +60,7 @@ def test_vectors_equal_each_prompt_alone(policy: str, budget: int, deferred: boo
     assert vectors == 10
 
 
-def test_the_cache_serves_the_last_state_and_no_mean() -> None:
+def test_last_pooling_uses_cache_and_mean_does_not() -> None:
     core, prompt = engine(), prompts(17)[2]
     run(core, [embedded(prompt, MEAN)])
     expected: list[tuple[Pooling, int]] = [(MEAN, 0), (LAST, 32)]

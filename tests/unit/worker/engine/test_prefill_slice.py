@@ -100,7 +100,7 @@ def run(machine: Machine, slice_s: float, *, policy: str = MIXED, num_streams: i
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_streams_beside_a_long_prompt_wait_at_most_a_slice(name: str) -> None:
+def test_streams_wait_at_most_one_slice_beside_long_prompt(name: str) -> None:
     found = run(MACHINES[name], SLICE_S)
     longest = max(SLICE_S, 5 * DECODE_S[name])
     # The first chunk is the smallest that measures the cost of prompts.
@@ -111,16 +111,16 @@ def test_streams_beside_a_long_prompt_wait_at_most_a_slice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["two cores", "slow cores"])
-def test_a_long_prompt_takes_hardly_longer_with_slices(name: str) -> None:
+def test_slices_slow_long_prompt_by_at_most_tenth(name: str) -> None:
     assert run(MACHINES[name], SLICE_S).seconds <= 1.1 * run(MACHINES[name], 0.0).seconds
 
 
-def test_alone_a_prompt_takes_full_steps() -> None:
+def test_lone_prompt_uses_full_steps() -> None:
     sizes = [tokens for tokens, _ in run(MACHINES["two cores"], SLICE_S, num_streams=0).chunks]
     assert set(sizes[:-1]) == {MAX_TOKENS}
 
 
-def test_prompts_before_decodes_take_slices_too() -> None:
+def test_prefill_first_uses_slices() -> None:
     """`prefill_first` runs four prompt steps in a row, each no longer than a slice."""
     found = run(MACHINES["additive"], SLICE_S, policy=PREFILL_FIRST)
     assert max(seconds for _, seconds in found.chunks[1:]) <= 1.01 * max(SLICE_S, 5 * DECODE_S["additive"])
@@ -144,6 +144,6 @@ def test_no_gap_is_longer_than_a_slice(decode_s: float, token_s: float, slice_s:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
-    names, test = list(MACHINES), test_streams_beside_a_long_prompt_wait_at_most_a_slice
+def test_fault_is_detected(mutant: Mutant) -> None:
+    names, test = list(MACHINES), test_streams_wait_at_most_one_slice_beside_long_prompt
     assert_noticed(mutant, lambda number: test(names[number]), range(len(names)))

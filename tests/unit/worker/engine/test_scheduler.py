@@ -75,7 +75,7 @@ class TestAdmission:
         assert [s.type for s in seqs] == [SequenceType.DECODE] * 3
         assert batch.scheduled_tokens == [[50]] * 3
 
-    def test_a_long_prompt_is_chunked_and_the_running_are_not_frozen(self) -> None:
+    def test_long_prompt_is_chunked_while_others_decode(self) -> None:
         sched = scheduler(max_num_batched_tokens=16, max_consecutive_prefill_steps=1)
         sched.add(prompt(5))
         step(sched)
@@ -92,7 +92,7 @@ class TestAdmission:
         sched.add_group([prompt(80, 200)])
         assert kinds(sched, 11) == trace
 
-    def test_alone_a_long_prompt_takes_every_step(self) -> None:
+    def test_lone_long_prompt_uses_every_step(self) -> None:
         sched = scheduler(max_num_batched_tokens=16)
         sched.add(prompt(40))
         assert kinds(sched, 4) == "PPPD"
@@ -121,7 +121,7 @@ class TestAdmission:
         assert step(sched).req_ids == [burst[0].id, *(seq.id for seq in others)]
         assert step(sched).req_ids == [burst[1].id]
 
-    def test_a_step_admits_no_more_long_hits_than_it_has_time_for(self) -> None:
+    def test_long_hits_admitted_per_step_are_bounded(self) -> None:
         """W10: one step looked up the prefixes of all that waited, while decodes stood still."""
         sched = scheduler(num_kvcache_blocks=1000, max_num_seqs=64, max_num_batched_tokens=5000)
         shared = list(range(100, 4100))
@@ -150,7 +150,7 @@ class TestAdmission:
         assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 64)
         assert sched.take_outputs()[-1].end_reason is EndReason.LENGTH
 
-    def test_no_more_run_than_a_step_has_tokens_for(self) -> None:
+    def test_running_set_is_bounded_by_step_tokens(self) -> None:
         assert scheduler(max_num_seqs=99, max_num_batched_tokens=7).max_num_seqs == 7
 
     def test_schedule_without_work_is_none(self) -> None:
@@ -209,7 +209,7 @@ class TestMixed:
         sched.check_integrity()
         assert (partial.status, partial.num_computed_tokens, partial.block_table) == (SequenceStatus.WAITING, 0, [])
 
-    def test_both_policies_give_the_running_their_step(self) -> None:
+    def test_both_policies_schedule_running_sequences(self) -> None:
         sched = self.mixed(max_num_batched_tokens=4, max_num_seqs=4)
         sched.add_group([prompt(3, 100 * i, max_tokens=9) for i in range(1, 4)])
         sched.add_group([prompt(30, 700, max_tokens=2)])
@@ -229,12 +229,12 @@ class TestMixed:
         assert [step(sched).total_tokens_num_prefill for _ in range(20)] == [2] * 20
         assert step(sched).total_tokens_num_prefill == 0
 
-    def test_without_its_share_a_prompt_starves(self) -> None:
+    def test_prompt_without_share_starves(self) -> None:
         (mutant,) = [mutant for mutant in FAULTS if mutant.trap == "prompts-starve"]
         with mutant.applied(), pytest.raises(AssertionError):
             self.test_a_prompt_has_its_share_beside_any_number_of_decodes()
 
-    def test_decodes_without_a_place_take_turns(self) -> None:
+    def test_decodes_beyond_budget_alternate(self) -> None:
         """W2: who is left out for a prompt is in the next step, and nobody is left out more often than others."""
         sched = self.mixed(max_num_batched_tokens=32, max_num_seqs=32, num_kvcache_blocks=200)
         decodes = [prompt(1, 100 + i, max_tokens=1000) for i in range(31)]
@@ -333,7 +333,7 @@ class TestGate:
         seq.arrive_time = arrive
         return seq
 
-    def test_the_burst_goes_together(self) -> None:
+    def test_burst_is_admitted_together(self) -> None:
         sched, _ = self.gated()
         burst = [self.late(1.0 + i / 100, 100 * i) for i in range(2, 6)]
         for seq in burst:
@@ -366,7 +366,7 @@ class TestGate:
             sched.add(self.late(1.0, 100 * i))
         assert step(sched, now=1.0).total_seqs_num_prefill == 4
 
-    def test_a_group_from_a_router_does_not_wait(self) -> None:
+    def test_router_group_is_not_delayed(self) -> None:
         sched, _ = self.gated()
         own, group = self.late(1.0, 200), self.late(1.0, 300)
         sched.add(own)
@@ -449,7 +449,7 @@ class TestStops:
         ("delivered", "params", "reason"),
         [([9, EOS], {}, "eos"), ([9, 9], {"max_tokens": 2}, "max_tokens"), ([8], {"stop_token_ids": (8,)}, "stop_8")],
     )
-    def test_a_resumed_sequence_that_had_ended_ends_at_once(
+    def test_resumed_finished_sequence_ends_at_once(
         self, delivered: list[int], params: dict[str, Any], reason: str
     ) -> None:  # S5
         sched = scheduler()
@@ -502,7 +502,7 @@ class TestOutputs:
         step(sched, now=4.0)
         assert (seq.first_scheduled_time, seq.first_token_time, seq.leave_time) == (1.0, 2.0, 4.0)
 
-    def test_queue_and_callback_get_the_same(self) -> None:
+    def test_queue_and_callback_receive_equal_outputs(self) -> None:
         sched = scheduler()
         called: list[RequestOutput] = []
         seq = Sequence([4, 5], 16, stream_callback=called.append)

@@ -59,7 +59,7 @@ def test_t01_budget_counts_only_uncached_tokens() -> None:
     assert batch.context_lens == [40, 40]
 
 
-def test_t02_of_a_fully_cached_prompt_a_block_is_computed() -> None:
+def test_t02_fully_cached_prompt_computes_one_block() -> None:
     sched = scheduler()
     sched.add(prompt(32))
     step(sched, EOS)
@@ -109,7 +109,7 @@ def test_t07_running_set_is_bounded_and_every_sequence_ends() -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
-def test_t08_a_long_prompt_does_not_freeze_the_running(policy: str) -> None:
+def test_t08_long_prompt_does_not_block_running_sequences(policy: str) -> None:
     sched = scheduler(max_num_batched_tokens=16, scheduling_policy=policy, max_consecutive_prefill_steps=2)
     running = prompt(3)
     sched.add(running)
@@ -120,7 +120,7 @@ def test_t08_a_long_prompt_does_not_freeze_the_running(policy: str) -> None:
     assert running.num_completion_tokens >= 3
 
 
-def test_t09_a_newcomer_gets_no_blocks_of_a_victim_of_the_same_step() -> None:
+def test_t09_new_sequence_gets_no_blocks_of_victim_in_same_step() -> None:
     sched = scheduler(num_kvcache_blocks=5, scheduling_policy="mixed", enable_prefix_caching=False)
     sched.add_group([prompt(32), prompt(32, 200)])
     step(sched)
@@ -231,7 +231,7 @@ def test_t19_a_block_is_published_when_it_is_written() -> None:
     assert len(sched.block_manager.hash_to_block_id) == 1
 
 
-def test_t20_a_block_whose_last_token_has_no_kv_is_not_published() -> None:
+def test_t20_block_without_kv_of_last_token_is_not_published() -> None:
     sched = scheduler()
     sched.add(prompt(15))
     step(sched)
@@ -317,7 +317,7 @@ def test_t28_a_prompt_of_one_chunk_has_its_output_in_flight() -> None:
     assert seq.num_placeholder == 0
 
 
-def test_t29_an_output_has_only_ids_of_sequences_and_no_list_of_them_is_searched() -> None:
+def test_t29_output_is_read_by_sequence_id() -> None:
     class Unlisted(ScheduledBatchOutput):
         @property
         def req_ids(self) -> list[int]:
@@ -384,7 +384,7 @@ def test_t35_a_stop_sequence_does_not_reach_into_the_prompt() -> None:
     assert not seq.is_finished
 
 
-def test_t36_ignore_eos_leaves_the_requests_own_ids() -> None:
+def test_t36_ignore_eos_keeps_request_stop_ids() -> None:
     sched = scheduler()
     seq = Sequence([11], SIZE, SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(7,)))
     sched.add(seq)

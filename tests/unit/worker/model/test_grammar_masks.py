@@ -166,7 +166,7 @@ def test_an_end_is_allowed_where_the_grammar_may_end() -> None:
     assert allowed(new_masks(), [], params_of({"regex": ""}, ignore_eos=True)) == COMPLETE
 
 
-def test_other_masks_narrow_it() -> None:
+def test_other_masks_narrow_grammar_mask() -> None:
     yes, no = TOKENIZER.encode_inside("yes"), TOKENIZER.encode_inside("no")
     long = params_of(CHOICES, min_tokens=20)
     assert END not in allowed(new_masks(), yes, long)
@@ -197,7 +197,7 @@ def test_rows_without_grammar_are_not_masked() -> None:
     assert masks.confined({0: history([], plain, 1)}) == (None, {})
 
 
-def test_a_state_follows_its_tokens() -> None:
+def test_grammar_state_follows_tokens() -> None:
     """Further tokens, fewer (a step was interrupted), another list (the sequence has come again), another grammar."""
     masks, params = new_masks(), params_of({"regex": "(ab)*c"})
     a, b, c = (TOKENIZER.encode_inside(letter)[0] for letter in "abc")
@@ -212,7 +212,7 @@ def test_a_state_follows_its_tokens() -> None:
     assert b in allowed(masks, [], params_of({"choices": ["b"]}), seq_id=2)
 
 
-def test_a_late_token_counts() -> None:
+def test_late_token_advances_grammar() -> None:
     params, ab = params_of({"regex": "ab"}), TOKENIZER.encode_inside("a")
     masks = new_masks()
     bits, ended = masks.confined({0: history([], params).with_token(ab[0])})
@@ -328,7 +328,7 @@ def test_grammar_is_compiled_once_and_errors_are_reported() -> None:
     assert "does not compile" in allowed(masks, [], SamplingParams(grammar="start: foo"))
 
 
-def test_work_is_bounded_while_it_runs() -> None:
+def test_grammar_work_is_bounded_at_run_time() -> None:
     """A grammar that is admitted and then takes too much ends its sequence, with a reason; others of the same grammar,
     which share what is known of its expressions, go on: what becomes of each is a matter of its own tokens."""
     params = params_of({"regex": "(a|b|[ab]{2,5}|.{3,900}){1,900}"})

@@ -170,7 +170,7 @@ def test_names_are_digests_of_all_tokens_and_of_the_hash_seed() -> None:
     assert not set(named) & set(block_names(array("I", seq.token_ids), SIZE, 0))
 
 
-def test_equal_tokens_have_one_name_and_one_digest_under_every_salt(runner: ModelRunner) -> None:
+def test_equal_tokens_have_equal_digest_under_every_salt(runner: ModelRunner) -> None:
     """Each salt has its blocks computed anew, so that what tenants compute is compared."""
     (tokens,) = (seq.token_ids for seq in prompts(70))
     params = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -209,7 +209,7 @@ def test_blocks_are_not_digested_by_default(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("has_index", [False, True])
-def test_every_bit_of_a_block_counts_and_none_of_its_neighbours(dtype: torch.dtype, has_index: bool) -> None:
+def test_digest_covers_every_bit_of_its_block_only(dtype: torch.dtype, has_index: bool) -> None:
     kernels = TorchBackend()
     spec = KVSpec(1, 12, 9, IndexSpec(1, 5, 2)) if has_index else KVSpec(2, 9)
     cache = kernels.kv_cache.allocate(spec, 3, 4, 1, dtype)

@@ -166,7 +166,7 @@ def test_biases_equal_transformers() -> None:
     assert np.array_equal(steered(logits, [sequence([1], [2], logit_bias=bias)]), expected.numpy())
 
 
-def test_masks_of_the_tests_below_do_mask(engine: LLMEngine) -> None:
+def test_mask_test_cases_change_streams(engine: LLMEngine) -> None:
     """Without a few of the rules the streams would be others."""
     params = [SamplingParams(temperature=0, max_tokens=40, **fields) for fields in MASKED]
     found = streams(engine, prompts(), params)
@@ -188,7 +188,7 @@ def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
     assert np.flatnonzero(changed[1] != 1).tolist() == [6, 7, 8, 9]
 
 
-def test_only_rows_that_ask_are_copied() -> None:
+def test_only_adjusted_rows_are_copied() -> None:
     seqs = [
         sequence([1, 2], [3]),
         sequence([1, 2], [3], presence_penalty=1.0),
@@ -206,7 +206,7 @@ def test_only_rows_that_ask_are_copied() -> None:
     assert SeenTokens().penalties({}) is None
 
 
-def test_a_batch_does_not_follow_its_sequences() -> None:
+def test_batch_is_independent_of_later_sequence_changes() -> None:
     """The step's history stays what it was when the step was scheduled."""
     seq = sequence([1, 2], [3], repetition_penalty=2.0)
     history = batch_of([seq]).histories[0]
@@ -220,7 +220,7 @@ def test_unknown_stop_ids_mask_no_token() -> None:
     assert np.isfinite(np.delete(steered(np.zeros((1, VOCAB), np.float32), [seq])[0], sorted(EOS))).all()
 
 
-def test_a_penalty_that_overflows_leaves_the_other_rows_alone() -> None:
+def test_overflowing_penalty_does_not_affect_other_rows() -> None:
     seqs = [sequence([5], [6], repetition_penalty=1e-40), sequence([5], [6], repetition_penalty=1.5)]
 
     def sampled(rows: list[Sequence]) -> list[int]:
@@ -427,7 +427,7 @@ class TestMinTokens:
         assert found["token_ids"][1] == stopper
         assert found["token_ids"] == self.answer(engine)["token_ids"]
 
-    def test_the_length_ends_it_all_the_same(self, stopping: LLMEngine, stopper: int) -> None:
+    def test_max_tokens_ends_answer_below_min_tokens(self, stopping: LLMEngine, stopper: int) -> None:
         found = self.answer(stopping, min_tokens=5, max_tokens=5)
         assert (len(found["token_ids"]), found["finish_reason"]) == (5, "max_tokens")
         assert stopper not in found["token_ids"]
@@ -435,7 +435,7 @@ class TestMinTokens:
 
 @pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_launch_waits_for_the_tokens_of_the_step_before(
+def test_penalized_launches_do_not_wait_for_tokens(
     engine: LLMEngine,
     folder: Path,
     temperature: float,

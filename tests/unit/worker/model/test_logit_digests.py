@@ -70,9 +70,7 @@ def expected(runner: ModelRunner, seq: Sequence, every: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_digests_are_of_the_models_own_logits_at_the_positions_asked_for(
-    runner: ModelRunner, temperature: float
-) -> None:
+def test_digests_cover_raw_logits_at_requested_positions(runner: ModelRunner, temperature: float) -> None:
     """Penalties and masks, which are written into the rows, come behind."""
     steered: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_tokens": 4}
     for params in ({}, steered):

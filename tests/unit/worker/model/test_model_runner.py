@@ -79,7 +79,7 @@ def test_only_final_rows_are_sampled(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("kernels", list(CPU_BACKENDS))
-def test_greedy_steps_without_logits_give_the_tokens_of_logits(folder: Path, kernels: str) -> None:
+def test_greedy_steps_without_logits_have_equal_tokens(folder: Path, kernels: str) -> None:
     backend_or_skip(kernels)
     runner = make_runner(folder, "bfloat16", kernels=kernels)
     runner.allocate_kv_cache(8)
@@ -172,7 +172,7 @@ def test_no_layer_and_no_kernel_branches_on_is_prefill(runner: ModelRunner, monk
     assert [str(path) for path in sources if "is_prefill" in path.read_text()] == []
 
 
-def test_an_empty_batch_is_no_work(runner: ModelRunner) -> None:
+def test_empty_batch_gives_no_tokens(runner: ModelRunner) -> None:
     assert runner.forward(ScheduledBatch({}, [], 0)).token_ids == {}
 
 
@@ -257,7 +257,7 @@ def test_progress_reaches_the_end(folder: Path) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_bad_names_are_one_line(folder: Path) -> None:
+def test_unknown_option_value_error_is_one_line(folder: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
     with pytest.raises(ModelError, match=r"Qwen3ForCausalLM has no layers that draft \(MTP\)"):
         ModelRunner(Config(model=str(folder), speculative_config=SpeculativeConfig()), model_config)
@@ -275,7 +275,7 @@ class SeesItsNeighbours(ModelRunner):
         return logits
 
 
-def test_kernels_that_see_how_many_rows_there_are_verify_no_drafts(folder: Path) -> None:
+def test_kernels_dependent_on_row_count_verify_no_drafts(folder: Path) -> None:
     config = Config(model=str(folder), max_model_len=64, speculative_config=SpeculativeConfig(2, NGRAM))
     warm_up(ModelRunner(config, ModelConfig.from_folder(folder)))
     faulty = SeesItsNeighbours(config, ModelConfig.from_folder(folder))
@@ -330,7 +330,7 @@ def test_graphs_are_for_gpus(folder: Path) -> None:
     assert not ModelRunner(eager, ModelConfig.from_folder(folder)).captures_graphs
 
 
-def test_no_tokens_lie_on_the_device_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_token_tensor_is_on_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that samples nothing: a GPU's streams know nothing of tensors elsewhere."""
     runner = make_runner(folder, kernels="torch")
     runner.allocate_kv_cache(8)
@@ -362,7 +362,7 @@ def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert runner._kv_cache is pool
 
 
-def test_a_length_beyond_all_positions_is_one_line(folder: Path) -> None:
+def test_oversized_model_length_error_is_one_line(folder: Path) -> None:
     """M9: a bare RuntimeError of PyTorch's allocator, which had no memory for tables of so many positions."""
     with pytest.raises(ModelError, match=r"a length of 1000000000 tokens is beyond 16777216, .* give --max-model-len"):
         make_runner(folder, max_model_len=10**9)

@@ -38,6 +38,6 @@ def test_pool_memory_is_touched_given_twice_its_size(
     runner_setup.warm_up(runner)
 
 
-def test_a_pool_that_no_memory_holds_is_refused(runner: ModelRunner) -> None:
+def test_oversized_pool_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(ModelError, match="lower --kv-cache-memory"):
         runner_setup.allocate(runner, 1 << 44)

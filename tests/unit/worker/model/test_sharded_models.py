@@ -161,7 +161,7 @@ def in_mxfp4(folder: Path, worth_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "expert_parallel"), [(1, False), (2, False), (2, True)])
-def test_gpt_oss_in_mxfp4_equals_its_worth_in_floats(tmp_path: Path, size: int, expert_parallel: bool) -> None:
+def test_gpt_oss_in_mxfp4_equals_dequantized(tmp_path: Path, size: int, expert_parallel: bool) -> None:
     folder = make_checkpoint(tmp_path / "quantized", "gpt_oss", tokenizer=False, num_hidden_layers=2)
     in_mxfp4(folder, tmp_path / "worth")
     expected = on_ranks(tmp_path / "worth", size, expert_parallel)

@@ -124,7 +124,7 @@ def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytes
     assert max(map(len, texts)) < MAX_FORCED_TEXT_BYTES + LONGEST
 
 
-def test_text_that_no_step_verifies_is_looked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unverified_forced_text_is_searched_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches become rarer while no drafts are verified; once they are, each step searches again."""
     params, output, masks, looks = params_of(HOSTILE["forced letters"]), list[int](), new_masks(), list[int]()
     look = TextAhead.look

@@ -85,7 +85,7 @@ def sequences() -> list[Sequence]:
 
 @settings(max_examples=150)
 @given(STEPS, st.sampled_from([1, 2, 64]))
-def test_batches_arrive_as_they_were(steps: list[tuple[list[int], int, bool]], batches_kept: int) -> None:
+def test_batches_arrive_unchanged(steps: list[tuple[list[int], int, bool]], batches_kept: int) -> None:
     seqs, pair = sequences(), Pair(batches_kept)
     columns: SequenceColumns | None = None
     last = ScheduledBatchOutput({seq.id: (9,) for seq in seqs})

@@ -68,7 +68,7 @@ def on_ranks(work: Callable[[GroupCollectives], None], size: int = SIZE) -> None
         list(pool.map(lambda rank: work(join(store, rank, size, "127.0.0.1", 60.0)), range(size)))
 
 
-def test_no_rank_gives_up_its_memory_while_the_device_of_another_computes() -> None:
+def test_ranks_free_memory_after_all_devices_finish() -> None:
     done: list[str] = []
 
     def leave(collectives: GroupCollectives) -> None:

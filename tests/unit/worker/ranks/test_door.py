@@ -170,7 +170,7 @@ def test_a_hello_is_small() -> None:
 
 
 @pytest.mark.slow
-def test_engines_find_their_store_with_the_secret_alone() -> None:
+def test_engine_stores_require_secret() -> None:
     with StoreDoor(HOST, 0, {1, 2}, SECRET) as held:
         port = held._door.port
         with ThreadPoolExecutor(2) as pool:

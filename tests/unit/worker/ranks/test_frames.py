@@ -114,7 +114,7 @@ REFUSED_VALUES: list[tuple[str, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(("name", "values"), REFUSED_VALUES)
-def test_classes_that_refuse_their_values_are_damaged_frames(name: str, values: tuple[Any, ...], depth: int) -> None:
+def test_invalid_field_values_are_frame_errors(name: str, values: tuple[Any, ...], depth: int) -> None:
     """R2: the error named an option that the operator had not given, and ended the process."""
     body: bytes = msgpack.packb([name, *values])
     for level in range(depth):

@@ -147,7 +147,7 @@ def batch(num_tokens: int = 4) -> ScheduledBatch:
     return ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
 
 
-def test_all_ranks_are_called_in_one_order(group: Group) -> None:
+def test_ranks_are_called_in_equal_order(group: Group) -> None:
     assert group.call("load", 1) == {0: (0, "load"), 1: (1, "load")}
     batches = [batch() for _ in range(20)]
     steps = [group.submit(each) for each in batches]
@@ -210,7 +210,7 @@ def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) ->
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 is not a multiple of tensor_parallel_size 2"),
     ],
 )
-def test_heads_that_ranks_can_not_share_are_known_before_one_starts(changes: dict[str, Any], message: str) -> None:
+def test_indivisible_heads_are_refused_before_ranks_start(changes: dict[str, Any], message: str) -> None:
     """M13: it was said when all had started, after 9 to 50 s, and as what rank 1 says."""
     group, folder = Group(), Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
     with pytest.raises(ModelError, match=f"^{message}"):
@@ -220,7 +220,7 @@ def test_heads_that_ranks_can_not_share_are_known_before_one_starts(changes: dic
     check_heads(latent, 2)
 
 
-def test_ranks_that_share_sums_and_are_well_leave_before_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_ranks_leave_before_termination(monkeypatch: pytest.MonkeyPatch) -> None:
     # They answer, sooner or later.
     monkeypatch.setattr(rank_client, "RANK_END_S", 60.0)
     group = started(shares_sums=True)
@@ -263,7 +263,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_ranks_leave_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_during_leave_terminates_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     # The main thread waits in `close` for as long as it takes.
     monkeypatch.setattr(rank_client, "RANK_END_S", 60.0)
     main = threading.main_thread().ident
@@ -308,7 +308,7 @@ def test_frozen_rank_is_lost(group: Group) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
+def test_loading_rank_may_be_silent_for_longer() -> None:
     group = Group()
     group.start()
     group.fakes[0].alive = group.fakes[1].alive = False
@@ -317,7 +317,7 @@ def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
     group.close()
 
 
-def test_a_rank_that_hangs_is_lost_although_it_sends_heartbeats() -> None:
+def test_hanging_rank_with_heartbeats_is_lost() -> None:
     group = started(step_timeout_s=0.3)
     time.sleep(0.6)
     assert group.failure() is None
@@ -336,7 +336,7 @@ def test_non_reading_rank_is_lost_in_bounded_time(group: Group) -> None:
         group.forward(batch())
 
 
-def test_a_call_that_raises_in_a_rank() -> None:
+def test_error_of_rank_fails_call() -> None:
     group = started()
 
     def fail(name: str, *arguments: Any) -> None:
@@ -356,7 +356,7 @@ def test_a_call_that_raises_in_a_rank() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, encode(("done", 999, None)), encode(7), b"GET / HTTP/1.1\r\n\r\n"])
-def test_a_rank_that_sends_nonsense_is_lost(group: Group, garbage: bytes) -> None:
+def test_rank_with_malformed_message_is_lost(group: Group, garbage: bytes) -> None:
     group.fakes[1]._sock.sendall(garbage)
     end = time.monotonic() + 60
     while group.failure() is None:
@@ -399,7 +399,7 @@ def connect(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_a_taken_meeting_point_is_an_error_of_the_option() -> None:
+def test_occupied_dist_init_address_names_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         group = Group()
         group.topology = Topology(2, 2, 0, f"tcp://127.0.0.1:{taken.getsockname()[1]}")

@@ -151,7 +151,7 @@ def test_lost_tokens_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> 
 
 
 @pytest.mark.slow
-def test_without_deferred_output_a_step_waits_for_the_one_before(start: Callable[[bool], HeldGroup]) -> None:
+def test_step_without_deferred_output_waits_for_previous(start: Callable[[bool], HeldGroup]) -> None:
     """And a rank that is killed with steps in flight is lost to all of them."""
     group = start(False)
     first, second, third = (group.submit(step(7)) for _ in range(3))

@@ -195,7 +195,7 @@ def test_an_adopted_sequence_can_be_orphaned_again() -> None:
     assert had + more + third.read().made(4) == answer(20)
 
 
-def test_the_deadline_is_the_adopters() -> None:
+def test_adopted_sequence_has_deadline_of_adopter() -> None:
     fleet, had = orphaned(deadline_left_ms=100)
     second = fleet.dial("b")
     second.adopt(9, had)
@@ -217,7 +217,7 @@ def test_sequence_past_old_deadline_is_not_adopted() -> None:
     assert second.read().returned == [9]
 
 
-def test_a_draining_worker_gives_the_rid_back() -> None:
+def test_draining_worker_returns_adopted_rid() -> None:
     fleet, had = orphaned()
     second = fleet.dial("b")
     second.state.drain(fleet.now + 5)
@@ -270,7 +270,7 @@ def test_a_key_is_short() -> None:
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_keys_differ_with_all_that_an_answer_depends_on() -> None:
+def test_adoption_keys_cover_every_answer_input() -> None:
     ids = array("I", [1, 2])
 
     def key(tenant: str = "t", request_id: str = "r", model: str = "m", **fields: Any) -> bytes:

@@ -11,7 +11,7 @@ from worker.session.assembly_room import AssemblyRoom
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sessions_together_hold_a_bounded_amount(seed: int) -> None:
+def test_all_sessions_share_one_memory_bound(seed: int) -> None:
     """H1: 128 MiB per Session do not bound the memory of many Sessions."""
     rnd, room = random.Random(seed), AssemblyRoom()
     held: dict[int, int] = {}
@@ -32,7 +32,7 @@ def test_sessions_together_hold_a_bounded_amount(seed: int) -> None:
     assert MAX_ALL_ASSEMBLING_BYTES < highest < 1.5 * MAX_ALL_ASSEMBLING_BYTES + 8 * MAX_FRAME_BYTES
 
 
-def test_a_session_that_holds_little_stays() -> None:
+def test_session_with_small_share_stays() -> None:
     room = AssemblyRoom()
     for session in range(1, 4):
         room.hold(session, MAX_ASSEMBLING_BYTES)

@@ -138,7 +138,7 @@ LogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLogMachine = LogMachine.TestCase
 
 
-def test_frames_keep_their_distance_and_a_router_is_woken_once() -> None:
+def test_frames_are_spaced_and_router_is_woken_once() -> None:
     log, woken = KvLog(), []
     cursor = KvCursor(log, 0, lambda: woken.append(1))
     assert cursor.take(9.0) is None
@@ -162,7 +162,7 @@ def test_frames_keep_their_distance_and_a_router_is_woken_once() -> None:
     assert len(woken) == 1
 
 
-def test_a_router_that_asks_gets_the_whole_cache_once_per_ask() -> None:
+def test_each_snapshot_request_gets_one_snapshot() -> None:
     """R14: even an empty one, and even in the middle of a snapshot."""
     log = KvLog()
     cursor = KvCursor(log, 0, lambda: None)

@@ -173,7 +173,7 @@ async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
         assert cached() == expected
 
 
-async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
+async def test_flush_of_failing_engine_is_an_error(site: Site) -> None:
     site.runner.go.clear()
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))
@@ -272,7 +272,7 @@ async def test_resumed_finished_stream_ends_at_once(site: Site) -> None:
     assert site.listener.tokens == {seq.id: []}
 
 
-async def test_an_empty_group_tells_its_serial(site: Site) -> None:
+async def test_empty_group_acknowledges_serial(site: Site) -> None:
     submit_group(site.engine, site.listener, 5, [])
     await site.listener.until(lambda: site.listener.seen)
     assert site.listener.seen == [5]
@@ -289,7 +289,7 @@ async def test_ending_all(site: Site) -> None:
     assert EndReason.LENGTH in site.listener.ends.values()
 
 
-async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> None:
+async def test_failed_engine_ends_current_and_later_sequences(site: Site) -> None:
     await site.in_the_second_step([sequence(max_tokens=900) for _ in range(4)])
     site.runner.fail = True
     site.runner.go.set()
@@ -335,7 +335,7 @@ class LostExecutor(InlineExecutor):
         self.closed = True
 
 
-async def test_an_idle_engine_notices_that_its_ranks_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_engine_detects_lost_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.02)
     engine, runner = EngineLoop(), simulated_runner()
     executor = LostExecutor(runner.forward, time.monotonic)

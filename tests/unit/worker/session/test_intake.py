@@ -71,7 +71,7 @@ def test_a_prompt_is_hashed_once() -> None:
     assert seq.packed_ids == array("I", range(100)).tobytes()
 
 
-def test_a_resumed_sequence_keeps_its_border() -> None:
+def test_resumed_sequence_keeps_prompt_length() -> None:
     box = inbox()
     prompt = list(range(40))
     resumed = record(1, prompt)
@@ -170,7 +170,7 @@ def test_repetition_penalty_must_be_in_range(value: float) -> None:
     assert box.take_refusals()[0].message.startswith(f"params.repetition_penalty is {value}")
 
 
-def test_a_prompt_that_grows_too_long_is_refused_and_its_tokens_forgotten() -> None:
+def test_overlong_extended_prompt_is_refused_and_freed() -> None:
     box = inbox()
     first, _ = long_prompt(10, range(200), cut=100)
     box.submit(submit(1, first, record(11)).submit, 0.0)
@@ -275,7 +275,7 @@ def _give(box: Inbox, frame: wpb.SessionRequest) -> None:
             box.cancel(rid)
 
 
-def test_groups_that_never_end_close_the_session() -> None:
+def test_endless_groups_close_session() -> None:
     """X9: ever new serial numbers, all with more to come."""
     box = inbox()
     for serial in range(MAX_OPEN_GROUPS):
@@ -285,7 +285,7 @@ def test_groups_that_never_end_close_the_session() -> None:
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SESSION_BOUNDS")
 
 
-def test_drafts_that_never_end_close_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_prompts_close_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """X9: one-token prompts with more to come, counted by what they take, not by their tokens."""
     monkeypatch.setattr("worker.session.intake.MAX_ASSEMBLING_BYTES", 1 << 20)
     box = inbox()

@@ -93,7 +93,7 @@ def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_se
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_streams_that_break_lose_frames_and_no_tokens(seed: int) -> None:
+def test_broken_streams_lose_frames_and_no_tokens(seed: int) -> None:
     """Frames are lost from some point on; the next stream rewinds to what the router has, as its Hello says."""
     random = Random(seed)
     outbox = Outbox()
@@ -160,7 +160,7 @@ def test_a_cancelled_sequence_leaves_no_tail() -> None:
     assert outbox.rids == []
 
 
-def test_an_end_rides_with_the_last_token_of_a_cut_run() -> None:
+def test_end_is_sent_with_last_token_of_split_run() -> None:
     outbox = Outbox()
     tokens = list(range(MAX_FRAME_TOKENS + 1))
     outbox.add(1, output(10, tokens, start=True, end=True))
@@ -312,7 +312,7 @@ def test_token_data_is_kept_for_last_sent_tokens(kind: str) -> None:
     assert not outbox.rewind(1, 10)
 
 
-def test_tokens_alone_are_kept_from_the_first_on() -> None:
+def test_tokens_without_logprobs_are_kept_from_start() -> None:
     outbox, tokens = Outbox(), list(range(5 * MAX_SENT_LOGPROBS))
     outbox.add(1, output(10, tokens))
     outbox.take()

@@ -138,7 +138,7 @@ def test_every_field_is_served_or_listed_as_not_served(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name in REQUESTS for path in sorted(paths(name))])
-def test_a_field_is_refused_by_name_unless_it_is_served(name: str, path: str) -> None:
+def test_unserved_field_is_refused_by_name(name: str, path: str) -> None:
     kind, listed = REQUESTS[name]
     message = kind()
     set_path(message, path)

@@ -95,7 +95,7 @@ def test_cancel_frees_the_blocks_with_the_next_step() -> None:
     run(world, router, steps=2)
 
 
-def test_a_deadline_ends_a_sequence_on_its_way_and_one_that_runs() -> None:
+def test_deadline_ends_pending_and_running_sequences() -> None:
     world = World()
     router = world.router()
     unfinished, _ = long_prompt(1, range(200), cut=100)
@@ -260,7 +260,7 @@ def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
     return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))
 
 
-def test_kv_events_go_before_steps_and_do_not_stand_in_for_heartbeats() -> None:
+def test_kv_events_precede_steps_and_replace_no_heartbeat() -> None:
     world = World()
     (a, welcome), (b, _) = opened(world, "a"), opened(world, "b")
     assert welcome.kv_events
@@ -319,7 +319,7 @@ def test_worker_without_prefix_caching_sends_no_kv_events() -> None:
     assert state.next_frame(world.now) is None
 
 
-def test_a_router_names_its_own_rids_only() -> None:
+def test_rids_are_per_router() -> None:
     """Rule S11: what one router says of a rid leaves another's sequence under the same rid alone."""
     world = World()
     one, other = world.router(), world.router()
@@ -339,7 +339,7 @@ def test_a_router_names_its_own_rids_only() -> None:
     ("owner", "identity", "taken"),
     [("", "", False), ("a", "a", False), ("a", "b", True), ("a", "", True), ("", "a", True)],
 )
-def test_a_router_id_belongs_to_the_certificate_that_began_with_it(owner: str, identity: str, taken: bool) -> None:
+def test_router_id_is_bound_to_first_certificate(owner: str, identity: str, taken: bool) -> None:
     if not taken:
         check_owner("r", owner, identity)
         return
@@ -349,7 +349,7 @@ def test_a_router_id_belongs_to_the_certificate_that_began_with_it(owner: str, i
 
 
 @pytest.mark.parametrize("kind", ["running", "refused", "given back"])
-def test_sequences_without_end_close_the_session(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_sequences_close_session(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """X9: what runs, what is refused and what a draining worker gives back, for a router that reads nothing."""
     monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
     world = World()
@@ -364,7 +364,7 @@ def test_sequences_without_end_close_the_session(kind: str, monkeypatch: pytest.
     assert caught.value.reason == "SESSION_BOUNDS"
 
 
-def test_a_router_that_reads_may_send_as_many_sequences_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_router_may_send_unlimited_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
     world = World()
     router = world.router()
@@ -374,7 +374,7 @@ def test_a_router_that_reads_may_send_as_many_sequences_as_it_likes(monkeypatch:
     assert len(router.reasons()) == 200
 
 
-def test_groups_that_never_end_on_many_sessions_close_those_that_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_groups_close_largest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: each Session had a bound, but all Sessions together had none."""
     monkeypatch.setattr(assembly_room, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
     world = World()

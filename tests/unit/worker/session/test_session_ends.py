@@ -98,7 +98,7 @@ def test_unresumable_sequence_is_unknown_and_ends() -> None:
     assert world.engine.core.load().decoding_seqs == 1
 
 
-def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
+def test_draining_worker_returns_new_and_finishes_running() -> None:
     world = World()
     router = world.router()
     unfinished, rest = long_prompt(2, range(200), cut=100)

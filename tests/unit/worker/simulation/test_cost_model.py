@@ -83,13 +83,13 @@ def test_weights_must_fit() -> None:
         ("llama-70b", 70.55, 327_680),
     ],
 )
-def test_sizes_are_the_published_ones(model: str, billions: float, kv_bytes: int) -> None:
+def test_preset_sizes_equal_published(model: str, billions: float, kv_bytes: int) -> None:
     made = roofline(f"mi300x-{model}")
     assert made.shape.params / 1e9 == pytest.approx(billions, abs=0.005)
     assert made.kv_bytes_per_token == kv_bytes
 
 
-def test_the_arithmetic_of_the_docstring() -> None:
+def test_cost_model_equals_docstring_example() -> None:
     made, decode, prefill = roofline("mi300x-llama-8b"), decode_of([1000]), prefill_of(2048)
     assert made.linear_s(decode) * 1e6 == pytest.approx(3776, abs=1)
     assert made.attention_s(decode) * 1e6 == pytest.approx(33, abs=0.5)
@@ -117,7 +117,7 @@ def test_more_work_never_takes_less_time(name: str, lens: list[int], more: int) 
 
 
 @pytest.mark.parametrize("name", ROOFLINES)
-def test_batches_and_chips_pay(name: str) -> None:
+def test_batches_and_chips_reduce_time(name: str) -> None:
     """One decode is bound by memory, so 64 take hardly longer; a long prompt is bound by arithmetic."""
     made = roofline(name)
     assert made.step_s(decode_of([100] * 64)) < 3 * made.step_s(decode_of([100]))

@@ -91,7 +91,7 @@ def test_malformed_batches_are_refused() -> None:
         step(runner(), (sequence([1], [0]), 1), (sequence([2], [0]), 1))
 
 
-def test_without_checks_the_tokens_are_the_same_and_errors_are_not_seen() -> None:
+def test_unchecked_runner_gives_equal_tokens_and_ignores_errors() -> None:
     sim = SimulatedRunner(50, 0, block_size=SIZE, num_blocks=8, check_contexts=False)
     first, second = sequence([1, 2, 3, 4, 5], [0, 1]), sequence([1, 2, 3, 4, 6, 7], [0, 2])
     step(sim, (first, 3))

@@ -53,7 +53,7 @@ def test_no_room_beside_the_weights(model_config: ModelConfig) -> None:
         build(model_config, "mi300x-llama-70b", gpu_memory_utilization=0.7)
 
 
-def test_steps_take_their_time(model_config: ModelConfig) -> None:
+def test_steps_take_configured_time(model_config: ModelConfig) -> None:
     core = build(model_config, "fixed:20ms").core
     core.add_group([Sequence([1, 2, 3], 16)])
     start = time.perf_counter()

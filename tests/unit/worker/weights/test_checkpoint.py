@@ -83,7 +83,7 @@ def test_parts_of_tensors(
             assert torch.equal(wide, part.float())
 
 
-def test_parts_that_do_not_exist(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_parts_beyond_tensor_are_refused(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     weights = load_weights(tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     with pytest.raises(ValueError, match="has no such dimension"):
         weights.take("1d", columns=slice(1))
@@ -133,7 +133,7 @@ def test_kept_tensors_are_no_surplus(tmp_path: Path) -> None:
     load_weights(folder, shapes, kept=("model.layers.1.", "model.layers.10."))
 
 
-def test_a_decoder_alone_lacks_the_prefix_of_all_its_tensors(tmp_path: Path) -> None:
+def test_headless_decoder_tensors_lack_prefix(tmp_path: Path) -> None:
     folder, shapes = make(tmp_path)
     whole = load_file(folder / "model.safetensors")
     alone = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
@@ -232,7 +232,7 @@ def test_digest_samples_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "sub/inside.safetensors", "..", ""])
-def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_index_with_files_outside_folder_is_refused(tmp_path: Path, name: str) -> None:
     """C6: the worker served with weights from outside the checkpoint."""
     folder, shapes = make(tmp_path / "model")
     (tmp_path / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

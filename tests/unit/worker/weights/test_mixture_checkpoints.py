@@ -51,7 +51,7 @@ def mtp_tensors(layer: int) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3"])
-def test_mtp_layers_may_be_there_or_not(tmp_path: Path, architecture: str) -> None:
+def test_mtp_layers_are_optional(tmp_path: Path, architecture: str) -> None:
     folder = checkpoint(tmp_path, architecture, mtp_layers=1)
     load(folder)
     amend(folder, mtp_tensors(LAYERS))

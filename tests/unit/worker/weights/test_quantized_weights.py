@@ -250,7 +250,9 @@ class TestWhatDoesNotFit:
             ("_packed", ("U8", np.ones((150, 80), np.uint8)), "surplus a.weight_packed"),
         ],
     )
-    def test_of_a_quantized_tensor(self, tmp_path: Path, suffix: str, change: Stored | None, problem: str) -> None:
+    def test_malformed_quantized_tensor_is_refused(
+        self, tmp_path: Path, suffix: str, change: Stored | None, problem: str
+    ) -> None:
         weight = np.random.default_rng(0).normal(size=(150, 160)).astype(np.float32)
         tensors: dict[str, Any] = SCHEMES["deepseek"].quantize("a.weight", weight)[0] | {"a.weight" + suffix: change}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -294,7 +296,7 @@ def test_quantized_checkpoint_without_config_needs_option(original: Path, tmp_pa
     assert torch.equal(logits(folder, quant_config=given), expected)
 
 
-def test_a_quant_config_that_contradicts_the_checkpoint(original: Path, tmp_path: Path) -> None:
+def test_contradicting_quant_config_is_refused(original: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(original, folder)
     quantize_checkpoint(folder, SCHEMES["w8a8-int8"])

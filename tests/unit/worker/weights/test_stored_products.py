@@ -120,7 +120,7 @@ def test_taken_weights_are_copied_from_file(tmp_path: Path) -> None:
     assert np.array_equal(as_floats(taken).numpy(), worth)
 
 
-def test_a_tensor_of_floats_has_no_stored_numbers(tmp_path: Path) -> None:
+def test_float_tensor_has_no_stored_numbers(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {NAME: ("F32", np.ones(SHAPE, np.float32))})
     weights = load_weights(tmp_path, {NAME: SHAPE})
     assert weights.quantized(NAME) is None
@@ -216,7 +216,7 @@ def made(folder: Path, architecture: str, scheme: str, **shape: Any) -> Path:
         ("deepseek_v32", "deepseek", 2 * 6 + 3 + 9 * 3, 4, {"hidden_size": 160, "num_hidden_layers": 2}),
     ],
 )
-def test_models_are_the_same_to_the_bit(
+def test_models_have_equal_bits(
     tmp_path: Path,
     keeps_all: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -297,7 +297,7 @@ def test_quantize_overrides_stored_format(tmp_path: Path, keeps_all: None, monke
     assert set(asked) == {PackedFormat(torch.int8)}
 
 
-def test_numbers_in_the_models_dtype_where_they_do_not_stay(tmp_path: Path) -> None:
+def test_stored_weights_dequantize_to_model_dtype(tmp_path: Path) -> None:
     """As before there was another way."""
     weights, worth = loaded(tmp_path, SCHEMES["deepseek"])
     taken = weights.take(NAME, dtype=torch.bfloat16)

@@ -86,7 +86,7 @@ def events(logs: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_mapped_model_has_the_bits_of_a_packed_one(
+def test_mapped_model_has_bits_of_packed_model(
     architecture: str, kernels: str, checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend_or_skip(kernels)
@@ -105,7 +105,7 @@ def test_a_mapped_model_has_the_bits_of_a_packed_one(
     assert (first, second) == (expected, expected)
 
 
-def test_a_back_end_adopts_packed_objects_not_tuples_of_them(
+def test_backend_adopts_packed_objects_individually(
     checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, adopted = checkpoints("deepseek_v32"), list[object]()
@@ -132,18 +132,14 @@ def test_each_rank_and_dtype_has_an_entry(checkpoints: Callable[[str], Path], tm
     assert len(list(tmp_path.glob("*.weights"))) == 6
 
 
-def test_another_checkpoint_of_the_same_shape_is_another_entry(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_checkpoint_of_same_shape_has_its_entry(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "qwen3", dtype="bfloat16", seed=1, **SHAPE)
     digests = {bits(started(folder, tmp_path / "cache")) for folder in (checkpoints("qwen3"), other)}
     assert len(digests) == 2
     assert len(list((tmp_path / "cache").glob("*.weights"))) == 2
 
 
-def test_a_change_that_the_digest_does_not_see_is_another_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_change_outside_digest_samples_selects_other_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
     file = next(folder.glob("*.safetensors"))
     monkeypatch.setattr(loader, "DIGEST_WHOLE_BYTES", file.stat().st_size - 1)
@@ -312,7 +308,7 @@ def test_uncacheable_weights_are_used(tmp_path: Path) -> None:
     assert [line["reason"] for line in logs] == ["a packed weight holds a builtins.object"]
 
 
-def test_the_least_recently_used_entries_go_and_none_in_use(tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_removed_unless_in_use(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path, limit_bytes=28_000)
     keys = [replace(KEY, weights=str(i)) for i in range(4)]
     kept = load(cache, keys[0])
@@ -380,7 +376,7 @@ def test_start_continues_when_locks_are_refused(tmp_path: Path, monkeypatch: pyt
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_waits_for_briefly_locked_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, calls = WeightsCache(tmp_path), list[bool]()
     load(cache)
     remover = cache.path(KEY).open("r+b")
@@ -453,7 +449,7 @@ def test_damaged_packed_weights_are_named(checkpoints: Callable[[str], Path], tm
         numerics_digest(started(folder, tmp_path))
 
 
-def test_two_writers_of_one_process_id_do_not_write_to_one_file(tmp_path: Path) -> None:
+def test_writers_with_equal_process_id_use_separate_files(tmp_path: Path) -> None:
     cache, second = WeightsCache(tmp_path), list[torch.Tensor]()
 
     def progress(written: int, in_all: int) -> None:
@@ -514,7 +510,7 @@ print(len(packs))
 
 
 @pytest.mark.slow
-def test_of_two_processes_at_once_one_packs(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_processes_packs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
     packs = sorted(process.communicate(timeout=300)[0].split()[-1] for process in both)
@@ -544,7 +540,7 @@ def test_packed_objects_are_restored_unchanged(tmp_path: Path) -> None:
     assert (int(back["tree"][1]), back["tree"][2]) == (3, torch.float8_e4m3fn)
 
 
-def test_a_file_names_no_other_code(tmp_path: Path) -> None:
+def test_packed_file_cannot_name_foreign_code(tmp_path: Path) -> None:
     with (tmp_path / "f").open("w+b") as file:
         write(file, "key", {"x": PackedLinear(torch.zeros(1), None)}, lambda *_: None)
         file.seek(0)
@@ -563,7 +559,7 @@ def test_a_name_is_kept_once() -> None:
         making.keep("x", int)
 
 
-def test_the_option_names_a_folder_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_weights_cache_option_is_folder_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     option = next(each for each in worker_command.params if each.name == "weights_cache")
     assert option.envvar == "FISSILE_WEIGHTS_CACHE"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -583,7 +579,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_the_digest_of_sources_has_all_that_packs_and_no_more() -> None:
+def test_source_digest_covers_exactly_packing_code() -> None:
     """W17: a comment in worker/session/outbox.py had all cached models of a host packed anew."""
     paths = weights_cache.packing_sources()
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}

@@ -142,7 +142,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     def all_sizes() -> None:
         for most in range(8, 40):
             check(LOOKS, most, 1, 4, 3)

@@ -99,7 +99,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     first: Event = (0, [], (0, [1, 2, 0, 1, 1, 1]))
     second: Event = (1, [], (0, [2, 2]))
     steps = [first, (0, [1], None), (0, [2], None), (0, [1, 1], None), second, (1, [2], first[2])]

@@ -157,7 +157,7 @@ def test_histories_exclude_invalid_token_ids() -> None:
     assert found == {0: [7, 8], 1: []}
 
 
-def test_drafts_have_the_slots_that_there_were_when_they_were_asked_for() -> None:
+def test_drafts_use_slots_of_their_request_time() -> None:
     """Later blocks may be another sequence's as yet: the next step may be scheduled before this one is launched."""
     seq = Sequence(list(range(5, 12)), 4, SamplingParams())
     seq.block_table = [3, 1]

@@ -65,7 +65,7 @@ def check_on_the_device(drafts: list[list[int]], drawn: list[list[int]], known: 
 
 
 @given(DRAFTS, st.data())
-def test_on_the_device_as_many_count(drafts: list[list[int]], data: st.DataObject) -> None:
+def test_device_counts_equal_accepted_drafts(drafts: list[list[int]], data: st.DataObject) -> None:
     """Nothing may be drawn too, and is no draft."""
     tokens = st.integers(NO_TOKEN, 2)
     drawn = [data.draw(st.lists(tokens, min_size=len(own) + 1, max_size=len(own) + 1)) for own in drafts]
@@ -94,7 +94,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_shows(mutant: Mutant) -> None:
+def test_fault_is_detected(mutant: Mutant) -> None:
     with mutant.applied(), pytest.raises((*OBJECTIONS, IndexError)):
         every_case_of_two()
 
