@@ -45,7 +45,7 @@ class Compiled:
 
 
 class _NoDevice:
-    """A driver that knows its target and nothing else."""
+    """A driver that knows only its target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

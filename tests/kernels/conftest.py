@@ -1,4 +1,4 @@
-"""Kernels are interpreted in this process; what is compiled is compiled in processes of its own."""
+"""Kernels are interpreted in this process; compiled kernels run in processes of their own."""
 
 from __future__ import annotations
 

@@ -108,6 +108,6 @@ def by_single_operations(
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The Euclidean norm of the difference by that of what was expected."""
+    """The Euclidean norm of the difference, relative to the expected value's."""
     wide = expected.double()
     return float((found.double().cpu() - wide).norm() / wide.norm())

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def multiply_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, what a row gives does not depend on the others of its `tl.dot` nor on its place."""
+    """Until the test ends, a row's result is independent of the other rows of its `tl.dot` and of its place."""
     whole = InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:

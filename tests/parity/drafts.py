@@ -1,4 +1,4 @@
-"""A proposer for tests: drafts that are right for a while, wrong, or both, as many as it likes."""
+"""A proposer for tests: drafts with a random number of right tokens, then wrong ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RandomProposer(Proposer):
 
 
 def sampled(step: LaunchedStep) -> SampledStep:
-    """A step whose tokens are on the device, as it is when they have come to the host."""
+    """The SampledStep of a launched step once its tokens are on the host."""
     metadata, wrong = step.sampled.metadata, step.num_rejected
     num_rejected = np.zeros(len(step.sampled.seq_ids), np.int64) if wrong is None else wrong.numpy()
     accepted = RejectionSampler().accepted(metadata, step.drawn.tolist(), num_rejected)

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def changes_of_logits(rnd: random.Random, share: float, num_ids: int) -> dict[str, Any]:
-    """Filters, penalties, biases and masks of a model with so many ids, each with this probability.
+    """Filters, penalties, biases and masks for a model with `num_ids` ids, each with probability `share`.
 
-    Masks are mild: answers of few tokens would preempt no others.
+    Masks are mild: short answers would preempt no others.
     """
     few = rnd.sample(range(5, num_ids), 40)
     optional: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Steps that are launched behind drafts in flight, by the contract of ScheduledBatch and without the engine.
+"""Steps launched after drafts in flight, by the contract of ScheduledBatch and without the engine.
 
-Here it is known what every sequence will generate, and so how many drafts of each step are right. The batches are made
-of what an engine would know: of a step in flight nothing. Drafts for a step behind another are those that the runner
-has made in that one, on the device or on the host.
+The future of every sequence is known here, and so is the number of right drafts of each step. The batches contain only
+an engine's knowledge: nothing of a step in flight. Drafts for a later step are the ones that the runner made in the
+earlier step, on the device or on the host.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Answer:
         return self.seq.sampling_params.penalized
 
     def guesses(self, rnd: random.Random, num_ids: int) -> list[int]:
-        """Drafts behind its newest token, right for a while."""
+        """Drafts after the newest token, the first of them right."""
         count = rnd.randint(0, MOST_DRAFTS)
         num_right = rnd.choice([count, count, rnd.randint(0, count)])
         wrong = [rnd.randrange(_FIRST_ID, num_ids) for _ in range(count - num_right)]
@@ -130,7 +130,7 @@ class Ahead:
             runner.draft_proposer = Telling(runner, found)
 
     def run(self, num_steps: int) -> Counter[str]:
-        """So many steps, or until nearly all is generated. Returns what was seen."""
+        """Runs `num_steps` steps, or until nearly all tokens are generated. Returns counts of the cases it met."""
         for _ in range(num_steps):
             if self._rnd.random() < 0.1:
                 # Nothing is in flight then, though the runner remembers its last step.
@@ -174,7 +174,7 @@ class Ahead:
             answer.in_flight = len(answer.fed)
 
     def _batch(self, members: list[Answer]) -> tuple[ScheduledBatch, dict[int, list[int]]]:
-        """A step, and the tokens that it will bring."""
+        """A step, and its future tokens."""
         counts, drafts, in_flight, expected = [], {}, {}, {}
         num_decodes = sum(answer.count > 0 for answer in members)
         for answer in members:
@@ -247,7 +247,7 @@ class Ahead:
 
 
 class Telling:
-    """A draft model without a model, which says what `Ahead` has thought of. It checks what it is told of a step."""
+    """A draft model without weights, which returns the drafts of `Ahead`. It checks its arguments of each step."""
 
     num_layers = 1
     takes_states = False
@@ -275,5 +275,5 @@ class Telling:
         return {seq_id: self._answers[seq_id].made for seq_id in step.batch.req_ids if self._answers[seq_id].made}
 
     def launch(self, step: LaunchedStep) -> LaunchedDrafts:
-        """Likewise of a step that nobody waits for."""
+        """The drafts of a launched step, as they are on the device."""
         return launched(step, self.propose(sampled(step)))

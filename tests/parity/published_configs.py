@@ -307,7 +307,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=50000.0,
         rms_norm_eps=1e-5,
     ),
-    # transformers has no model_type kimi_k2: the checkpoint brings its own code.
+    # transformers has no model_type kimi_k2: the checkpoint has its own code.
     "Kimi-K2": _deepseek(
         7168,
         18432,

@@ -36,7 +36,7 @@ MOST_DRAFTS, NUM_WORKLOADS = 8, 12
 
 
 def check_case(rnd: random.Random, kernels: str, end: float) -> Counter[str]:
-    """Compares a case, or what there is time for."""
+    """Compares one case until `end`."""
     method, architecture = rnd.choice(list(METHODS)), rnd.choice(list(ARCHITECTURES))
     if method == MTP:
         architecture = rnd.choice(WITH_LAYERS)
@@ -63,7 +63,7 @@ def _numbers(seed: int, size: int, end: float) -> Iterator[int]:
 
 
 def main() -> None:
-    """Compares cases, or as many as there is time for."""
+    """Compares `--cases` cases, or fewer if the time ends first."""
     parser = argparse.ArgumentParser(description="Compares random workloads with drafts with plain decoding.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=20)

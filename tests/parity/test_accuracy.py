@@ -97,7 +97,7 @@ def random_numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tens
 
 
 def assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
-    """`size` is the sum of the magnitudes of what was added up."""
+    """`size` is the sum of the magnitudes of the terms."""
     assert ours.dtype == torch.bfloat16
     allowed = exact.abs() * HALF_ULP + size * FLOAT32_SUMS
     excess = ((ours.double() - exact).abs() - allowed).max()

@@ -169,7 +169,8 @@ def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
 
 
 def test_mtp_layers_are_kept_for_speculation(tmp_path: Path) -> None:
-    """They change nothing, and a draft model finds them in the same folder; without the entry they are surplus."""
+    """MTP layers change no logits, and a draft model finds them in the same folder; without the config entry they are
+    surplus."""
     folder = make_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     prompt = list(range(5, 40))
     models = load_models(folder)

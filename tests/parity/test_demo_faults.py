@@ -118,7 +118,7 @@ def test_correct_engine_passes_demo_questions(monkeypatch: pytest.MonkeyPatch) -
 
 
 def with_fault(fault: TorchAttentionOps | TorchElementwiseOps) -> TorchBackend:
-    """The reference but for one group of operations."""
+    """The reference with one faulty group of operations."""
     backend = TorchBackend()
     if isinstance(fault, TorchAttentionOps):
         backend.attention = fault

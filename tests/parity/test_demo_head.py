@@ -1,4 +1,4 @@
-"""The demo model's EAGLE-3 head: the training script computes what is served, and the head drafts well."""
+"""The demo model's EAGLE-3 head: the training script computes the served head, and the head drafts well."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKPOINT, HEAD = DEMO / "checkpoint", DEMO / "eagle3"
 
 
 def test_trained_head_loads_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two short steps change all of its matrices; drafts in training are those of an independent head."""
+    """Two short steps change all of its matrices; drafts in training equal an independent head's."""
     monkeypatch.setattr(batches, "TOKENS_PER_BATCH", 512)
     model = load(CHECKPOINT)
     new = draft_head.DraftHead(model)
@@ -43,7 +43,7 @@ def test_trained_head_loads_and_drafts(tmp_path: Path, monkeypatch: pytest.Monke
     states, known = head.combine(aux[:, :26]), list[Any]()
     for depth in range(draft_head.DEPTH):
         states = head.states(ids[:, depth + 1 : depth + 27], states, depth, known)
-        # Of whole sequences that end at some row: in front of it are the model's states, behind them its own.
+        # Whole sequences that end at a row: before it are the model's states, after it the head's own.
         for row in (0, 7, 25):
             every = reference.linear("fc", aux[0, : row + 1])
             for end in range(row + 1, row + depth + 2):
@@ -84,7 +84,7 @@ def test_demo_head_drafts_and_acceptance_equal_reference() -> None:
     params = [{"temperature": float(i % 2), "top_p": 1.0, "max_tokens": 24, "seed": i} for i in range(len(prompts()))]
     engine.generate(prompts(), params)
     engine.close()
-    # Not those behind the last tokens, which nobody verifies.
+    # Without drafts after the last tokens, which no step verifies.
     found = [each for each in found if each.count < each.seq.num_tokens]
     own = [(number_right(each, each.drafts), len(each.drafts)) for each in found]
     reference = [(number_right(each, drafts), len(drafts)) for each, drafts in independent_drafts(case, found)]

@@ -83,7 +83,7 @@ def rows_of(tokens: torch.Tensor, start: int, end: int) -> DraftRows:
 
 
 def own_logits(draft: DraftModel, runner: DraftRunner, kernels: str, tokens: torch.Tensor, states: torch.Tensor) -> Any:
-    """float32 [LENGTH + CHAIN - 1, V]: of the chunks, then of the chain behind them, on tokens that are not its own."""
+    """float32 [LENGTH + CHAIN - 1, V]: logits of the chunks, then of the chain after them, on given tokens."""
     data = runner.kv_cache_data(allocated(runner, kernels))
     found = []
     for start, end in PARTS:

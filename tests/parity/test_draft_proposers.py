@@ -1,7 +1,7 @@
-"""Draft models at work in the engine: streams are those of plain decoding, drafts those of an independent model.
+"""Draft models in the engine: streams equal plain decoding, drafts equal an independent model's.
 
-A draft is a function of the tokens in front of it, whatever has become of its sequence on the way: chunks, prefix hits,
-preemptions, wrong drafts. KV caches begin full of NaN, so that a slot that is read before it is written shows.
+A draft is a function of the tokens before it, whatever its sequence met: chunks, prefix hits, preemptions, wrong
+drafts. KV caches start full of NaN, so that a read of an unwritten slot is detected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from worker.model.speculation.model_proposers import ModelProposer, SmallModelPr
 
 K: Final = 3
 NUM_IDS: Final = 384
-# Sums in another order may swap two ids of nearly the same logit, and what is drafted behind them.
+# Sums in another order may swap two ids of nearly equal logits, and all drafts after them.
 MOST_SWAPPED: Final = 0.01
 # A reference's states [n, H] of the tokens 1 and on and the states before them, and its logits.
 Draft = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ Draft = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Proposed:
-    """What was drafted behind the first `count` tokens of a sequence."""
+    """The drafts after the first `count` tokens of a sequence."""
 
     seq: Sequence
     count: int
@@ -202,7 +202,7 @@ MUTANTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
 def test_fault_is_detected(mutant: Mutant, tmp_path: Path) -> None:
-    # Of a head all drafts of a step are one operation, from what the step says.
+    # A head makes all drafts of a step in one operation, from the step's data.
     names: dict[type, str] = {SampledStep: "eagle3 qwen3", ModelProposer: "mtp glm4_moe", StepRows: "mtp glm4_moe"}
     assert isinstance(mutant.owner, type)
     case = CASES["draft_model llama" if mutant.name == "with_newest" else names[mutant.owner]](tmp_path)
@@ -235,7 +235,7 @@ def loaded(config: Config) -> ModelRunner:
 
 
 def recording(runner: ModelRunner, found: list[Proposed]) -> ModelRunner:
-    """The runner, which notes what is drafted behind which tokens; and that no slot was read that was not written."""
+    """The runner, which records the drafts after each token and asserts that no unwritten slot is read."""
     proposer = runner.draft_proposer
     assert proposer is not None
     propose = proposer.propose
@@ -264,7 +264,7 @@ def _compare(case: Case, found: list[Proposed]) -> None:
 
 
 def independent_drafts(case: Case, found: list[Proposed]) -> Iterator[tuple[Proposed, list[int]]]:
-    """What the reference drafts where these were made, as many as there were."""
+    """The reference's drafts at the same places, equally many."""
     sampling = select_backend("torch").sampling
     known = {each.seq.id: case.states(torch.tensor(each.seq.token_ids)) for each in found}
     zeros = np.zeros(1, np.int64)
@@ -374,7 +374,7 @@ def test_drafts_of_same_model_are_accepted_with_each_parameter(tmp_path: Path) -
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("method", slow_but({DRAFT_MODEL}, [MTP, DRAFT_MODEL]))
 def test_drafts_end_at_model_length(tmp_path: Path, method: str, is_deferred: bool) -> None:
-    """Its longest sequence ends within a block: there are slots behind it, and no angles for their positions."""
+    """Its longest sequence ends within a block: there are slots after it, but no rotary angles for their positions."""
     if method == MTP:
         folder, spec = make_mtp_checkpoint(tmp_path / "model", "glm4_moe"), SpeculativeConfig(7, MTP, adaptive=False)
     else:
@@ -414,7 +414,7 @@ def test_ranks_draft_alike(tmp_path: Path) -> None:
         outputs = []
         for ranks, stays in ((one, False), (two, False), (two, True)):
             for runner in ranks.runners:
-                # As on GPUs, where nobody waits for the token behind which drafts stand.
+                # As on GPUs, where no launch waits for the token before the drafts.
                 runner.sampler.waits_for_tokens = stays
             seq = Sequence(list(range(5, 45)), BLOCK_SIZE, SamplingParams(temperature=1.0), seed=7)
             seq.block_table = [3, 1, 2]

@@ -1,5 +1,5 @@
-"""Drafts of every method on ranks, over other dtypes, and in sequences that are preempted or go on at another worker in
-the middle of them: every stream and every logprob is that of plain decoding.
+"""Drafts of every method on ranks, over other dtypes, and in sequences preempted or moved in the middle of drafts:
+every stream and every logprob equals plain decoding.
 
 The ranks are threads here (tests/parity/test_ranks.py).
 """
@@ -108,7 +108,8 @@ class Answers:
 def workload(rnd: random.Random) -> list[Asked]:
     """Prompts that repeat themselves, their parameters, and the number of the sequence, which is its seed too.
 
-    Of the first two nothing changes logits, so that they are launched behind drafts in flight."""
+    The first two change no logits, so they are launched after drafts in flight.
+    """
     made = []
     for seed in range(5):
         piece = [rnd.randrange(5, 300) for _ in range(rnd.randint(1, 12))]
@@ -128,7 +129,7 @@ def workload(rnd: random.Random) -> list[Asked]:
 
 
 def answer(config: Config, ranks: Ranks, asked: list[Asked], rnd: random.Random | None, seen: Counter[str]) -> Answers:
-    """The answers of an engine; with `rnd` of several, one after the other: what has not ended goes on at the next."""
+    """The answers of one engine; with `rnd` of several in turn: unfinished answers resume at the next one."""
     answers = Answers()
     seqs = [Sequence(prompt, BLOCK_SIZE, params, seed=seed) for prompt, params, seed in asked]
     while seqs:
@@ -157,7 +158,7 @@ def answer(config: Config, ranks: Ranks, asked: list[Asked], rnd: random.Random 
 
 
 def compare(made: Made, given: dict[str, Any], size: int, numbers: Iterable[int]) -> Counter[str]:
-    """Compares workloads of a model, in this form and on so many ranks, with plain decoding. What they were like."""
+    """Compares workloads on `size` ranks with plain decoding; returns counts of the cases they met."""
     folder, spec = made
     seen: Counter[str] = Counter()
     plain, drafting = (Ranks(folder, size, speculative_config=each, **given) for each in (None, spec))
@@ -178,7 +179,7 @@ def compare(made: Made, given: dict[str, Any], size: int, numbers: Iterable[int]
             # What is in flight would write into the pool of the next engine.
             own = replace(config, speculative_config=spec, deferred_output=config.deferred_output and moves is None)
             for runner in drafting.runners:
-                # As on GPUs, where no launch waits for tokens: the ranks draft behind those that nobody has seen.
+                # As on GPUs, where no launch waits for tokens: the ranks draft after tokens still on the device.
                 runner.sampler.waits_for_tokens = own.deferred_output and number % 4 == 0
             found = answer(own, drafting, asked, moves, seen)
             assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), (number, settings, moves)
@@ -193,7 +194,7 @@ def check(made: Made, form: str, size: int, numbers: range) -> None:
     assert 0 < seen["right"] < seen["drafts"]
     assert seen["moved"] > 0
     assert seen["preemptions"] > 0
-    # Those that this side proposes are behind known tokens.
+    # The host proposes n-gram drafts only after known tokens.
     assert (seen["behind drafts in flight"] > 0) is (made[1].method != NGRAM)
 
 

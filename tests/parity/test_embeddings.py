@@ -50,7 +50,7 @@ def bits(vectors: list[Any]) -> list[bytes]:
 
 
 def engines(folder: Path, kernels: str, dtype: str) -> Iterator[LLMEngine]:
-    """Engines that answer in chunks and from the cache, behind preemptions, and a step ahead."""
+    """Engines that answer in chunks, from the cache, after preemptions, and one step ahead."""
     for options in (
         {"max_num_batched_tokens": 31, "scheduling_policy": MIXED, "enable_prefix_caching": True},
         {"scheduling_policy": PREFILL_FIRST, "num_kvcache_blocks": 8, "enable_prefix_caching": True},
@@ -106,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
 def test_text_vector_is_equal_in_every_setting(folder: Path, kernels: str, dtype: str) -> None:
-    """Alone, among generating requests, in chunks, from the cache, behind a preemption, and a step ahead."""
+    """Alone, beside generating requests, in chunks, from the cache, after a preemption, and one step ahead."""
     kernels = backend_or_skip(kernels).name
     alone = engine(folder, kernels, dtype=dtype)
     for pooling in POOLINGS:

@@ -74,7 +74,7 @@ BUDGETS = (20, 48, 512)
 # One for each combination of switches; every second pool is tight, and small blocks fill it best.
 BLOCK_SIZES = (16, 1, 32, 16, 32, 1, 16, 1)
 
-# What answers say of logprobs, where they are asked to.
+# Fields of answers with logprobs, on request.
 LOGPROBS = ("logprobs", "logprob", "prompt_logprobs")
 
 Key = tuple[str, int]
@@ -176,7 +176,7 @@ def _with_logprobs(rnd: random.Random, request: Request) -> Request:
 
 
 def _with_grammar(rnd: random.Random, request: Request) -> Request:
-    """With or without a grammar, which its other masks may leave nothing of."""
+    """A request with or without a grammar; its other masks may leave no token."""
     if rnd.random() > 0.2:
         return request
     return replace(request, params=replace(request.params, grammar=rnd.choice(GRAMMARS)))
@@ -191,7 +191,7 @@ def _sampling(rnd: random.Random) -> dict[str, Any]:
 
 
 def poisoned(backend: KernelBackend) -> KernelBackend:
-    """Its KV caches are NaN but for the block that stands for what is past a sequence's end."""
+    """Fills KV caches with NaN, except the block for positions past a sequence's end."""
     allocate = backend.kv_cache.allocate
 
     def allocate_kv(*given: Any) -> PagedKVCache:
@@ -205,7 +205,7 @@ def poisoned(backend: KernelBackend) -> KernelBackend:
 
 @dataclass
 class Watched:
-    """The model's runner, and what the batches were like: proof that a setting does what it is there for."""
+    """The model's runner, which records properties of the batches: proof that a setting has its effect."""
 
     runner: ModelRunner
     forces: bool = True
@@ -256,7 +256,7 @@ def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
 
 @cache
 def alone(number: int, kernels: str = "torch") -> dict[Key, dict[str, Any]]:
-    """Every answer of a workload, each sequence computed when the one before it has ended, a token a step."""
+    """Every answer of a workload, one sequence after the other, one token a step."""
     watched = Watched(loaded(ALONE.block_size, kernels), forces=False)
     engine, requests = make_engine(replace(ALONE, kernels=kernels), watched), workload(number)
     answers = [

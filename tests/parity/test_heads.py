@@ -1,4 +1,4 @@
-"""Checkpoints without an output head: states and labels are those of `transformers`, with the same bits always."""
+"""Checkpoints without an output head: states and labels equal `transformers`, and bits never vary."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", CPU_BACKENDS)
 def test_label_scores_are_equal_in_every_setting(folder: Path, kernels: str, dtype: str) -> None:
-    """Alone, among texts that are embedded, in chunks, from the cache, behind a preemption, and a step ahead."""
+    """Alone, beside embedded texts, in chunks, from the cache, after a preemption, and one step ahead."""
     kernels = backend_or_skip(kernels).name
     alone = engine(folder, kernels, dtype=dtype)
     expected = [bits(alone.classify([prompt]))[0] for prompt in prompts()]

@@ -1,4 +1,4 @@
-"""Steps launched behind drafts in flight bring the tokens of plain decodes (docs/explanation/determinism.md)."""
+"""Steps launched after drafts in flight give the tokens of plain decodes (docs/explanation/determinism.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker.model.sampler import SampledTokens, Sampler
 from worker.model.speculation.draft_proposer import SampledStep
 
 GREEDY: Final[list[dict[str, Any]]] = [{"temperature": 0.0}] * 4
-# The noise of a token is that of its position; logprobs are of accepted rows; penalties wait for their tokens.
+# A token's noise follows its position; logprobs are of accepted rows; penalties wait for their tokens.
 DRAWN: Final[list[dict[str, Any]]] = [
     {"temperature": 1.0},
     {"temperature": 1.2, "top_k": 40, "logprobs": 2},

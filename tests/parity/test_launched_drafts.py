@@ -43,10 +43,10 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "preempted": {"num_kvcache_blocks": 96, "kv_cache_block_size": 1, "scheduling_policy": PREFILL_FIRST},
     "cached": {"enable_prefix_caching": True},
 }
-# Models that select what they attend to: sums in another order may swap tokens, for all drafts behind these.
+# Models with sparse attention: sums in another order may swap selected tokens, and all drafts after them.
 SELECTING: Final = ("mtp deepseek_v32", "draft_model deepseek_v32")
 EVENTS: Final = ("drafts in flight", "late drafts", "different numbers", "waits", "preemptions", "hits")
-# What brings a number to the host.
+# Calls that copy a number to the host.
 READS: Final = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__index__", "__float__")
 
 
@@ -93,7 +93,7 @@ class Watched:
         return {seq_id: self._taken(step.batch, i, step.num_tokens(i), made[seq_id]) for seq_id, i in every}
 
     def _taken(self, batch: ScheduledBatch, i: int, num_tokens: int, drafts: list[int]) -> list[int]:
-        """Notes drafts behind so many tokens; now and then right ones are put in the place of the first."""
+        """Records drafts after `num_tokens` tokens; now and then replaces the first ones by right ones."""
         seq = batch.columns.rows[i]
         self.found.append(Proposed(seq, num_tokens, drafts))
         behind = self._streams.get((seq.seed, seq.choice), [])[num_tokens - seq.num_prompt_tokens :]
@@ -116,7 +116,7 @@ def _check(name: str, case: Case, setting: str, seen: Counter[str]) -> None:
         engine = LLMEngine(config, runner=runner)
         answers = engine.generate(prompts, params)
         assert [one["token_ids"] for one in answers] == [one["token_ids"] for one in expected], setting
-        # A step may have been launched behind one that turns out to end its sequence.
+        # A step may be launched after one that ends its sequence.
         found = [each for each in watched.found if each.count <= each.seq.num_tokens]
         made.append({(each.seq.seed, each.count): each.drafts for each in found})
         if waits and name not in SELECTING:

@@ -1,7 +1,6 @@
-"""Logprobs are those of `transformers`, and the logprob of a token is the same to the bit whether it was generated or
-given.
+"""Logprobs equal `transformers`, and a token's logprob has the same bits whether it was generated or given.
 
-That they do not depend on the batch, the cache, the chunks or preemption is test_equality.py's.
+test_equality.py tests that they do not depend on the batch, the cache, the chunks or preemption.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def reference(folder: Path) -> Any:
 
 
 def logprobs_of(reference: Any, tokens: list[int]) -> torch.Tensor:
-    """float64 [T, V], of what follows each token."""
+    """float64 [T, V], of each position's next token."""
     with torch.inference_mode():
         found: torch.Tensor = reference(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
     return found

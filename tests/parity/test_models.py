@@ -302,7 +302,7 @@ def check_prefill(models: Models, length: int) -> None:
 
 
 def check_chunked_prefill_and_decode(models: Models) -> None:
-    """Logits at the end of each of several chunks, and of decodes behind them."""
+    """Logits at the end of each of several chunks, and of the decodes after them."""
     prompt = models.random_prompts([150], seed=1)[0]
     expected = models.reference.logits(prompt)
     borders = [0, 1, 37, 64, 100, *range(140, 151)]

@@ -24,7 +24,7 @@ def check(isa: str, seed: int, cases: int) -> None:
         [*command, "--cpu-isa", isa], cwd=REPOSITORY, capture_output=True, text=True, timeout=1500, check=False
     )
     assert run.returncode == 0, run.stderr
-    # Behind what the engines have logged.
+    # The last line, after the engines' log lines.
     seen = json.loads(run.stdout.splitlines()[-1])
     assert seen["cpu_isa"] == isa
     assert seen["workloads"] > 0

@@ -58,7 +58,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 }
 
 Case = tuple[str, str]
-# A request, its choice, and the number of tokens before the one that the logits are for.
+# A request, its choice, and the number of tokens before the logits' position.
 Place = tuple[int, int, int]
 
 
@@ -236,7 +236,7 @@ def make_engine(case: Case, setting: Setting, runner: Recorder) -> LLMEngine:
 
 @cache
 def alone(case: Case, number: int) -> Answers:
-    """What comes of one request of the stock when the engine has nothing else."""
+    """The answers of one request of the stock, alone in the engine."""
     model, variant = case
     request = stock(model)[number]
     runner = loaded(model, variant, ALONE.block_size)
@@ -275,7 +275,7 @@ def check(model: str, variant: str, number: int, runner: Recorder | None = None)
     rows = {place: digest for one in expected for place, digest in one.rows.items()}
     keys = streams.keys() | answers.streams.keys()
     wrong_streams = sorted(key for key in keys if streams.get(key) != answers.streams.get(key))
-    # Deferred output computes a row behind the last token, so there may be more rows.
+    # Deferred output computes a row after the last token, so there may be more rows.
     wrong_rows = sorted(place for place in rows if answers.rows.get(place) != rows[place])
     assert not wrong_streams, (told, wrong_streams)
     assert not wrong_rows, (told, wrong_rows[:8])
@@ -294,7 +294,7 @@ def check_all(model: str, variant: str, numbers: Iterable[int]) -> Counter[str]:
 
 
 def assert_met(seen: Counter[str]) -> None:
-    """The workloads were what they are there for."""
+    """The workloads met every case that they should test."""
     mixed, wide = "prompts and decodes in one step", "decodes of 33 or more"
     for what in ("preemptions", "hits", "copies", "chunks", "greedy steps", mixed, wide):
         assert seen[what] > 5, (what, seen)

@@ -1,4 +1,4 @@
-"""Several ranks compute what one computes: logits and greedy streams, for every architecture and for odd shapes.
+"""Several ranks compute the same as one: logits and greedy streams, for every architecture and odd shapes.
 
 The ranks are threads here, with real process groups (gloo over loopback) between them; tests/chaos has the processes.
 An architecture joins by a line in SHAPES.
@@ -255,7 +255,7 @@ def test_failed_kv_digests_on_one_rank_delay_no_rank(
 
 
 def test_copied_block_equals_its_source(both: tuple[Ranks, Ranks]) -> None:
-    """Each rank copies what it has of a block: 40 tokens are two full blocks and a part of one."""
+    """Each rank copies its part of a block: 40 tokens are two full blocks and a part of one."""
     (prompt,) = random_prompts([40], 5)
     for ranks in both:
         batch = one(prompt, 0)
@@ -289,7 +289,7 @@ def test_step_without_final_row_gives_no_token(both: tuple[Ranks, Ranks]) -> Non
 
 
 def test_row_bits_are_independent_of_batch(both: tuple[Ranks, Ranks]) -> None:
-    """Also with ranks: the sum's order is that of the ranks, and padding rows change nothing."""
+    """With ranks too: sums add in rank order, and padding rows have no effect."""
     _, ranks = both
     prompts = random_prompts([33, 5, 120], 3)
     alone = ranks.logits(one(prompts[0], 0))[0]
@@ -303,7 +303,7 @@ def test_row_bits_are_independent_of_batch(both: tuple[Ranks, Ranks]) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_lockstep_tokens_equal_single_engine(tmp_path: Path, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of different sizes, in pieces, and dummy ones: a row's tokens know nothing of the other engine's."""
+    """Steps of different sizes, in pieces, and dummy steps: a row's tokens are independent of the other engine."""
     monkeypatch.setattr(moe, "_MAX_GATHERED_ROWS", 48)
     folder = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
     prompts = random_prompts([130, 5, 40], 5)

@@ -1,7 +1,7 @@
 """Speculation never changes a token: with any drafts every stream equals that of plain decoding.
 
-The drafts are drawn here, right, wrong and both, any number in any step, so that no proposer is trusted with anything:
-what holds for these holds for all. The workloads, settings and references are those of test_equality.py.
+The test draws the drafts, right, wrong and both, any number in any step, so the proof covers every proposer. The
+workloads, settings and references are test_equality.py's.
 """
 
 from __future__ import annotations

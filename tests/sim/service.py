@@ -53,7 +53,7 @@ VOCAB_SIZE = 97
 EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 16
-# Small, so that routers often come back too late for what they lack.
+# Small, so that routers often return too late for the missing changes.
 KV_LOG_CAPACITY = 24
 # A step takes 4 ms and 50 us per token.
 COST = FixedCost(0.004, 0.00005)
@@ -93,7 +93,7 @@ class Wire:
         return not self._busy and not self._cut
 
     def cut(self) -> None:
-        """Loses what is on its way, and all that comes later."""
+        """Loses every message in flight and all later ones."""
         self._cut = True
 
     def swallow(self) -> None:
@@ -200,7 +200,7 @@ class SimWorker:
         self.is_dead = True
 
     def freeze(self, seconds: float) -> None:
-        """Nothing happens here for a while; what comes meanwhile is there afterwards."""
+        """Freezes the worker; messages that arrive meanwhile are handled afterwards."""
         if not self.is_frozen:
             self.is_frozen = True
             self._loop.call_later(seconds, self._thaw)
@@ -258,7 +258,7 @@ class SimWorker:
         commands = list(self._commands)
         self._commands.clear()
         turn = self._turns.run(commands)
-        # Dear where there are many blocks.
+        # Expensive with many blocks.
         if self.core.num_steps % (16 // self.facts.block_size or 1) == 0:
             self.core.scheduler.check_integrity()
         self._deliveries.deliver(turn)
@@ -299,8 +299,8 @@ class Connection(Session):
         self._loop.call_soon(self._router_writes)
 
     def break_off(self, fault: Fault = Fault.BROKEN) -> None:
-        """Loses the stream with whatever is in flight: each end finds out by itself."""
-        # Half open: the worker does not notice, and still reads what is on its way.
+        """Loses the stream with every message in flight: each end detects it alone."""
+        # Half open: the worker does not notice, and still reads the messages in flight.
         if self._site.rnd.random() < 0.3:
             self._down.swallow()
         else:
@@ -342,7 +342,7 @@ class Connection(Session):
                 self._down.write(frame)
             elif (wait := self._state.silent_for(self._loop.time())) <= KV_EVENTS_S and not self._kv_is_due:
                 self._kv_is_due = True
-                # The loop is early by its resolution, and its time stands still meanwhile.
+                # The loop is early by its resolution, and its time does not advance meanwhile.
                 self._loop.call_later(wait + 1e-6, self._kv_due)
 
     def _kv_due(self) -> None:
@@ -519,7 +519,7 @@ class SimService:
             self.loop.call_later(seconds + 0.1, router._redial, i)
 
     def cordon(self, i: int) -> None:
-        """Worker `i` takes no new work for a while, and perhaps gives away what runs."""
+        """Cordons worker `i` for a while, and perhaps moves its running requests."""
         self.workers[i].set_intake(self.rnd.choice([wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING]))
         self.loop.call_later(self.rnd.uniform(0.1, 1.5), self.workers[i].set_intake, wpb.INTAKE_OPEN)
 
@@ -564,7 +564,7 @@ class SimService:
     def check_nothing_left(self) -> None:
         """Asserts that no trace of any request is left anywhere, and that no stream had a gap."""
         assert self.gaps == 0, "gap"
-        # A decision that fails is made again, so that nothing else would show it.
+        # A failed decision is repeated, so no other check would show it.
         assert task_failures() == self._failures
         assert self.requests.in_flight == 0
         assert len(self.dispatcher) == 0
@@ -575,7 +575,7 @@ class SimService:
         self.check_index()
 
     def check_index(self) -> None:
-        """Asserts that the router knows exactly what each worker's cache holds; by now nothing is merely expected."""
+        """Asserts that the router's index equals each worker's cache, without any merely expected block."""
         if not isinstance(self.placement, PrefixAware):
             return
         index = self.placement._indexes[self.identity]
@@ -585,7 +585,7 @@ class SimService:
             assert index.held(worker.name) == set(cached), "the index differs from the cache"
 
     def check_workers_idle(self) -> None:
-        """Asserts that nothing runs on any worker, and no block is in use."""
+        """Asserts that no worker runs a sequence or holds a block."""
         for worker in self.workers:
             load = worker.core.load()
             assert worker.num_live == 0, "leak"

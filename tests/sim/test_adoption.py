@@ -1,7 +1,6 @@
-"""Routers that die, or lose their workers, under clients who go on at another one, by adoption where that can be (S12).
+"""Routers that die or lose their workers, under clients that resume at another one, by adoption if possible (S12).
 
-Every answer is right whatever happens, nothing is left behind, and where nothing else breaks no prompt is computed
-twice.
+Every answer is right under any event, no state remains, and without another fault no prompt is computed twice.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Site:
 
 @dataclass
 class Answer:
-    """One client's answer, as far as it has come; `by_ids` if it goes on behind its token ids."""
+    """One client's answer so far; `by_ids` if it resumes after its token ids."""
 
     prompt: list[int]
     params: SamplingParams
@@ -222,7 +221,7 @@ def lived(make: Callable[[], Fleet]) -> Fleet:
 
 
 def calm(seed: int) -> None:
-    """One router dies and nothing else: what had begun is adopted, and computed once."""
+    """One router dies and nothing else fails: started sequences are adopted and computed once."""
     fleet = lived(partial(Fleet, seed, calm=True))
     assert fleet.adopted, "nothing is adopted"
     assert fleet.computed == sum(len(answer.prompt) for answer in fleet.answers), "computed twice"

@@ -50,13 +50,13 @@ class AskMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        # The new placement knows nothing.
+        # The new placement has an empty index.
         self.known = set()
         self.up.append(self.feed.ask())
 
     @rule()
     def forget(self) -> None:
-        """The stream breaks after a change of placement that the worker has not been told of."""
+        """The stream breaks after a change of placement that the worker has not received."""
         self.known = set()
         self.feed.reset()
         self.dial()

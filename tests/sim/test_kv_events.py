@@ -66,7 +66,7 @@ class TwoRouters(Scenario):
         _, hanging = await asyncio.wait(clients, timeout=60)
         assert not hanging, "hang"
         a.kv_loss = b.kv_loss = 0.0
-        # Something after the last loss, which nobody would notice otherwise.
+        # A change after the last loss, which otherwise would stay undetected.
         self.prefixes = [self.tokens(60) for _ in range(6)]
         await asyncio.gather(*(self.client(a, NUM_REQUESTS + i) for i in range(6)))
         await asyncio.sleep(12)
@@ -104,7 +104,7 @@ def breaking(seed: int) -> None:
 
 
 def replacing(seed: int) -> None:
-    """R14: a placement that knows no cache is told of all, on the streams there are."""
+    """R14: a placement with an empty index gets the whole cache on the open streams."""
     scenario = TwoRouters(seed)
     scenario.replacements = 3
     assert lived(scenario).gaps == 0
@@ -141,7 +141,7 @@ def replacing_in_the_middle(seed: int) -> None:
         b.replace_placement()
         await asyncio.sleep(1)
         b.workers[0].set_intake(wpb.INTAKE_OPEN)
-        # The next stream goes on with what the snapshot and the changes after it have brought.
+        # The next stream continues after the snapshot and its later changes.
         b.connections[0].end(Fault.BROKEN)
         b.redial(b.connections[0])
         await scenario.client(a, 4)
@@ -154,7 +154,7 @@ def replacing_in_the_middle(seed: int) -> None:
 
 
 def losing(seed: int) -> None:
-    """Frames that are lost although the stream goes on: what TCP prevents and a bug may do."""
+    """Frames lost on an open stream: TCP prevents this, but a bug may cause it."""
     scenario = TwoRouters(seed, breaks=1)
     scenario.kv_loss = 0.1
     assert lived(scenario).gaps > 0
@@ -165,7 +165,7 @@ def dying(seed: int) -> None:
 
 
 def restarted(seed: int) -> None:
-    """A router that was away did not see the worker die. The new one has done nothing yet, or much."""
+    """A disconnected router did not see the worker die. The new worker has an empty or a full cache."""
     scenario = TwoRouters(seed)
 
     async def life() -> None:

@@ -67,7 +67,7 @@ def ended_before(_: int) -> None:
 
 
 def ends_of_resumed(resumed: wpb.SubmitSequence, answer: list[int]) -> list[tuple[int, int]]:
-    """Positions and reasons of the ends in the first frame behind a sequence that comes with an answer."""
+    """Positions and reasons of the ends in the first frame after a sequence submitted with an answer."""
     now = 1000.0
     engine = SteppedEngine(simulated_core(clock=lambda: now), lambda: now)
     sequences = RouterSequences("r", FACTS, engine, Tracing())

@@ -12,7 +12,7 @@ from tests.bench.router.fleet import FleetRun, Result, Workload, spread
 from worker.simulation.cost_model import INSTANT, CostModel, FixedCost, StepWork
 from worker.simulation.presets import cost_model
 
-# 16 prefixes of 64 blocks; the pool of a worker holds about 5 beside what runs.
+# 16 prefixes of 64 blocks; a worker's pool holds about 5 beside its running sequences.
 WORKLOAD = Workload(requests=160, rate=120.0, prefixes=16, prefix_tokens=1024, own_tokens=40, output_tokens=4)
 
 
@@ -38,7 +38,7 @@ def test_prefix_aware_saves_twice_the_prefill_of_round_robin() -> None:
 
 @dataclass(frozen=True)
 class Slower(FixedCost):
-    """A worker that takes so many times as long as another."""
+    """A worker slower than another by a factor."""
 
     cost: CostModel = INSTANT
     times: float = 1.0
@@ -60,7 +60,7 @@ def test_slower_worker_gets_proportionally_fewer_requests() -> None:
 
 
 def test_hot_prefix_spreads_until_every_worker_hits() -> None:
-    """Three times what one worker computes when it has the prefix: about 40 000 tokens per second."""
+    """Three times the rate of one worker with the prefix cached: about 40 000 tokens per second."""
     workload = Workload(requests=360, rate=300.0, prefixes=1, prefix_tokens=2048, own_tokens=400, output_tokens=4)
     result = FleetRun("prefix_aware", [cost_model("mi300x-llama-8b")] * 8, num_blocks=4000, num_routers=2).run(workload)
     workers = Counter(outcome.worker for outcome in result.outcomes)

@@ -1,4 +1,4 @@
-"""Random requests, cancels, deadlines and broken streams: every answer is right, and nothing is left behind."""
+"""Random requests, cancels, deadlines and broken streams: every answer is right, and no state remains."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Scenario:
 
 
 def lived(scenario: Scenario) -> list[Outcome]:
-    """Runs a scenario to its end, checks every answer, and returns what the clients got."""
+    """Runs a scenario to its end, checks every answer, and returns the clients' outcomes."""
     service = run(scenario.loop, scenario.live())
     scenario.check_outcomes(service)
     return scenario.outcomes
@@ -210,7 +210,7 @@ def test_broken_streams_fail_no_request(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
 def test_dead_or_frozen_workers_fail_no_request(seed: int) -> None:
-    """R5, X8: nor those that met two deaths or more."""
+    """R5, X8: requests with two or more deaths of their workers succeed too."""
     outcomes = lived(Scenario(seed, breaks=3, crashes=1 + seed % 3, freezes=seed % 2))
     assert all(outcome.error is None for outcome in outcomes)
 
@@ -225,7 +225,7 @@ def test_cordoned_and_evicted_workers_fail_no_request(seed: int) -> None:
 @pytest.mark.fresh
 @pytest.mark.parametrize("part", range(8))
 def test_fresh_scenarios(part: int, fresh_seed: int) -> None:
-    """Faults of the kinds above, as many of each, at other times."""
+    """Faults of the kinds above, equally many of each, at other times."""
     draw = random.Random(fresh_seed)
     make = partial(Scenario, delay_factor=draw.choice([0.0, 0.5, 4.0]), lease_s=draw.choice([LEASE_S, 1.0]))
     make = draw.choice(

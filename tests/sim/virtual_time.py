@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class StuckError(Exception):
-    """Every task waits for something that no timer will bring."""
+    """Every task waits, and no timer is set."""
 
 
 class _Selector(selectors.SelectSelector):
-    """Advances the clock by what it was asked to wait."""
+    """Advances the clock by each requested wait."""
 
     def __init__(self) -> None:
         super().__init__()

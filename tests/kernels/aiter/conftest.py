@@ -1,4 +1,4 @@
-"""A stand-in for AITER's library, and the back end over it."""
+"""Fixtures: a stand-in for AITER's library, and an AiterBackend that uses it."""
 
 from __future__ import annotations
 

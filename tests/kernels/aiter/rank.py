@@ -36,7 +36,7 @@ def main() -> None:
         backend = AiterBackend(TorchBackend(), library, Settings(TARGETS["gfx942"], batch_invariant))
         before = backend.numerics
         collectives.use(backend)
-        # The stand-in's sums are zeros while steps are captured, as AITER's are until these are replayed.
+        # The stand-in's sums are zeros during capture, as AITER's are until the captured step is replayed.
         check_sums(collectives, rank, captured=3.0 if batch_invariant else 0.0)
         assert (backend.numerics == before) == batch_invariant
         assert torch.distributed.is_initialized() != batch_invariant
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def check_variables(backend: AiterBackend, batch_invariant: bool) -> None:
-    """What AITER's sums depend on besides is in the numerics where they serve."""
+    """Environment variables that affect AITER's sums are part of the numerics class if AITER sums."""
     for name in SUM_VARIABLES:
         before = backend.numerics
         os.environ[name] = "1"
@@ -82,7 +82,7 @@ class Wrong(Alone):
         self._factor = factor
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As Collectives, but for the factor."""
+        """Sums like Collectives, times a factor."""
         return self._collectives.all_reduce(x) * self._factor
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""AiterBackend over a stand-in for AITER (fake_aiter.py) against PyTorch's back end: what goes in, and what comes back.
+"""AiterBackend on a stand-in for AITER (fake_aiter.py) against PyTorch's back end: arguments and results.
 
 The numbers of AITER's kernels are not tested here; no machine of ours can run them (docs/reference/rocm.md).
 """
@@ -57,7 +57,7 @@ def test_norms(backend: AiterBackend, dtype: torch.dtype) -> None:
 
 
 def test_norm_of_heads(backend: AiterBackend) -> None:
-    """Queries are a part of each row of what the projection gave, and so is a latent."""
+    """Queries are a slice of each row of the projection, and so is a latent."""
     qkv, weight = draw(6, 8, 32), draw(32)
     rows = draw(6, 40)[:, :32]
     close(backend.elementwise.rms_norm(rows, weight, 1e-6), REFERENCE.elementwise.rms_norm(rows, weight, 1e-6))
@@ -171,7 +171,7 @@ PADDED = [
     (DECODE, None),
     (MIXED, Shape(rows=30, seqs=5, blocks=8, max_seqlen_q=32, max_seqlen_k=128)),
     (DECODE, Shape(rows=8, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)),
-    # More sequences than rows: AITER would write behind the last row.
+    # More sequences than rows: AITER would write past the last row.
     (DECODE, Shape(rows=3, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)),
 ]
 
@@ -194,7 +194,7 @@ def test_attention(
 
 
 def test_aiter_backend_over_triton(library: AiterLibrary) -> None:
-    """Its cache, its plans, those of captured steps too, and what it does beside AITER."""
+    """AITER on the Triton back end: its cache, its plans, plans of captured steps, and operations outside AITER."""
     backend = AiterBackend(TritonBackend(batch_invariant=False), library, TUNED)
     run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
     graphs = backend.graphs
@@ -298,7 +298,7 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
     found = backend.experts.apply(x, ids + least, slot_weights, packed)
     reference = REFERENCE.experts.pack(weights, first, None, torch.bfloat16)
     expected = REFERENCE.experts.apply(x, ids + least, slot_weights, reference)
-    # The reference rounds what is between the two products.
+    # The reference rounds between the two products.
     assert (found - expected).float().norm() / expected.float().norm() < (0.08 if quantized else 0.01)
     assert backend.experts.apply(x[:0], ids[:0], slot_weights[:0], packed).shape == (0, 64)
     assert fallback_of(backend) == []
@@ -377,7 +377,7 @@ def test_packed_formats_of_triton_are_refused(library: AiterLibrary) -> None:
 
 
 def test_aiter_packed_formats(backend: AiterBackend) -> None:
-    """The stand-in for the Triton back end has none."""
+    """The Triton stand-in has no packed formats."""
     assert backend.packed_format("w8a8_fp8", torch.bfloat16) == PackedFormat(backend.fp8, quantizes_rows=True)
     assert backend.packed_format("w8a8_fp8", torch.float32) is None
     for name in ("int8", "fp8", "w8a8_int8"):

@@ -1,4 +1,4 @@
-"""AiterDecoder over a stand-in for AITER against PyTorch's single operations."""
+"""AiterDecoder on a stand-in for AITER against PyTorch's single operations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AttentionToWritten(PlannedAttention):
 
 
 class WritingFallback(Fallback):
-    """Attends to what was written, where AITER does not."""
+    """Attends to the written keys and values if AITER does not."""
 
     attention_ops = AttentionToWritten
 
@@ -53,7 +53,7 @@ def run(
     all_reduce: Any = None,
     **sizes: Any,
 ) -> tuple[float, Any]:
-    """The larger error of a step's results and of what it stored, and how `rope_write` was chosen."""
+    """The larger error of a step's results and its stored keys and values, and the choice of `rope_write`."""
     layers = Sizes(**sizes)
     both = step(backend, rows, KVSpec(layers.kv_heads, layers.head_dim), dtype, padded)
     tokens = sum(each.count for each in rows)

@@ -1,4 +1,4 @@
-"""Finding AITER and refusing what is not it, or not a version that we know."""
+"""Finding AITER, and refusing other packages and unknown versions."""
 
 from __future__ import annotations
 

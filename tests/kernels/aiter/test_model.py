@@ -133,7 +133,7 @@ def test_logits_equal_pytorch(
     monkeypatch.setattr(model_runner, "select_backend", select)
     library._uncalled.update(library.functions)
     found = logits(runner_of(tmp_path, "aiter"))
-    # Both round to bfloat16 behind each operation; AITER rounds inputs to FP8 too. Other numbers would be 1.4 apart.
+    # Both round to bfloat16 after each operation; AITER rounds inputs to FP8 too. Wrong numbers would be 1.4 apart.
     assert relative(found, expected) < (0.2 if by_blocks else 0.1)
     assert functions <= library.called
 

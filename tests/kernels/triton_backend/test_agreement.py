@@ -45,7 +45,7 @@ def integers(_: TileAgreement, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> TileAgreement:
-    """An agreement that tries the interpreter's tiles on small integers, since BLAS adds in no order of its own."""
+    """An agreement that tries the interpreter's tiles on small integers, since BLAS has no fixed order of sums."""
     multiply_rows_alone(monkeypatch)
     monkeypatch.setattr(TileAgreement, "_draw", integers)
     monkeypatch.setattr(agreement, "_MEASURED_TARGETS", frozenset([INTERPRETER]))

@@ -1,4 +1,4 @@
-"""The Triton back end as a whole: what it packs weights as, and operations that only it puts together."""
+"""The Triton back end as a whole: its packed formats, and its composed operations."""
 
 from __future__ import annotations
 

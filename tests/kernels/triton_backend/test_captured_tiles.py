@@ -1,8 +1,8 @@
-"""Captured steps compute what the same steps do kernel by kernel: all that is chosen by a step's size is checked.
+"""Captured steps compute the same as eager steps: every choice by a step's size is checked.
 
-Nothing else of a step's size than these choices and grids reaches a kernel's bits: sizes are arguments that no kernel
-is specialised for. That key tiles and splits which are dealt out to programs or not give the same bits is shown in
-test_attention.py, test_latent.py and test_linear.py, and a whole captured model in test_model.py.
+A step's size reaches a kernel's bits only through these choices and grids: sizes are arguments that no kernel is
+specialised for. test_attention.py, test_latent.py and test_linear.py show that key tiles and splits give the same bits
+whether or not programs share them, and test_model.py has a whole captured model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def test_tuned_parts_depend_on_captured_step_size() -> None:
 
 @pytest.mark.slow
 def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tuned kernels' says what is captured, the pool's size too where it is less; batch-invariant ones' does not."""
+    """The class of tuned kernels covers the captured sizes, and a smaller pool's size; the batch-invariant class does
+    not."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)
     tuned = Config(
         model=str(folder),

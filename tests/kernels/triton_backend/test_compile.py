@@ -53,7 +53,7 @@ def test_tuned_kernels_compile(target: str, area: str) -> None:
 
 
 def compiled_for(target: str, tiles: str, area: str) -> list[dict[str, Any]]:
-    """The kernels of an area, compiled for one target in a process of their own."""
+    """The kernels of an area, compiled for one target in a separate process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_only", target, tiles, area]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def compiled_for(target: str, tiles: str, area: str) -> list[dict[str, Any]]:
 
 
 def check(target: str, kernels: list[dict[str, Any]], area: str) -> None:
-    """They fit into shared memory, spill no registers beyond what the case allows, and use matrix instructions."""
+    """Kernels fit into shared memory, spill no registers beyond the case's limit, and use matrix instructions."""
     compiled = [kernel for kernel in kernels if kernel["area"] == area]
     assert compiled == kernels
     wanted = importlib.import_module(f"tests.kernels.cases.{area}").CASES

@@ -1,6 +1,5 @@
-"""Steps that verify drafts, on the Triton kernels in the interpreter: each row has the bits of a decode by itself, and
-a model gives the tokens of plain decoding, captured or not.
-"""
+"""Steps that verify drafts, on interpreted Triton kernels: each row has the bits of a single decode, and a model gives
+the tokens of plain decoding, captured or not."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ from worker.model.model_runner import ModelRunner
 from worker.model.speculation import verify_check
 from worker.model.speculation.verify_check import verifies_exactly
 
-# The newest token and one to eight drafts behind it.
+# The newest token and one to eight drafts after it.
 ROWS: Final = range(2, 10)
 SETTINGS: Final = Settings(TARGETS[INTERPRETER])
-# Dtypes of model and cache, and what is done to scores.
+# Dtypes of model and cache, and the change of scores.
 PATHS: Final[dict[str, tuple[torch.dtype, torch.dtype, Scores]]] = {
     "bfloat16": (BF16, BF16, PLAIN),
     "fp8 KV": (BF16, FP8, PLAIN),
@@ -171,7 +170,7 @@ def test_tokens_of_captured_steps_with_drafts_equal_pytorch(
         streams = {(seed, 0): tokens for seed, tokens in enumerate(expected)}
         drafting.core.scheduler.drafter.proposer = RandomProposer(streams, 300, random.Random(1))
     assert [one["token_ids"] for one in answers(drafting)] == expected
-    # All steps but those of prompts.
+    # All steps except prompts.
     assert any(max(rows) > 1 for rows in captured)
     assert method == EAGLE3 or any(len(set(rows)) > 1 for rows in captured)
     assert len(captured) >= drafting.core.num_steps - 4
@@ -179,7 +178,7 @@ def test_tokens_of_captured_steps_with_drafts_equal_pytorch(
 
 @pytest.mark.slow
 def test_drafts_after_drafts_in_flight_equal_pytorch(tmp_path: Path) -> None:
-    """A head goes on from rows that only the device knows, at positions that only it knows."""
+    """A head continues from rows and positions that only the device knows."""
     folder = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
     layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     head = str(make_eagle3_head(tmp_path / "head", folder, num_attention_heads=2, head_dim=16, **layers))

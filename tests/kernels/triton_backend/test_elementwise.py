@@ -13,7 +13,7 @@ pytestmark = pytest.mark.each_value
 REFERENCE = TorchBackend()
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EPS = 1e-5
-# Rows, heads and what follows; heads are slices of wider rows.
+# Rows, heads and further dimensions; heads are slices of wider rows.
 SHAPES = [(0, 96), (1, 1), (5, 96), (3, 1500), (0, 4, 8), (5, 3, 64), (2, 7, 33), (2, 2, 3, 16)]
 
 

@@ -127,7 +127,7 @@ def test_rows_may_lie_apart() -> None:
 def test_row_bits_are_independent_of_other_rows(
     monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None
 ) -> None:
-    """In any order, in parts, alone, and with so many others that an expert has several tiles."""
+    """In any order, in parts, alone, and beside rows that give an expert several tiles."""
     multiply_rows_alone(monkeypatch)
     packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_format, CPU)
     x, ids, shares = step(10)
@@ -185,7 +185,7 @@ def _taken(theirs: dict[str, torch.Tensor], name: str) -> tuple[list[ExpertWeigh
 
 
 def meant(weight: experts.StackedWeights, inner: int) -> torch.Tensor:
-    """[E, N, K] in float64: what numbers and scales stand for."""
+    """[E, N, K] in float64: the dequantized weights."""
     assert weight.scales is not None
     if weight.numbers.dtype == torch.uint8:
         halves = weight.numbers.view(*weight.numbers.shape[:2], -1, 64)
@@ -198,7 +198,7 @@ def meant(weight: experts.StackedWeights, inner: int) -> torch.Tensor:
 
 
 def meant_experts(packed: experts.PackedExperts, own: list[ExpertWeights]) -> list[ExpertWeights]:
-    """In float64, with biases of their own."""
+    """The dequantized experts in float64, with their own biases."""
     assert packed.gate_up is not None
     assert packed.down is not None
     in_turn, down = meant(packed.gate_up, HIDDEN), meant(packed.down, INNER)
@@ -209,7 +209,7 @@ def meant_experts(packed: experts.PackedExperts, own: list[ExpertWeights]) -> li
     ]
 
 
-# How far a weight may be from what it is packed as, in parts of its group's largest and of itself.
+# Largest error of a packed weight, as parts of its group's largest weight and of itself.
 ROUNDINGS = {
     torch.int8: (128, 1 / 254, 0.0),
     torch.float8_e4m3fn: (128, 2.0**-10 / 448, 1 / 16),
@@ -222,7 +222,7 @@ ROUNDINGS = {
 @pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
-    """They are near the weights, and are what is computed with."""
+    """Packed weights are near the weights, and the products use them."""
     weights = made(dtype, bias=True)
     packed = experts.pack(weights, 0, None, dtype, PackedFormat(packed_dtype), CPU)
     used = meant_experts(packed, weights)
@@ -275,7 +275,7 @@ def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtyp
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_overflowed_row_gives_nan(packed_dtype: torch.dtype) -> None:
-    """And no other does; nor do pairs of another rank's experts, which nothing is computed for."""
+    """Other rows stay finite, and so do pairs of another rank's experts, for which this rank computes nothing."""
     packed = experts.pack(made()[:3], 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
     x, ids, shares = step(6)
     ids[:] = torch.tensor([0, 2, 5])
@@ -336,7 +336,7 @@ def test_unsupported_packed_format_of_experts_is_refused() -> None:
 
 @pytest.mark.parametrize("block", [16, 2048])
 def test_pairs_are_sorted_by_expert_and_tiles_padded(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Against lists; ids 5 to 9 are this rank's, and nobody chose 7."""
+    """Against lists; ids 5 to 9 are this rank's, and 7 has no row."""
     monkeypatch.setattr(experts, "_SORT_BLOCK", block)
     likely = torch.tensor([1.0, 1, 1, 1, 1, 9, 3, 0, 1, 2, 1])
     ids = torch.multinomial(likely.expand(25, -1), 3, generator=torch.Generator().manual_seed(1))

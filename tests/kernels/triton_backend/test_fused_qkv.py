@@ -1,4 +1,4 @@
-"""The fused kernel against the single operations, to the bit where nothing is rounded in between."""
+"""The fused kernel against the single operations, to the bit if no result is rounded in between."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_fused_qkv_equals_single_operations(
     expected = one_by_one(qkv, norms, angle.cos(), angle.sin(), single, step)
     found = norm_rope_write(qkv, norms, EPS, angle.cos(), angle.sin(), fused, 1, step)
     if dtype == torch.bfloat16:
-        # The interpreter rounds behind a kernel only.
+        # The interpreter rounds after a kernel only.
         torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=2.0)
         torch.testing.assert_close(fused.data, single.data, rtol=1.6e-2, atol=2.0)
     else:

@@ -1,6 +1,6 @@
-"""Steps launched behind drafts in flight, on the Triton kernels, interpreted: the tokens of PyTorch's plain decodes.
+"""Steps launched after drafts in flight, on interpreted Triton kernels: the tokens of PyTorch's plain decodes.
 
-Tokens stay on the device, and rows are moved there: kernel by kernel, and in captured steps, which run again over the
+Tokens stay on the device, and rows are moved there: in eager steps, and in captured steps, which are replayed over the
 same memory.
 """
 
@@ -45,7 +45,7 @@ def runner_of(folder: Path, kernels: str, **options: Any) -> ModelRunner:
 
 
 def check(folder: Path, seed: int, **options: Any) -> int:
-    """Checks a few steps on tokens of PyTorch's kernels. Returns how many rows had stood too far behind."""
+    """Checks a few steps on tokens of PyTorch's kernels. Returns the number of drafts rejected in flight."""
     found = answers(runner_of(folder, "torch"), PARAMS, NUM_TOKENS, seed)
     runner = runner_of(folder, "triton", **options)
     assert runner.captures_graphs != bool(options)

@@ -104,7 +104,7 @@ class Sequences:
         return list(out[: sum(counts)].split_with_sizes(counts))
 
     def naive(self, i: int, start: int, end: int) -> torch.Tensor:
-        """The same in float64, each row by itself."""
+        """Plain arithmetic in float64, row by row."""
         outs = []
         for p in range(start, end):
             keys = self.keys[i][None, self.chosen(i, p)]
@@ -128,7 +128,7 @@ class Sequences:
 
 
 def rows_of(rows: list[torch.Tensor], work: Work, plan: StepPlan) -> torch.Tensor:
-    """The rows of the work and NaN in those of padding, with gaps between them."""
+    """The rows of the work, with NaN in padding rows and gaps between rows."""
     found = torch.cat([rows[i][start:end] for i, start, end in work])
     wide = found.new_full((plan.shape.rows, *found.shape[1:-1], found.shape[-1] + 3), torch.nan)
     wide[: len(found), ..., : found.shape[-1]] = found
@@ -306,7 +306,7 @@ def test_scores_without_an_order() -> None:
     slots = torch.from_numpy(metadata([Rows(0, 8, sequences.blocks[0])], 16).slot_mapping)
     scores = torch.tensor([torch.nan, 0.0, -torch.inf, -0.0, 2.0, -1.0, torch.nan, 0.0])
     keys = torch.zeros(8, 4)
-    # A negative weight turns zeros into -0.0, and what is infinite into -inf.
+    # A negative weight turns zeros into -0.0, and infinite scores into -inf.
     keys[:, 0] = scores.abs()
     write(sequences.cache.index, 1, keys, slots)
     q, weights = torch.zeros(1, 1, 4), torch.ones(1, 1)

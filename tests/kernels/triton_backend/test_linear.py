@@ -1,4 +1,4 @@
-"""Matrix products by weights of floats: against float64 and PyTorch's own, and a row's bits wherever it stands."""
+"""Matrix products with float weights: against float64 and PyTorch's own, and a row's bits at every place."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def exact_in_tiles(n: int, k: int, rows: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.ldexp(weight, powers), x
 
 
-# (N, K, T): so many rows that one program does all parts of K, of which there are one, two and four.
+# (N, K, T): one program does all parts of K, of which there are one, two and four.
 @pytest.mark.parametrize(("n", "k", "rows"), [(33, 24, 19), (50, 300, 19), (20, 530, 50)])
 def test_row_bits_are_independent_of_other_rows(n: int, k: int, rows: int) -> None:
     weight, x = exact_in_tiles(n, k, rows)
@@ -81,7 +81,7 @@ def test_row_bits_are_independent_of_other_rows(n: int, k: int, rows: int) -> No
 
 
 def test_order_of_k_changes_bits() -> None:
-    """Else the test above would show nothing: in tiles of 16 some rows have other bits."""
+    """Shows that the test above can fail: in tiles of 16 some rows have other bits."""
     weight, x = exact_in_tiles(50, 300, 19)
     packed = pack(weight, None, torch.float32, None, CPU)
     tuned = Settings(INVARIANT.target, batch_invariant=False)
@@ -144,7 +144,7 @@ def test_overflowed_row_gives_nan_without_affecting_others(settings: Settings) -
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("columns", [1, 50])
 def test_argmax_equals_argmax_of_product(columns: int, settings: Settings) -> None:
-    """Ties everywhere, and a limit, which is where the tokenizer's ids end."""
+    """Ties everywhere, and a limit at the end of the tokenizer's ids."""
     weight, bias, x = drawn(columns, 9, 18, torch.float16)
     packed = pack(weight.round(), bias.round(), torch.float16, None, CPU)
     x = x.round()

@@ -1,4 +1,4 @@
-"""Matrix products by numbers of 8 and 4 bits: against float64 over what the numbers and scales stand for."""
+"""Matrix products with 8-bit and 4-bit weights: against float64 over the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A whole model on the Triton kernels, interpreted: its tokens are those of PyTorch's kernels, however it is run.
+"""A whole model on interpreted Triton kernels: its tokens equal PyTorch's, eager and captured.
 
-Float32, where the interpreter rounds nothing in between. Captured steps run again over the same memory, as graphs do.
+Float32, in which the interpreter rounds exactly. Captured steps are replayed over the same memory, as graphs do.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config(folder: Path, **options: Any) -> Config:
 
 
 class Counted:
-    """A runner that counts what it was asked for."""
+    """A runner that counts its calls."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

@@ -1,7 +1,7 @@
-"""Plans of steps whose sequences stand further in front than the host knows: those of the right numbers.
+"""Plans of steps with drafts in flight: after the move they equal the plans of the final positions.
 
-Nobody knows on the host how many drafts in flight are wrong, so the plan is moved on the device, and so are the
-positions that tokens are drawn at.
+The host does not know how many drafts in flight are wrong, so the device moves the plan and the positions of sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_STEPS = 40
 
 
 def drawn_step(rnd: random.Random) -> tuple[AttentionMetaData, AttentionMetaData]:
-    """A step by upper bounds, some rows of which stand further in front, and the same by the right numbers."""
+    """A step with upper bounds, some of whose rows start earlier, and the same step with the final numbers."""
     lengths = [rnd.randint(1, LONGEST) for _ in range(rnd.randint(1, 5))]
     blocks = scattered_blocks(lengths, SIZE, NUM_BLOCKS, seed=rnd.randrange(100))
     counts = [rnd.choice([1, 1, rnd.randint(1, length)]) for length in lengths]
@@ -78,7 +78,7 @@ def captured(step: AttentionMetaData) -> list[list[int]]:
 
 
 def check_sampling(rnd: random.Random, ops: SamplingOps) -> None:
-    """Rows of any parameters, at positions that are told of as too far behind."""
+    """Rows with random parameters, at positions that the host assumes too far ahead."""
     count, random_numbers = 12, np.random.default_rng(rnd.randrange(100))
     logits = torch.from_numpy(random_numbers.normal(0, 1, (count, 50)).astype(np.float32))
     params = SampleParams(

@@ -1,6 +1,6 @@
-"""Whole quantized checkpoints on the Triton kernels, interpreted: products multiply the numbers as they are stored.
+"""Whole quantized checkpoints on interpreted Triton kernels: products multiply the stored numbers.
 
-The reference is what PyTorch's kernels make of the dequantized weights; float32, so that nothing is rounded in between.
+The reference is PyTorch's kernels on the dequantized weights, in float32, so that no result is rounded in between.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_each_quantize_option_has_its_packed_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("inner", "bytes_per_number"), [(512, 1), (320, 4)])
 def test_two_ranks_sum_to_one(tmp_path: Path, inner: int, bytes_per_number: int) -> None:
-    """With parts that fall on the borders of blocks; and where they do not, in floats."""
+    """With parts on the borders of blocks; other parts are floats."""
     folder = make_checkpoint(tmp_path, tokenizer=False, num_hidden_layers=1, intermediate_size=inner, hidden_size=160)
     worths = quantize_checkpoint(folder, SCHEMES["deepseek"])
     model_config, kernels = ModelConfig.from_folder(folder), TritonBackend()

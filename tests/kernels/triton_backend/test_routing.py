@@ -73,7 +73,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_extreme_logits_give_different_experts_in_range() -> None:
-    """Scores that are all 0, and numbers that are none, must not send a row to an expert twice or to none."""
+    """Rows with all scores 0 or NaN must choose distinct experts within range."""
     logits = torch.tensor([[-300.0, 0.0, -300.0, -300.0], [-torch.inf, 1.0, -torch.inf, 2.0], [torch.nan, 1, 2, 3]])
     for routing in (Routing(3), Routing(3, "topk_softmax"), Routing(3, "sigmoid")):
         ids, _ = route(logits, routing)

@@ -138,7 +138,7 @@ def test_any_row_of_many(row: Row) -> None:
 
 
 def test_ties_at_border_keep_lowest_ids() -> None:
-    """Over several chunks, at the border of top_k, of top_p, and of top_p inside that of top_k."""
+    """Over several chunks, at the border of top_k, of top_p, and of top_p within top_k."""
     rows, vocab = 3, 5000
     logits = np.zeros((rows, vocab), np.float32)
     logits[:, ::100] = 1.0
@@ -217,7 +217,7 @@ def test_masks() -> None:
 
 
 def test_masks_depend_on_late_tokens() -> None:
-    """An id is masked where the token that is not on the host yet is the one that it may not follow."""
+    """An id is masked if the late token is the one that it must not follow."""
     rng = np.random.default_rng(12)
     logits = rng.normal(size=(3, 20)).astype(np.float32)
     logits[:, 7] = 9.0

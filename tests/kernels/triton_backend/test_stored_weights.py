@@ -1,4 +1,4 @@
-"""Weights as checkpoints store them, packed as they are: products and experts of what they are worth."""
+"""Weights packed as checkpoints store them: products and experts equal those of the dequantized weights."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.native import backend_or_skip
 
 @pytest.fixture(scope="session", params=list(CPU_BACKENDS))
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
-    """Each back end; those that this machine cannot run are skipped."""
+    """Each back end; skips those that this machine cannot run."""
     return backend_or_skip(request.param)
 
 

@@ -199,7 +199,7 @@ def test_logits_after_a_prefix_hit(model: Model) -> None:
 
 
 def test_logits_after_copied_block(model: Model) -> None:
-    """Another answer takes two full blocks, and a copy of the one that the prompt ends in, which has NaN behind it."""
+    """Another answer takes two full blocks and a copy of the prompt's last block, which has NaN after the prompt."""
     prompt, cache = model.prompts[2], model.runner._kv_cache
     pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]
     for pool in pools:
@@ -225,7 +225,7 @@ def test_logits_of_many_decodes(model: Model) -> None:
 
 
 def test_stale_blocks_have_no_effect(model: Model) -> None:
-    """What an earlier sequence left in a block, even NaN, changes nothing."""
+    """An earlier sequence's content of a block, even NaN, has no effect."""
     cache = model.runner._kv_cache
     pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]
     kept = [pool.clone() for pool in pools]

@@ -1,4 +1,4 @@
-"""KV caches in dtypes narrower than the model's: what is stored, and that it is read back as it is stored."""
+"""KV caches in dtypes narrower than the model's: stored numbers, and reads of them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Step:
         return torch.cat([*(rows[i][start:end] for i, start, end in work), torch.ones_like(rows[-1][:5])])
 
     def naive(self, i: int, start: int, end: int) -> torch.Tensor:
-        """The same in float64, each row by itself."""
+        """Plain arithmetic in float64, row by row."""
         outs = []
         for p in range(start, end):
             keys = self.keys[i][None, self._chosen(i, p)]

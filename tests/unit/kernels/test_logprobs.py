@@ -1,4 +1,4 @@
-"""Logprobs are those that float64 gives, in every back end, and the same whatever stands in the batch."""
+"""Logprobs equal float64's in every back end, and do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nan_row_has_zero_mass(stats: Stats) -> None:
 
 
 def test_native_masses_are_close_to_reference() -> None:
-    """Their exp differs in its last bits, which do not reach a float32 but for one row in thousands."""
+    """The native exp differs in its last bits, which reach a float32 in one row of thousands."""
     given = drawn(20_000)
     ours, reference = native_sampling.logit_stats(native_library(), *given), logprobs.logit_stats(*given)
     np.testing.assert_allclose(ours.masses, reference.masses, rtol=1e-12)

@@ -137,7 +137,7 @@ def test_large_vocabulary_takes_the_exact_best(scale: float) -> None:
 
 
 def test_the_winner_may_have_the_lowest_noise() -> None:
-    """Float32 noise is worst at its lowest end: a far larger logit must win all the same."""
+    """Float32 noise is worst at its lowest end: a far larger logit must still win."""
     row = Row(seed=5)
     words = np.array([reference_word(row, token) for token in range(5000)], np.uint64)
     logits = np.full((1, 5000), -20.0, np.float32)
@@ -183,7 +183,7 @@ FILTERED = [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5)]
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-37])
 @pytest.mark.parametrize("row", FILTERED)
 def test_a_tiny_temperature_takes_the_most_likely(row: Row, temperature: float) -> None:
-    """M8, W20: where the division overflowed for several ids the lowest of them won."""
+    """M8, W20: if the division overflowed for several ids, the lowest of them won."""
     logits = np.random.default_rng(3).normal(0, 10, (6, 300)).astype(np.float32)
     logits[3:] -= 1000
     ids = run(logits, [replace(row, temperature=float32(temperature))] * 6)

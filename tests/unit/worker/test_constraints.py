@@ -212,7 +212,8 @@ def test_constraint_complete_at_max_tokens_ends_as_complete(
 
 
 def test_constrained_steps_launched_ahead(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: a mask waits for the token that it is behind, others' rows take theirs on the device."""
+    """As on a GPU: a mask waits for the token before it, and the rows of other sequences take their tokens on the
+    device."""
     params = [*asked(), *[{"max_tokens": 30, "seed": i, "repetition_penalty": 1.2} for i in range(2)]]
     expected = [answer["token_ids"] for answer in generate(engine_of(runner), params)]
     monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
@@ -234,7 +235,7 @@ def test_no_step_is_computed_after_finished_answer(runner: ModelRunner, n: int, 
         computed.clear()
         params = {"constraint": constraint, "max_tokens": 200, "temperature": 0.8, "seed": 3, "n": n, "num_drafts": 0}
         answers = engine_of(runner).generate([PROMPT], params)
-        # The last token of the longest answer is computed by nobody.
+        # No step computes the last token of the longest answer.
         prompt = len(Tokenizer.from_folder(DEMO).encode(PROMPT))
         assert {answer["finish_reason"] for answer in answers} <= {"constraint", "eos"}
         if any(answer["finish_reason"] == "constraint" for answer in answers):
@@ -295,7 +296,7 @@ def test_unconstrained_rows_do_no_constraint_work(runner: ModelRunner, monkeypat
     assert {seq_id for name, seq_id in calls if name != "confined"} == constrained
     assert any(0 < masked < rows for rows, masked in steps)
     made, tokens = Counter(name for name, _ in calls), sum(len(answer["token_ids"]) for answer in answers[:4])
-    # One mask for each token, each token given once; without drafts nothing is searched.
+    # One mask and one grammar step for each token; without drafts the grammar searches no text.
     assert made["_fill"] == sum(masked for _, masked in steps) == tokens
     assert made["completes"] == tokens
     assert made["forced"] == 0
@@ -365,7 +366,7 @@ def test_grammar_forced_text_takes_fewer_steps_with_same_tokens(
     (person,) = alone.generate([PROMPT], params[-1:], request_ids=[f"r{len(params) - 1}"])
     assert [person[name] for name in names] == found[-1]
     assert alone.core.num_steps < 0.6 * len(person["token_ids"])
-    # As on a GPU: what follows is said before the tokens have come that it follows.
+    # As on a GPU: the forced text is proposed before the tokens before it arrive.
     monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
     ahead = engine_of(runner, deferred_output=True)
     ahead.core.executor = PipelinedExecutor(runner.launch, time.monotonic)

@@ -67,7 +67,7 @@ class Node:
 
 @dataclass
 class Cycles(WatchedRunner):
-    """Leaves cycles behind in each step, and notes how many there are."""
+    """Leaves reference cycles in each step, and records how many exist."""
 
     made: list[weakref.ref[Node]] = field(default_factory=list)
     most: int = 0
@@ -100,7 +100,7 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
 
 @pytest.mark.slow
 async def test_idle_engine_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W13: what a burst has left is freed when it is over."""
+    """W13: the garbage of a burst is freed after the burst."""
     monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.01)
     monkeypatch.setattr(garbage, "IDLE_FULL_S", 0.05)
     monkeypatch.setattr(garbage, "YOUNG_ALLOCATIONS", 10**9)

@@ -1,4 +1,4 @@
-"""The length rule: lowered silently only when nobody asked for a length."""
+"""The length rule: the length is lowered silently only by default, never a requested one."""
 
 from __future__ import annotations
 

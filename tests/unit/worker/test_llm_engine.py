@@ -70,7 +70,7 @@ def test_greedy_tokens_equal_transformers(folder: Path, engine: LLMEngine, greed
 
     model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # as ignore_eos
-    # Both take the repetition penalty of the checkpoint's generation_config.json unless told otherwise.
+    # Both take the repetition penalty of the checkpoint's generation_config.json by default.
     own = engine.generate(PROMPTS, {"temperature": 0, "max_tokens": 12, "ignore_eos": True})
     for answers, changes in [(greedy, {"repetition_penalty": 1.0}), (own, {})]:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -205,7 +205,7 @@ class TestStopsOnText:
 @settings(max_examples=200)
 @given(asked=continuations())
 def test_the_text_of_an_answer_continues_its_prompt(folder: Path, asked: Continuation) -> None:
-    """M4: as that of Generate, however many tokens a step gives."""
+    """M4: the text equals Generate's, however many tokens a step returns."""
     io = InputOutputProcessor(asked.tokenizer, ModelConfig.from_folder(folder), block_size=16)
     params = SamplingParams(max_tokens=100, stop_strings=asked.stops)
     (answer,) = io.preprocess(asked.prompt, params, "id", arrive_time=0.0)
@@ -555,7 +555,7 @@ def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict
 
 
 def test_turn_ends_at_the_tokenizers_eos_token(tmp_path: Path) -> None:
-    """B4: a fine-tune that names its end of turn only in tokenizer_config.json went on with the next turns."""
+    """B4: a fine-tune that names its end of turn only in tokenizer_config.json continued with the next turns."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     (folder / "generation_config.json").unlink()
     for name, changes in (

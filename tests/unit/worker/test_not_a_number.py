@@ -90,7 +90,7 @@ def test_nan_answer_ends_and_others_continue(
 
 
 def test_blocks_of_nan_step_are_not_shared(folder: Path, tmp_path: Path) -> None:
-    """W6: what a step has computed whose output is not a number is in no cache."""
+    """W6: blocks of a step with a NaN output are in no cache."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch")
     answers = bad.generate([[9, *range(100, 140)], list(range(100, 140))], GREEDY)
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens"]
@@ -100,7 +100,7 @@ def test_blocks_of_nan_step_are_not_shared(folder: Path, tmp_path: Path) -> None
 
 
 def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
-    """W6: chunks give no token, so those that had NaN in them stayed in the cache, for all who came after."""
+    """W6: chunks sample no token, so chunks with NaN stayed in the cache for all later sequences."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch", max_num_batched_tokens=16)
     shared = list(range(100, 132))
     ill = [*shared, 9, *range(200, 240)]
@@ -108,7 +108,7 @@ def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
     assert bad.generate([[*shared, 5]], GREEDY)[0]["finish_reason"] == "max_tokens"
     before = len(manager.hash_to_block_id)
     assert bad.generate([ill], GREEDY)[0]["finish_reason"] == "not_a_number"
-    # What another answer has come out of stays.
+    # Blocks that gave another answer stay cached.
     assert len(manager.prefixes.cached_blocks(Sequence(ill, 16))) == 2
     assert len(manager.hash_to_block_id) == before
     bad.core.scheduler.check_integrity()
@@ -215,7 +215,7 @@ class Broken(SimulatedRunner):
 
 
 def test_nan_end_has_metric_and_log_line() -> None:
-    """W6: nobody was told."""
+    """W6: neither client nor operator learned of the NaN."""
     config = Config(num_kvcache_blocks=16, max_model_len=96)
     turns = EngineTurns(EngineCore(config, Broken(50, 0, num_blocks=16), clock=lambda: 0.0), lambda: 0.0)
     seq = Sequence([9, 8], 16, SamplingParams(max_tokens=4))

@@ -1,4 +1,4 @@
-"""Faults put into the worker, one at a time: the property test that is there for each finds it, by a fixed seed.
+"""Faults put into the worker, one at a time: the property test for each finds it, with a fixed seed.
 
 As in tests/unit/router/test_mutants.py, within as many examples as the test takes in every run.
 """
@@ -78,7 +78,7 @@ _SIZE, _LEFT = "min(max_chunk_size, size - chunk * max_chunk_size)", "size - chu
 _TO_FRONT = "self.free_block_ids.move_to_end(block.block_id, last=False)"
 _CLAIM = "for block_id in cached:\n        self._claim(block_id)\n"
 _TAKE = "cached + [self._take() for _ in range(seq.num_blocks - len(cached))]"
-# Takes new blocks before those that it has found.
+# Takes new blocks before the cached ones.
 _HITS_LAST = (
     "new = [self._take() for _ in range(seq.num_blocks - len(cached))]\n    "
     + _CLAIM

@@ -1,5 +1,5 @@
-"""A thousand random schemas: what finishes validates, and is the same under preemption, with drafts, on ranks and from
-wherever it goes on."""
+"""A thousand random schemas: finished answers validate, and are equal under preemption, with drafts, on ranks and after
+moves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def served_schemas() -> Iterator[dict[str, Any]]:
     rnd, checker = random.Random(2026), GrammarChecker(TOKENIZER.added_tokens, {0})
     while True:
         schema = random_schema(rnd)
-        # Fewer endless rows of blanks, of which the model knows nothing.
+        # Fewer endless rows of blanks, which this model cannot avoid.
         schema["x-guidance"] = {"whitespace_flexible": rnd.random() < 0.2}
         try:
             checker.check(Constraint.of({"json_schema": schema}), optional_space=False)
@@ -51,7 +51,7 @@ def served_schemas() -> Iterator[dict[str, Any]]:
 
 @cache
 def requests() -> list[dict[str, Any]]:
-    """Parameters of requests, each with a schema of its own."""
+    """Parameters of requests, each with its schema."""
     return [
         {
             "constraint": {"json_schema": schema},
@@ -78,7 +78,7 @@ def expected() -> list[Answer]:
 
 
 def validated(params: list[dict[str, Any]], found: list[Answer]) -> int:
-    """Validates what has finished, by jsonschema and the schemas as they were asked for; how many that were."""
+    """Validates finished answers by jsonschema and the requested schemas; returns their number."""
     finished = 0
     for one, (tokens, reason) in zip(params, found, strict=True):
         if reason in COMPLETE:
@@ -111,7 +111,7 @@ def test_preemption_keeps_answers() -> None:
 
 @pytest.mark.long
 def test_two_ranks_keep_grammars_too() -> None:
-    """Their sums are rounded otherwise than one's: a class of its own, of which all answers are the same."""
+    """Sums over two ranks round differently from one rank's: a numerics class with equal answers."""
     config, params = replace(CONFIG, tensor_parallel_size=2, deferred_output=True), requests()[:SOME]
     found, engine = answers(config, params)
     engine.close()
@@ -124,7 +124,7 @@ def test_two_ranks_keep_grammars_too() -> None:
 
 @pytest.mark.long
 def test_answers_resume_from_any_position() -> None:
-    """As those of a worker that has died: each from some of its positions, at an engine that has not seen it."""
+    """As after the death of a worker: each answer resumes from some of its positions, at a fresh engine."""
     rnd, engine = random.Random(7), LLMEngine(CONFIG)
     core, going_on = engine.core, list[tuple[Sequence, list[int]]]()
     for given, (tokens, _) in zip(requests()[:SOME], expected(), strict=False):

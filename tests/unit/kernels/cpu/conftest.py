@@ -21,7 +21,7 @@ def native() -> CDLL:
 # the rest another's.
 WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
 PAIRED = ["avx512bf16", "amx"]
-# Ways of attention where one set of vectors is enough.
+# Variants of attention, for tests that need one set of vectors.
 SOME = ["avx2", *PAIRED]
 
 
@@ -36,7 +36,7 @@ def selected(native: CDLL, name: str) -> Iterator[CDLL]:
 def real_or_emulated(native: CDLL, name: str) -> str:
     """An instruction set of `PAIRED` where the processor has it; elsewhere its emulation, which is slow.
 
-    That both give the same bits is tested where both are (`test_the_processors_..._are_the_emulated_ones`).
+    `test_processor_instructions_equal_emulation` and `test_processor_pair_products_equal_emulation` compare their bits.
     """
     real = library.abilities(native).get(name) == library.Ability.USABLE
     return name if real or name not in PAIRED else f"{name}_emulated"
@@ -56,7 +56,7 @@ def each_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDL
 
 @pytest.fixture(params=SOME)
 def some_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
-    """The same where one set of vectors is enough."""
+    """A library with one of the instruction sets in SOME."""
     yield from selected(native, real_or_emulated(native, request.param))
 
 

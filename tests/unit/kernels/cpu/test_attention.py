@@ -36,7 +36,7 @@ CACHES = [
 def filled(
     native: CDLL, heads: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, block: int = BLOCK
 ) -> tuple[PagedKVCache, list[list[int]]]:
-    """A cache with two sequences, one longer than two splits of 512 keys; NaN where nothing is written."""
+    """A cache with two sequences, one longer than two splits of 512 keys; unwritten slots are NaN."""
     lengths, count = [LENGTH, 75], 1600 // block
     blocks = scattered_blocks(lengths, block, count, seed=dim)
     cache = PagedKVCache.allocate(KVSpec(heads, dim), 1, count, block, kv_dtype or dtype)
@@ -217,7 +217,7 @@ NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
 def hard_to_round(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of a narrow `dtype`, what is half way between neighbours, beside that, and beyond the range."""
+    """All numbers of a narrow `dtype`, midpoints between neighbours, numbers beside them, and numbers out of range."""
     codes = torch.arange(2 ** (8 * dtype.itemsize))
     numbers = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype).float()
     finite = numbers[numbers.isfinite()].sort().values
@@ -267,7 +267,7 @@ def test_misaligned_metadata_is_refused(name: str) -> None:
     setattr(step, name, kept.astype(np.int32))
     with pytest.raises(ValueError, match="int64 expected, not int32"):
         attention.StepArrays(step)
-    # Rows of tables may lie apart, as in a table that is wider; what is in a row may not.
+    # Rows of tables may be apart, as in a wider table; the elements of a row may not.
     apart = np.repeat(kept, 2, axis=-1)[..., ::2]
     setattr(step, name, apart)
     with pytest.raises(ValueError, match=r"contiguous|with strides"):
@@ -275,7 +275,7 @@ def test_misaligned_metadata_is_refused(name: str) -> None:
 
 
 def repeated(native: CDLL, kv_heads: int, dim: int) -> PagedKVCache:
-    """A cache of one block, which stands for any number of others."""
+    """A cache of one block, which serves as any number of blocks."""
     cache = PagedKVCache.allocate(KVSpec(kv_heads, dim), 1, 1, 64, torch.bfloat16)
     k, v = (torch.randn(64, kv_heads, dim, generator=torch.Generator().manual_seed(1)).bfloat16() for _ in range(2))
     attention.write_kv(native, cache, 0, k, v, attention.StepArrays(metadata([Rows(0, 64, [0])], 64)))

@@ -25,7 +25,7 @@ def digest(folder: Path, kernels: str, threads: int, dtype: str = "float32") -> 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
 def test_numerics_class_is_independent_of_threads(threads: CDLL, tmp_path: Path, model_type: str) -> None:
-    """Nor that of models with experts and latent attention."""
+    """With experts and latent attention too."""
     folder = make_checkpoint(tmp_path, model_type, num_hidden_layers=2, tokenizer=False)
     assert digest(folder, "cpu", 1) == digest(folder, "cpu", 2) == digest(folder, "cpu", 3)
     assert digest(folder, "torch", 1) != digest(folder, "cpu", 1)

@@ -1,4 +1,4 @@
-"""The build of the native kernels, and what happens where it cannot be done."""
+"""The build of the native kernels, and its failures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_install_without_compiler_succeeds_with_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])
 def test_failing_compiler_exits_with_1(tmp_path: Path, compiler: str) -> None:
-    """A broken source printed a line, ended with 0, and CI went on without the kernels."""
+    """A broken source printed a line and exited with 0, and CI continued without the kernels."""
     done, folder = build_a_copy(tmp_path, CXX=compiler)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -89,7 +89,7 @@ hatch_build.KernelsBuildHook().initialize("editable", {})
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_install_exit_follows_build_exit(code: int) -> None:
-    """`pip install` went on after a compiler that failed. Hatchling is only in a package's build."""
+    """`pip install` continued after a failed compiler. Hatchling exists only in a package's build."""
     root = build.FOLDER.parents[1]
     assert subprocess.run([sys.executable, "-c", HOOK, str(code)], cwd=root, check=False).returncode == code
 

@@ -1,4 +1,4 @@
-"""All drafts of a step in one native call are those of the plain chain, and so are the caches, to the bit."""
+"""All drafts of a step in one native call equal the plain chain, and so do the caches, to the bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sequence(rnd: random.Random, block_size: int, blocks: list[int], *, greedy: bool, steered: bool) -> Sequence:
-    """With a table of blocks of its own, and room for some drafts behind it."""
+    """A sequence with its own blocks, and room for some drafts after it."""
     length = rnd.randint(2, 30)
     given: dict[str, Any] = {} if greedy else {"temperature": rnd.choice([0.0, 0.3, 1.0, 2.0])}
     if rnd.random() < 0.5:
@@ -91,7 +91,7 @@ def sequence(rnd: random.Random, block_size: int, blocks: list[int], *, greedy: 
 
 
 def sampled(runner: ModelRunner, rnd: random.Random, *, greedy: bool, steered: float) -> SampledStep:
-    """A step of decodes with drafts, decodes without, chunks and whole prompts, over states that nobody computed."""
+    """A step of decodes with and without drafts, chunks and whole prompts, over random states."""
     block_size, seqs, lengths = runner.config.kv_cache_block_size, dict[int, Sequence](), list[int]()
     drafts, tokens = dict[int, list[int]](), dict[int, tuple[int, ...]]()
     blocks = rnd.sample(range(NUM_SLOTS // block_size), NUM_SLOTS // block_size)
@@ -208,5 +208,5 @@ def test_drafts_end_at_last_position(native: CDLL, folder: Path) -> None:
         states = torch.randn(1, 4 * runner.model_config.hidden_size)
         cache = allocated(runner)
         step = SampledStep(batch, {seq.id: (9,)}, np.array([7]), states, proposer.kv_cache_data(cache))
-        # Behind the first one each takes a row of its own.
+        # Each draft after the first one takes a row.
         assert len(proposer.propose(step)[seq.id]) == min(MOST, 1 + MAX_LENGTH - length)

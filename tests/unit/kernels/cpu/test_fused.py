@@ -69,7 +69,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Model:
-    """Random layers, packed by a back end, and a cache that is NaN where nothing is written."""
+    """Random layers, packed by a back end, and a cache whose unwritten slots are NaN."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def test_residual_streams_are_returned_with_states(
 @pytest.mark.parametrize("norms_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_draft_layer_takes_embeddings_and_states(threads: CDLL, dtype: torch.dtype, norms_first: bool) -> None:
-    """To the bit as by single operations; the stream behind it stands beside its normed states."""
+    """To the bit as by single operations; the residual stream is returned with the normed states."""
     kind = KINDS["whole tiles"]
     one, other = (Model(kind, dtype, dtype) for _ in range(2))
     width = kind.heads * kind.dim + 2 * kind.kv_heads * kind.dim
@@ -253,7 +253,7 @@ def test_wanted_rows_have_bits_of_all_rows(
         arguments = x, angles.cos(), angles.sin()
         expected = in_whole.run(*arguments, whole.cache, whole.step(spans))
         step = other.step(spans)
-        # None at first: their keys and values are stored all the same.
+        # With no wanted row keys and values are still stored.
         for counts in product((0, 1, 37), repeat=len(spans)):
             borders = zip(counts, step.cu_seqlens_q.tolist(), step.cu_seqlens_q[1:].tolist(), strict=False)
             wanted = [row for count, begin, end in borders for row in range(max(begin, end - count), end)]

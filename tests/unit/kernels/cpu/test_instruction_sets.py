@@ -1,4 +1,4 @@
-"""Which instruction set serves: the best one that this machine has and that computes what the plain one does."""
+"""The choice of an instruction set: the best one that this machine has and that computes the same as the plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native matrix product: against float64 and PyTorch's own, and a row's bits wherever it stands."""
+"""The native matrix product: against float64 and PyTorch's own, and a row's bits at every place."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_overflowed_row_gives_nan_without_affecting_others(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 17, 512, 1700])
 def test_argmax_equals_argmax_of_product(each_isa: CDLL, dtype: torch.dtype, columns: int) -> None:
-    """Ties everywhere, and a limit, which is where the tokenizer's ids end."""
+    """Ties everywhere, and a limit at the end of the tokenizer's ids."""
     weight, bias, x = drawn(columns, 9, 40, dtype)
     packed = linear.pack(each_isa, weight.round(), bias.round(), dtype)
     x = x.round()

@@ -61,7 +61,7 @@ def test_row_bits_are_independent_of_other_rows(variant: CDLL, n: int, k: int) -
 
 @pytest.mark.parametrize(("n", "k"), INT8_SHAPES)
 def test_int8_weights_are_exact_and_rows_do_not_depend_on_others(variant: CDLL, n: int, k: int) -> None:
-    """Against the weights that int8 and its scales stand for, which float32 shows."""
+    """Against the dequantized int8 weights, to float32 accuracy."""
     weight, bias, x = drawn(n, k), drawn(n), drawn(80, k)
     packed = linear.pack(variant, weight, bias, BF16, torch.int8)
     meant = linear.linear(variant, torch.eye(k), linear.pack(variant, weight, None, torch.float32, torch.int8)).t()
@@ -136,7 +136,7 @@ def test_product_with_activation_has_bits_of_two_operations(
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 @pytest.mark.parametrize("lines", [3, 4, 7])
 def test_rows_read_in_place_have_bits_of_copied_rows(variant: CDLL, lines: int, packed_dtype: torch.dtype) -> None:
-    """Rows an odd and an even number of lines apart, with NaN behind the last one and beside them."""
+    """Rows an odd and an even number of lines apart, with NaN after the last one and beside them."""
     inner = 96
     packed = linear.pack(variant, drawn(64, inner) / 4, None, BF16, packed_dtype)
     for rows in (1, 5, 16, 17, 33, 48):

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# Limits the address space to what is in use and `more` bytes, for as long as `call` runs.
+# Limits the address space to its current size and `more` bytes, while `call` runs.
 LIMITED = """
 import resource
 import torch

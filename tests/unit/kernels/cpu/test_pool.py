@@ -1,4 +1,4 @@
-"""The pool of threads: every task once, whoever asks, and no helper in the child of a fork."""
+"""The pool of threads: every task runs once, for any caller, and the child of a fork has no helper."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def drawn_shape(rnd: random.Random) -> Shape:
 
 
 class Layer:
-    """A shape's cache of some sequences, NaN where nothing is written, and now and then where something is."""
+    """A shape's cache of some sequences; unwritten slots are NaN, and now and then a written one."""
 
     def __init__(self, native: CDLL, shape: Shape, rnd: random.Random) -> None:
         self._native, self._shape = native, shape

@@ -147,7 +147,7 @@ def draw_seen(rng: np.random.Generator, vocab: int, output: int) -> SeenIds:
 
 
 def sampled_both(library: CDLL, logits: np.ndarray, params: SampleParams) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Tokens and the logits with what was written into them: of the library, and of numpy."""
+    """Tokens and processed logits, of the library and of numpy."""
     counters = np.arange(len(logits), dtype=np.uint64), *np.zeros((2, len(logits)), np.int64)
     with np.errstate(all="ignore"):
         both = [[one(written, params, *counters), written] for one, written in (
@@ -198,7 +198,7 @@ def test_penalties_and_masks_equal_numpy(threads: CDLL) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_biases_and_allowed_ids_equal_numpy(threads: CDLL, temperature: float) -> None:
-    """Rows with penalties, a bias, both or neither, in one call: biases come behind penalties."""
+    """Rows with penalties, a bias, both or neither, in one call: biases apply after penalties."""
     rng = np.random.default_rng(4)
     rows, vocab = 6, 200
     logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
@@ -228,7 +228,7 @@ def test_biases_and_allowed_ids_equal_numpy(threads: CDLL, temperature: float) -
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 200])
 def test_allowed_bits_equal_numpy(threads: CDLL, temperature: float, vocab: int) -> None:
-    """Rows with penalties, bits, both or neither; words beyond the vocabulary and bits of no id do nothing."""
+    """Rows with penalties, bits, both or neither; words and bits beyond the vocabulary have no effect."""
     rng = np.random.default_rng(vocab)
     rows, words = 6, -(-vocab // 32) + 2
     logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)

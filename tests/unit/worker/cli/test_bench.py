@@ -49,7 +49,7 @@ def test_an_engine_is_measured_run_by_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Failing:
-    """A model that computes nothing."""
+    """A model whose steps raise an error."""
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         raise RuntimeError("no\nmemory")

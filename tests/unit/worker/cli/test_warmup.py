@@ -118,7 +118,7 @@ def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_a_quantized_model_is_quantized(tmp_path: Path, scheme: str) -> None:
-    """All that a checkpoint can have so; what the model wants as floats is dequantized."""
+    """All quantized weights of a checkpoint; the weights that the model needs as floats are dequantized."""
     folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["quantization_config"] = SCHEMES[scheme].config

@@ -1,4 +1,4 @@
-"""docs/reference/models.md lists what the registry has, and tests/checkpoints.py can make each of them."""
+"""docs/reference/models.md lists the registered architectures, and tests/checkpoints.py can make each of them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_pooling_comes_from_checkpoint(tmp_path: Path, config: dict[str, Any], p
 
 
 def test_modules_json_locates_pooling_and_refuses_projection(tmp_path: Path) -> None:
-    """As sentence-transformers writes them; a projection behind the pooling gives other vectors."""
+    """As sentence-transformers writes them; a projection after the pooling gives other vectors."""
     kinds = {"0": ("", "Transformer"), "1": ("pool", "Pooling"), "2": ("2_Normalize", "Normalize")}
     modules = [
         {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -86,7 +86,7 @@ def test_single_token_score_is_no_relevance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "..", "1_Pooling/deeper"])
 def test_modules_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
-    """C6: a file of a checkpoint names files of its own folder."""
+    """C6: a checkpoint may only name files of its own folder."""
     modules = [{"type": "sentence_transformers.models.Pooling", "path": name}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelError, match="folders in the same folder are valid"):

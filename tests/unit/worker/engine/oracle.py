@@ -87,7 +87,7 @@ class Oracle:
     # What happens to sequences between steps.
 
     def entered(self, seq: Sequence, *, gated: bool, outputs: list[RequestOutput]) -> None:
-        """A sequence was taken; `outputs` are what that brought: its end if an earlier attempt had reached it (S5)."""
+        """Records a new sequence; `outputs` holds its end if an earlier attempt had already reached one (S5)."""
         assert seq.id not in self.lives, f"sequence {seq.id} is taken twice"
         truth = Truth(seq, self.model, self.max_model_len, self.config)
         life = Life(seq, truth, len(seq), len(seq), gated)
@@ -111,7 +111,7 @@ class Oracle:
         self._expect_end(life, outputs, [], "aborted", reason)
 
     def preempted(self, life: Life) -> None:
-        """`preempt` was called between two steps. What is in flight still brings its tokens."""
+        """Records a `preempt` call between two steps. Steps in flight still deliver their tokens."""
         assert life.seq.status is SequenceStatus.WAITING
         self.num_preemptions += 1
         self._wait_in_front(life)
@@ -217,7 +217,7 @@ class Oracle:
         return victims
 
     def _check_need(self, last: Life, survivors: list[Life]) -> None:
-        """Without the last victim's blocks somebody, or itself, would have had too few."""
+        """Without the last victim's blocks a survivor or the victim itself would have had too few."""
         kept = set(chain.from_iterable(life.table for life in survivors))
         freed = sum(block not in kept for block in last.table)
         own_need = max(0, -(-(last.start + 1) // self.size) - len(last.table))
@@ -240,13 +240,13 @@ class Oracle:
         ]
 
     def _ends_foreseeably(self, life: Life, wrong: int = 0) -> bool:
-        """Whether its last token is known or in flight, for all that can be told if so many drafts are wrong."""
+        """Whether the last token of the sequence is known or in flight if `wrong` drafts in flight are wrong."""
         most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
         return life.known + wrong >= min(most, self.max_model_len)
 
     def _waits(self, life: Life) -> bool:
-        """Whether a sequence that needs no output may wait for it all the same: it may end, or need a block, and that
-        only if all of its drafts in flight are right."""
+        """Whether a sequence that needs no output may still wait: it may end or need a block, if all its drafts in
+        flight are right."""
         wrong, drafts = self._wrong(life), any(row.drafts for row in rows_in_flight(self.flights, life))
         return self._ends_foreseeably(life, wrong) or (drafts and life.start + wrong >= len(life.table) * self.size)
 
@@ -302,15 +302,15 @@ class Oracle:
         flight.rows.append(row)
 
     def _check_row(self, row: Row) -> None:
-        """It computes known tokens and drafts, and has as many blocks as it may need, no more."""
+        """A row computes known tokens and drafts, and holds exactly the blocks it may need."""
         life, known = row.life, row.end - len(row.drafts)
         assert known <= life.known, f"sequence {life.seq.id}: computes {known} of {life.known} tokens"
         assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
         num_slots = len(row.table) * self.size
         end = row.end + row.num_rejected
         assert num_slots >= end, f"sequence {life.seq.id}: {num_slots} slots for {end} tokens"
-        # This step's drafts, and those that the runner proposes behind them; and the wrong ones of an earlier step,
-        # which stood further on.
+        # This step's drafts and those proposed after them, and the wrong drafts of an earlier step at later
+        # positions.
         most = max(life.known, row.start + 1 + self.k) + self.k * (2 if self.config.deferred_output else 1)
         assert num_slots < most + self.size, f"sequence {life.seq.id}: {num_slots} slots for {most} tokens"
         if row.drafts:
@@ -352,8 +352,8 @@ class Oracle:
         self._grow(life, table, life.known)
 
     def _check_follower(self, flight: Flight, life: Life, hits: int) -> None:
-        """Nobody computes a block that a step in flight, or this very one, computes; nor a tail: prompts have one that
-        end behind the first token of a block."""
+        """Asserts that no sequence computes a block or a tail that a step in flight, or this step, already computes.
+        Prompts have a tail if they end after the first token of a block."""
         if hits < (life.known - 1) // self.size:
             state = life.truth.states[(hits + 1) * self.size - 1]
             computing = any(state in other.computing for other in [*self.flights, flight])
@@ -364,13 +364,13 @@ class Oracle:
             assert not computing, f"sequence {life.seq.id} computes the tail that is being computed"
 
     def _tail(self, life: Life, hits: int) -> int | None:
-        """The block whose beginning is all that a sequence with so many hits needs, but for its last token."""
+        """The partly filled block that a sequence with `hits` hits still needs, apart from its last token."""
         if self.cache is None or not life.seq.shares_prompt or hits < (life.known - 1) // self.size:
             return None
         return self.cache.tail(life.truth.state_before(life.known - 1))
 
     def _grow(self, life: Life, table: list[int], num_tokens: float) -> None:
-        """Takes the blocks of `table` that hold so many tokens."""
+        """Takes the blocks of `table` that hold `num_tokens` tokens."""
         held = len(life.table)
         assert table[:held] == life.table, f"sequence {life.seq.id}: its blocks have changed"
         life.table = table[:held]
@@ -381,8 +381,8 @@ class Oracle:
             life.table.append(block)
 
     def _check_eviction(self, cache: Cache, block: int) -> None:
-        """Blocks that hold nothing are taken first, then those whose holders left longest ago. In a step that
-        preempts, what was free at the moment is not known."""
+        """Empty blocks are taken first, then the blocks that were freed longest ago. In a step with a preemption the
+        free blocks at that moment are unknown."""
         if block in cache and not self._preempts:
             tables = (life.table for life in self.lives.values() if life.computed is not None)
             free = set(range(self.pool)).difference(chain.from_iterable(tables))
@@ -393,8 +393,8 @@ class Oracle:
     # Decisions.
 
     def _check_order(self, flight: Flight, newcomers: list[Life]) -> None:
-        """First come, first served within a class, higher classes first; only followers of what is being computed may
-        be passed. The queues have lost the newcomers by now."""
+        """Higher priority classes run first, FIFO within a class; only followers of a prefix in computation may be
+        passed. New sequences have already left the queues."""
         assert all(life.computed is not None for life in newcomers), "a sequence is admitted to no row"
         places = [self._places[row.life.seq.id] for row in flight.rows if row.life in newcomers]
         assert places == sorted(places), "newcomers out of turn"
@@ -446,7 +446,7 @@ class Oracle:
             assert preempted or decodes >= most, f"a decode is left out beside {decodes} tokens of decodes"
 
     def _cost(self, start: int, count: int) -> float:
-        """Of tokens behind others, in tokens without any before them."""
+        """Cost of `count` tokens from `start` on, in tokens without context."""
         return count + self._weight * (count * start + count * count / 2)
 
     def _check_cost(self, rows: list[Row]) -> None:
@@ -571,7 +571,7 @@ class Oracle:
             self.cache.publish_tail(state, parent, life.table[begin // self.size])
 
     def discarded(self) -> None:
-        """The only flight was discarded: what it should have computed is still to do."""
+        """The only step in flight was discarded, so its work is scheduled again."""
         (flight,) = self.flights
         self.flights.clear()
         self.execution.last_output = flight.last_output
@@ -589,14 +589,15 @@ class Oracle:
     # At any time, and at the end.
 
     def check(self) -> None:
-        """Compares what the scheduler shows between steps."""
+        """Compares the scheduler's public state between steps with the oracle's."""
         sched = self.scheduler
         num_running = num_decoding = ahead = 0
         held: set[int] = set()
         for life in self.lives.values():
             seq = life.seq
             if self.cache is None and life.computed is not None:
-                # Which of two equal blocks it holds is not foreseen; `_read` looks at what is in them.
+                # The oracle cannot predict which of two equal blocks a sequence holds; `_read` compares their
+                # contents.
                 life.table = list(seq.block_table)
             assert seq.block_table == life.table, f"sequence {seq.id} holds {seq.block_table}, not {life.table}"
             assert seq.num_tokens == life.delivered, f"sequence {seq.id} has {seq.num_tokens} tokens"

@@ -26,7 +26,7 @@ class Execution:
         self.last_output = ScheduledBatchOutput({})
 
     def check_tokens(self, flight: Flight, i: int, row: Row) -> None:
-        """The tokens that a batch shows of a row are those of its sequence, late ones included."""
+        """The tokens of a row in the batch equal the tokens of its sequence, late ones included."""
         batch, truth = flight.shown, row.life.truth
         expected = truth.tokens[row.start : row.end - len(row.drafts)] + row.drafts
         given = list(batch.scheduled_tokens[i])
@@ -36,7 +36,8 @@ class Execution:
         assert given == expected, f"sequence {row.life.seq.id}: computes {given}, not {expected}"
 
     def late_drafts(self, seq_id: int, count: int) -> list[int]:
-        """Drafts that the last step has made behind the token that it has sampled; a runner takes any for the rest."""
+        """Drafts that the last step made after its sampled token; a runner chooses any drafts for the remaining
+        positions."""
         made = (self.last_output.draft_token_ids or {}).get(seq_id, [])
         return (made + [0] * count)[:count]
 
@@ -77,7 +78,7 @@ class Execution:
             self.kv[table[position // size]][position % size] = state
 
     def _check_history(self, row: Row, history: TokenHistory | None) -> None:
-        """Penalties and min_tokens see the output so far, late tokens included."""
+        """Penalties and min_tokens use the output so far, late tokens included."""
         seq, known = row.life.seq, row.life.known
         assert (history is not None) is (row.final and row.life.is_steered), f"sequence {seq.id}: history of a row"
         if history is not None:

@@ -78,9 +78,10 @@ class Life:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's part of a step, and what it was before the step.
+    """One sequence's part of a step, with the sequence's state before the step.
 
-    It is where the sequence stands. The batch takes it to be `num_rejected` tokens further on, for drafts in flight.
+    The row starts at the sequence's true position. The batch assumes a position `num_rejected` tokens later, because of
+    drafts in flight.
     """
 
     life: Life
@@ -98,7 +99,7 @@ class Row:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
+    """A scheduled step that has not landed; `shown` is a copy of the batch at scheduling."""
 
     batch: ScheduledBatch
     shown: ScheduledBatch
@@ -127,7 +128,7 @@ def num_rejected(flights: Iterable[Flight], life: Life) -> int:
 
 
 def check_totals(batch: ScheduledBatch, rows: list[Row], most_tokens: int) -> None:
-    """Sums of a batch are those of its rows, and no more tokens than a step may have."""
+    """The sums of a batch equal the sums of its rows, and the tokens stay within the step's limit."""
     counts = [row.end - row.start for row in rows]
     prefills = [count for count, row in zip(counts, rows, strict=True) if row.prefill]
     assert sum(counts) <= most_tokens, f"{sum(counts)} tokens"
@@ -139,7 +140,7 @@ def check_totals(batch: ScheduledBatch, rows: list[Row], most_tokens: int) -> No
 
 
 class Cache:
-    """Which block holds which published prefix, by what was seen; only a block that is taken anew loses its entry."""
+    """Published prefixes by block, as observed; a block loses its entry only when it is reused."""
 
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
@@ -203,7 +204,7 @@ def rank(life: Life) -> tuple[int, int]:
 
 
 def blocks_in(life: Life, start: int, end: int, size: int) -> list[int]:
-    """Hashes of the full blocks of so many slots that a row computes, wholly or in part."""
+    """Hashes of the full blocks that a row computes, wholly or in part."""
     last = min(-(-end // size), life.known // size)
     return [life.truth.states[(j + 1) * size - 1] for j in range(start // size, last)]
 

@@ -67,7 +67,8 @@ class Engine:
 @pytest.mark.parametrize("length", [1, 2, SIZE - 1, SIZE, SIZE + 1, SIZE + 2, 3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 5])
 @pytest.mark.parametrize("budget", [500, 12])
 def test_the_prompt_is_computed_once(policy: str, length: int, budget: int) -> None:
-    """And a token of it by each further answer; full blocks are held by all, each has one of its own behind them."""
+    """Each further answer computes one token of the prompt. All answers share the full blocks and own one block after
+    them."""
     engine, seqs = Engine(scheduler(scheduling_policy=policy, max_num_batched_tokens=budget)), answers(8, length, 20)
     engine.sched.add_group(seqs)
     while sum(seq.first_token_time is not None for seq in seqs) < 8:
@@ -103,7 +104,7 @@ def test_answers_share_no_blocks_without_cache_or_across_salts() -> None:
 
 
 def test_a_prompt_with_one_answer_is_cached_by_full_blocks() -> None:
-    """It waits for nobody's last block, nor keeps its own."""
+    """A single answer neither waits for a last block nor keeps one."""
     engine, (first, second) = Engine(scheduler()), [answers(1, 21)[0] for _ in range(2)]
     engine.sched.add_group([first, second])
     engine.finish([first, second])
@@ -113,7 +114,7 @@ def test_a_prompt_with_one_answer_is_cached_by_full_blocks() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_cancelled_first_answer_hands_prompt_to_next(steps: int) -> None:
-    """Before its prompt is computed another one computes it; afterwards its block serves, though nobody holds it."""
+    """Before the prompt is computed, another answer computes it; afterwards its block still serves without an owner."""
     engine, seqs = Engine(scheduler(max_num_batched_tokens=24)), answers(4, 40, 12)
     engine.sched.add_group(seqs)
     for _ in range(steps):

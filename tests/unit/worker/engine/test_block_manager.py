@@ -187,7 +187,7 @@ def test_off_means_off() -> None:
 
 
 def test_sequence_with_given_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W10: nor is one that was preempted hashed again; what it generates is."""
+    """W10: a preempted sequence is not hashed again either; only its generated tokens are."""
     manager = BlockManager(Config(num_kvcache_blocks=8, enable_prefix_caching=True))
     tokens = list(range(100, 140))
     hashed: list[int] = []
@@ -454,7 +454,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_hits(self, cached: list[int], expected: list[tuple[bytes, tuple[int, ...]]]) -> None:
         found = [self.content.get(b) for b in cached]
-        # With a weak hash some hits are lost to collisions, but what is found is still right.
+        # With a weak hash some hits are lost to collisions, but every hit is still right.
         assert found == (expected[: len(found)] if self.hash_is_weak else expected)
 
 

@@ -1,4 +1,4 @@
-"""Chunks of a long prompt get smaller behind a long context, so that what decodes beside it keeps its pace."""
+"""Chunks of a long prompt shrink with its context, so that decodes beside it keep their rate."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_prefill_first_rate_holds_beside_long_prompt() -> None:
 
 
 def test_lone_prompt_uses_full_steps() -> None:
-    """X10: nobody waits for it."""
+    """X10: with no other sequence a prompt uses full steps."""
     sizes = [batch.total_tokens_num_prefill for batch, _ in run(MIXED, beside=False)]
     assert set(sizes[:-1]) == {2048}
 
@@ -115,7 +115,7 @@ def test_context_cost_stays_zero_without_samples() -> None:
 
 
 def test_followers_of_a_long_prompt_are_admitted_one_a_step() -> None:
-    """Also behind a long step: looking up 6,250 cached blocks takes milliseconds, and 64 such lookups 459 ms."""
+    """After a long step too: looking up 6,250 cached blocks takes milliseconds, and 64 such lookups 459 ms."""
     config = Config(num_kvcache_blocks=7000, max_model_len=110_000, max_num_batched_tokens=8192, eos_token_id=0)
     sched, prompt = Scheduler(replace(config, enable_prefix_caching=True)), list(range(1, 100_001))
     seqs = [Sequence([*prompt, i, i, i], 16, SamplingParams(max_tokens=20), id=i) for i in range(1, 10)]

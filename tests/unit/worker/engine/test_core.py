@@ -57,7 +57,7 @@ def engine(clock: Clock | None = None, eos_every: int = 0, k: int = 0, **options
 
 
 def run(core: EngineCore, max_steps: int = 5000) -> dict[int, list[int]]:
-    """Steps until nothing is left; the tokens of each sequence as streamed."""
+    """Steps until the engine is idle; returns each sequence's streamed tokens."""
     streams: dict[int, list[int]] = {}
     for _ in range(max_steps):
         if not core.has_unfinished():
@@ -214,7 +214,7 @@ def random_sequence(rnd: random.Random, core: EngineCore, now: float) -> Sequenc
 
 
 def random_outputs(rnd: random.Random, core: EngineCore, clock: Clock, seqs: list[Sequence]) -> Iterator[RequestOutput]:
-    """All that an engine outputs which is given the sequences, and aborts some of them, until it has nothing to do."""
+    """All outputs of an engine that runs the sequences and aborts some of them, until it is idle."""
     waiting = list(seqs)
     while waiting or core.has_unfinished():
         clock.now += rnd.choice([0.0, 0.1, 1.0])

@@ -1,4 +1,4 @@
-"""Deferred output and speculation: steps that are scheduled before the tokens of the one before them have come."""
+"""Deferred output and speculation: steps scheduled before the tokens of the previous step arrive."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class TestSpeculation:
             sched.add(seq)
             land(sched, launch(sched), 50, drafts=[51] * k)
             launch(sched)
-            # The prompt, a token, k drafts; and of the k behind those the last one's KV is not computed.
+            # The prompt, a token and k drafts; of the next k drafts the last one has no KV yet.
             assert len(seq.block_table) == -(-(length + 1 + k + k - 1) // size)
             sched.abort(seq.id, now=0.0)
             sched.in_flight.clear()

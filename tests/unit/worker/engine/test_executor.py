@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before them has ended."""
+"""Steps launched before the previous step has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.engine.executor import PipelinedExecutor
 
 
 class Device:
-    """Launches at once; a step's tokens come when its turn is given. Time goes on by hand."""
+    """A device that launches at once and delivers a step's tokens on request. Its time advances by hand."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""The figures of a turn are what the engine has done: tokens, hits, preemptions, drafts, ends."""
+"""The figures of a turn match the engine's work: tokens, hits, preemptions, drafts, ends."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ENGINES = 3
 
 @dataclass
 class Meeting:
-    """Where engines that are threads meet: all must come, or nobody goes on."""
+    """A barrier for engines that are threads: every engine must arrive before any continues."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(ENGINES, timeout=60))
     said: dict[int, bool] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def test_logprob_rows_equal_each_sequence_alone(policy: str, budget: int, deferr
 
 
 def test_resumed_sequence_reports_logprobs_of_given_tokens() -> None:
-    """A sequence that goes on has rows of all tokens from where they are asked for, the same as before."""
+    """A resumed sequence returns the same logprob rows for all tokens from the requested start."""
     (prompt,) = prompts(14)[:1]
     (whole,) = run(engine(), [[prompt]])
     params = replace(PARAMS, prompt_logprobs_start=len(prompt), prompt_logprobs=PARAMS.logprobs)

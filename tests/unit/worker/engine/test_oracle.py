@@ -9,11 +9,11 @@ from tests.unit.worker.engine.speculation.trial import run_workload
 from worker.engine.block_manager import OutOfBlocksError
 
 MOST_WORKLOADS = 400
-# Not in workloads: what must be refused, other parts of the service, what has no effect, a first output of two tokens,
-# as many sequences as a step has tokens (test_scheduler.py has them).
+# Traps outside these workloads: refusals, other parts of the service, faults without effect, a first output of two
+# tokens, and as many sequences as a step has tokens (test_scheduler.py covers them).
 _UNTRIED = {"t05", "t06", "t13", "t29", "t38", "t39", "t40", "t42", "t43", "t45", "prompts-starve"}
-# The engine itself stumbles over these: a block that is taken where there is none, or that is published too early, the
-# end of what has ended, and a column of a sequence that has gone.
+# The engine itself fails on these: a block taken from an empty pool or published too early, a second end of a
+# sequence, and a column of a sequence that has left.
 _BREAKS: dict[str, type[Exception]] = {
     **dict.fromkeys(("t03", "t20", "t41", "columns-kept"), LookupError),
     **dict.fromkeys(("t15", "t16"), OutOfBlocksError),

@@ -89,7 +89,7 @@ def test_recomputed_prompt_gives_equal_vector(pooling: Pooling) -> None:
 
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
 def test_nan_states_end_sequence(pooling: Pooling) -> None:
-    """Those of an earlier chunk too; and what was computed of it is shared with nobody."""
+    """States of an earlier chunk count too; no computed block of the sequence is shared."""
 
     class Broken(SimulatedRunner):
         def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

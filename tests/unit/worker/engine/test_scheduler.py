@@ -235,7 +235,7 @@ class TestMixed:
             self.test_a_prompt_has_its_share_beside_any_number_of_decodes()
 
     def test_decodes_beyond_budget_alternate(self) -> None:
-        """W2: who is left out for a prompt is in the next step, and nobody is left out more often than others."""
+        """W2: a sequence left out for a prompt is in the next step, and all sequences are left out equally often."""
         sched = self.mixed(max_num_batched_tokens=32, max_num_seqs=32, num_kvcache_blocks=200)
         decodes = [prompt(1, 100 + i, max_tokens=1000) for i in range(31)]
         sched.add_group(decodes)
@@ -524,7 +524,7 @@ class TestOutputs:
         assert (sched.load().room_tokens, sched.load().room_seqs) == (64 - 53, 1)
 
     def test_decodes_take_room_from_prompts(self) -> None:
-        """W2: routers were told of room that decodes have."""
+        """W2: routers counted room that decodes already used."""
         sched = scheduler(scheduling_policy="mixed", max_num_batched_tokens=64, max_num_seqs=64, num_kvcache_blocks=200)
         assert sched.load().room_tokens == 64
         sched.add_group([prompt(1, 100 + i) for i in range(50)])

@@ -1,4 +1,4 @@
-"""Scheduler and block manager in any order of events: the oracle (oracle.py) has nothing to object. No PyTorch.
+"""Scheduler and block manager under any order of events: the oracle (oracle.py) finds no error. No PyTorch.
 
 What hypothesis finds it shrinks to few events, sequences and tokens; rare coincidences are for the workloads
 (test_workloads.py), which are longer and cheaper.

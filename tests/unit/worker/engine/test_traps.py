@@ -32,7 +32,7 @@ def step(sched: Scheduler, token: int = 50, drafts: list[int] | None = None) -> 
     return flight[0]
 
 
-# Tests name the id 0, which is the first that a process gives out: here, to nobody.
+# Tests name the id 0, the first id of a process, so a sequence without a test takes it here.
 Sequence([1], SIZE)
 
 
@@ -445,7 +445,7 @@ def test_t41_token_after_abort_is_dropped() -> None:
 
 @pytest.mark.parametrize("patience_s", [0.3])
 def test_t42_blocks_freed_in_flight_are_reused_after_step(patience_s: float) -> None:
-    """The first step gives the second one so long to begin beside it."""
+    """The first step waits `patience_s` for the second one to begin beside it."""
     running: list[int] = []
     overlapped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Workloads from a seeded generator: whatever happens to an engine, the oracle has nothing to object.
+"""Workloads from a seeded generator: the oracle finds no error in the engine.
 
 A workload that fails is repeated with `run_workload(its number)`.
 """

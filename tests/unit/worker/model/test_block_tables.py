@@ -1,4 +1,4 @@
-"""A step's block tables are those of its sequences, whatever the steps before were."""
+"""A step's block tables equal the tables of its sequences, whatever the earlier steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tables_equal_sequences(seed: int) -> None:
         assert found.shape == (len(step), needed.max())
         for row, table, count in zip(found.tolist(), step, needed.tolist(), strict=True):
             assert row[:count] == table[:count]
-            # What is behind is the table's too, or nothing.
+            # A column after a row's blocks holds the table's own block or zero.
             assert all(block in (0, *table[i : i + 1]) for i, block in enumerate(row))
 
 

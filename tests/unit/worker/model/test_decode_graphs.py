@@ -1,4 +1,4 @@
-"""Which step runs which decode, on a stand-in for graphs that notes what it is asked for."""
+"""The choice of a captured step for each decode, on a stand-in for graphs that records its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Graphs:
-    """StepGraphs whose plans are lists: their room, then what was written. Notes rows of what it plans."""
+    """StepGraphs whose plans are lists: their size, then the written rows. Records the rows it plans."""
 
     def __init__(self) -> None:
         self.planned: list[int] = []
@@ -36,7 +36,7 @@ class Graphs:
 
 
 def decode_of(rows: list[int]) -> AttentionMetaData:
-    """Of sequences of 9 tokens with so many rows each."""
+    """A decode of sequences of 9 tokens with `rows` rows each."""
     count = len(rows)
     return AttentionMetaData(
         np.cumsum([0, *rows]), np.full(count, 9), np.zeros((count, 1), np.int64), np.zeros(sum(rows), np.int64)

@@ -1,4 +1,4 @@
-"""Masks of grammars: what they let through is valid, and they depend on grammar and output alone."""
+"""Masks of grammars: allowed outputs are valid, and masks depend on grammar and output alone."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def text_of(output: list[int]) -> str:
 
 
 def walk(rnd: random.Random, params: SamplingParams, most: int = 120) -> tuple[list[int], str | None]:
-    """A random output, and why it has ended: `COMPLETE` also behind an end-of-sequence token; None where it has not.
+    """A random output and the reason of its end: `COMPLETE` also after an end-of-sequence token; None without an end.
 
-    At each position the mask is that of a fresh state that is given the whole output.
+    At each position the mask is that of a fresh state with the whole output.
     """
     masks, output = new_masks(), list[int]()
     while len(output) < most:
@@ -118,7 +118,7 @@ def schemas(seed: int) -> Iterator[tuple[dict[str, Any], SamplingParams]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_output_of_a_random_schema_validates(seed: int) -> None:
-    """By jsonschema, with formats; a walk is one of a model that knows nothing."""
+    """The validator is jsonschema, with formats; a walk is an output of a model without knowledge."""
     found, finished = schemas(seed), 0
     for number in range(20):
         schema, params = next(found)
@@ -198,7 +198,7 @@ def test_rows_without_grammar_are_not_masked() -> None:
 
 
 def test_grammar_state_follows_tokens() -> None:
-    """Further tokens, fewer (a step was interrupted), another list (the sequence has come again), another grammar."""
+    """More tokens, fewer (after an interrupted step), another list (the sequence returned), another grammar."""
     masks, params = new_masks(), params_of({"regex": "(ab)*c"})
     a, b, c = (TOKENIZER.encode_inside(letter)[0] for letter in "abc")
     output = [a]
@@ -329,8 +329,8 @@ def test_grammar_is_compiled_once_and_errors_are_reported() -> None:
 
 
 def test_grammar_work_is_bounded_at_run_time() -> None:
-    """A grammar that is admitted and then takes too much ends its sequence, with a reason; others of the same grammar,
-    which share what is known of its expressions, go on: what becomes of each is a matter of its own tokens."""
+    """A grammar that exceeds its bound at run time ends its sequence with a reason. Other sequences of the same grammar
+    share its expressions and continue, each by its own tokens."""
     params = params_of({"regex": "(a|b|[ab]{2,5}|.{3,900}){1,900}"})
     masks, letter = new_masks(), TOKENIZER.encode_inside("a")
     first = letter * 50

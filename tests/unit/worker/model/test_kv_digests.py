@@ -1,4 +1,4 @@
-"""Digests of KV blocks: of what a block held when it was published, whatever the batch, the chunks and the pool."""
+"""Digests of KV blocks: of a block's content at publication, whatever the batch, the chunks and the pool."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def salted(tokens: list[int], params: SamplingParams, salt: bytes, **options: An
 def run(
     runner: ModelRunner, seqs: list[Sequence], on_digest: Callable[[bytes], object] = lambda _: None, **options: Any
 ) -> Found:
-    """The digests that an engine gives; those of one name are equal."""
+    """Runs an engine and returns its digests; digests of one name must be equal."""
     settings: dict[str, Any] = {
         "model": runner.config.model,
         "max_model_len": 256,
@@ -121,7 +121,7 @@ def expected(runner: ModelRunner, seqs: list[Sequence]) -> Found:
         {},
         {"max_num_batched_tokens": 24, "scheduling_policy": "mixed"},
         {"deferred_output": True},
-        # Room for two of the four: others wait, and take the blocks of those that have just ended.
+        # Room for two of the four: the others wait, and take the blocks of sequences that have just ended.
         {"num_kvcache_blocks": 16},
         {"num_kvcache_blocks": 16, "deferred_output": True, "max_num_batched_tokens": 40},
     ],

@@ -46,7 +46,7 @@ def batch_of(seqs: list[Sequence]) -> ScheduledBatch:
 
 
 def steered(logits: np.ndarray, seqs: list[Sequence]) -> np.ndarray:
-    """Logits [S, V] as the sampler sees them behind penalties, biases and masks."""
+    """Logits [S, V] as the sampler sees them after penalties, biases and masks."""
     changed = logits.copy()
     histories = batch_of(seqs).histories
     penalized = {row: history for row, history in histories.items() if history.params.penalized}
@@ -181,7 +181,7 @@ def test_mask_test_cases_change_streams(engine: LLMEngine) -> None:
 
 
 def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
-    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; here nothing is padded."""
+    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; this code pads no row."""
     seqs = [sequence([5], [], repetition_penalty=2.0), sequence([6, 7, 8, 9], [6], repetition_penalty=2.0)]
     changed = steered(np.ones((2, VOCAB), np.float32), seqs)
     assert np.flatnonzero(changed[0] != 1).tolist() == [5]
@@ -207,7 +207,7 @@ def test_only_adjusted_rows_are_copied() -> None:
 
 
 def test_batch_is_independent_of_later_sequence_changes() -> None:
-    """The step's history stays what it was when the step was scheduled."""
+    """The step's history keeps its state at scheduling."""
     seq = sequence([1, 2], [3], repetition_penalty=2.0)
     history = batch_of([seq]).histories[0]
     seq.append_token(4)
@@ -350,7 +350,7 @@ def test_adjusted_streams_equal_with_deferred_output(
 @pytest.mark.parametrize("fields", [*MIXED, *MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_resumed_sequence_keeps_its_penalties(engine: LLMEngine, fields: dict[str, Any], temperature: float) -> None:
-    """Rule S5: tokens behind `num_prompt_tokens` are output, for penalties and min_tokens as well."""
+    """Rule S5: tokens after `num_prompt_tokens` are output, for penalties and min_tokens as well."""
     params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, **{**fields, "ignore_eos": True})
     prompt = prompts()[3]
     (whole,) = engine.generate([prompt], replace(params, seed=8))
@@ -442,7 +442,7 @@ def test_penalized_launches_do_not_wait_for_tokens(
     steering: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """W5: as on a GPU, where one penalized row made every launch wait for the step before it, for all rows."""
+    """W5: one penalized row made every launch on a GPU wait for the previous step, for all rows."""
     params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in steering]
     expected = streams(engine, prompts(), params)
     deferred = make_engine(folder, deferred_output=True)
@@ -466,7 +466,7 @@ def test_penalized_launches_do_not_wait_for_tokens(
 
     monkeypatch.setattr(runner, "launch", watched)
     monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
-    # With the penalties of PyTorch's kernels, which take late tokens as those of GPUs do.
+    # PyTorch's kernels apply the penalties: like a GPU's they accept late tokens.
     monkeypatch.setattr(runner.kernels.sampling, "fetch", fetch)
     assert streams(deferred, prompts(), params) == expected
     assert late[0] > 50

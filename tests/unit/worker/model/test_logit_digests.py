@@ -71,7 +71,7 @@ def expected(runner: ModelRunner, seq: Sequence, every: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_digests_cover_raw_logits_at_requested_positions(runner: ModelRunner, temperature: float) -> None:
-    """Penalties and masks, which are written into the rows, come behind."""
+    """Penalties and masks are written into the rows after the digest."""
     steered: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_tokens": 4}
     for params in ({}, steered):
         seq = asked(temperature, EVERY, **params)
@@ -85,7 +85,7 @@ def test_logit_digests_are_batch_invariant_and_change_no_token(runner: ModelRunn
     assert run(runner, plain) == {}
     assert plain.token_ids == alone.token_ids
     crowd = [asked(0.0, 1), asked(0.7, EVERY), asked(0.0, 0), asked(0.0, 5)]
-    # Chunks of seven tokens, and so few blocks that sequences are preempted.
+    # Chunks of seven tokens, and few blocks, so that sequences are preempted.
     together = run(runner, *crowd, budget=7, num_blocks=8)
     assert together[crowd[0].id] == digests
     assert together[crowd[3].id] == {at: digest for at, digest in digests.items() if (at - PROMPT) % 5 == 0}
@@ -93,7 +93,7 @@ def test_logit_digests_are_batch_invariant_and_change_no_token(runner: ModelRunn
 
 
 def test_rows_hashed_later_are_unadjusted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the tokens of a step come while the next one runs."""
+    """As on a GPU, where the tokens of a step arrive during the next step."""
     steered: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_tokens": 4}
     at_once, later = asked(0.9, 1, **steered), asked(0.9, 1, **steered)
     (digests,) = run(runner, at_once).values()

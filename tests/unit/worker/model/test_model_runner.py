@@ -331,7 +331,7 @@ def test_graphs_are_for_gpus(folder: Path) -> None:
 
 
 def test_empty_token_tensor_is_on_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that samples nothing: a GPU's streams know nothing of tensors elsewhere."""
+    """A step without sampled rows: a GPU's streams cannot use tensors on the host."""
     runner = make_runner(folder, kernels="torch")
     runner.allocate_kv_cache(8)
     nothing = runner.sampler.no_ids()
@@ -363,6 +363,6 @@ def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_oversized_model_length_error_is_one_line(folder: Path) -> None:
-    """M9: a bare RuntimeError of PyTorch's allocator, which had no memory for tables of so many positions."""
+    """M9: PyTorch's allocator raised a bare RuntimeError, for lack of memory for the position tables."""
     with pytest.raises(ModelError, match=r"a length of 1000000000 tokens is beyond 16777216, .* give --max-model-len"):
         make_runner(folder, max_model_len=10**9)

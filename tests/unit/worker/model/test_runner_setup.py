@@ -1,4 +1,4 @@
-"""The KV pool of a worker: its memory is taken at the start where there is enough."""
+"""The KV pool of a worker: its memory is touched at the start if enough is free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pool_memory_is_touched_given_twice_its_size(
     told: list[tuple[int, int]] = []
     runner_setup.allocate(runner, BLOCKS)
     runner_setup.take_kv_memory(runner, BLOCKS, lambda done, total: told.append((done, total)))
-    # One block more stands for positions behind a sequence's end.
+    # One more block holds the zeros for positions past a sequence's end.
     whole = pool + runner.kv_block_bytes
     assert told == [(whole, whole)] * is_taken
     runner_setup.warm_up(runner)

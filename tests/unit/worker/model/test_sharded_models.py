@@ -111,7 +111,7 @@ def test_two_ranks_equal_one(folder: Path, expert_parallel: bool) -> None:
 
 
 def test_only_rank_0_fetches_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have them where they need them."""
+    """The other ranks have the tokens on their devices."""
     folder = make_checkpoint(tmp_path, "qwen3", tokenizer=False, num_hidden_layers=1)
     config = Config(model=str(folder), dtype="float32", kernels="torch", kv_cache_block_size=BLOCK_SIZE)
     fetched: list[int] = []

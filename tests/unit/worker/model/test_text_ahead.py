@@ -64,7 +64,7 @@ def test_forced_text_equals_library() -> None:
 
 
 class Counting:
-    """A matcher that counts the masks computed by itself and by its copies."""
+    """A matcher that counts the masks that it and its copies compute."""
 
     def __init__(self, matcher: Matcher, counts: list[int]) -> None:
         self._matcher, self.counts = matcher, counts

@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 
 class Pair:
-    """An engine's end, and a rank's behind real frames."""
+    """The engine's encoder and a rank's decoder, joined by real frames."""
 
     def __init__(self, *batches_kept: int) -> None:
         self.encoder = BatchEncoder(*batches_kept)

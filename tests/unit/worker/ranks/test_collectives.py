@@ -23,7 +23,7 @@ SIZE = 2
 
 
 class Sums:
-    """RankSums that write down what is done; the device of the last rank is slow."""
+    """RankSums that record their calls; the device of the last rank is slow."""
 
     def __init__(self, rank: int, done: list[str]) -> None:
         self._rank = rank
@@ -50,7 +50,7 @@ class Sums:
 
 
 class Kernels(TorchBackend):
-    """With sums of its own."""
+    """A PyTorch back end with its own sums over ranks."""
 
     def __init__(self, done: list[str]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Kernels(TorchBackend):
 
 
 def on_ranks(work: Callable[[GroupCollectives], None], size: int = SIZE) -> None:
-    """Does something on each rank, a thread; raises what one of them does."""
+    """Runs `work` on each rank, a thread; raises the first error of a rank."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda rank: work(join(store, rank, size, "127.0.0.1", 60.0)), range(size)))

@@ -92,7 +92,7 @@ class FakeRank:
 
 
 class Recorded(Progress):
-    """Keeps what it is told."""
+    """Records every progress report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
 
 @pytest.mark.parametrize("captures", [True, False])
 def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) -> None:
-    """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
+    """Ranks capture steps in a stage of its own; steps on GPUs are launched ahead."""
     answers = {"load": 1 << 14, "kv_memory": (1 << 24, True), "describe": {"numerics": "n"}}
     answers |= {"share_sums": captures, "warmup": captures}
 
@@ -195,7 +195,7 @@ def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) ->
     capturing = [("stage", "capturing graphs"), *counted] if captures else []
     assert told[told.index(("stage", "warming up")) + 1 :] == capturing
     assert ("capture_graphs" in [call[0] for call in group.fakes[1].calls]) == captures
-    # The second takes all ranks, so it begins when all have loaded; what it began is ended.
+    # The second stage uses all ranks, so it begins after all have loaded; a started stage ends.
     calls = [call[0] for call in group.fakes[1].calls]
     assert calls[1:4] == ["load", "share_sums", "kv_memory"]
     assert ("leave" in calls) == captures
@@ -256,7 +256,7 @@ def test_unresponsive_rank_does_not_delay_close(reads: bool, monkeypatch: pytest
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where it is ignored: in a job that a shell has started with `&`."""
+    """SIGINT raises KeyboardInterrupt even where it is ignored: in a job that a shell started with `&`."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -271,7 +271,7 @@ def test_interrupt_during_leave_terminates_ranks(monkeypatch: pytest.MonkeyPatch
     sent = threading.Event()
 
     def interrupt(*call: Any) -> None:
-        """A real signal, as of a terminal, when ranks are told to leave; `interrupt_main` would end no wait."""
+        """Sends a real signal, like a terminal, once ranks must leave; `interrupt_main` would end no wait."""
         if not sent.is_set():
             sent.set()
             signal.pthread_kill(main, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Ranks that launch a step before the tokens of the one before it have come: real processes and a real model."""
+"""Ranks that launch a step before the tokens of the previous one arrive: real processes and a real model."""
 
 from __future__ import annotations
 

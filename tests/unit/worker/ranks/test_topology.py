@@ -1,4 +1,4 @@
-"""Which ranks run where, and what is refused."""
+"""Placement of ranks on machines, and refused topologies."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Listener(StepListener, Protocol):
 
 @dataclass(eq=False)
 class Heard:
-    """A sequence in the engine whose outputs somebody takes with those of others."""
+    """A sequence in the engine whose listener receives its outputs together with those of others."""
 
     seq: Sequence
     owner: Listener
@@ -128,7 +128,7 @@ def submit_group(engine: SessionEngine, listener: Listener, serial: int, seqs: I
 
 
 class SteppedEngine:
-    """An EngineCore as Sessions see it; `step` does what the engine thread does in a turn."""
+    """An EngineCore as Sessions see it; `step` does the work of one turn of the engine thread."""
 
     def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
         self.core = core

@@ -1,4 +1,4 @@
-"""Sequences of a router that is gone, and another one that goes on with them (rule S12): by hand, against the model."""
+"""Adoption of a lost router's sequences by another router (rule S12): by hand, against the model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Fleet:
 
 
 class Router:
-    """A router's end: what it writes, and all that it has read."""
+    """A router's end: its written frames, and all frames it has read."""
 
     def __init__(self, fleet: Fleet, state: WorkerSession) -> None:
         self.fleet = fleet
@@ -71,7 +71,7 @@ class Router:
         self.state.receive(frame, self.fleet.now)
 
     def adopt(self, rid: int, got: Sequence[int], key: bytes = KEY, deadline_left_ms: int = 0) -> None:
-        """Asks for the sequence, behind generated tokens that its client has."""
+        """Adopts the sequence after the generated tokens `got` that its client has."""
         have, digest = len(PROMPT) + len(got), delivered_digest(got)
         adopt = wpb.Adopt(rid=rid, key=key, have=have, digest=digest, deadline_left_ms=deadline_left_ms)
         self.write(wpb.SessionRequest(adopt=adopt))

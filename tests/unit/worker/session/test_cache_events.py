@@ -26,7 +26,7 @@ DIGESTS_KEPT = 4
 
 
 class Reader:
-    """A router that applies what it gets; `seq` as its next Hello says it."""
+    """A router that applies its KV events; `seq` is the position for its next Hello."""
 
     def __init__(self, log: KvLog) -> None:
         self.held: set[int] = set()
@@ -107,7 +107,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def come_back(self, which: int) -> None:
         self.readers[which].cursor.close()
-        # It is told those that are kept once more.
+        # The worker sends the kept digests once more.
         self.readers[which].digests.clear()
         self.readers[which].open(self.log)
 

@@ -40,7 +40,7 @@ class Listener:
         self._stepped = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Waits for what a step brings."""
+        """Waits until a step makes `condition` true."""
         async with asyncio.timeout(60):
             while not condition():
                 self._stepped.clear()
@@ -100,7 +100,7 @@ def sequence(num_tokens: int = 20, max_tokens: int = 10, **fields: float) -> Seq
 
 @dataclass
 class Clock:
-    """Stands still but for what a test adds."""
+    """A clock that advances only by hand."""
 
     now: float = field(default_factory=time.monotonic)
 
@@ -124,7 +124,7 @@ class Site:
         await asyncio.wait_for(self.engine.wait_idle(), 60)
 
     async def in_step_behind(self, count: int) -> None:
-        """Lets the engine go on up to the step behind so many, which ends when the runner may go on again."""
+        """Lets the engine run up to the step after `count` others; that step ends when the runner may continue."""
         self.runner.holds_after = count
         self.runner.held.clear()
         self.runner.go.set()
@@ -239,7 +239,7 @@ async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
     site.engine.cancel([seq.id for seq in seqs] + [10**9])
     site.runner.go.set()
     await site.idle()
-    # The first one's prompt was computed in the first step, and in the second one those that share it.
+    # The first sequence's prompt was computed in the first step, the prompts that share it in the second.
     assert [len(site.listener.tokens[seq.id]) for seq in seqs] == [1] * 8
     assert set(site.listener.ends.values()) == {EndReason.CANCELLED}
     load = site.engine.load
@@ -380,7 +380,7 @@ async def test_undeliverable_output_fails_engine(site: Site, kind: str) -> None:
 
 
 async def test_failed_engine_does_not_affect_new_engine(site: Site) -> None:
-    """X1: its thread goes on for a step after a failure on the event loop."""
+    """X1: the failed engine's thread runs for one more step after a failure on the event loop."""
     site.runner.go.clear()
     submit_group(site.engine, site.listener, 1, [sequence()])
     old = site.engine._thread
@@ -427,7 +427,7 @@ async def test_direct_sequence_waits_for_delay_gate() -> None:
 
 
 async def test_failed_engine_start_ends_submitted_sequences(site: Site) -> None:
-    """W7: what was submitted while another engine was made stayed live for ever when that one failed too."""
+    """W7: sequences submitted during the restart of a failed engine stayed live for ever if the restart failed."""
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.wait_for(site.engine.wait_failed(), 60)

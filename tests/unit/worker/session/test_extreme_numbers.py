@@ -1,4 +1,4 @@
-"""Numbers of one router at the ends of their fields cost the Sessions of the others nothing."""
+"""Numbers of one router at the ends of their fields do not affect the Sessions of others."""
 
 from __future__ import annotations
 

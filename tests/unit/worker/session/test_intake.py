@@ -1,4 +1,4 @@
-"""Groups leave whole, in order, and a bad sequence costs nobody else anything."""
+"""Groups leave whole and in order, and an invalid sequence does not affect others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.session.sequence_builder import EngineLimits
 
 
 def is_empty(box: Inbox) -> bool:
-    """Nothing is on its way in, and all that has come has been taken."""
+    """Whether the inbox has no pending sequence and every group was taken."""
     return not (box._open or box._groups or box._refusals)
 
 
@@ -286,7 +286,7 @@ def test_endless_groups_close_session() -> None:
 
 
 def test_endless_prompts_close_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: one-token prompts with more to come, counted by what they take, not by their tokens."""
+    """X9: one-token prompts with more to come are counted by their memory, not by their tokens."""
     monkeypatch.setattr("worker.session.intake.MAX_ASSEMBLING_BYTES", 1 << 20)
     box = inbox()
     frames = [submit(1, record(rid, [1], more=True, tracestate="x" * 500), more=True).submit for rid in range(2000)]

@@ -94,7 +94,7 @@ def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_se
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_broken_streams_lose_frames_and_no_tokens(seed: int) -> None:
-    """Frames are lost from some point on; the next stream rewinds to what the router has, as its Hello says."""
+    """All frames after some point are lost; the next stream rewinds to the positions in the router's Hello."""
     random = Random(seed)
     outbox = Outbox()
     sent: dict[int, list[int]] = {rid: [] for rid in range(8)}
@@ -224,7 +224,7 @@ def test_a_gap_is_an_error() -> None:
 
 
 def rows_of(tokens: list[int]) -> bytes:
-    """Two words for each token, which tell what it is."""
+    """Two words for each token, which identify it."""
     ids = np.array(tokens, "<u4")
     return np.stack((ids, ids ^ 1), axis=1).tobytes()
 
@@ -289,7 +289,8 @@ def test_logprobs_accompany_tokens_after_given_rows(seed: int, longest_run: int,
 
 @pytest.mark.parametrize("kind", ["logprobs", "digests", "given"])
 def test_token_data_is_kept_for_last_sent_tokens(kind: str) -> None:
-    """A router that comes back with at least those goes on to the bit; of an older one the sequence is unknown."""
+    """A router that resumes with at least those tokens continues to the bit; for an older position the sequence is
+    unknown."""
     outbox, tokens = Outbox(), list(range(5 * MAX_SENT_LOGPROBS))
     outbox.add(1, output(10, []))
     if kind == "given":

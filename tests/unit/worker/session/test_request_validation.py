@@ -73,7 +73,7 @@ def set_path(message: Any, path: str) -> None:
 
 
 def test_every_parameter_arrives() -> None:
-    """All fields of the proto's SamplingParams, each with a value of its own."""
+    """All fields of the proto's SamplingParams, each with a distinct value."""
     values: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 7,

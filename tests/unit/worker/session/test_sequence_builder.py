@@ -1,4 +1,4 @@
-"""Sequences that are not generated: what a model's head gives, and what is refused before it costs anything."""
+"""Sequences for embedding and classification: poolings of each head, and refusals before any work."""
 
 from __future__ import annotations
 

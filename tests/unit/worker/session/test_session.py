@@ -218,7 +218,7 @@ def test_a_neighbouring_version_is_served() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_cancel_storm_with_two_routers(seed: int) -> None:
-    """Random submits, cancels and slow readers: every stream is right, each has one end, nothing is left."""
+    """Random submits, cancels and slow readers: every stream is right and ends once, and no state remains."""
     random = Random(seed)
     world = World()
     routers = [world.router(), world.router()]
@@ -320,7 +320,7 @@ def test_worker_without_prefix_caching_sends_no_kv_events() -> None:
 
 
 def test_rids_are_per_router() -> None:
-    """Rule S11: what one router says of a rid leaves another's sequence under the same rid alone."""
+    """Rule S11: a router's frames about a rid do not affect another router's sequence of the same rid."""
     world = World()
     one, other = world.router(), world.router()
     for router in (one, other):
@@ -350,7 +350,7 @@ def test_router_id_is_bound_to_first_certificate(owner: str, identity: str, take
 
 @pytest.mark.parametrize("kind", ["running", "refused", "given back"])
 def test_endless_sequences_close_session(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: what runs, what is refused and what a draining worker gives back, for a router that reads nothing."""
+    """X9: running, refused and returned sequences, for a router that never reads."""
     monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
     world = World()
     router = world.router()

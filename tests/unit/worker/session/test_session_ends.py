@@ -132,7 +132,7 @@ def test_long_waiting_sequence_is_returned_unless_kept() -> None:
 
 
 def full_world() -> tuple[World, Router]:
-    """A worker that runs as many sequences as it can, and has two more."""
+    """A worker with a full running set and two more sequences."""
     world = World()
     router = world.router()
     router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))

@@ -1,4 +1,4 @@
-"""The simulated runner catches what a real model would silently get wrong."""
+"""The simulated runner detects errors that a real model would silently compute with."""
 
 from __future__ import annotations
 

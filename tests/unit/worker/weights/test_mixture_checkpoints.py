@@ -18,7 +18,7 @@ LAYERS = 2
 
 
 def checkpoint(folder: Path, architecture: str, mtp_layers: int) -> Path:
-    """A checkpoint whose config.json names so many MTP layers, none of which is there."""
+    """A checkpoint whose config.json names `mtp_layers` MTP layers without their tensors."""
     made = make_checkpoint(folder, architecture, tokenizer=False, num_hidden_layers=LAYERS)
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": mtp_layers}))
@@ -26,7 +26,7 @@ def checkpoint(folder: Path, architecture: str, mtp_layers: int) -> Path:
 
 
 def amend(folder: Path, tensors: dict[str, torch.Tensor | None]) -> None:
-    """Adds tensors to the weights, or removes them where they are None."""
+    """Adds tensors to the weights, or removes the tensors that are None."""
     file = folder / "model.safetensors"
     kept = {**load_file(file), **tensors}
     save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file)

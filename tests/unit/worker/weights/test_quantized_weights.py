@@ -88,7 +88,7 @@ def test_parts_in_the_models_dtype(quantized: tuple[Scheme, Path, dict[str, Floa
 
 
 def test_logits(quantized: tuple[Scheme, Path, dict[str, Floats]], original: Path, tmp_path: Path) -> None:
-    """Those of a float checkpoint with the same worth to the bit, those of the original within the format's error."""
+    """Equal to the bit to a float checkpoint of the same worth, and to the original within the format's error."""
     scheme, folder, worths = quantized
     shutil.copytree(original, tmp_path / "worth")
     write_safetensors(tmp_path / "worth" / "model.safetensors", {name: ("F32", w) for name, w in worths.items()})
@@ -174,7 +174,7 @@ def test_one_scale_for_all_experts(tmp_path: Path) -> None:
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """Stored transposed, in blocks of 16 bytes, with names of their own; everything else is float."""
+    """Stored transposed, in blocks of 16 bytes, under gpt-oss's names; everything else is float."""
     scheme = Scheme({}, (1, 32), "fp4", "U8", "_blocks", "_scales")
     stored, worth = stacked(scheme, (3, 150, 160))
     dtype, blocks = stored[EXPERTS + "_blocks"]

@@ -256,7 +256,7 @@ def test_gpt_oss(
 def test_parts_of_ranks(
     tmp_path: Path, keeps_all: None, monkeypatch: pytest.MonkeyPatch, inner: int, cut: bool
 ) -> None:
-    """Which fall on the borders of blocks, or not: then what the ranks split by columns is dequantized on both."""
+    """Parts on the borders of blocks are kept; otherwise both ranks dequantize the columns that they split."""
     folder = made(tmp_path, "qwen3", "deepseek", intermediate_size=inner, hidden_size=256, head_dim=64)
     with capture_logs() as lines:
         found = on_ranks(folder, 2, False)

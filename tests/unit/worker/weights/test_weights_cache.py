@@ -73,7 +73,7 @@ def started(folder: Path, cache: Path | str, shard: Shard | None = None, **given
 
 
 def bits(runner: ModelRunner) -> tuple[bytes, str]:
-    """Logits of a prompt, and what the kernels' bits depend on."""
+    """Logits of a prompt, and the description of the kernels' bits."""
     seq = Sequence(list(range(5, 45)), 16, SamplingParams())
     seq.block_table = [0, 1, 2]
     batch = ScheduledBatch({seq.id: seq}, [40], 40)
@@ -326,7 +326,7 @@ def test_least_recently_used_entries_are_removed_unless_in_use(tmp_path: Path) -
 
 
 def locks_of_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flock as on NFS: exclusive for those who may write to the file, shared for those who may read it."""
+    """flock as on NFS: an exclusive lock needs write access to the file, a shared lock read access."""
     real = fcntl.flock
 
     def flock(descriptor: int, kind: int) -> None:
@@ -566,7 +566,7 @@ def test_weights_cache_option_is_folder_or_off(monkeypatch: pytest.MonkeyPatch, 
     assert default_weights_cache() == str(tmp_path / "fissile" / "weights")
 
 
-# What the code that packs imports, and nothing of which is in an entry.
+# Imported by the packing code, but without effect on an entry.
 PACKS_NOTHING = {"worker.model.forward_context"}
 
 

@@ -78,7 +78,7 @@ def test_spellings_of_older_checkpoints() -> None:
 
 
 def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W12: in float64 at once, those of a million positions took gigabytes. The numbers are the same."""
+    """W12: float64 tables of a million positions, computed at once, took gigabytes. Pieces have the same numbers."""
     rope, positions = rope_of({"rope_theta": 1e4}), torch.arange(300)
     whole = RotaryEmbedding(rope, 64, 300)(positions)
     sizes: list[int] = []

@@ -1,5 +1,5 @@
-"""What the runner gives a draft model: all rows of every step, the new tokens, KV of its own; and that whatever it
-proposes changes no token."""
+"""The runner's inputs to a draft model: all rows of every step, the new tokens, and a KV cache of its own. No proposal
+changes a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_LEN = 96
 
 
 class Knowing:
-    """A draft model without a model: it knows what comes, and checks that it could have computed it."""
+    """A draft model without weights: it knows the coming tokens and checks that it could have computed them."""
 
     num_layers = 1
 
@@ -64,7 +64,7 @@ class Knowing:
             tokens, seq = step.tokens[seq_id], batch.columns.rows[i]
             known = [*seq.token_ids, *tokens]
             assert len(known) == step.num_tokens(i)
-            # Of the drafts the last one has no KV; the first is at the place behind the newest token's.
+            # The last draft has no KV; the first one follows the newest token.
             assert len(known) + most - 2 <= len(batch.tables[i]) * batch.block_size
             behind = self.streams.get((seq.seed, seq.choice), [])[len(known) - seq.num_prompt_tokens :]
             right = behind[: self._rnd.randint(0, most)]
@@ -164,7 +164,7 @@ def test_drafts_use_slots_of_their_request_time() -> None:
     batch = ScheduledBatch({seq.id: seq}, [7], 7)
     batch.want_drafts({seq.id: 4})
     step = SampledStep(batch, {seq.id: (9,)}, np.array(seq.token_ids), torch.zeros(7, 1), {})
-    # The eighth token, the newest one, has the last slot; that of the second draft has none.
+    # The eighth token, the newest one, has the last slot; the second draft has none.
     assert step.num_drafts(0) == 2
     seq.block_table.append(2)
     assert step.num_drafts(0) == 2
