@@ -1,26 +1,29 @@
 // Batch-invariant attention over a paged KV cache.
 //
-// A query row meets its keys in tiles of KV_TILE at absolute positions, tile after tile: scores, their exponentials
-// relative to the largest score so far, and the values weighted by them. KV_SPLIT keys, also at absolute positions, make a
-// state (largest score, sum of weights, weighted values) of their own, and the states of a row are merged in order. So one
-// task may compute all splits of a row or several tasks one each: the bits are the same, and they do not depend on how
-// many rows a step has, where its chunks end, or which rows share a query tile. A decode is a prefill of one row.
+// A query row is multiplied by its keys in KV tiles of KV_TILE keys at absolute positions, in order. For each tile the
+// task computes the scores, their exponentials relative to the largest score so far, and the values weighted by them.
+// Each split of KV_SPLIT keys, also at absolute positions, produces its own state: largest score, sum of weights,
+// weighted values. The states of a row are merged in order. So the bits are the same whether one task computes all
+// splits of a row or several tasks compute one each. They do not depend on the number of rows of a step, on where its
+// chunks end, or on which rows share a query tile. A decode is a prefill of one row.
 //
-// Keys that a row does not see have no part in its numbers, not even as zeros times something: what lies in unwritten
-// slots, or belongs to later tokens, may be NaN.
+// Keys that a row does not see never enter its arithmetic, not even multiplied by zero: unwritten slots and later
+// tokens may hold NaN.
 //
-// All query heads of a key head share one reading of its keys and values. Few rows read them where they are, and meanwhile
-// fetch those of the next tile, keys beside keys and values beside values: a tile's values, fetched beside its keys, would
-// not be there in time. Many rows have them widened to float32 once, and fetch what is widened next. After a head's last
-// tile comes the first one of the task's next head, and then of the next task. Numbers of a row stand in the order in
-// which they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to
-// either until the sums are written.
+// All query heads of a key head share one pass over its keys and values. If a query tile has few rows, they read keys
+// and values in the cache, and prefetch the next tile meanwhile: its keys while using keys, its values while using
+// values. Values that are prefetched together with their own tile's keys would arrive too late. If the tile has many
+// rows, keys and values are first widened to float32, and the data to widen next are prefetched. After the last KV tile
+// of a head, the first tile of the task's next head is prefetched, and then the first tile of the next task. Within a
+// row, queries and sums use load_two's order, as it is the cheapest to widen. Products and sums do not depend on the
+// order within a row; write() restores memory order.
 //
-// Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
-// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened. Few
-// rows, those of a decode or of a step that verifies drafts, use them out of registers; packed are only values of tiles of
-// which the rows see different parts.
-// Where it multiplies tiles of them (AMX), attention_tiles.hpp does, with queries and weights of the same kind.
+// If the processor multiplies pairs of bfloat16, attention_pairs.hpp computes the tiles of a bfloat16 cache instead.
+// Queries are then [pairs][rows] and each weight is two bfloat16. For many rows, the tile's keys and values are packed
+// instead of widened. For few rows (a decode, or a step that verifies drafts), they are used from registers without
+// packing. Only values of a tile of which the rows see different parts are packed then.
+//
+// If the processor has AMX, attention_tiles.hpp computes the tiles, with queries and weights of the same kinds.
 #include "attention.hpp"
 
 #include "kv_rows.hpp"
@@ -42,18 +45,19 @@ using fissile::FLOAT8;
 using fissile::KV_SPLIT;
 using fissile::KV_TILE;
 
-// From so many rows on bfloat16 keys and values are widened once, not by each few rows; narrower ones always are.
+// From this number of rows on, bfloat16 keys and values are widened once for all rows instead of by each group of rows.
+// Narrower formats are always widened.
 constexpr int64_t WIDEN_FROM = WIDTH == 16 ? 25 : 11;
-// Pairs of vectors of values that are summed at a time, and those of bfloat16 that make a line of a cache.
+// Pairs of vectors of values that are summed at a time, and pairs of bfloat16 vectors per 64-byte cache line.
 constexpr int VALUE_PAIRS = 2;
 constexpr int LINE_PAIRS = 32 / TWO;
-// Places for rows come in so many: a tile of AMX has them, whether there are rows or not.
+// The number of row places is a multiple of this: an AMX tile always has TILE_ROWS rows.
 #ifdef FISSILE_TILES
 constexpr int64_t ROWS_TOGETHER = TILE_ROWS;
 #else
 constexpr int64_t ROWS_TOGETHER = 1;
 
-// Nothing has to be set up for a task.
+// A task needs no setup without AMX.
 struct Tiles {
   explicit Tiles(int64_t) {}
 };
@@ -63,13 +67,13 @@ int64_t places_of(int64_t rows) { return parts(rows, ROWS_TOGETHER) * ROWS_TOGET
 
 float scalar_exp(float x) { return exp(splat(x))[0]; }
 
-// What tasks have in common.
+// Sizes that all tasks of one call share.
 struct Shape {
-  int64_t group;        // query heads of a key head
-  int64_t width;        // of a key, rounded up to whole vectors
-  int64_t value_width;  // of values
-  int64_t stride;       // of rows that were widened: an odd number of cache lines, so that columns are not all in one set
-  int64_t most_rows;    // of a query tile: places for them
+  int64_t group;        // query heads per key head
+  int64_t width;        // numbers of a key, rounded up to whole pairs of vectors
+  int64_t value_width;  // numbers of a value, rounded up likewise
+  int64_t stride;       // floats between widened rows: an odd number of cache lines, so that columns use all cache sets
+  int64_t most_rows;    // row places of the largest query tile
 
   explicit Shape(const fissile::Attention& work)
       : group(work.heads / work.kv_heads),
@@ -81,7 +85,7 @@ struct Shape {
   int64_t state_size(int64_t places) const { return places * (value_width + 2); }
 };
 
-// The result so far of the rows of a query tile, with places for so many.
+// Running result of the rows of a query tile, with room for `places` rows.
 struct State {
   float* highest;
   float* sums;
@@ -100,7 +104,7 @@ void scale(float* values, int64_t width, float factor) {
   for (int64_t i = 0; i < width; i += WIDTH) store(values + i, load(values + i) * splat(factor));
 }
 
-// Brings row r of a state to a larger `highest`.
+// Raises the largest score of row r to `highest`, if that is larger, and rescales the row's sums to it.
 void raise(const Shape& shape, const State& state, int64_t r, float highest) {
   if (!(highest > state.highest[r])) return;
   if (state.highest[r] != lowest()) {
@@ -111,7 +115,7 @@ void raise(const Shape& shape, const State& state, int64_t r, float highest) {
   state.highest[r] = highest;
 }
 
-// Adds the state of the next keys.
+// Merges the state of the keys that follow those of `into`.
 void merge(const Shape& shape, const State& into, const State& next, int64_t rows) {
   for (int64_t r = 0; r < rows; r++) {
     if (next.highest[r] == lowest()) continue;
@@ -124,13 +128,14 @@ void merge(const Shape& shape, const State& into, const State& next, int64_t row
   }
 }
 
-// What a row sees of a KV tile.
+// The keys of a KV tile that the row at `position` sees, relative to `first_key`.
 Range seen_by(const fissile::Attention& work, int64_t position, int64_t first_key) {
   int64_t begin = work.window ? position - work.window + 1 - first_key : 0;
   return {at_least(begin, 0), at_most(position + 1 - first_key, KV_TILE)};
 }
 
-// Adds the products of the TWO numbers at i to the sums: a lane's one after the other, whatever ROWS and KEYS.
+// Adds the products of the TWO numbers at i to the sums. Each lane adds its products in sequence, whatever ROWS and
+// KEYS are.
 template <int ROWS, int KEYS>
 FISSILE_INLINE void multiply(
     const float* q, int64_t width, const float* const* keys, const float* const*, int64_t i, Floats (*sums)[KEYS]) {
@@ -148,7 +153,7 @@ FISSILE_INLINE void multiply(
   }
 }
 
-// The same for narrow keys, which are read where they are; fetches those numbers of `ahead`.
+// Multiplies bfloat16 keys in the cache; prefetches the same numbers of the rows `ahead`.
 template <int ROWS, int KEYS>
 FISSILE_INLINE void multiply(
     const float* q, int64_t width, const Bf16* const* keys, const Bf16* const* ahead, int64_t i, Floats (*sums)[KEYS]) {
@@ -163,7 +168,7 @@ FISSILE_INLINE void multiply(
   }
 }
 
-// scores[row][key] for the KEYS keys from `first` on.
+// Computes scores[row][key] for the KEYS keys from `first` on.
 template <int ROWS, int KEYS, class Number>
 FISSILE_INLINE void score(
     const float* q, int64_t width, Rows<Number> keys, Rows<Number> ahead, int64_t first, float* scores) {
@@ -181,7 +186,7 @@ FISSILE_INLINE void score(
     }
 }
 
-// Where a row's weights go: in place of its scores.
+// Writes a row's weights over its scores.
 struct InPlace {
   float* const scores;
 
@@ -190,7 +195,8 @@ struct InPlace {
 };
 
 #ifdef FISSILE_PAIRS
-// As two bfloat16 each, what the first one leaves out being the second: in all as close as float32 nearly.
+// Writes each weight as two bfloat16, the second being the rounding error of the first. Together they are nearly as
+// precise as float32.
 struct AsTwo {
   float* const scores;
   alignas(64) Bf16 halves[2 * KV_TILE];
@@ -203,7 +209,7 @@ struct AsTwo {
     store(halves + KV_TILE + k, weights - first);
   }
 
-  // Only now, since the second ones take the places of later scores.
+  // Copies the weights only now, because the second halves overwrite scores that weigh() has still to read.
   void finish(Range vectors) const {
     Bf16* const to = reinterpret_cast<Bf16*>(scores);
     const uint64_t bytes = static_cast<uint64_t>(vectors.end - vectors.begin) * sizeof(Bf16);
@@ -213,7 +219,7 @@ struct AsTwo {
 };
 #endif
 
-// Turns a row's scores into weights, and brings its state up to their largest.
+// Turns a row's scores into weights, and raises the row's state to the largest score.
 template <class Weights>
 void weigh(const Shape& shape, const State& state, int64_t r, Range seen, float* scores) {
   const Ints begin = (Ints)splat_word(static_cast<uint32_t>(seen.begin));
@@ -238,7 +244,7 @@ void weigh(const Shape& shape, const State& state, int64_t r, Range seen, float*
   state.sums[r] += sum(total);
 }
 
-// Adds to the sums of each row its factor times PAIRS pairs of vectors of values.
+// Adds factors[row] * PAIRS pairs of vectors of values to the sums of each row.
 template <int ROWS, int PAIRS>
 FISSILE_INLINE void add_products(const Floats* factors, const float* values, Two (*sums)[PAIRS]) {
 #pragma GCC unroll 4
@@ -264,7 +270,8 @@ FISSILE_INLINE void add_products(const Floats* factors, const Bf16* values, Two 
   }
 }
 
-// values[row] += weights[row] * rows of V, for PAIRS pairs of vectors of the columns. Fetches the same ones of `ahead`.
+// values[row] += weights[row] * rows of V, for PAIRS pairs of vectors from `column` on. Prefetches the same columns of
+// `ahead`.
 template <int ROWS, int PAIRS, class Number>
 FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Number> ahead, Range seen, int64_t column,
                                float* values, int64_t width) {
@@ -283,7 +290,7 @@ FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Num
     for (int p = 0; p < PAIRS; p++) store_two(values + r * width + column + p * TWO, sums[r][p]);
 }
 
-// float32 copies of rows of `dim` numbers. Fetches rows of `ahead`.
+// Copies `filled` rows of `dim` numbers to float32. Prefetches the rows `ahead`.
 template <class Number>
 void widen(Rows<Number> rows, Rows<Number> ahead, int64_t dim, const Shape& shape, int64_t filled, float* wide) {
   for (int64_t k = 0; k < filled; k++) {
@@ -298,8 +305,7 @@ void widen(Rows<Number> rows, Rows<Number> ahead, int64_t dim, const Shape& shap
   }
 }
 
-// Whether keys and values of this kind are multiplied by pairs with queries of bfloat16 (attention_pairs.hpp,
-// attention_tiles.hpp).
+// True if bfloat16 queries are multiplied by such keys and values in pairs (attention_pairs.hpp, attention_tiles.hpp).
 template <class KvNumber>
 #if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
 constexpr bool HAS_PAIRS = sizeof(KvNumber) == sizeof(Bf16);
@@ -307,19 +313,19 @@ constexpr bool HAS_PAIRS = sizeof(KvNumber) == sizeof(Bf16);
 constexpr bool HAS_PAIRS = false;
 #endif
 
-// One query tile and one key head, tile by tile of its keys.
+// Computes one query tile and one key head over its KV tiles.
 template <class KvNumber>
 struct Task {
   const fissile::Attention& work;
   const Shape shape{work};
   const fissile::QueryTile& tile;
   const int64_t head;
-  // Behind the last head that follows this one in its task.
+  // End of the task's range of heads.
   const int64_t end_head;
-  // What comes behind it, or null.
+  // The next task of this thread, whose first KV tile is prefetched; null if there is none.
   const Task* const behind;
   const int64_t rows = tile.tokens * shape.group;
-  // Whether keys and values are widened before they are used.
+  // True if keys and values are widened to float32 before use.
   const bool widened = shape.width != work.dim || shape.value_width != work.value_dim ||
                        work.kv_dtype == FLOAT16 || work.kv_dtype == FLOAT8 ||
                        (work.kv_dtype == BFLOAT16 && rows >= WIDEN_FROM);
@@ -328,12 +334,13 @@ struct Task {
   float* const scores;
   float* const wide;
 
-  // Packed pairs need half as much for keys and for values, of which a row has no more numbers than of keys.
+  // Floats of scratch memory per task. Packed keys and packed values fit into the widened rows: each takes at most
+  // half.
   static int64_t memory(const Shape& shape) {
     return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
 
-  // Without `memory` it has no queries and scores of its own, and can only finish what others have computed.
+  // With `memory` null, the task has no queries and scores, and may only call finish().
   Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, int64_t end_head, float* memory,
        const Task* behind = nullptr)
       : work(work),
@@ -347,7 +354,7 @@ struct Task {
 
   int64_t position(int64_t row) const { return tile.position + row / shape.group; }
 
-  // Row t * group + g is head g of token t.
+  // Row t * group + g is query head g of token t.
   template <class Number>
   const Number* query(int64_t r) const {
     return static_cast<const Number*>(work.q) + (tile.row + r / shape.group) * work.q_row_stride +
@@ -378,7 +385,7 @@ struct Task {
     }
   }
 
-  // Rows r and following, for the eight keys from `first` on.
+  // Scores the rows from r on for the eight keys from `first` on.
   template <int ROWS, int KEYS, class Number>
   __attribute__((always_inline)) void score_rows(
       int64_t r, int64_t first, Rows<Number> keys, Rows<Number> ahead) const {
@@ -394,7 +401,8 @@ struct Task {
     }
   }
 
-  // Columns outside, so that those of a tile stay in the nearest cache while all rows use them.
+  // The outer loop is over columns, so that the tile's values in these columns stay in the L1 cache while all rows use
+  // them.
   template <class Number>
   void add_all(int64_t first_key, Rows<Number> values, Rows<Number> ahead, const State& state) const {
     int64_t column = 0;
@@ -412,7 +420,7 @@ struct Task {
     else if (rows - r == 1) add_rows<1, PAIRS>(first_key, r, values, ahead, column, state);
   }
 
-  // What all the rows see, in one go; what some see before and after it, row by row.
+  // Adds the keys that all ROWS rows see together; adds the keys before and after them row by row.
   template <int ROWS, int PAIRS, class Number>
   __attribute__((always_inline)) void add_rows(int64_t first_key, int64_t first_row, Rows<Number> values,
                                                Rows<Number> ahead, int64_t column, const State& state) const {
@@ -439,10 +447,11 @@ struct Task {
         scores + r * KV_TILE, values, ahead, seen, column, state.values + r * shape.value_width, shape.value_width);
   }
 
-  // How many keys of a tile there are for these rows.
+  // Number of keys in the tile at `first_key` that some row may see.
   int64_t filled(int64_t first_key) const { return at_most(tile.position + tile.tokens - first_key, KV_TILE); }
 
-  // Where a head's keys of a tile are, and the values; those past the last one stand for it.
+  // Finds the offsets of the keys and values of head `of_head` in the tile at `first`. Entries past the last key repeat
+  // it.
   void locate(int64_t of_head, int64_t first, int64_t* offsets) const {
     const int64_t count = filled(first);
     if (work.selected) locate_selected(of_head, work.selected + tile.row * work.topk + first, count, offsets);
@@ -450,7 +459,8 @@ struct Task {
     for (int64_t k = count; k < KV_TILE; k++) offsets[k] = offsets[count - 1];
   }
 
-  // The tile that is needed after the one at `first`; the same when there is none.
+  // Finds the offsets of the tile to prefetch while computing the one at `first`; the same tile if there is no next
+  // one.
   void locate_next(int64_t first, int64_t* offsets) const {
     if (first + KV_TILE < tile.position + tile.tokens) locate(head, first + KV_TILE, offsets);
     else if (head + 1 < end_head) locate(head + 1, first_seen_tile(), offsets);
@@ -481,14 +491,14 @@ struct Task {
           work.dim, shape, count, wide);
   }
 
-  // The tile's keys or values, in float32; fetches those of `ahead`.
+  // Widens the tile's keys or values at offsets `here` to float32; prefetches rows `next` of `ahead`.
   void widen_tile(const void* base, const int64_t* here, const void* ahead, const int64_t* next, int64_t count) const {
     if (work.kv_dtype == FLOAT16) widen_as<Half>(base, here, ahead, next, count);
     else if (work.kv_dtype == FLOAT8) widen_as<Fp8>(base, here, ahead, next, count);
     else widen_as<KvNumber>(base, here, ahead, next, count);
   }
 
-  // The tile at `first_key`, whose rows are at `here`; those of the one that comes then, at `next`, are fetched.
+  // Adds the KV tile at `first_key`, whose rows are at offsets `here`; prefetches the rows at offsets `next`.
   void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
 #if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
     if constexpr (HAS_PAIRS<KvNumber>)
@@ -519,10 +529,11 @@ struct Task {
   }
 
 #if defined(FISSILE_PAIRS)
-  // Rows that meet keys at the same time, whose queries are beside each other: the last ones of a tile may be fewer.
+  // Number of rows that are multiplied by a key together, and whose queries are interleaved. The last group may have
+  // fewer.
   int64_t rows_beside() const { return is_few() ? parts(rows, parts(rows, FEW_AT_ONCE)) : PAIRED_ROWS; }
 
-  // To [pairs of numbers][rows_beside()].
+  // Packs queries as [groups][pairs of numbers][rows_beside()].
   void pack_queries() const {
     uint32_t* to = reinterpret_cast<uint32_t*>(q);
     for (int64_t first = 0; first < rows; first += rows_beside()) {
@@ -537,13 +548,13 @@ struct Task {
     }
   }
 
-  // Whether rows are so few, and their numbers whole lines, that nothing is packed of what all of them see.
+  // True if there are few rows and keys and values are whole vectors, so that they can be used without packing.
   bool is_few() const {
     return rows <= FEW_ROWS && work.dim == shape.width && work.value_dim == shape.value_width;
   }
 
-  // Rows that meet keys at the same time, and then the next ones, for `use`: their number as a constant, the first of them,
-  // and what they are to fetch. The first ones do so for all, the others fetch what is there.
+  // Calls `use` for each group of rows with the number of rows as a constant, the first row, and the rows to prefetch.
+  // The first group prefetches `next` for all groups; the others prefetch `here`, which is cached already.
   template <class Use>
   void each_few(Rows<Bf16> here, Rows<Bf16> next, const Use& use) const {
     for (int64_t first = 0; first < rows; first += rows_beside())
@@ -590,7 +601,7 @@ struct Task {
     add_packed(first_key, values, next_values, state);
   }
 
-  // Values are packed, behind keys, and multiplied by the weights of rows that may see different ones.
+  // Packs the values into `wide` after the keys, and adds them weighted to rows that may see different keys.
   void add_packed(int64_t first_key, Rows<Bf16> values, Rows<Bf16> next_values, const State& state) const {
     uint32_t* const packed = reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width;
     pack_values(values, next_values, work.value_dim, shape.value_width, filled(first_key), packed);
@@ -614,7 +625,7 @@ struct Task {
     }
   }
 
-  // Columns outside, as in `add_all`.
+  // The outer loop is over columns, as in `add_all`.
   template <int VECTORS>
   void add_paired_columns(int64_t first_key, const uint32_t* pairs, int64_t column, const State& state) const {
     for (int64_t r = 0; r < rows; r += PAIRED_ROWS) switch (rows - r) {
@@ -627,7 +638,7 @@ struct Task {
       }
   }
 
-  // The pairs of keys that all the rows see whole, in one go; what some see before and after them, row by row.
+  // Adds the pairs of keys that all ROWS rows see entirely together; adds the keys before and after them row by row.
   template <int ROWS, int VECTORS>
   void add_paired_rows(
       int64_t first_key, int64_t first_row, const uint32_t* pairs, int64_t column, const State& state) const {
@@ -651,7 +662,7 @@ struct Task {
     one_by_one(false);
   }
 #elif defined(FISSILE_TILES)
-  // To [tiles of rows][pairs of numbers][TILE_ROWS], zeros where there are no rows.
+  // Packs queries as [row tiles][pairs of numbers][TILE_ROWS], with zeros for missing rows.
   void pack_queries() const {
     uint32_t* to = reinterpret_cast<uint32_t*>(q);
     for (int64_t first = 0; first < rows; first += TILE_ROWS) {
@@ -666,7 +677,7 @@ struct Task {
     }
   }
 
-  // The tiles of rows of which some see some of the KV tile.
+  // The row tiles in which some row sees some key of the KV tile.
   Range seeing_tiles(int64_t first_key) const {
     const int64_t begin = at_least(first_key - tile.position, 0);
     const int64_t end = first_key + KV_TILE + work.window - 1 - tile.position;
@@ -674,7 +685,7 @@ struct Task {
             parts((work.window ? at_most(end, tile.tokens) : tile.tokens) * shape.group, TILE_ROWS)};
   }
 
-  // What the rows of a tile see of the KV tile; those that there are not, what the last one sees.
+  // Range of keys that each row of a row tile sees. Missing rows copy the range of the last row.
   SeenBy seen_by_rows(int64_t row_tile, int64_t first_key) const {
     const int64_t first = row_tile * TILE_ROWS, last = at_most(first + TILE_ROWS, rows) - 1;
     if (seen_by(work, position(last), first_key).begin == 0 && seen_by(work, position(first), first_key).end == KV_TILE)
@@ -682,20 +693,20 @@ struct Task {
     SeenBy seen{Ints{}, Ints{}, false};
     for (int lane = 0; lane < TILE_ROWS; lane++) {
       const Range range = seen_by(work, position(at_most(first + lane, last)), first_key);
-      // Positions of tokens may be too large for a lane.
+      // Clamped before the cast, since positions may exceed int32.
       seen.begin[lane] = static_cast<int32_t>(at_most(range.begin, KV_TILE));
       seen.end[lane] = static_cast<int32_t>(at_least(range.end, 0));
     }
     return seen;
   }
 
-  // Where tiles of keys are: in the cache where it has so many beside each other, else in copies.
+  // Addresses of the tiles of keys: in the cache if TILE_ROWS keys are contiguous there, otherwise in copies.
   KeyTiles locate_keys(Rows<Bf16> keys, int64_t count) const {
     KeyTiles tiles{{}, work.dim};
     const bool in_place = work.dim == shape.width && work.block_size % TILE_ROWS == 0 && !work.selected;
     if (!in_place) copy_keys(keys, count);
     if (!in_place) tiles.stride = shape.width;
-    // Tiles behind the last key are not seen: another one serves.
+    // No row sees a tile past the last key, so tile 0 stands in for it.
     for (int64_t k = 0; k < KEY_TILES; k++)
       tiles.at[k] = k * TILE_ROWS >= count ? tiles.at[0]
                     : in_place             ? keys[k * TILE_ROWS]
@@ -711,7 +722,7 @@ struct Task {
         store_words(key_copies() + k * shape.width + i, load_pairs(keys[k] + i, work.dim - i));
   }
 
-  // scores [row tile][key][row].
+  // Computes scores [row tile][key][row].
   void score_by_tiles(const KeyTiles& keys, Range row_tiles, Fetching& fetching) const {
     const uint32_t* const queries = reinterpret_cast<const uint32_t*>(q);
     const int64_t words = shape.width / 2 * TILE_ROWS, bytes = keys.stride * sizeof(Bf16);
@@ -740,7 +751,7 @@ struct Task {
     for (int64_t r = 0; r < count; r++) scale_values(state, first + r, factors[r]);
   }
 
-  // The last rows, from `first` on, of which there are too few for the lanes of vectors.
+  // Weighs the last rows, from `first` on, one at a time: there are too few of them to fill the lanes of a vector.
   void weigh_few(int64_t first_key, int64_t first, Fetching& fetching, const State& state) const {
     alignas(64) float of_rows[FEW_ROWS * KV_TILE];
     float* const of_tile = scores + first * KV_TILE;
@@ -758,16 +769,17 @@ struct Task {
     if (factor != 1.0f) scale(state.values + row * shape.value_width, shape.value_width, factor);
   }
 
-  // Values of sixteen keys, as many as are seen, and their numbers from `column` on, as pairs.
+  // Packs the values of the TILE_PAIRS keys from k on as pairs, COLUMNS numbers from `column` on. Keys outside `seen`
+  // become zeros.
   void pack_seen(Rows<Bf16> values, Range seen, int64_t k, int64_t column, uint32_t* pairs) const {
-    // Most are seen, and whole lines: without a question for each of them.
+    // The usual case, a fully seen block of whole lines, needs no check per key.
     if (seen.begin <= k && seen.end >= k + TILE_PAIRS && column + COLUMNS <= work.value_dim)
       return pack_whole(values, k, column, pairs);
     for (int64_t i = k; i < k + TILE_PAIRS; i += 2, pairs += COLUMNS)
       pack_neighbours(values, seen, i, column, work.value_dim, pairs);
   }
 
-  // The same of a step's keys; others are fetched meanwhile.
+  // Packs the values of all keys of a step, and prefetches meanwhile.
   void pack_step(
       Rows<Bf16> values, Range seen, int64_t step, int64_t column, Fetching& fetching, uint32_t* pairs) const {
     for (int64_t k = step * TILE_STEP; k < (step + 1) * TILE_STEP; k += TILE_PAIRS, pairs += TILE_PAIRS / 2 * COLUMNS) {
@@ -776,11 +788,11 @@ struct Task {
     }
   }
 
-  // Behind copies of keys.
+  // Packed values follow the copies of the keys.
   uint32_t* packed_values() const { return reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width; }
 
-  // To the rows of some tiles, the values that are seen of some columns after others, so that what is packed of them stays
-  // in the nearest cache.
+  // Adds the seen values to the rows of `row_tiles`, a group of columns at a time, so that the packed values stay in
+  // the L1 cache.
   void add_seen_values(Rows<Bf16> values, Range seen, Range row_tiles, Fetching& fetching, const State& state) const {
     if (row_tiles.begin + 1 == row_tiles.end) return add_to_one_tile(values, seen, row_tiles.begin, fetching, state);
     const Range steps{seen.begin / TILE_STEP, parts(seen.end, TILE_STEP)};
@@ -798,8 +810,8 @@ struct Task {
     }
   }
 
-  // The same for one tile of rows: a step's values are packed while those of the one before are multiplied, since a tile has
-  // to wait for what was just stored.
+  // Adds the seen values to one row tile. Packs the next step's values while multiplying those of the current one,
+  // because a tile load waits for data that were just stored.
   void add_to_one_tile(Rows<Bf16> values, Range seen, int64_t row_tile, Fetching& fetching, const State& state) const {
     const Range steps{seen.begin / TILE_STEP, parts(seen.end, TILE_STEP)};
     const int64_t width = shape.value_width;
@@ -822,8 +834,8 @@ struct Task {
     }
   }
 
-  // Zeros times what is not finite is not zero: where some rows see such a value and others do not, the tokens' rows are
-  // summed alone, with zeros in place of what their token does not see. Those beside them in tiles are kept.
+  // Zero times a value that is not finite is NaN. If only some rows see such a value, this adds the values token by
+  // token, with zeros for the keys that the token does not see. It restores the rows of other tokens in the same tile.
   void add_by_tokens(int64_t first_key, Rows<Bf16> values, Fetching& fetching, const State& state) const {
     for (int64_t token = 0; token < tile.tokens; token++) {
       const Range seen = seen_by(work, tile.position + token, first_key);
@@ -832,7 +844,7 @@ struct Task {
       for (int64_t t = own.begin / TILE_ROWS; t * TILE_ROWS < own.end; t++) {
         const uint64_t row = static_cast<uint64_t>(shape.value_width) * sizeof(float);
         float* const to = state.values + t * TILE_ROWS * shape.value_width;
-        // In place of copies of keys, which have served.
+        // Saves the tile in place of the copies of the keys, which are not needed any more.
         __builtin_memcpy(wide, to, TILE_ROWS * row);
         add_seen_values(values, seen, {t, t + 1}, fetching, state);
         for (int64_t r = 0; r < TILE_ROWS; r++)
@@ -842,7 +854,8 @@ struct Task {
     }
   }
 
-  // How often something can be fetched while a KV tile meets one tile of rows: its scores, weights and values.
+  // Number of points at which data can be prefetched while a KV tile is multiplied by one row tile: at its scores,
+  // weights and values.
   int64_t turns_of_tile() const {
     return KEY_TILES / 2 * shape.width / TILE_STEP + 1 + KEY_TILES +
            shape.value_width / COLUMNS * (KV_TILE / TILE_PAIRS + 1);
@@ -853,7 +866,7 @@ struct Task {
     const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
     const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
     const Range row_tiles = seeing_tiles(first_key);
-    // Values that are keys come with them.
+    // Values that are part of the keys are prefetched with them.
     const int64_t value_width = work.values == work.keys ? 0 : shape.value_width;
     Fetching fetching(next_keys, shape.width, next_values, value_width, turns_of_tile());
     score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, fetching);
@@ -865,7 +878,7 @@ struct Task {
   void add_values_by_tiles(
       int64_t first_key, Range row_tiles, Rows<Bf16> values, Fetching& fetching, const State& state) const {
     const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
-    // What the first row sees, and the last one does not, and the other way round.
+    // The keys that the first row sees and the last row does not, and the reverse.
     const Range before{first.begin, at_most(last.begin, KV_TILE)}, behind{at_least(first.end, 0), last.end};
     if (are_finite(values, work.value_dim, before) && are_finite(values, work.value_dim, behind))
       add_seen_values(values, {first.begin, last.end}, row_tiles, fetching, state);
@@ -874,12 +887,12 @@ struct Task {
   }
 #endif
 
-  // The first key of the first tile of which the rows see something.
+  // The first key of the first KV tile of which some row sees a key.
   int64_t first_seen_tile() const {
     return work.window ? at_least(tile.position - work.window + 1, 0) / KV_TILE * KV_TILE : 0;
   }
 
-  // The state of one split.
+  // Computes the state of one split.
   void add_split(int64_t split, const State& state) const {
     state.clear(shape, places_of(rows));
     const int64_t last = at_most(tile.position + tile.tokens, (split + 1) * KV_SPLIT);
@@ -896,7 +909,7 @@ struct Task {
     }
   }
 
-  // All splits, with `part` for each but the first.
+  // Merges all splits into `state`; `part` is scratch for every split but the first.
   void add_all_splits(const State& state, const State& part) const {
     const int64_t splits = parts(tile.position + tile.tokens, KV_SPLIT);
     add_split(0, state);
@@ -911,10 +924,10 @@ struct Task {
     state.sums[row] += scalar_exp(sink - state.highest[row]);
   }
 
-  // Sums over values, divided by those of weights, in the order of memory.
+  // Divides the weighted values by the sum of weights and restores memory order.
   __attribute__((always_inline)) Two divided(Two sums, Floats total) const {
 #if defined(FISSILE_TILES)
-    // The zero makes 0 of -0, as a KV tile does of which the row sees nothing, but others do.
+    // Adding zero turns -0 into 0. A KV tile of which this row sees nothing, but other rows do, has the same effect.
     const Floats share = splat(1.0f) / total;
     if (paired) return from_paired({fma(sums.first, share, zeros()), fma(sums.second, share, zeros())});
 #endif
@@ -961,8 +974,8 @@ struct Task {
   }
 };
 
-// The states of a query tile and a head, where tasks share its keys: in the first place what has been merged, which is
-// the first split of all at first.
+// The states of a query tile and a head whose keys several tasks share. Place 0 holds the merged result; at first it
+// holds the first split.
 struct States {
   const int64_t places;
   const int64_t size;
@@ -976,13 +989,13 @@ struct States {
   State at(int64_t place) const { return State(places, memory + place * size); }
 };
 
-// The place of the first split that is computed now, and how many a tile has of them.
+// The place of the first split of this wave, and the number of a tile's splits in this wave.
 int64_t first_place(const fissile::Attention& work) { return work.first_split ? 1 : 0; }
 int64_t splits_now(const fissile::Attention& work, const fissile::QueryTile& tile) {
   return at_most(tile.splits, work.end_split) - work.first_split;
 }
 
-// The last tile whose first task is not behind this one.
+// The last tile with first_task <= task.
 const fissile::QueryTile& tile_of(const fissile::Attention& work, int64_t task) {
   int64_t low = 0, high = work.wave_tiles - 1;
   while (low < high) {
@@ -993,7 +1006,7 @@ const fissile::QueryTile& tile_of(const fissile::Attention& work, int64_t task) 
   return work.tiles[low];
 }
 
-// One split of the keys of a query tile and a head, for `run_merge`.
+// Computes one split of a query tile and a head; run_merge() merges it.
 template <class KvNumber>
 void run_split(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
@@ -1007,7 +1020,7 @@ void run_split(const fissile::Attention& work, int64_t task) {
   made.add_split(work.first_split + place % count, States(work, shape, tile, head).at(first_place(work) + place % count));
 }
 
-// Some heads of a query tile: the tasks of `run_heads`.
+// A range of key heads of a query tile: one task of `run_heads`.
 struct Heads {
   const fissile::QueryTile& tile;
   int64_t begin;
@@ -1023,7 +1036,7 @@ template <class KvNumber>
 void run_heads(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
   const Heads heads = heads_of(work, task);
-  // A thread has tasks side by side.
+  // Prefetches task + 1, which the same thread mostly runs next.
   const bool is_last = task + 1 == attention_tasks(work);
   const Heads next = is_last ? heads : heads_of(work, task + 1);
   const int64_t memory_of_task = Task<KvNumber>::memory(shape);
@@ -1061,22 +1074,22 @@ void run_merge(const fissile::Attention& work, int64_t task) {
   if (tile.splits <= work.end_split) made.finish(state);
 }
 
-// A number's place in the order of scores: NaN and the lowest are last and equal.
+// Maps scores to unsigned integers of the same order. NaN and scores below -3e38 map to 0.
 FISSILE_INLINE Words rank_of(Floats score) {
-  // Not -0, which would rank below 0.
+  // Adding zero turns -0 into 0, so that both rank the same.
   Words bits = (Words)(score + zeros());
   Words rank = (Words)((Ints)bits < 0) ? ~bits : bits | splat_word(0x80000000u);
   return score > splat(-3.0e38f) ? rank : splat_word(0);
 }
 
-// How many of `count` ranks are `least` or above.
+// Number of the `count` ranks that are `least` or above.
 int64_t count_from(const uint32_t* ranks, int64_t count, uint32_t least) {
   int64_t found = 0;
   for (int64_t i = 0; i < count; i++) found += ranks[i] >= least;
   return found;
 }
 
-// The positions of the `topk` highest of more ranks, ascending, the first ones among equals.
+// Writes the positions of the `topk` highest ranks, ascending; among equals the first ones. Needs count >= topk.
 void take_highest(const uint32_t* ranks, int64_t count, int64_t topk, int64_t* positions) {
   uint32_t least = 0;
   for (uint32_t bit = 1u << 31; bit; bit >>= 1)
@@ -1086,12 +1099,12 @@ void take_highest(const uint32_t* ranks, int64_t count, int64_t topk, int64_t* p
     if (ranks[i] > least || (ranks[i] == least && ties-- > 0)) positions[taken++] = i;
 }
 
-// The index queries of a query tile, tile by tile of its keys.
+// Scores the index keys of a query tile, one KV tile at a time, and selects the highest.
 template <class KvNumber>
 struct SelectTask {
   const fissile::SelectTokens& work;
   const Task<KvNumber> task;
-  // Of each token, and how many.
+  // Ranks [tokens][length], and the number of keys of the tile, rounded up to whole KV tiles.
   uint32_t* const ranks;
   const int64_t length;
 
@@ -1118,7 +1131,7 @@ struct SelectTask {
     task.score_all(first_key, keys, keys);
   }
 
-  // The ranks of a tile's keys for one token; of those that it does not see, any.
+  // Ranks the tile's keys for one token. Ranks of keys that the token does not see are undefined.
   void rank_tile(int64_t token, int64_t first_key) const {
     const int64_t heads = work.keys.heads;
     const float* weights = work.weights + (task.tile.row + token) * heads;

@@ -1,23 +1,26 @@
-// The micro-kernels of one instruction set, and the arguments that they share.
+// The kernel table of one instruction set, and the argument structs that all instruction sets share.
 //
-// A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
-// Neighbours are mostly done by one thread, one after the other, and those of neighbouring rows stand side by side.
-// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
-// and AMX take AVX-512's and put products (own_linear.hpp) and attention of their own into it.
+// Each kernel is split into tasks of a fixed size. Threads may run the tasks in any order, because no two tasks write
+// the same memory. One thread mostly runs adjacent tasks in sequence, and adjacent tasks cover adjacent rows. The
+// number of threads therefore never changes the bits of a result.
+//
+// Each instruction set fills one `Kernels` table. AVX512-BF16 and AMX copy the AVX-512 table and replace its matrix
+// products (own_linear.hpp) and its attention.
 #pragma once
 
 #include <cstdint>
 
 namespace fissile {
 
-// INT8 is of packed weights only, FLOAT16 and FLOAT8 (E4M3 with NaN and without infinities) of KV caches.
+// INT8 occurs only in packed weights; FLOAT16 and FLOAT8 only in KV caches. FLOAT8 is E4M3 with NaN and without
+// infinities.
 enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3, FLOAT8 = 4 };
 
 inline constexpr int64_t size_of(int64_t dtype) {
   return dtype == FLOAT32 ? 4 : dtype == INT8 || dtype == FLOAT8 ? 1 : 2;
 }
 
-// The place so many numbers behind `base`.
+// Pointer to element `numbers` of the array of `dtype` at `base`.
 inline const void* offset(const void* base, int64_t dtype, int64_t numbers) {
   return static_cast<const char*>(base) + numbers * size_of(dtype);
 }
@@ -26,24 +29,25 @@ inline void* offset(void* base, int64_t dtype, int64_t numbers) {
   return static_cast<char*>(base) + numbers * size_of(dtype);
 }
 
-// Columns of a panel of packed weights.
+// Columns of one panel of packed weights.
 constexpr int64_t PANEL = 16;
-// Numbers of k that are summed by one chain, and that share a scale of int8 weights. Longer chains err more, shorter ones
-// cost additions.
+// Values of k that one accumulator sums, and that share one scale in int8 weights. A longer block has a larger rounding
+// error; a shorter one needs more additions.
 constexpr int64_t K_BLOCK = 128;
-// Bytes of the scales of a block of a panel of int8 weights: float32 [PANEL].
+// Bytes of the scales of one block in an int8 panel: float32 [PANEL].
 constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
-// Packed weights are the same for every instruction set: panels [columns / 16][inner / group][16][group], where the
-// neighbours of a group are side by side; what is missing of the last panel and group is zero. In a panel of int8 each
-// block of K_BLOCK numbers of k (the last one may be shorter) is preceded by its scales: number times scale is the weight.
+// The layout of packed weights is the same for every instruction set: panels [columns / 16][inner / group][16][group].
+// The `group` consecutive values of k of one column are adjacent. The last panel and the last group are padded with
+// zeros. In an int8 panel, each block of K_BLOCK values of k follows its scales; the last block may be shorter. The
+// weight is the int8 value times its scale.
 constexpr int64_t group_of(int64_t dtype) { return 4 / size_of(dtype); }
 
 constexpr int64_t padded_inner(int64_t dtype, int64_t inner) {
   return (inner + group_of(dtype) - 1) / group_of(dtype) * group_of(dtype);
 }
 
-// Bytes from the begin of a panel to block k / K_BLOCK, its scales included.
+// Bytes from the start of a panel to the start of block k / K_BLOCK, where the block's scales lie.
 constexpr int64_t block_offset(int64_t dtype, int64_t k) {
   return k * PANEL * size_of(dtype) + (dtype == INT8 ? k / K_BLOCK * BLOCK_SCALES : 0);
 }
@@ -53,16 +57,16 @@ constexpr int64_t panel_bytes(int64_t dtype, int64_t inner) {
   return padded_inner(dtype, inner) * PANEL * size_of(dtype) + scales;
 }
 
-// Bytes of a packed weight.
+// Bytes of a whole packed weight.
 constexpr int64_t packed_bytes(int64_t dtype, int64_t columns, int64_t inner) {
   return (columns + PANEL - 1) / PANEL * panel_bytes(dtype, inner);
 }
 
-// Keys of a tile of attention, and of a split, whose tiles one task computes (attention.cpp).
+// Keys per KV tile, the unit of attention, and keys per split, whose tiles one task computes (attention.cpp).
 constexpr int64_t KV_TILE = 64;
 constexpr int64_t KV_SPLIT = 512;
 
-// A weight [columns, inner] of `dtype`, contiguous, to be packed as `packed_dtype`: the same, or INT8.
+// A contiguous weight [columns, inner] of `dtype`, and where to pack it. `packed_dtype` is `dtype` or INT8.
 struct Packing {
   int64_t dtype;
   const void* weight;
@@ -72,7 +76,7 @@ struct Packing {
   void* panels;
 };
 
-// A packed weight, aligned to 64 bytes, and a bias or null.
+// A packed weight, aligned to 64 bytes. `bias` [columns] is null if the layer has none.
 struct Weight {
   int64_t dtype;
   const void* panels;
@@ -81,25 +85,28 @@ struct Weight {
   int64_t inner;
 };
 
-// y [rows, columns] = x [rows, inner] * weight^T + bias; x and y in `dtype`, the weight in that or INT8. See linear.cpp.
+// y [rows, columns] = x [rows, inner] * weight^T + bias. x and y are of `dtype`; the weight is of `dtype` or INT8. See
+// linear.cpp.
 struct Linear {
   int64_t dtype;
   const void* x;
   int64_t x_stride;
   int64_t rows;
-  // Rows of x that can be read, `rows` or more; what stands in the others does not matter.
+  // Rows of x whose memory may be read, at least `rows`. The contents of rows from `rows` on do not affect y.
   int64_t readable_rows;
   Weight weight;
   void* y;
   int64_t y_stride;
-  // The first half of the columns are gates and the second one ups, and y is silu(gate) * up: only where multiplies_gated().
+  // If true, the first half of the columns are gates, the second half are ups, and y is silu(gate) * up. Allowed only
+  // if multiplies_gated() is true.
   bool gated;
-  // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
+  // x in the layout that this instruction set multiplies: linear_scratch() floats, filled by the packing tasks.
   float* packed_x;
 };
 
-// RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into rows of `out`; with a
-// residual (contiguous) of the rounded sum of both, which goes to `total`.
+// Normalizes rows [outer][inner] of `width` numbers into rows of `out`: layer norm if `bias` is set, RMS norm
+// otherwise. If `residual` (contiguous) is set, the input is x + residual, rounded to `dtype`; that sum is written to
+// `total`.
 struct Norm {
   int64_t dtype;
   const void* x;
@@ -117,7 +124,8 @@ struct Norm {
   void* total;
 };
 
-// Rotates the pairs (i, half + i) of each head of x [rows, heads, dim] into contiguous `out`; cos and sin [rows, half].
+// Rotates the pairs (i, half + i) of each head of x [rows, heads, dim] into the contiguous `out`. cos and sin are
+// [rows, half].
 struct Rope {
   int64_t dtype;
   const void* x;
@@ -132,8 +140,8 @@ struct Rope {
   void* out;
 };
 
-// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into rows of `out`; where `limit` is above 0 gpt-oss's
-// activation instead (kernels/interface.py, ClampedSwiglu).
+// Writes silu(x[:, :width]) * x[:, width:] of x [rows, 2 * width] to rows of `out`. If `limit` is above 0, computes
+// gpt-oss's activation instead (kernels/interface.py, ClampedSwiglu).
 struct SiluAndMul {
   int64_t dtype;
   const void* x;
@@ -146,7 +154,8 @@ struct SiluAndMul {
   float limit;
 };
 
-// y[row] = the sum over slots, in their order, of weights[row][slot] * x[places[row][slot]]; a place below 0 adds nothing.
+// y[row] = the sum over slots, in slot order, of weights[row][slot] * x[places[row][slot]]. A place below 0 adds
+// nothing.
 struct Combine {
   int64_t dtype;
   const void* x;
@@ -158,8 +167,8 @@ struct Combine {
   void* y;
 };
 
-// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim]; `v` is null
-// where only keys are stored.
+// Writes rows of k and v [rows, heads, dim] to `slots` of one layer's cache [blocks, heads, block_size, dim]. `v` is
+// null if the cache stores keys only.
 struct WriteKV {
   int64_t dtype;
   int64_t kv_dtype;
@@ -178,21 +187,23 @@ struct WriteKV {
   void* values;
 };
 
-// Some query tokens of one sequence.
+// Consecutive query tokens of one sequence, which one task computes together.
 struct QueryTile {
   int64_t sequence;
-  // Its first row of the step, how many, and the first one's position.
+  // The tile's first row in the step, its number of tokens, and the position of its first token.
   int64_t row;
   int64_t tokens;
   int64_t position;
-  // Where tasks share keys: into how many splits its keys fall, its first task of the wave, and where its states are.
+  // Used only if tasks share the tile's keys: number of splits of its keys, index of its first task in the wave, and
+  // offset of its states in Attention::states, in floats.
   int64_t splits = 1;
   int64_t first_task = 0;
   int64_t states = 0;
 };
 
-// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp. Where `values`
-// are `keys`, they are the first `value_dim` numbers of these; rows of `out` are [heads, value_dim].
+// Causal attention of q [tokens, heads, dim] over one layer's paged cache, one query tile at a time; see attention.cpp.
+// If `values` equals `keys`, the values are the first `value_dim` numbers of the keys. Rows of `out` are [heads,
+// value_dim].
 struct Attention {
   int64_t dtype;
   int64_t kv_dtype;
@@ -208,12 +219,12 @@ struct Attention {
   int64_t block_size;
   const int64_t* block_tables;
   int64_t table_stride;
-  // Null, or the positions [tokens, topk] of the keys that stand for those of positions 0, 1, ... of query tiles of one
-  // token; ascending.
+  // Sparse attention: key positions [tokens, topk], ascending, or null for dense attention. Key i of a query tile is
+  // the one at position selected[token][i]. Every query tile then has one token.
   const int64_t* selected;
   int64_t topk;
   float scale;
-  // How many keys a row sees, its own included; 0 for all.
+  // Number of keys that a row sees, its own included; 0 for all.
   int64_t window;
   const float* sinks;
   int64_t out_row_stride;
@@ -221,38 +232,41 @@ struct Attention {
   const QueryTile* tiles;
   int64_t num_tiles;
   int64_t tile_tokens;
-  // 0 where a task takes all keys of a tile, of so many heads one after the other. Else tasks take a split each, whose
-  // states wait in `states` to be merged: so many of a tile and a head, the first of which is what has been merged.
+  // 0 if each task computes all keys of a query tile, for `task_heads` key heads in sequence. Otherwise each task
+  // computes one split and writes its state to `states`, where merge tasks combine them. `slots` is then the largest
+  // number of states per tile and head; the first of them holds the merged result.
   int64_t slots;
   int64_t task_heads;
   float* states;
-  // The splits that are computed now, and how many tiles, the first ones, and tasks have any of them.
+  // The splits that this wave computes, the number of leading tiles that have any of them, and the number of tasks.
   int64_t first_split = 0;
   int64_t end_split = 0;
   int64_t wave_tiles = 0;
   int64_t wave_tasks = 0;
 };
 
-// The indexer of sparse attention: which keys the tokens of query tiles attend to, by scores that are sums over heads of
-// weights [tokens, heads] times the positive part of the product of a query and the key.
+// Indexer of sparse attention: selects the `topk` keys that each query token attends to. The score of a key is the sum
+// over heads of weights [tokens, heads] times max(query * key, 0).
 struct SelectTokens {
-  // q, and the cache of index keys; its values, its window and what follows its tiles are not used.
+  // q, the query tiles and the cache of index keys. Its values, its window and the fields after `tile_tokens` are not
+  // used.
   Attention keys;
   const float* weights;
   int64_t topk;
-  // [tokens, topk], ascending; a token that sees fewer leaves the rest as it is.
+  // [tokens, topk], ascending. If a token sees fewer than `topk` keys, the rest of its row is not written.
   int64_t* positions;
 };
 
 enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, TOPK_SOFTMAX = 2 };
 
-// Experts of rows of float32 logits [rows, experts] with `row_stride`; see kernels/interface.py, Routing.
+// Selects the experts of each row of float32 logits [rows, experts] with `row_stride`; see kernels/interface.py,
+// Routing.
 struct Route {
   const float* logits;
   int64_t row_stride;
   int64_t rows;
   int64_t experts;
-  // Of each expert, to choose by; or null.
+  // [experts], added to the scores for the selection only; or null.
   const float* correction_bias;
   int64_t scoring;
   int64_t top_k;
@@ -265,16 +279,17 @@ struct Route {
   float* weights;
 };
 
-// Penalties of some rows; see kernels/penalties.py.
+// Penalties of the rows that have any; see kernels/penalties.py.
 struct Penalties {
-  // Of each the address of its int32 ids, each once, and how many.
+  // Per penalized row: the address of its distinct int32 token ids, and their number.
   const int64_t* ids;
-  // Of each the address of its float32 counts.
+  // Per penalized row: the address of its float32 counts.
   const int64_t* counts;
   const float *repetition, *presence, *frequency;
 };
 
-// Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
+// Samples one token id per row of float32 logits; see sampling.cpp. ids[row] is NO_TOKEN or NO_MEMORY if there is none;
+// kernels/cpu/sampling.py leaves rows with NO_MEMORY to kernels/sampling.py.
 struct Sample {
   float* logits;
   int64_t row_stride;
@@ -288,19 +303,21 @@ struct Sample {
   const int64_t* choices;
   int64_t* ids;
   Penalties penalties;
-  // Of each row its place among the penalties, below 0 for none; null where no row has any.
+  // Per row: its index among the penalties, below 0 for none. Null if no row has penalties.
   const int64_t* penalty_of;
-  // Likewise among masks of `words` words each, 32 ids a word, of which those alone are allowed whose bit is set.
+  // Per row: its index among the masks, below 0 for none. Null if no row has a mask. A mask has `words` words of 32 ids
+  // each; only ids whose bit is set are allowed.
   const int64_t* mask_of;
   const uint32_t* masks;
   int64_t words;
 };
 
-// In place of a token: of a row without a finite largest number; of one that there was no memory for.
+// Returned in place of a token: NO_TOKEN if the row's largest logit is not finite, NO_MEMORY if an allocation failed.
 constexpr int64_t NO_TOKEN = -1, NO_MEMORY = -2;
 
-// What logprobs of rows of float32 logits are made of (kernels/logprobs.py): of each row the largest logit, the sum of the
-// masses, the rank of a token, and the `top` largest logits with their ids, best first, lower ids first among equals.
+// Inputs of logprobs (kernels/logprobs.py) for rows of float32 logits. Per row: the largest logit, the sum of the
+// masses, the rank of the row's token, and the `top` largest logits with their ids. The top logits are in descending
+// order; equal logits are in the order of their ids.
 struct Logprobs {
   const float* logits;
   int64_t row_stride;
@@ -308,7 +325,8 @@ struct Logprobs {
   const int64_t* tokens;
   int64_t top;
   float* highest;
-  // NO_MEMORY where kernels/logprobs.py has to decide; 0 where the largest is not finite, and then nothing else is known.
+  // NO_MEMORY if kernels/logprobs.py has to compute the row. 0 if the largest logit is not finite; the row's other
+  // results are then undefined.
   int64_t* masses;
   int64_t* ranks;
   // [rows, top]
@@ -316,8 +334,8 @@ struct Logprobs {
   float* top_logits;
 };
 
-// Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
-// above that. NaN counts as the lowest.
+// Per row of y [rows, columns] of `dtype`: the largest number and the first column that holds it. If no number is above
+// -infinity, they are -infinity and 0. NaN counts as -infinity.
 struct Largest {
   int64_t dtype;
   const void* y;
@@ -331,7 +349,7 @@ struct Kernels {
   const char* name;
   // Packs panel `task`.
   void (*pack_panel)(const Packing&, int64_t task);
-  // Numbers of float32 that packed_x needs room for.
+  // Number of floats that packed_x must have.
   int64_t (*linear_scratch)(const Linear&);
   int64_t (*linear_pack_tasks)(const Linear&);
   void (*linear_pack)(const Linear&, int64_t task);
@@ -348,7 +366,7 @@ struct Kernels {
   void (*combine)(const Combine&, int64_t task);
   int64_t (*write_kv_tasks)(const WriteKV&);
   void (*write_kv)(const WriteKV&, int64_t task);
-  // Of a query tile of attention, about.
+  // Approximate number of rows of a query tile of attention.
   int64_t query_rows;
   int64_t (*attention_state_size)(const Attention&, const QueryTile&);
   int64_t (*attention_tasks)(const Attention&);

@@ -1,11 +1,11 @@
-// y = x W^T + b, batch-invariant: every number of y is summed over k in blocks of K_BLOCK in order, each block by one
-// chain of fma's from zero, whatever the rows, their number and place, the threads and the vectors' width. A block's sum
-// of an int8 weight is multiplied by the scale of its column and block when it is added.
+// y = x W^T + b, batch-invariant. Each number of y is a sum over k in blocks of K_BLOCK, in order. One chain of fma's
+// sums each block from zero. The number of rows, their places, the threads and the vector width do not matter. The
+// block sum of an int8 weight is multiplied by the scale of its column and block before it is added.
 //
-// Packed weights (kernels.hpp) hold neighbours in k side by side, which is how the instructions for bfloat16 want them; a
-// vector that is loaded gives the even k of bfloat16 after a shift, the odd ones after a mask. A block of a panel is one
-// run of memory that stays in L1 while the rows of a task pass by; meanwhile the next one is fetched, so that memory and
-// arithmetic work at the same time. x is copied to float32 tiles [inner][rows of the tile] of up to ROWS rows.
+// In packed weights (kernels.hpp), consecutive values of k are adjacent, as the bfloat16 instructions need them. Of a
+// loaded vector of bfloat16, a shift gives the even k and a mask the odd k. A block of a panel is contiguous and stays
+// in L1 while all rows of a task use it. The next block is prefetched meanwhile, so that memory and arithmetic work in
+// parallel. x is copied to float32 tiles [inner][rows of the tile] of at most ROWS rows.
 #include "linear.hpp"
 
 #include "row_tiles.hpp"
@@ -20,28 +20,30 @@ using fissile::PANEL;
 
 // Most rows of a tile.
 constexpr int64_t ROWS = 6;
-// A task: so many panels, so many tiles.
+// Most panels and most tiles of a task.
 constexpr int64_t TASK_PANELS = 4;
 constexpr int64_t TASK_TILES = 24;
-// Rows of a task from which on a block of weights is widened once for all its tiles; before, each does it in registers,
-// which costs little for bfloat16 and one or two tiles of up to four rows. Never where vectors are wider.
+// Number of rows of a task from which on a block of weights is widened once, in memory, for all tiles. With fewer rows
+// each tile widens it in registers: for bfloat16 and one or two tiles of up to four rows this costs little. Never with
+// vectors of other widths than 8, or for float32.
 template <class Number>
 constexpr int64_t WIDEN_ROWS = WIDTH != 8 || sizeof(Number) == 4 ? INT64_MAX : sizeof(Number) == 2 ? 9 : 6;
-// Where a panel is a stream of its own, bytes that are asked for ahead of their use.
+// Bytes between a prefetch and its use, if each panel is a memory stream of its own.
 constexpr int64_t PREFETCH = 1024;
-// Rows of y that are asked for ahead of their turn, line by line of so many bytes.
+// Rows of y between a prefetch and its write; the bytes of a cache line.
 constexpr int64_t WRITE_AHEAD = 12;
 constexpr uint64_t LINE = 64;
-// Vectors of a panel.
+// Vectors per panel row.
 constexpr int VECTORS = PANEL / WIDTH;
-// Panels that tiles of three and more rows take at once: 16-wide vectors have more registers, and need more sums.
+// Panels that tiles of three or more rows multiply at once. 16-wide vectors have twice as many registers, and need more
+// sums to hide the latency of fma.
 constexpr int SOME_PANELS = WIDTH / 8;
 
 struct Int8 {
   int8_t value;
 };
 
-// A number of a block that was widened once for all tiles.
+// A float32 number of a block that was widened once for all tiles.
 struct Widened {
   float value;
 };
@@ -51,12 +53,12 @@ constexpr fissile::Dtype DTYPE_OF = sizeof(Number) == 4   ? fissile::FLOAT32
                                     : sizeof(Number) == 2 ? fissile::BFLOAT16
                                                           : fissile::INT8;
 
-// Neighbours in k that stand side by side in a panel.
+// Number of consecutive values of k that are adjacent in a panel.
 template <class Number>
 constexpr int GROUP = fissile::group_of(DTYPE_OF<Number>);
 
-// Up to so many rows a tile is mostly alone in its task, and waits for memory: what comes next is fetched into the second
-// cache then, where more lines can be under way. With more tiles a block stays in the first cache for long enough.
+// With at most this many rows, a tile is mostly alone in its task and waits for memory. It then prefetches into L2,
+// which can have more outstanding lines. With more rows it prefetches into L1, where a block stays long enough.
 constexpr int64_t few_rows(const void*) { return 2; }
 constexpr int64_t few_rows(const float*) { return 4; }
 constexpr int64_t few_rows(const Widened*) { return 0; }
@@ -66,10 +68,10 @@ FISSILE_INLINE void fetch(const char* line) {
   __builtin_prefetch(line, 0, ROW_COUNT <= few_rows(static_cast<const Number*>(nullptr)) ? 2 : 3);
 }
 
-// int8 comes as so many times the number, exactly, in all instruction sets.
+// columns_of() returns an int8 number times this factor, which is exact in all instruction sets.
 constexpr float INT8_FACTOR = 1 << 24;
 
-// Number g of WIDTH columns' groups.
+// Number g of the groups of WIDTH columns.
 FISSILE_INLINE Floats columns_of(const float* from, int) { return load(from); }
 
 FISSILE_INLINE Floats columns_of(const Widened* from, int) { return load(&from->value); }
@@ -86,15 +88,15 @@ FISSILE_INLINE Floats columns_of(const Int8* from, int g) {
   return __builtin_convertvector((Ints)(g == 3 ? words & splat_word(0xFF000000u) : byte_to_top(words, g)), Floats);
 }
 
-// A block of neighbouring panels: its numbers, its scales or null, and bytes from panel to panel.
+// A block of adjacent panels: its numbers, its scales or null, and the bytes from panel to panel.
 struct Block {
   const void* numbers;
   const float* scales;
   int64_t panel_stride;
 };
 
-// Memory that comes next, in each panel: fetched by and by, `step` bytes with each group. Of panels that are streams, from
-// k `near` on it is `skip` bytes further.
+// Memory to prefetch, in each panel: `step` bytes per group, from `at` on. If panels are memory streams, `skip` bytes
+// are added once, at k = `near`, where the stream continues in the next task's panels.
 struct Ahead {
   const char* at;
   int64_t step;
@@ -107,7 +109,7 @@ FISSILE_INLINE const Number* panel_of(const Number* first, int64_t panel_stride,
   return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + panel * panel_stride);
 }
 
-// totals[row][column] += the sum over `depth` numbers of k, whole groups, for ROW_COUNT rows and PANELS panels.
+// totals[row][column] += the sum over `depth` values of k, whole groups, for ROW_COUNT rows and PANELS panels.
 template <class Number, int ROW_COUNT, int PANELS>
 FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, Ahead ahead, float* totals) {
   const Number* const numbers = static_cast<const Number*>(block.numbers);
@@ -127,7 +129,7 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
       const Number* group = panel_of(numbers, block.panel_stride, p) + k * PANEL;
 #pragma GCC unroll 4
       for (int g = 0; g < GROUP<Number>; g++) {
-        // Numbers are loaded anew for each g: kept, they would need registers that the sums have.
+        // Forces a new load for each g. Keeping the numbers would take registers that the sums need.
         __asm__("" : "+r"(group));
         Floats columns[VECTORS];
 #pragma GCC unroll 2
@@ -155,7 +157,8 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
     }
 }
 
-// Panels that tiles of so many rows take at once: enough sums to hide what an fma takes, as many as registers hold.
+// Panels that a tile of `rows` rows multiplies at once: enough sums to hide the latency of fma, as far as registers
+// hold them.
 constexpr int at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 * SOME_PANELS : SOME_PANELS; }
 
 template <class Number, int ROW_COUNT>
@@ -164,7 +167,7 @@ void multiply_rows(int64_t panels, const float* x, const Block& block, int64_t d
   else multiply<Number, ROW_COUNT, at_once(ROW_COUNT)>(x, block, depth, ahead, totals);
 }
 
-// A tile of `rows` rows, and one panel or at_once(rows).
+// Multiplies a tile of `rows` rows by one panel or by at_once(rows) panels.
 template <class Number>
 void multiply_tile(int64_t rows, int64_t panels, const float* x, const Block& block, int64_t depth, Ahead ahead,
                    float* totals) {
@@ -178,7 +181,7 @@ void multiply_tile(int64_t rows, int64_t panels, const float* x, const Block& bl
   }
 }
 
-// `depth` numbers of k of one panel as [depth][PANEL].
+// Widens `depth` values of k of one panel to [depth][PANEL].
 template <class Number>
 void widen(const Number* from, int64_t depth, Widened* to) {
   for (int64_t k = 0; k < depth; k += GROUP<Number>)
@@ -191,7 +194,7 @@ void widen(const Number* from, int64_t depth, Widened* to) {
 
 RowTile tile_of(const fissile::Linear& work, int64_t tile) { return row_tile(work.rows, ROWS, tile); }
 
-// A task: its panels, its tiles, and memory for them.
+// A task: its panels, its tiles, and memory for its sums.
 template <class Number>
 struct Task {
   const fissile::Linear& work;
@@ -205,14 +208,15 @@ struct Task {
   int64_t rows;
   float* totals;
 
-  // Panel `p` and those behind it, numbers k to the end of their block.
+  // Panel `p` and the following ones, from k to the end of k's block.
   Block block(int64_t p, int64_t k) const {
     const char* at = weights + p * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
     if (sizeof(Number) > 1) return {at, nullptr, panel_stride};
     return {at + BLOCK_SCALES, reinterpret_cast<const float*>(at), panel_stride};
   }
 
-  // What is needed after block (p, k): the next panels', those of the next k, or those of the next task.
+  // The memory needed after block (p, k): the same block of the next panels, the next block of k, or the next task's
+  // panels.
   const char* after(int64_t p, int64_t count, int64_t k) const {
     if (p + count < panels) return weights + (p + count) * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
     if (k + K_BLOCK < inner) return weights + fissile::block_offset(DTYPE_OF<Number>, k + K_BLOCK);
@@ -222,7 +226,7 @@ struct Task {
   template <class Wide>
   void multiply_tiles(const Block& block, int64_t p, int64_t count, int64_t k, int64_t depth) const {
     constexpr int64_t BYTES = K_BLOCK * PANEL * sizeof(Number), GROUPS = K_BLOCK / GROUP<Wide>;
-    // Streams that end go on in the next task's panels.
+    // A stream whose panel ends continues in the next task's panels.
     const int64_t left = PREFETCH / (PANEL * static_cast<int64_t>(sizeof(Number))), near = at_least(inner - left - k, 0);
     const bool streams = count > SOME_PANELS;
     const char* next = streams ? static_cast<const char*>(block.numbers) + PREFETCH : after(p, count, k);
@@ -236,7 +240,7 @@ struct Task {
     }
   }
 
-  // All tiles by `count` panels from p on.
+  // Multiplies all tiles by `count` panels from p on.
   void multiply_block(int64_t p, int64_t count, int64_t k) const {
     const int64_t depth = at_most(K_BLOCK, inner - k);
     const Block packed = block(p, k);
@@ -247,7 +251,7 @@ struct Task {
   }
 };
 
-// A task's rows of y. They lie far apart, and a store waits for its line.
+// Writes a task's rows of y. Prefetches them, since they are far apart and a store waits for its cache line.
 template <class Number>
 void write_rows(const fissile::Linear& work, const float* totals, int64_t first_row, int64_t rows, int64_t first_panel,
                 int64_t panels) {
@@ -284,7 +288,7 @@ void run(const fissile::Linear& work, int64_t task) {
   else write_rows<Bf16>(work, totals, first.first, rows, first_panel, panels);
 }
 
-// Tile `task` of x: [inner][rows of the tile].
+// Copies tile `task` of x to float32 [inner][rows of the tile].
 template <class Number>
 void pack_rows(const fissile::Linear& work, int64_t task) {
   const RowTile tile = tile_of(work, task);
@@ -297,14 +301,15 @@ void pack_rows(const fissile::Linear& work, int64_t task) {
   }
 }
 
-// What a weight is divided by before it is rounded to int8: column by column for one block.
+// Computes the scale of each column of a panel for one block: weights are divided by it before they are rounded to
+// int8.
 template <class Source>
 void find_scales(const Source* weight, int64_t columns, int64_t inner, int64_t first, int64_t k, float* scales) {
   for (int64_t c = 0; c < PANEL; c++) {
     float most = 0.0f;
     for (int64_t i = k; first + c < columns && i < at_most(inner, k + K_BLOCK); i++) {
       const float size = __builtin_fabsf(widened(weight[(first + c) * inner + i]));
-      // A NaN stays, so that it shows in all products of its block.
+      // Keeps a NaN, so that it shows in all products of its block.
       if (size > most || size != size) most = size;
     }
     scales[c] = most / 127.0f;
@@ -315,12 +320,13 @@ float converted(float value, float, const float*) { return value; }
 
 Bf16 converted(Bf16 value, float, const Bf16*) { return value; }
 
-// The nearest of the 255 numbers, ties to even, by IEEE operations alone: the same in every instruction set.
+// Rounds to the nearest of 255 int8 values, ties to even. Uses IEEE operations only, so the result is the same in every
+// instruction set.
 template <class Source>
 Int8 converted(Source value, float scale, const Int8*) {
   if (!(scale > 0.0f && scale <= 3.4028234663852886e38f)) return {0};
   const float nearest = widened(value) / scale + 12582912.0f - 12582912.0f;
-  // More than 127 where the scale is so small that it was rounded much.
+  // The quotient exceeds 127 if the scale is so small that it lost precision.
   return {static_cast<int8_t>(nearest > 127.0f ? 127.0f : nearest < -127.0f ? -127.0f : nearest)};
 }
 

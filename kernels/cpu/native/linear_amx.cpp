@@ -1,11 +1,12 @@
-// Products of bfloat16 by AMX. Every number of y is one tile element, to which TDPBF16PS adds the sums of 32 k at a time,
-// in order, from zero to the end: which rows and columns are computed together, and whether the sums wait in memory in
-// between (float32, exactly), never shows. A block of K_BLOCK int8 weights is brought to bfloat16, exactly; its sum from
-// zero is multiplied by the scale of its column and added to the others, in order. float32 is the base's.
+// Matrix products of bfloat16 by AMX. Each number of y is one element of a tile, to which TDPBF16PS adds the sum of 32
+// values of k at a time, in order, from zero to the end. The bits do not depend on which rows and columns are computed
+// together, or on whether sums are stored in between (as float32, exactly). A block of K_BLOCK int8 weights is
+// converted to bfloat16, which is exact. Its sum from zero is multiplied by the scale of its column and added to the
+// other blocks' sums, in order. Products of float32 use the base table's kernels.
 //
-// x is read where it is, if its rows stand so that tiles of them can be loaded fast (Shape::in_place); otherwise it is
-// copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k. A call of fewer than 16 rows has tiles of
-// that many. A panel of packed weights is a column of tiles already.
+// x is read in place if tiles of its rows load fast (Shape::in_place). Otherwise it is copied to tiles [rows / 16][k /
+// 32][16][32], with zeros after the last row and the last k. If x has fewer than 16 rows, its tiles have only as many
+// rows. A panel of packed weights already is a column of tiles.
 #include "bf16_rows.hpp"
 #include "few_rows_amx.hpp"
 #include "own_linear.hpp"
@@ -20,32 +21,33 @@ using fissile::K_BLOCK;
 using fissile::PANEL;
 using fissile::Linear;
 
-// Numbers of k that one instruction adds.
+// Values of k that one instruction adds.
 constexpr int64_t STEP = 2 * TILE_PAIRS;
-// Of a tile of weights.
+// Numbers of a tile of weights, and of a tile of sums.
 constexpr int64_t WEIGHT_TILE = STEP * PANEL;
 constexpr int64_t SUMS_TILE = TILE_ROWS * PANEL;
-// Most of a task: tiles of rows, panels; fewer panels where weights are read only once, to have more tasks.
+// Most row tiles and most panels of a task. Fewer panels if weights are read only once, so that there are more tasks.
 constexpr int64_t TASK_ROW_TILES = 16;
 constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
-// Steps after which the next rows come, so that the task's panels and rows of x stay in L2. Sums that wait cost more than
-// panels that would fit into L1 save.
+// Steps after which the next row tiles are computed, so that the task's panels and rows of x stay in L2. With fewer
+// steps the panels would stay in L1, but storing and reloading sums costs more than that saves.
 constexpr int64_t STEPS_AT_ONCE = 64;
-// Of a block of int8 weights.
+// Steps of a block of int8 weights.
 constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
-// Bytes of each panel that are asked for ahead of their use.
+// Bytes between a prefetch of a panel and its use.
 constexpr int64_t PREFETCH = 2048;
 constexpr int64_t LINE = 64;
 constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) / LINE;
-// Stripes of a panel: one pass takes no longer than its weights to come, which is sooner from more places.
+// Stripes in which a panel is prefetched. With one pass, multiplying takes no longer than loading the weights, and
+// memory delivers more stripes sooner.
 constexpr int64_t stripes(int64_t passes) { return passes == 1 ? 4 : 2; }
-// TILESTORED takes some 240 ns where none has been within the last 600, else next to nothing: so there is one in each so
-// many steps. Those of one tile of rows are long: they wait for memory.
+// Steps between two tile stores. TILESTORED takes about 240 ns if none was executed in the last 600 ns, and almost
+// nothing otherwise. The steps of one row tile are long, because they wait for memory.
 constexpr int64_t awake_steps(int row_tiles) { return row_tiles == 1 ? 1 : 4; }
 
-// Whether tiles can be loaded from x itself. Lines that are an even number apart share few places in the nearest cache,
-// which shows where a tile's rows come again for many panels.
+// True if tiles can be loaded from x in place. Rows an even number of cache lines apart map to few sets of L1, which
+// costs time if a tile's rows are loaded again for many panels.
 bool stands_well(const Linear& work, int64_t tile_rows) {
   const uint64_t bytes = static_cast<uint64_t>(work.x_stride) * sizeof(Bf16);
   const bool whole_lines = reinterpret_cast<uint64_t>(work.x) % LINE == 0 && bytes % LINE == 0 &&
@@ -59,11 +61,12 @@ struct Shape {
   int64_t row_tiles;
   int64_t tile_rows;
   bool in_place;
-  // Numbers of x from row to row of a tile, from step to step, and from tile to tile.
+  // Numbers of x from one row of a tile to the next, from step to step, and from tile to tile.
   int64_t row_size;
   int64_t step_size;
   int64_t tile_size;
-  // Panels, and bytes from one to the next that is multiplied with it: of gated work gates and ups alternate.
+  // Number of panels, bytes of a panel, and bytes to the panel that is multiplied with it. For gated work, panels of
+  // gates and ups alternate.
   int64_t panels;
   int64_t panel_bytes;
   int64_t apart;
@@ -88,8 +91,8 @@ struct Shape {
   }
 };
 
-// Tiles 0-3 hold sums, 4 rows of x, 6 and 7 weights; 5 the second tile of rows, or weights where there is none. Of three
-// tiles of rows 0-5 hold sums, 6 rows of x, 7 weights.
+// Use of the tile registers: 0-3 hold sums, 4 holds rows of x, 6 and 7 hold weights; 5 holds the second row tile, or
+// weights if there is none. With three row tiles, 0-5 hold sums, 6 holds rows of x and 7 holds weights.
 void shape_tiles(int64_t rows) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; tile++) {
@@ -99,23 +102,24 @@ void shape_tiles(int64_t rows) {
   load_tile_shapes(shapes);
 }
 
-// Weights that are asked for meanwhile, a line of each stripe of each panel at a time: what reads ahead in the processor
-// does so stripe by stripe. From `near` on for some steps, then from `next` on.
+// Weights to prefetch during a block, one line of each stripe of each panel at a time, because the hardware prefetcher
+// works stripe by stripe. Prefetches from `near` on for `near_steps` steps, then from `next` on.
 struct Ahead {
   const char* near;
   int64_t near_steps;
   const char* next;
   int64_t panel_bytes;
-  // How many, from one to another, and to the next line of each.
+  // Number of stripes, bytes from stripe to stripe, and bytes to the next line of a stripe.
   int64_t stripes;
   int64_t stripe_bytes;
   int64_t line_bytes;
-  // Of each stripe `lines` in `steps` steps; of the first one so many shares are due already.
+  // Each stripe has `lines` lines to prefetch in `steps` steps. `due` / `steps` is the fraction of the next line that
+  // is due already.
   int64_t lines;
   int64_t steps = 1;
   int64_t due;
 
-  // Into the first cache what is wanted soon, into the second what the next part wants.
+  // fetch_near prefetches into L1 what is needed soon; fetch_next prefetches into L2 what the next part needs.
   template <int PANELS>
   __attribute__((always_inline)) void fetch_near() {
     fetch<PANELS, 3>(near);
@@ -136,8 +140,8 @@ struct Ahead {
   }
 };
 
-// Finished sums [tiles of rows][panels][SUMS_TILE] on their way into y, row by row: in the steps of the next block, while
-// the tiles are busy.
+// Finished sums [row tiles][panels][SUMS_TILE] that still have to be written to y. One row is written in each step of
+// the next block, while the tiles are busy.
 struct Finished {
   const Linear* work;
   const float* sums;
@@ -172,7 +176,7 @@ struct Finished {
   }
 };
 
-// Some tiles of rows by some panels, over some steps.
+// Some row tiles by some panels, over some steps.
 struct Block {
   const Bf16* x;
   int64_t x_row_bytes;
@@ -181,17 +185,19 @@ struct Block {
   const Bf16* weights;
   int64_t panel_size;
   int64_t steps;
-  // The last step's weights of each panel, padded, where they are not a whole tile; or null.
+  // The last step's weights of each panel, padded with zeros, if they do not fill a tile; otherwise null.
   const Bf16* tail;
-  // Tiles of sums to go on with, or null, and those that come out; the distances from one row tile's to the next.
+  // Tiles of sums to continue, or null to start from zero; the tiles to store; and the strides from row tile to row
+  // tile.
   const float* from;
   int64_t from_stride;
   float* to;
   int64_t to_stride;
   Ahead ahead;
-  // What is to be written meanwhile.
+  // Earlier sums, written during this block.
   Finished* before;
-  // Room for a tile that nobody wants; null where blocks are so short that their sums are stored often enough.
+  // Memory for the tile stores that keep TILESTORED fast. Null if blocks are so short that their sums are stored often
+  // enough.
   float* unused;
 };
 
@@ -252,7 +258,7 @@ struct Multiplier {
     multiply_panels(weights, panel_size);
   }
 
-  // All tiles but one are for sums: each of the others is loaded when it is its turn, rows of x twice.
+  // Six tiles hold sums, so x and weights have one tile each. With two panels, two row tiles are loaded twice.
   FISSILE_INLINE void step_of_three(const Block& block, const Bf16* x, const Bf16* weights, int64_t panel_size) {
     tile_load<7>(weights);
     tile_load<6>(x, block.x_row_bytes);
@@ -283,7 +289,8 @@ struct Multiplier {
     const int64_t near_steps = at_most(ahead.near_steps, whole);
     int64_t s = 0;
     begin(block);
-    // Behind the step's own loads, which would wait for places that these take.
+    // Prefetches after the step's own loads, which would otherwise wait for the line buffers that the prefetches
+    // occupy.
     for (; s < near_steps; s++) {
       whole_step(block, s);
       ahead.template fetch_near<PANELS>();
@@ -308,11 +315,11 @@ void multiply(const Block& block, int64_t row_tiles, int64_t panels) {
   }
 }
 
-// One task: its panels, its tiles of rows, and memory for both.
+// One task: its panels, its row tiles, and memory for its sums.
 class Task {
  public:
   Task(const Linear& work, int64_t task) : work_(work), shape_(work) {
-    // Tasks that follow each other share rows.
+    // Consecutive tasks share rows.
     first_panel_ = task % shape_.panel_groups * shape_.task_panels;
     const RowTile tiles = row_tile(shape_.row_tiles, TASK_ROW_TILES, task / shape_.panel_groups);
     first_tile_ = tiles.first;
@@ -323,7 +330,7 @@ class Task {
   }
 
   void run() {
-    // One tile of rows takes as many panels at once as there are tiles for sums, more of them half as many.
+    // One row tile takes four panels at once, since it has four tiles for sums; several row tiles take two.
     const int64_t at_once = shape_.row_tiles == 1 ? 4 : 2;
     shape_tiles(shape_.tile_rows);
     if (work_.weight.dtype == fissile::INT8) multiply_int8(at_once);
@@ -333,7 +340,7 @@ class Task {
   }
 
  private:
-  // Neighbouring panels, and some of their steps.
+  // Adjacent panels, and some of their steps.
   struct Part {
     int64_t panel;
     int64_t panels;
@@ -348,16 +355,17 @@ class Task {
         multiply_part({panel, at_most(at_once, panels_ - panel), step, steps_from(step)}, has_tails);
   }
 
-  // How many of them one part has.
+  // Number of steps of the part that begins at `step`.
   int64_t steps_from(int64_t step) const {
     return shape_.row_tiles <= 2 ? shape_.steps : at_most(STEPS_AT_ONCE, shape_.steps - step);
   }
 
-  // All tiles of rows. Sums wait in memory for the next steps; the last ones are written while they are near.
+  // Multiplies all row tiles by one part. Sums are stored in memory until the next steps; those of the last steps are
+  // written to y while they are still in the cache.
   void multiply_part(const Part& part, bool has_tails) {
     const bool last = part.step + part.steps == shape_.steps;
     for (int64_t tile = 0, tiles; tile < row_tiles_; tile += tiles) {
-      // A last one alone would cost nearly as much as two.
+      // Three remaining tiles are computed together, as one alone would cost nearly as much as two.
       tiles = row_tiles_ - tile == 3 ? 3 : at_most(2, row_tiles_ - tile);
       float* const sums = tile_of_sums(tile, part.panel);
       float* const ready = finished_.sums == ready_[0] ? ready_[1] : ready_[0];
@@ -376,8 +384,8 @@ class Task {
     }
   }
 
-  // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single tile
-  // of rows comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
+  // What each pass of a part prefetches: together the passes, of two row tiles each, prefetch the whole next part. A
+  // single row tile reaches its own weights before they are all prefetched, so it prefetches these a little ahead.
   Ahead ahead_of(const Part& part, int64_t pass) const {
     const Part next = after(part);
     const char* const begin = weights_at(next.panel, next.step);
@@ -389,14 +397,14 @@ class Task {
     return {nullptr, 0, begin + done / steps * LINE, shape_.apart, count, lines * LINE, LINE, lines, steps, done % steps};
   }
 
-  // Of this task, or the first one of the task behind it.
+  // The part that follows `part`, in this task or at the start of the next one.
   Part after(const Part& part) const {
     if (part.panel + part.panels < panels_) return {part.panel + part.panels, part.panels, part.step, part.steps};
     const int64_t step = part.step + part.steps < shape_.steps ? part.step + part.steps : 0;
     return {step ? 0 : shape_.task_panels, part.panels, step, steps_from(step)};
   }
 
-  // A panel of this task, or one behind them.
+  // Panel `panel` of this task; numbers from panels_ on are panels of the next task.
   const char* panel_of(int64_t panel) const {
     const int64_t place = first_panel_ + panel;
     const int64_t bytes = work_.gated ? place / 2 * shape_.panel_bytes + place % 2 * shape_.apart : place * shape_.apart;
@@ -405,7 +413,7 @@ class Task {
 
   const char* weights_at(int64_t panel, int64_t step) const { return panel_of(panel) + step * TILE_LINES * LINE; }
 
-  // What was finished before is written by now, or will be at once.
+  // Writes the rest of the previous sums, and registers `sums` to be written during the next block.
   void finish(const float* sums, int64_t tile_stride, RowTile tiles, const Part& part) {
     finished_.write_all();
     const int64_t first = tiles.first * TILE_ROWS;
@@ -414,7 +422,7 @@ class Task {
                  y_ + first * work_.y_stride};
   }
 
-  // The last tile of each panel, where only a part of one is left; whether that is so.
+  // Copies the incomplete last tile of each panel and pads it with zeros. Returns false if the last tiles are complete.
   bool pad_tails() {
     const int64_t numbers = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16)), left = numbers % WEIGHT_TILE;
     for (int64_t panel = 0; left && panel < panels_; panel++) {
@@ -452,7 +460,7 @@ class Task {
         }
       }
     finish(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
-    // In the mode in which few rows are written, too.
+    // Written while denormals count as zeros, as run_few() does, so that the bits are the same.
     finished_.write_all();
   }
 
@@ -462,7 +470,7 @@ class Task {
       store(to, fma(load(part), scale, load(to)));
   }
 
-  // Rows of x from `tile` on, some steps; the weights are to be filled in.
+  // The block of rows of x from `tile` on, over `steps` steps. The caller sets the weights.
   Block block_of(int64_t tile, int64_t step, int64_t steps) {
     Block block{};
     block.x = x_ + tile * shape_.tile_size + step * shape_.step_size;
@@ -483,16 +491,17 @@ class Task {
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
-  // Of three tiles of rows and two panels, or of one and four; the next ones come while these are written.
+  // Sums of three row tiles by two panels, or of one by four. Two buffers alternate: one is filled while the other is
+  // written to y.
   alignas(64) float ready_[2][6 * SUMS_TILE];
   Finished finished_{};
   alignas(64) float unused_[SUMS_TILE];
-  // A block of int8: its weights, and the sums of two tiles of rows.
+  // An int8 block: its weights as bfloat16, and the sums of two row tiles.
   alignas(64) Bf16 wide_[TASK_PANELS_OF_FEW * K_BLOCK * PANEL];
   alignas(64) float part_[2 * TASK_PANELS_OF_FEW * SUMS_TILE];
 };
 
-// Numbers of one row for one step, zeros behind the last k, and of a row that is not there.
+// Copies the numbers of one row for one step, with zeros after the `left` numbers.
 FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
   if (left >= STEP) {
     __builtin_memcpy(to, from, STEP * sizeof *to);
@@ -505,7 +514,7 @@ FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
 int64_t scratch(const Linear& work) {
   if (has_few_rows(work)) return work.rows * fissile::padded_inner(work.weight.dtype, work.weight.inner);
   const Shape shape(work);
-  // Of float32, two bfloat16 each.
+  // In floats, each of which holds two bfloat16.
   return shape.in_place ? 0 : shape.row_tiles * shape.tile_size / 2;
 }
 
@@ -515,7 +524,7 @@ int64_t pack_tasks(const Linear& work) {
   return shape.in_place ? 0 : shape.row_tiles;
 }
 
-// Tile `task` of x. Steps outside: what is written lies side by side.
+// Copies tile `task` of x. The outer loop is over steps, so that writes are sequential.
 void pack_x(const Linear& work, int64_t task) {
   if (has_few_rows(work)) return widen_row(work, task);
   const Shape shape(work);
@@ -538,7 +547,7 @@ void run(const Linear& work, int64_t task) {
   Task(work, task).run();
 }
 
-// Of so few rows that they make one tile, four panels side by side are better than pairs of far ones.
+// Not for a single row tile: four adjacent panels are then faster than pairs of panels that are far apart.
 bool multiplies_gated(const Linear& work) {
   return takes_bf16(work) && work.rows > TILE_ROWS && work.weight.columns % (2 * PANEL) == 0;
 }

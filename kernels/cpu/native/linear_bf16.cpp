@@ -1,8 +1,9 @@
-// Products of bfloat16 by AVX512-BF16. As in linear.cpp every number of y is summed over k in blocks of K_BLOCK in order,
-// each block from zero; VDPBF16PS adds two k at a time to it, in order. A block of int8 weights is brought to bfloat16,
-// exactly, and its sum multiplied by the scale of its column. float32 is the base's.
+// Matrix products of bfloat16 by AVX512-BF16. As in linear.cpp, each number of y is a sum over k in blocks of K_BLOCK,
+// in order, and each block is summed from zero. VDPBF16PS adds two values of k at a time, in order. A block of int8
+// weights is converted to bfloat16, which is exact, and its sum is multiplied by the scale of its column. Products of
+// float32 use the base table's kernels.
 //
-// x is copied to tiles of rows [pairs of k][rows of the tile], a zero behind an odd last k.
+// x is copied to tiles [pairs of k][rows of the tile]. An odd last k is paired with a zero.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
 #include "pairs.hpp"
@@ -19,17 +20,18 @@ static_assert(WIDTH == PANEL);
 
 using fissile::K_BLOCK;
 
-// Of the numbers that are summed from zero.
+// Pairs of k per block.
 constexpr int64_t PAIRS = K_BLOCK / 2;
 // Most rows of a tile.
 constexpr int64_t ROWS = 12;
-// Most rows of a tile that brings int8 to bfloat16 in registers: as many as have their sums beside it.
+// Most rows of a tile that converts int8 to bfloat16 in registers, beside its sums.
 constexpr int64_t ROWS_IN_REGISTERS = 8;
-// Most panels of a task, and most tiles.
+// Most panels and most tiles of a task.
 constexpr int64_t MOST_PANELS = 4;
 constexpr int64_t TASK_TILES = 6;
 
-// A block of some panels, so many bytes behind each other; with scales, or null, of each panel so many bytes further.
+// A block of some panels, `panel_stride` bytes from panel to panel. `scales` is null, or the first panel's scales, with
+// `scales_stride` bytes from panel to panel.
 struct Block {
   const char* numbers;
   int64_t panel_stride;
@@ -37,7 +39,7 @@ struct Block {
   int64_t scales_stride;
 };
 
-// Memory that comes next, in each panel: asked for by and by, `step` bytes with each pair of k.
+// Memory to prefetch, in each panel: `step` bytes per pair of k, from `at` on.
 struct Ahead {
   const char* at;
   int64_t panel_stride;
@@ -46,8 +48,8 @@ struct Ahead {
 
 FISSILE_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 3); }
 
-// What stands in a block, brought to pairs of bfloat16: so many vectors of a column's numbers of k at a time; and most rows
-// whose sums of MOST_PANELS panels registers hold beside.
+// Converts one vector of a block to PAIRS vectors of pairs of bfloat16. Registers hold the sums of MOST_PANELS panels
+// for at most ROWS_BY_MOST_PANELS rows.
 struct AsPairs {
   static constexpr int PAIRS = 1;
   static constexpr int64_t ROWS_BY_MOST_PANELS = 6;
@@ -59,7 +61,8 @@ struct AsInt8 : Widening {
   static constexpr int64_t ROWS_BY_MOST_PANELS = 4;
 };
 
-// totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels; `width` is that of totals.
+// totals[row][column] += the sums over `pairs` pairs of k, for ROW_COUNT rows and PANELS panels. `width` is the row
+// stride of `totals`.
 template <int ROW_COUNT, int PANELS, class Numbers>
 __attribute__((noinline)) void multiply(
     const uint32_t* x, const Block& block, int64_t pairs, Ahead ahead, float* totals, int64_t width) {
@@ -89,7 +92,7 @@ __attribute__((noinline)) void multiply(
     x += Numbers::PAIRS * ROW_COUNT;
     ahead.at += ahead.step * Numbers::PAIRS;
   }
-  // A block of int8 is a line longer than its numbers, which have a line for each group.
+  // An int8 block is one line longer than the loop prefetches, because its scales precede its numbers.
   if (Numbers::PAIRS > 1)
     for (int p = 0; p < PANELS; p++) fetch(ahead.at + p * ahead.panel_stride);
 #pragma GCC unroll 8
@@ -104,8 +107,9 @@ __attribute__((noinline)) void multiply(
   }
 }
 
-// Whether each tile brings int8 to bfloat16 anew, in registers: one tile, and two where one of ROWS would not do. With 9 to
-// 12 rows it is better to bring a block to bfloat16 once, in memory, for one tile; with more than two tiles for all of them.
+// True if each tile converts int8 to bfloat16 again, in registers. That is best for one tile, and for two tiles if the
+// rows do not fit into one tile of ROWS. For 9 to 12 rows it is better to convert a block once, in memory, for one
+// tile; for more than two tiles, once for all of them.
 bool in_registers(const Linear& work) {
   const int64_t most = work.rows <= ROWS ? ROWS_IN_REGISTERS : 2 * ROWS_IN_REGISTERS;
   return work.weight.dtype == fissile::INT8 && work.rows <= most;
@@ -113,10 +117,11 @@ bool in_registers(const Linear& work) {
 
 int64_t rows_of_tiles(const Linear& work) { return in_registers(work) ? ROWS_IN_REGISTERS : ROWS; }
 
-// Rows of int8 from which on a step takes as long to multiply as its memory takes to come, or longer.
+// Number of int8 rows from which on multiplying a step takes at least as long as loading its weights.
 constexpr int64_t SLOW_ROWS = 4;
 
-// Panels of a task: as many sums as registers hold, and with many rows smaller tasks, so that threads end together.
+// Panels of a task: as many as have their sums in registers. With many rows, tasks are smaller, so that threads end at
+// about the same time.
 int64_t task_panels(const Linear& work) {
   const int64_t rows = in_registers(work) ? AsInt8::ROWS_BY_MOST_PANELS : AsPairs::ROWS_BY_MOST_PANELS;
   return work.rows <= rows ? MOST_PANELS : 2;
@@ -146,7 +151,7 @@ void multiply_int8(int64_t rows, const uint32_t* x, const Block& block, int64_t 
   }
 }
 
-// A tile of `rows` rows, and one panel or those of a task.
+// Multiplies a tile of `rows` rows by one panel or by all panels of a task.
 void multiply_tile(int64_t rows, const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead,
                    float* totals, int64_t width) {
   switch (rows) {
@@ -181,7 +186,7 @@ FISSILE_INLINE Words4 load_4(const Bf16* from) {
   return words;
 }
 
-// Four pairs of four rows, so many numbers apart, to [pairs][count].
+// Copies four pairs of each of four rows, `stride` numbers apart, to [pairs][count].
 FISSILE_INLINE void pack_square(const Bf16* from, int64_t stride, uint32_t* to, int64_t count) {
   const Words4 a = load_4(from), b = load_4(from + stride);
   const Words4 c = load_4(from + 2 * stride), d = load_4(from + 3 * stride);
@@ -196,14 +201,14 @@ FISSILE_INLINE void pack_square(const Bf16* from, int64_t stride, uint32_t* to, 
 
 int64_t pack_tasks(const Linear& work) { return all_tiles(work); }
 
-// Tile `task` of x.
+// Copies tile `task` of x.
 void pack_x(const Linear& work, int64_t task) {
   const RowTile tile = tile_of(work, task);
   const int64_t inner = work.weight.inner, pairs = pairs_of(work), squares = tile.rows < 4 ? 0 : inner / 8;
   const Bf16* const x = static_cast<const Bf16*>(work.x) + tile.first * work.x_stride;
   uint32_t* const to = reinterpret_cast<uint32_t*>(work.packed_x) + tile.first * pairs;
   for (int64_t r = 0; r < tile.rows && squares; r += 4) {
-    // The last four rows may be packed twice.
+    // The last square may repeat rows of the one before.
     const int64_t first = at_most(r, tile.rows - 4);
     for (int64_t s = 0; s < squares; s++)
       pack_square(x + first * work.x_stride + s * 8, work.x_stride, to + s * 4 * tile.rows + first, tile.rows);
@@ -216,7 +221,7 @@ void pack_x(const Linear& work, int64_t task) {
   }
 }
 
-// A task: its panels, its tiles, and memory for their sums.
+// A task: its panels, its tiles, and memory for its sums.
 struct Task {
   const Linear& work;
   int64_t pairs;
@@ -233,14 +238,14 @@ struct Task {
     return weights + panel * panel_stride + fissile::block_offset(work.weight.dtype, 2 * pair);
   }
 
-  // Some panels from `pair` on to the end of their block, as they are packed.
+  // The packed panels from `first` on, from `pair` to the end of its block.
   Block block(int64_t first, int64_t pair) const {
     const char* begin = at(first, pair);
     if (work.weight.dtype == fissile::BFLOAT16) return {begin, panel_stride, nullptr, 0};
     return {begin + fissile::BLOCK_SCALES, panel_stride, begin, panel_stride};
   }
 
-  // `count` panels of int8, brought to bfloat16 in `wide`.
+  // Converts `count` panels of int8 to bfloat16 in `wide`.
   Block widened(const Block& packed, int64_t count, int64_t pair, Bf16* wide) const {
     const int64_t depth = at_most(K_BLOCK, fissile::padded_inner(fissile::INT8, work.weight.inner) - 2 * pair);
     for (int64_t p = 0; p < count; p++)
@@ -248,9 +253,9 @@ struct Task {
     return {reinterpret_cast<const char*>(wide), K_BLOCK * PANEL * 2, packed.scales, packed.scales_stride};
   }
 
-  // What is needed after a block of the panels from `first` on: of this task, or of the one behind it. The slow rows of one
-  // tile ask for the block after that, so that they need not wait when a line is late. With faster ones, and with blocks of
-  // bfloat16, that would be more lines under way than there are places for.
+  // True if the block after the next is prefetched instead of the next one. One tile of SLOW_ROWS or more int8 rows is
+  // slow enough for this, and then need not wait if a line arrives late. With fewer rows or with bfloat16 blocks, more
+  // lines would be outstanding than the processor has buffers for.
   bool asks_early() const { return work.weight.dtype == fissile::INT8 && tile_count == 1 && rows >= SLOW_ROWS; }
 
   const char* after(int64_t first, int64_t pair) const {
@@ -259,10 +264,10 @@ struct Task {
     return at(first + task_panels(work), next - all);
   }
 
-  // All tiles by `count` panels from `first` on.
+  // Multiplies all tiles by `count` panels from `first` on.
   template <auto MULTIPLY>
   void multiply_tiles(const Block& numbers, int64_t first, int64_t count, int64_t pair) const {
-    // Not a line may be left out: one that is waited for costs as much as a tile.
+    // Prefetches every line: waiting for a single one costs as much as a tile.
     const int64_t bytes = fissile::block_offset(work.weight.dtype, K_BLOCK);
     const char* const next = after(first, pair);
     for (int64_t t = 0; t < tile_count; t++) {
@@ -277,7 +282,7 @@ struct Task {
   void multiply_block(int64_t first, int64_t count, int64_t pair) const {
     const Block packed = block(first, pair);
     if (work.weight.dtype == fissile::BFLOAT16) return multiply_tiles<multiply_tile>(packed, first, count, pair);
-    // Of an odd last pair x has nothing that goes with the second half of a group.
+    // If the number of pairs is odd, x has no pair for the second half of the last int8 group.
     if (in_registers(work) && at_most(PAIRS, pairs - pair) % 2 == 0)
       return multiply_tiles<multiply_int8>(packed, first, count, pair);
     alignas(64) Bf16 wide[MOST_PANELS * K_BLOCK * PANEL];
@@ -290,7 +295,7 @@ int64_t tasks(const Linear& work) {
 }
 
 void run(const Linear& work, int64_t task) {
-  // Tasks that follow each other share panels.
+  // Consecutive tasks share panels.
   const int64_t groups = parts(all_tiles(work), TASK_TILES), most = task_panels(work);
   const int64_t first_panel = task / groups * most, first_tile = task % groups * TASK_TILES;
   const int64_t panels = at_most(most, parts(work.weight.columns, PANEL) - first_panel);

@@ -1,11 +1,12 @@
-// Sampling by Gumbel noise, to the token what kernels/sampling.py says (docs/explanation/determinism.md), without sorting.
+// Sampling with Gumbel noise, without sorting. Draws exactly the tokens of kernels/sampling.py
+// (docs/explanation/determinism.md).
 //
-// The order is (value descending, id ascending). A float's bits, turned so that they count upwards, give its place in that
-// order, so the border of top-k and of top-p is found by histograms of bits, of counts or of integer masses: what is kept
-// is everything above a border, and the first few ids that are equal to it. Top-k and min-p look at few ids: one pass over
-// the row divides by the temperature and keeps the largest of each block of ids, and blocks that are wholly too small are
-// passed over from then on. Noise is computed in float64, but only for ids that can still win; without a filter most blocks
-// are passed over by the largest noise in them, which their random words, made by vectors, give a bound of.
+// Ids are ordered by value, descending, then by id, ascending. key_of() maps a float's bits to an integer of the same
+// order. So the border of top-k or top-p is found with histograms of key bits, of counts or of integer masses. The kept
+// ids are all ids above the border and the first few ids equal to it. Top-k and min-p look at few ids: one pass over
+// the row divides by the temperature and stores the largest value of each block of ids, and later passes skip blocks
+// whose values are all too small. Noise is computed in float64, but only for ids that can still win. Without a filter,
+// most blocks are skipped by a bound on their largest noise, which vectors compute from their random words.
 #include "sampling.hpp"
 
 #include "scratch.hpp"
@@ -14,13 +15,13 @@ namespace FISSILE_ISA {
 namespace {
 
 constexpr int64_t ALL = INT64_MAX;
-// Below this difference from the largest a mass, in units of 2^-44, rounds to zero.
+// A mass, in units of 2^-44, rounds to zero if the value is further than this below the largest.
 constexpr float NO_MASS_BELOW = -31.5f;
-// More than any noise: -log(-log1p(-2^-33)) is 22.9.
+// Above any noise: -log(-log1p(-2^-33)) is 22.9.
 constexpr double MOST_NOISE = 23.0;
 constexpr double LN_2 = 0.6931471805599454;
 constexpr uint32_t DOMAIN = 0x46534C31;
-// Bits of a key that one histogram looks at, from the highest: 11 + 11 + 10.
+// Bits of a key that each histogram covers, from the highest: 11 + 11 + 10.
 constexpr int LEVELS = 3;
 constexpr int BITS[LEVELS] = {11, 11, 10};
 constexpr int64_t MOST_BINS = 1 << 11;
@@ -31,19 +32,19 @@ uint32_t bits_of(float value) {
   return bits;
 }
 
-// Larger for larger numbers; both zeros have one key.
+// Maps a float to an integer of the same order; both zeros have the same key.
 uint32_t key_of(float value) {
   const uint32_t bits = bits_of(value + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// What is kept: keys above `key`, and of the ids with that key the first `ties`.
+// The ids that a filter keeps: those with keys above `key`, and the first `ties` ids with this key.
 struct Border {
   uint32_t key = 0;
   int64_t ties = ALL;
 };
 
-// What random words are a function of beside the id.
+// What random words depend on, beside the id.
 struct Stream {
   uint64_t seed;
   uint32_t position;
@@ -66,8 +67,8 @@ FISSILE_INLINE UnsignedLongs product(UnsignedLongs x, uint32_t factor) {
 #endif
 }
 
-// Philox4x32-10 (kernels/philox.py) of one number or of a vector: the random words of four neighbouring ids, in the lower
-// halves; what is in the upper ones means nothing.
+// Philox4x32-10 (kernels/philox.py) of one number or of a vector. words[i] holds the random word of id 4 * ids_over_4 +
+// i in its lower half; the upper half is undefined.
 template <class Number>
 struct Philox {
   Number words[4];
@@ -92,16 +93,16 @@ float gumbel(uint32_t word) {
   return static_cast<float>(-__builtin_log(-__builtin_log1p(-uniform)));
 }
 
-// At least gumbel(word): it is -log of something above `uniform`, which is at least 2^-(leading zeros + 1).
+// Upper bound of gumbel(word), which is -log of a number above `uniform`; `uniform` is at least 2^-(leading zeros + 1).
 double noise_bound(uint32_t word) { return ((word ? __builtin_clz(word) : 32) + 1) * LN_2; }
 
-// The first of a number that is there, from `begin` on.
+// First index from `begin` on with values[index] == value. Such an index must exist.
 int64_t first_equal(const float* values, int64_t begin, float value) {
   while (values[begin] != value) begin++;
   return begin;
 }
 
-// ceil(fraction * total) for 0 <= fraction < 1, exactly; at least 1, since one id is always kept.
+// ceil(fraction * total) for 0 <= fraction < 1, exactly. At least 1, since one id is always kept.
 int64_t ceil_product(float fraction, int64_t total) {
   const uint32_t bits = bits_of(fraction);
   const int exponent = static_cast<int>(bits >> 23);
@@ -125,7 +126,7 @@ void find_largest(const Number* y, int64_t columns, float& value, int64_t& place
   while (widened(y[place]) != value) place++;
 }
 
-// The first id of the largest number, NO_TOKEN where that is not finite; NaN counts as the lowest.
+// First id of the largest value, or NO_TOKEN if that is not finite. NaN counts as -infinity.
 int64_t first_largest(const float* values, int64_t count) {
   float value;
   int64_t place;
@@ -133,17 +134,18 @@ int64_t first_largest(const float* values, int64_t count) {
   return __builtin_isfinite(value) ? place : fissile::NO_TOKEN;
 }
 
-// Without the sign, which NaN may have too.
+// |x|, also for NaN with a sign.
 FISSILE_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & splat_word(0x7FFFFFFFu)); }
 
-// A row's penalties, the same in each lane; see kernels/penalties.py.
+// One row's penalties, broadcast to all lanes; see kernels/penalties.py.
 struct Penalty {
   Floats repetition, presence, frequency;
 
   __attribute__((always_inline)) Floats of(Floats before, Floats counts) const {
     const Floats infinity = splat(__builtin_inff()), most = splat(__FLT_MAX__);
     Floats value = before > 0.0f ? before / repetition : before * repetition;
-    // What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
+    // A finite value that overflows by a small penalty stays finite, since infinity means that the model's output is
+    // invalid.
     const Ints overflowed = (magnitude(value) == infinity) & (magnitude(before) != infinity);
     value = overflowed ? (value > 0.0f ? most : -most) : value;
     value -= counts > 0.0f ? presence : Floats{};
@@ -152,19 +154,19 @@ struct Penalty {
   }
 };
 
-// Numbers of a row that are looked at, or passed over, together.
+// Ids that are examined, or skipped, together.
 constexpr int64_t BLOCK = 64;
-// Numbers of a cache line.
+// Floats of a cache line.
 constexpr int64_t LINE = 16;
 
 int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
-// Penalties `i`, written into their row of logits. Some are brought together, changed by vectors, and put back: an id
-// comes once, so that no change waits for another. The row is asked for first, line after line: the sampler wants all of
-// it, and ids here and there would wait for memory one by one.
+// Applies penalties `i` to their row of logits. Gathers up to BLOCK values, changes them with vectors, and scatters
+// them; each id occurs once, so no change depends on another. Prefetches the whole row first: the sampler reads all of
+// it anyway, and scattered ids would wait for memory one by one.
 void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t vocab) {
   for (int64_t first = 0; first < vocab; first += LINE) __builtin_prefetch(logits + first);
-  // NOLINTBEGIN(performance-no-int-to-ptr): Python's arrays come by their addresses, which are numbers there.
+  // NOLINTBEGIN(performance-no-int-to-ptr): Python passes arrays by their addresses, as integers.
   const int32_t* const ids = reinterpret_cast<const int32_t*>(given.ids[2 * i]);
   const float* const counts = reinterpret_cast<const float*>(given.counts[i]);
   // NOLINTEND(performance-no-int-to-ptr)
@@ -180,7 +182,8 @@ void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t
   }
 }
 
-// Minus infinity where the bit of an id is not set, of `size` ids from `first` on, a multiple of 32.
+// Sets the logits of ids to -infinity whose mask bit is not set, for `size` ids from `first` on. `first` is a multiple
+// of 32.
 FISSILE_INLINE void confine(const uint32_t* mask, float* logits, int64_t first, int64_t size) {
   constexpr int64_t BITS_OF_WORD = 32;
   const Floats none = splat(-__builtin_inff());
@@ -201,8 +204,9 @@ FISSILE_INLINE void confine(const uint32_t* mask, float* logits, int64_t first, 
   }
 }
 
-// Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one. `prepare` is told
-// of each block, its first and its size, before it is read: what it writes there needs no pass of its own.
+// Writes logits / temperature to `scaled` and the largest value of each block to `largest_of`. Returns the largest
+// value, or NaN if the row has one. Calls `prepare(first, size)` before it reads a block, so that writing masks needs
+// no pass of its own.
 template <class Function>
 __attribute__((always_inline)) inline float scale(const float* logits, int64_t count, float temperature, float* scaled,
                                                   float* largest_of, Function prepare) {
@@ -234,7 +238,7 @@ __attribute__((always_inline)) inline float scale(const float* logits, int64_t c
   return nan ? __builtin_nanf("") : highest;
 }
 
-// The least random word of a block's ids, which the largest noise comes from.
+// The smallest random word of a block's ids, which gives the largest noise.
 uint32_t least_word(int64_t first_id, const Stream& stream) {
   Longs least = Longs{} + INT64_MAX;
   for (int64_t i = 0; i < BLOCK / 4; i += LONGS) {
@@ -254,7 +258,7 @@ uint32_t least_word(int64_t first_id, const Stream& stream) {
 using Doubles = double __attribute__((vector_size(WIDTH * 4)));
 using HalfFloats = float __attribute__((vector_size(WIDTH * 2)));
 constexpr int DOUBLES = LONGS;
-// Of e^r's series, from the highest power to the square: 1 / 13!, ..., 1 / 2!.
+// Coefficients of the series of e^r, from the highest power to the square: 1 / 13!, ..., 1 / 2!.
 constexpr double SERIES[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
                              1.0 / 362880.0,     1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,
                              1.0 / 120.0,        1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0};
@@ -262,8 +266,8 @@ constexpr double SERIES[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 399168
 FISSILE_INLINE Doubles splat_double(double value) { return Doubles{} + value; }
 FISSILE_INLINE HalfFloats splat_half(float value) { return HalfFloats{} + value; }
 
-// rint(e^x * 2^44) for x in [NO_MASS_BELOW, 0], exact for 0; one in 10^4 is off by one, since e^x is to about one unit in
-// the last place. Reduction by ln 2 in two parts, then the series.
+// rint(e^x * 2^44) for x in [NO_MASS_BELOW, 0]. Exact for 0; one result in 10^4 is off by one, since e^x is accurate to
+// about one unit in the last place. Reduces x by ln 2 in two parts, then evaluates the series.
 FISSILE_INLINE Longs masses_of(Doubles x) {
   const Doubles magic = splat_double(0x1.8p52);
   const Doubles shifted = x * splat_double(0x1.71547652b82fep0) + magic;
@@ -276,7 +280,7 @@ FISSILE_INLINE Longs masses_of(Doubles x) {
   return (Longs)((Doubles)((Longs)y + exponent) + magic) - (Longs)magic;
 }
 
-// Memory of a row.
+// Scratch memory for one row.
 struct Room {
   float* scaled;
   float* largest_of;
@@ -299,10 +303,10 @@ struct Room {
   }
 };
 
-// Some ids of a row, ascending, the likeliest among them.
+// Some ids of a row, in ascending order. The likeliest id is always among them.
 struct Row {
   const float* values;
-  // Null for all ids; only then there are blocks.
+  // Null for all ids; only then `room.largest_of` has their blocks.
   const int64_t* ids;
   int64_t count;
   float highest;
@@ -310,7 +314,7 @@ struct Row {
 
   int64_t id_of(int64_t i) const { return ids ? ids[i] : i; }
 
-  // Calls f(i, key) for what a border keeps of [begin, end), of equals to it `ties`.
+  // Calls f(i, key) for each i of [begin, end) that the border keeps. Counts `ties` down.
   template <class Function>
   __attribute__((always_inline)) void each(int64_t begin, int64_t end, Border border, int64_t& ties, Function f) const {
     for (int64_t i = begin; i < end; i++) {
@@ -325,7 +329,7 @@ struct Row {
     each(0, count, border, ties, f);
   }
 
-  // Masses of DOUBLES ids: what is far below the highest has none, and what is past the end.
+  // Masses of DOUBLES ids from `first` on; zero for values far below the highest and past the end.
   __attribute__((always_inline)) Longs masses_at(int64_t first) const {
     const int64_t size = at_most(count - first, DOUBLES);
     HalfFloats some = splat_half(-__builtin_inff());
@@ -336,7 +340,7 @@ struct Row {
     return masses_of(seen ? below : Doubles{}) & seen;
   }
 
-  // Of all.
+  // The sum of all masses.
   int64_t mass() const {
     Longs sums = {};
     for (int64_t first = 0; first < count; first += DOUBLES) sums += masses_at(first);
@@ -354,15 +358,17 @@ struct Row {
     }
   }
 
-  // The bin at which sums of bins, from the highest downwards, reach `wanted` > 0; and what is still wanted there.
+  // The bin at which the sum of the bins, from the highest down, reaches `wanted` > 0. Subtracts the bins above it from
+  // `wanted`.
   uint32_t border_bin(int64_t bins, int64_t& wanted) const {
     int64_t bin = bins - 1;
     for (; bin > 0 && room.bins[bin] < wanted; bin--) wanted -= room.bins[bin];
     return static_cast<uint32_t>(bin);
   }
 
-  // The key at which sums of weight(i), from the highest key downwards, reach `wanted` > 0; what is still wanted there,
-  // after all keys above; and one place that has it. Only what is in the first bin is looked at again.
+  // The key at which the sum of weight(i), from the highest key down, reaches `wanted` > 0. Subtracts the weights of
+  // all keys above it from `wanted`, and sets `place` to an index with this key. Levels after the first look only at
+  // ids in the first level's bin.
   template <class Weight>
   __attribute__((always_inline)) uint32_t border_key(Border from, int64_t& wanted, int64_t& place, Weight weight) const {
     int shift = 32 - BITS[0];
@@ -408,21 +414,21 @@ struct Row {
     return reaching(ceil_product(fraction, weighed(from)), from);
   }
 
-  // Of what is kept, after weigh().
+  // The sum of the masses of the ids that the border keeps. Needs weigh().
   int64_t weighed(Border from) const {
     int64_t total = 0;
     each(from, [&](int64_t i, uint32_t) { total += room.masses[i]; });
     return total;
   }
 
-  // The border above which there is a mass, after weigh().
+  // The border that keeps a mass of at least `wanted`. Needs weigh().
   Border reaching(int64_t wanted, Border from) const {
     int64_t place = 0;
     const uint32_t key = border_key(from, wanted, place, [&](int64_t i) { return room.masses[i]; });
     return {key, (wanted + room.masses[place] - 1) / room.masses[place]};
   }
 
-  // The ids that are at least `lowest`.
+  // The ids whose value is at least `lowest`.
   Row at_least(float lowest) const {
     int64_t kept = 0;
     for (int64_t block = 0; block < blocks_of(count); block++) {
@@ -437,7 +443,7 @@ struct Row {
     return {room.values, room.ids, kept, highest, room};
   }
 
-  // The best of value plus noise among what is kept, the lower id of equals.
+  // The id with the largest value plus noise among those that the border keeps; the lower id among equals.
   int64_t best(Border border, const Stream& stream) const {
     int64_t four = -1;
     Philox<uint64_t> some(0, stream);
@@ -445,9 +451,9 @@ struct Row {
       if (id >> 2 != four) some = {static_cast<uint64_t>(four = id >> 2), stream};
       return static_cast<uint32_t>(some.words[id & 3]);
     };
-    // Room for the rounding of scores to float32.
+    // Subtracts a margin for the rounding of scores to float32.
     auto below = [](float score) { return score - 1e-6 * (1.0 + __builtin_fabs(score)); };
-    // Every border keeps the likeliest id. Its score comes first: few others come near it.
+    // Computes the score of the likeliest id first: every border keeps it, and few other ids come near its score.
     int64_t block_of_likeliest = 0;
     while (!ids && room.largest_of[block_of_likeliest] != highest) block_of_likeliest++;
     const int64_t likeliest = first_equal(values, block_of_likeliest * BLOCK, highest);
@@ -469,7 +475,8 @@ struct Row {
     };
     int64_t ties = border.ties;
     for (int64_t first = 0; first < count; first += BLOCK) {
-      // Ties of the border that are passed over here would be hopeless elsewhere, too; not so if it is for their words.
+      // A block skipped by its values may hold ties of the border; later ties have the same value, so they cannot win
+      // either. A block skipped by its random words may not, hence the test for ALL.
       const double most = ids ? 0.0 : room.largest_of[first / BLOCK];
       if (!ids && most + MOST_NOISE < hopeless) continue;
       if (!ids && border.ties == ALL && most + noise_bound(least_word(first, stream)) < hopeless) continue;
@@ -490,7 +497,7 @@ float lowest_by_min_p(float highest, float fraction) {
   return highest + static_cast<float>(__builtin_log(static_cast<double>(fraction)));
 }
 
-// No more than the k-th largest number: at least k blocks have one that is as large.
+// A lower bound of the k-th largest value: at least k blocks have a value that large.
 float lowest_by_top_k(const Row& all, int64_t k) {
   const int64_t blocks = blocks_of(all.count);
   if (k > blocks) return -__builtin_inff();
@@ -499,10 +506,11 @@ float lowest_by_top_k(const Row& all, int64_t k) {
   return value_of(largest_ones.key_at(Border{}, rank));
 }
 
-// How far below the highest the ids of a nucleus are looked for, before all are looked at.
+// Distances below the highest value within which the ids of a nucleus are searched, before all ids are.
 constexpr float NUCLEUS[] = {6.0f, 12.0f};
 
-// Top-p among all ids, with ids that have all it keeps: the likeliest alone, where their mass is enough.
+// Applies top-p to all ids. Returns the ids within the smallest distance of NUCLEUS that have enough mass, or all ids,
+// and sets `border` for them.
 Row nucleus(const Row& all, float fraction, Border& border) {
   const int64_t wanted = ceil_product(fraction, all.mass());
   for (const float below : NUCLEUS) {
@@ -537,11 +545,11 @@ int64_t sample_row(const fissile::Sample& work, int64_t row, const Row& all) {
   return kept.best(border, stream);
 }
 
-// How many of some numbers are at least `own`, or above it.
+// Number of values that are above `own`, or equal to it if OR_EQUAL.
 template <bool OR_EQUAL>
 int64_t count_above(const float* values, int64_t count, float own) {
   const Floats least = splat(own);
-  // Each true lane counts -1.
+  // A true lane is -1.
   Ints found = {};
   int64_t i = 0;
   for (; i + WIDTH <= count; i += WIDTH) found += OR_EQUAL ? load(values + i) >= least : load(values + i) > least;
@@ -551,13 +559,13 @@ int64_t count_above(const float* values, int64_t count, float own) {
   return number;
 }
 
-// 1 for the likeliest id; ties in order of their ids.
+// Rank of a token, 1 for the likeliest id; equal logits rank in the order of their ids.
 int64_t rank_of(const float* logits, int64_t vocab, int64_t token) {
   return 1 + count_above<true>(logits, token, logits[token]) +
          count_above<false>(logits + token + 1, vocab - token - 1, logits[token]);
 }
 
-// The `top` likeliest ids, best first: each is put into its place among those before it.
+// The `top` likeliest ids, best first, by insertion into a sorted list.
 void find_top(const Row& all, int64_t top, int64_t* ids, float* logits) {
   const Row likely = all.at_least(lowest_by_top_k(all, top));
   int64_t found = 0;
@@ -565,7 +573,7 @@ void find_top(const Row& all, int64_t top, int64_t* ids, float* logits) {
     const float value = likely.values[i];
     if (found == top && value <= logits[top - 1]) continue;
     int64_t place = found < top ? found++ : top - 1;
-    // Ids ascend, so an equal one that is there goes first.
+    // Ids ascend, so an equal value that is in the list already stays before this one.
     for (; place > 0 && value > logits[place - 1]; place--) {
       ids[place] = ids[place - 1];
       logits[place] = logits[place - 1];
@@ -593,7 +601,7 @@ void logprobs(const fissile::Logprobs& work, int64_t row) {
   mass = fissile::NO_MEMORY;
   if (!memory) return;
   const Room room(memory, work.vocab);
-  // A copy, and the largest of each block.
+  // At temperature 1 this copies the logits and finds the largest of each block.
   const float highest = scale(logits, work.vocab, 1.0f, room.scaled, room.largest_of, [](int64_t, int64_t) {});
   work.highest[row] = highest;
   mass = 0;
@@ -606,7 +614,7 @@ void logprobs(const fissile::Logprobs& work, int64_t row) {
 
 void sample(const fissile::Sample& work, int64_t row) {
   float* logits = work.logits + row * work.row_stride;
-  // Here, and not of all rows before: a row is in the cache then, where it is wanted anyway.
+  // Penalizes here rather than in a pass over all rows, since the row is in this core's cache afterwards.
   if (work.penalty_of && work.penalty_of[row] >= 0) penalize(work.penalties, work.penalty_of[row], logits, work.vocab);
   const uint32_t* const mask =
       work.mask_of && work.mask_of[row] >= 0 ? work.masks + work.mask_of[row] * work.words : nullptr;
@@ -623,7 +631,7 @@ void sample(const fissile::Sample& work, int64_t row) {
   const float highest = scale(logits, work.vocab, temperature, room.scaled, room.largest_of,
                               [&](int64_t first, int64_t size) { if (mask) confine(mask, logits, first, size); });
   if (__builtin_isfinite(highest)) id = sample_row(work, row, {room.scaled, nullptr, work.vocab, highest, room});
-  // A NaN in the row, or the division by the temperature has overflowed.
+  // The row has a NaN, or the division by the temperature overflowed.
   else id = first_largest(logits, work.vocab);
 }
 

@@ -1,8 +1,11 @@
-// A vector of WIDTH floats, by the vector extensions of GCC and Clang; what they lack is here.
+// A vector of WIDTH floats on the vector extensions of GCC and Clang, with the operations that these lack.
 //
-// Included only by sources that are compiled once for each instruction set, inside the namespace FISSILE_ISA. Nothing of
-// the standard library may be used there: the linker keeps one copy of an inline function, maybe the AVX-512 one, for all.
-// Compiled with -ffp-contract=off: a product and a sum are fused exactly where fma() stands, in every instantiation.
+// Only sources that are compiled once per instruction set may include this file, inside the namespace FISSILE_ISA. They
+// must not use inline functions of the standard library: the linker keeps one copy for all instruction sets, and that
+// may be the AVX-512 one.
+//
+// Compiled with -ffp-contract=off, so a product and a sum are fused only where the source calls fma(), in every
+// instantiation.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +37,7 @@ using Halves = uint16_t __attribute__((vector_size(WIDTH * 2)));
 using Floats8 = float __attribute__((vector_size(32)));
 using Floats4 = float __attribute__((vector_size(16)));
 
-// The upper half of a float32, which is how bfloat16 is stored.
+// bfloat16: the upper half of a float32.
 struct Bf16 {
   uint16_t bits;
 };
@@ -44,7 +47,7 @@ struct Half {
   uint16_t bits;
 };
 
-// FP8 E4M3: the bias is 7, the largest number 448, NaN all ones, and there are no infinities.
+// FP8 E4M3: bias 7, largest number 448, no infinities; NaN has all exponent and mantissa bits set.
 struct Fp8 {
   uint8_t bits;
 };
@@ -54,10 +57,10 @@ struct Fp8 {
 FISSILE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 FISSILE_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// How many parts of up to `size` there are in `count`.
+// Number of parts of at most `size` elements in `count` elements.
 FISSILE_INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Below every score.
+// -infinity, the score of a key that no row sees.
 FISSILE_INLINE float lowest() { return -__builtin_inff(); }
 
 FISSILE_INLINE float widened(float value) { return value; }
@@ -81,13 +84,14 @@ FISSILE_INLINE Words splat_word(uint32_t value) {
 #undef FISSILE_SAME
 }
 
-// Denormals as zeros, which is how instructions for bfloat16 take and give them whatever the thread's mode.
+// x with denormals replaced by zeros. bfloat16 instructions always flush denormal inputs and outputs, whatever the
+// thread's mode.
 FISSILE_INLINE Floats flushed(Floats x) {
   const Words magnitude = (Words)x & splat_word(0x7FFFFFFFu);
   return (Floats)(magnitude < splat_word(0x00800000u) ? (Words)x & splat_word(0x80000000u) : (Words)x);
 }
 
-// Byte `byte` of each lane in the lane's highest byte, zeros below.
+// Moves byte `byte` of each lane to the lane's highest byte and zeros the rest.
 FISSILE_INLINE Words byte_to_top(Words words, int byte) {
 #if FISSILE_WIDTH == 8 && defined(__AVX2__)
   const int lowest = 0x808080;
@@ -109,7 +113,7 @@ FISSILE_INLINE Ints lane_numbers() {
 
 FISSILE_INLINE Floats zeros() { return splat(0.0f); }
 
-// a * b + c, rounded once where the instruction set can, in two steps where it cannot.
+// a * b + c, rounded once if the instruction set has FMA and twice otherwise.
 FISSILE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -127,7 +131,7 @@ FISSILE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The second one where they are equal or one is NaN.
+// Returns b if a and b are equal or one is NaN, as the instructions do.
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
 FISSILE_INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 FISSILE_INLINE Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
@@ -136,7 +140,7 @@ FISSILE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 FISSILE_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// The value, in a register: the compiler would rather read it again from memory for every use.
+// Keeps the value in a register. Otherwise the compiler reads it from memory again for each use.
 FISSILE_INLINE Floats kept(Floats value) {
 #if (FISSILE_WIDTH == 8 && defined(__AVX__)) || (FISSILE_WIDTH == 16 && defined(__AVX512F__))
   asm("" : "+v"(value));
@@ -160,9 +164,9 @@ FISSILE_INLINE Floats load(const Bf16* from) {
 #endif
 }
 
-// Numbers of a narrower format, whose exponent and mantissa stand where float32 has them. Its bias is lower by `bias`. Also
-// of those without a leading one, whose distance to the smallest with one is exact; none is without one in float32, where
-// processors would be slow.
+// Converts a narrower format to float32. `magnitude` holds its exponent and mantissa, shifted to the positions of
+// float32; its exponent bias is lower by `bias`. Denormals of the narrower format are converted exactly, by subtracting
+// the smallest normal number. No float32 denormal occurs on the way, since processors compute with these slowly.
 FISSILE_INLINE Floats rebiased(Words magnitude, uint32_t bias) {
   const Words smallest = splat_word((bias + 1) << 23);
   Floats small = (Floats)(magnitude + smallest) - (Floats)smallest;
@@ -202,27 +206,27 @@ FISSILE_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value
 
 FISSILE_INLINE Words load_words(const void* from) {
   Words words;
-  // NOLINTNEXTLINE(clang-analyzer-unix.cstring.NullArg): it takes a null that nothing is asked for at for these words.
+  // NOLINTNEXTLINE(clang-analyzer-unix.cstring.NullArg): the analyzer assumes a null pointer that no caller passes.
   __builtin_memcpy(&words, from, sizeof words);
   return words;
 }
 
 FISSILE_INLINE void store_words(void* to, Words words) { __builtin_memcpy(to, &words, sizeof words); }
 
-// Numbers of two vectors, and so many numbers.
+// Two vectors of numbers, and how many numbers they hold.
 constexpr int64_t TWO = 2 * WIDTH;
 struct Two {
   Floats first;
   Floats second;
 };
 
-// In the order in which they lie in memory.
+// In memory order.
 FISSILE_INLINE Two load_two(const float* from) { return {load(from), load(from + WIDTH)}; }
 
 FISSILE_INLINE Two load_two(const Half* from) { return {load(from), load(from + WIDTH)}; }
 FISSILE_INLINE Two load_two(const Fp8* from) { return {load(from), load(from + WIDTH)}; }
 
-// Those at even places, then those at odd ones: a shift and a mask, where their own order takes twice as much.
+// Even positions first, then odd ones: this takes one shift and one mask. Memory order would take twice as long.
 FISSILE_INLINE Two load_two(const Bf16* from) {
   Words words;
   __builtin_memcpy(&words, from, sizeof words);
@@ -242,7 +246,7 @@ FISSILE_INLINE void store_two(float* to, Two two) {
 #define FISSILE_SHUFFLED(a, b, at) __builtin_shufflevector(a, b, at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7))
 #endif
 
-// Numbers in the order of memory as load_two gives them, and back.
+// as_loaded reorders numbers from memory order to load_two's order for the type; as_stored reverses it.
 FISSILE_INLINE Two as_loaded(Two two, const float*) { return two; }
 FISSILE_INLINE Two as_stored(Two two, const float*) { return two; }
 
@@ -263,11 +267,12 @@ FISSILE_INLINE Two as_stored(Two two, const Bf16*) {
 #undef FISSILE_UPPER
 }
 
-// Bits of the nearest bfloat16, ties to even, in the upper halves of words, and something in the lower ones; not of NaN.
+// Rounds to bfloat16, ties to even. The bfloat16 bits are in the upper half of each word; the lower half is undefined.
+// Wrong for NaN.
 FISSILE_INLINE Words nearest(Floats value) {
   const Words bits = (Words)value;
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
-  // Shifts are of one port only.
+  // Adds under a mask, since the processor has only one port for shifts.
   const __mmask16 odd = _mm512_test_epi32_mask((__m512i)bits, (__m512i)splat_word(0x10000));
   const Words down = bits + splat_word(0x7FFF);
   return (Words)_mm512_mask_add_epi32((__m512i)down, odd, (__m512i)bits, (__m512i)splat_word(0x8000));
@@ -276,10 +281,10 @@ FISSILE_INLINE Words nearest(Floats value) {
 #endif
 }
 
-// Those bits in the lower halves; NaN stays NaN.
+// The bits of the nearest bfloat16 in the lower half of each word; NaN stays NaN.
 FISSILE_INLINE Words narrowed(Floats value) {
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
-  // Compilers make two comparisons of one.
+  // An intrinsic, since compilers turn `value == value` into two comparisons.
   const __mmask16 numbers = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
   return (Words)_mm512_mask_srli_epi32((__m512i)splat_word(0x7FC0), numbers, (__m512i)nearest(value), 16);
 #else
@@ -300,13 +305,14 @@ FISSILE_INLINE void store(Bf16* to, Floats value) {
 #endif
 }
 
-// What is beyond the format's largest number becomes that; NaN stays.
+// Clamps x to [-most, most], the range of a narrower format; NaN stays NaN.
 FISSILE_INLINE Floats limited(Floats x, float most) {
   return x > splat(most) ? splat(most) : (x < splat(-most) ? splat(-most) : x);
 }
 
-// Exponent and mantissa, `dropped` bits narrower, of the nearest number, ties to even, of a format whose bias is lower by
-// `bias`; the value is within its range. Where it has no leading one any more, an addition rounds.
+// Rounds to a format with `dropped` fewer mantissa bits and an exponent bias lower by `bias`, ties to even. Returns
+// exponent and mantissa without the sign. The value must be within the format's range. Results that are denormal in the
+// format are rounded by a float32 addition.
 FISSILE_INLINE Words narrowed_to(Floats value, int dropped, uint32_t bias) {
   Words magnitude = (Words)value & splat_word(0x7FFFFFFFu);
   Words rounded = magnitude + splat_word((1u << (dropped - 1)) - 1) + ((magnitude >> dropped) & splat_word(1));
@@ -316,7 +322,7 @@ FISSILE_INLINE Words narrowed_to(Floats value, int dropped, uint32_t bias) {
   return magnitude < splat_word((bias + 1) << 23) ? small : normal;
 }
 
-// Beyond their range the largest number.
+// Values beyond the range of Half or Fp8 are stored as the largest number of the format.
 FISSILE_INLINE void store(Half* to, Floats value) {
   Words words = narrowed_to(limited(value, 65504.0f), 13, 112);
   words = ((Words)(value == value) ? words : splat_word(0x7E00)) | (((Words)value >> 16) & splat_word(0x8000));
@@ -331,7 +337,7 @@ FISSILE_INLINE void store(Fp8* to, Floats value) {
   __builtin_memcpy(to, &bytes, sizeof bytes);
 }
 
-// The value as `Number` holds it.
+// The value rounded to `Number`, as float32.
 FISSILE_INLINE Floats rounded(Floats value, const float*) { return value; }
 FISSILE_INLINE Floats rounded(Floats value, const Bf16*) {
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
@@ -347,7 +353,7 @@ FISSILE_INLINE void store_two(Bf16* to, Two two) {
   store_words(to, (Words)rounded(two.first, to) >> 16 | (Words)rounded(two.second, to));
 }
 
-// The first `count` < WIDTH numbers, zeros behind them.
+// Loads the first `count` < WIDTH numbers and fills up with zeros.
 template <class Number>
 FISSILE_INLINE Floats load_part(const Number* from, int64_t count) {
   Number buffer[WIDTH] = {};
@@ -355,7 +361,7 @@ FISSILE_INLINE Floats load_part(const Number* from, int64_t count) {
   return load(buffer);
 }
 
-// The first `count` < 2 WIDTH numbers, zeros behind them, in the order of load_two.
+// Loads the first `count` < 2 * WIDTH numbers and fills up with zeros, in load_two's order.
 template <class Number>
 FISSILE_INLINE Two load_two_part(const Number* from, int64_t count) {
   Number buffer[2 * WIDTH] = {};
@@ -370,7 +376,7 @@ FISSILE_INLINE void store_part(Number* to, Floats value, int64_t count) {
   for (int64_t i = 0; i < count; i++) to[i] = buffer[i];
 }
 
-// Up to WIDTH of `count` numbers: whole vectors by one load, the last ones one by one.
+// Loads the first WIDTH of `count` numbers: one vector load if there are enough, otherwise number by number.
 template <class Number>
 FISSILE_INLINE Floats load_up_to(const Number* from, int64_t count) {
   return count >= WIDTH ? load(from) : load_part(from, count);
@@ -382,7 +388,7 @@ FISSILE_INLINE void store_up_to(Number* to, Floats value, int64_t count) {
   else store_part(to, value, count);
 }
 
-// The same of TWO numbers, in the order of load_two.
+// Loads the first TWO of `count` numbers in load_two's order.
 template <class Number>
 FISSILE_INLINE Two load_two_up_to(const Number* from, int64_t count) {
   return count >= TWO ? load_two(from) : load_two_part(from, count);
@@ -405,7 +411,7 @@ FISSILE_INLINE Floats8 folded(Floats x) {
 FISSILE_INLINE Floats8 folded(Floats x) { return x; }
 #endif
 
-// Sums of the lanes of four vectors, each by the same tree of additions whatever its place among the four.
+// Sums of the lanes of four vectors. Each vector uses the same tree of additions, whichever of the four it is.
 FISSILE_INLINE Floats4 sums_of_4(const Floats* x) {
   Floats8 pairs[2];
   for (int i = 0; i < 2; i++) {
@@ -418,7 +424,7 @@ FISSILE_INLINE Floats4 sums_of_4(const Floats* x) {
   return __builtin_shufflevector(fours, fours, 0, 1, 2, 3) + __builtin_shufflevector(fours, fours, 4, 5, 6, 7);
 }
 
-// The sum of a vector's lanes, by one tree of additions.
+// Sum of a vector's lanes, always by the same tree of additions.
 FISSILE_INLINE float sum(Floats x) {
   Floats8 eight = folded(x);
   Floats4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
@@ -440,10 +446,11 @@ FISSILE_INLINE float largest(Floats x) {
   return a[0] > a[1] ? a[0] : a[1];
 }
 
-// e^x to about one unit in the last place, for x in [-87, 88]; beyond that what the border gives, NaN for NaN.
-// Cody and Waite's reduction by ln 2 in two parts, then a polynomial (the coefficients are those of Cephes' expf).
+// e^x to about one unit in the last place for x in [-87, 88]. x outside that range is clamped to it; NaN gives NaN.
+//
+// Reduces x by ln 2 in two parts (Cody and Waite), then evaluates a polynomial with the coefficients of Cephes' expf.
 FISSILE_INLINE Floats exp(Floats x) {
-  // NaN stays NaN.
+  // maximum and minimum return their second argument for NaN, so NaN stays NaN.
   Floats clamped = minimum(splat(88.0f), maximum(splat(-87.0f), x));
   Floats shifted = fma(clamped, splat(1.44269504088896341f), splat(12582912.0f));
   Floats whole = shifted - splat(12582912.0f);
