@@ -1,4 +1,4 @@
-// The C interface that kernels/cpu/library.py calls. Sizes and strides are counted in numbers, not bytes.
+// The C interface that kernels/cpu/library.py calls. Sizes and strides are in elements, not bytes.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -9,7 +9,7 @@
 #include "pool.hpp"
 #include "scratch.hpp"
 
-// The digest of the sources, which the build puts into the library so that a stale one is found.
+// Digest of the sources. The build stores it in the library so that a stale library is detected.
 FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }
 
 using namespace fissile;
@@ -22,7 +22,7 @@ const Kernels* chosen = nullptr;
 
 const Kernels& fissile::kernels() { return *chosen; }
 
-// The name of instruction set `number`, the best first, and its Ability; null behind the last one.
+// Name of instruction set `number`, the best first; writes its Ability. Null past the last one.
 FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability) {
   int64_t count;
   const InstructionSet* sets = instruction_sets(&count);
@@ -31,7 +31,7 @@ FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability
   return sets[number].name;
 }
 
-// All calls from now on use the named instruction set. 0, or 1 where this machine cannot run it.
+// Selects the instruction set of all later calls. Returns 0, or 1 if this machine cannot run it.
 FISSILE_API int fissile_select(const char* name) {
   const Kernels* found = select_kernels(name);
   if (!found) return 1;
@@ -43,7 +43,7 @@ FISSILE_API void fissile_set_threads(int64_t threads) { set_threads(threads); }
 
 FISSILE_API int64_t fissile_threads() { return threads(); }
 
-// Runs f(i) for i in [0, tasks): tests look at the pool itself.
+// Runs f(context, i) for i in [0, tasks), for tests of the pool.
 FISSILE_API void fissile_share(int64_t tasks, void (*f)(const void*, int64_t), const void* context) {
   share(tasks, f, context);
 }
@@ -53,7 +53,7 @@ FISSILE_API int64_t fissile_packed_bytes(int64_t packed_dtype, int64_t columns, 
   return packed_bytes(packed_dtype, columns, inner);
 }
 
-// A weight [columns, inner], contiguous, into `panels`, of packed_bytes().
+// Packs a contiguous weight [columns, inner] into `panels`, which has packed_bytes() bytes.
 FISSILE_API void fissile_pack_linear(
     int64_t dtype, const void* weight, int64_t columns, int64_t inner, int64_t packed_dtype, void* panels) {
   const Packing work{dtype, weight, columns, inner, packed_dtype, panels};
@@ -62,7 +62,7 @@ FISSILE_API void fissile_pack_linear(
 
 namespace {
 
-// Several products whose tasks are shared out together.
+// Several matrix products whose tasks all threads share.
 class Products {
  public:
   void add(const Linear& work) {
@@ -71,7 +71,7 @@ class Products {
     numbers_ += kernels().linear_scratch(work);
   }
 
-  // Whether there was memory.
+  // Returns false if an allocation failed.
   bool run() {
     float* memory = scratch(OF_CALL, numbers_);
     if (!memory) return false;
@@ -106,7 +106,7 @@ class Products {
   int64_t numbers_ = 0;
 };
 
-// Weight `i` of several alike that are packed one behind the other, as their biases are.
+// Weight `i` of several equal-shaped weights that are packed one after another, as their biases are.
 Weight nth(Weight first, int64_t i) {
   first.panels = static_cast<const char*>(first.panels) + i * packed_bytes(first.dtype, first.columns, first.inner);
   if (first.bias) first.bias += i * first.columns;
@@ -138,7 +138,7 @@ bool multiply_gated(Linear work, void* products) {
 
 }  // namespace fissile
 
-// 0, or 1 when memory ran out, as the following.
+// Returns 0, or 1 if memory ran out, as all functions below that return int.
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, void* y, int64_t y_stride) {
@@ -148,7 +148,7 @@ FISSILE_API int fissile_linear(
   });
 }
 
-// See multiply_gated(); rows of x can be read up to `readable_rows`.
+// See multiply_gated(). `readable_rows` rows of x may be read.
 FISSILE_API int fissile_gated_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t readable_rows, int64_t inner, int64_t columns,
     int64_t weight_dtype, const void* panels, const float* bias, void* products, void* y, int64_t y_stride) {
@@ -158,7 +158,8 @@ FISSILE_API int fissile_gated_linear(
   });
 }
 
-// Each head of x [rows, heads, inner] times its own packed weight, into contiguous y [rows, heads, columns].
+// Multiplies each head of x [rows, heads, inner] by its own packed weight, into the contiguous y [rows, heads,
+// columns].
 FISSILE_API int fissile_head_linear(
     int64_t dtype, const void* x, int64_t row_stride, int64_t head_stride, int64_t rows, int64_t heads, int64_t inner,
     int64_t columns, const void* panels, void* y) {
@@ -174,7 +175,8 @@ FISSILE_API int fissile_head_linear(
 
 namespace {
 
-// The pairs of row and slot, by expert, within one by row: where each stands, and the row at each place.
+// The pairs of row and slot, ordered by expert and within an expert by row. `starts` [experts + 1]: first place of each
+// expert. `row_at`: row of each place. `places` [rows * slots]: place of each pair, -1 for other experts.
 struct Pairs {
   std::vector<int64_t> starts;
   std::vector<int64_t> row_at;
@@ -197,7 +199,8 @@ struct Pairs {
   }
 };
 
-// Each expert's rows of x times its weight, all [pairs]; `first` is the first expert's weight.
+// Multiplies each expert's rows of x by its weight; rows of x and y are in the order of `pairs`. `first` is the first
+// expert's weight.
 bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void* x, void* y) {
   Products products;
   for (size_t e = 0; e + 1 < pairs.starts.size(); e++) {
@@ -211,8 +214,8 @@ bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void
 
 }  // namespace
 
-// Experts `first` and following; x [rows, hidden], ids and weights [rows, slots], y [rows, hidden], all contiguous.
-// `inner` units of an expert; `alpha` and `limit` as in SiluAndMul.
+// Computes `experts` experts, of which the first has id `first`. x and y [rows, hidden], ids and weights [rows, slots],
+// all contiguous. An expert has `inner` inner units. `alpha` and `limit` are those of SiluAndMul.
 FISSILE_API int fissile_moe(
     int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
     const float* weights, int64_t first, int64_t experts, int64_t weight_dtype, const void* gate_up,
@@ -223,7 +226,7 @@ FISSILE_API int fissile_moe(
     const int64_t widest = std::max(hidden, inner);
     char* memory = reinterpret_cast<char*>(scratch(OF_EXPERTS, count * (2 * widest + 2 * inner)));
     if (!memory) return false;
-    // Two buffers in turn: inputs, then inner units; gates and ups, then outputs.
+    // Two buffers alternate: `a` holds the inputs, then the inner units; `b` holds gates and ups, then the outputs.
     char *a = memory, *b = memory + count * widest * size_of(dtype);
     for (int64_t place = 0; place < count; place++)
       std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
@@ -269,7 +272,8 @@ FISSILE_API void fissile_write_kv(
 
 namespace {
 
-// Splits the step's tokens into query tiles, those with the most keys first: at the end threads wait for small ones.
+// Splits the step's tokens into query tiles, those with the most keys first. So the tasks at the end are small, and
+// threads wait little for the last one.
 std::vector<QueryTile> query_tiles(
     int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t tile_tokens) {
   std::vector<QueryTile> tiles;
@@ -284,12 +288,13 @@ std::vector<QueryTile> query_tiles(
   return tiles;
 }
 
-// With fewer pairs of a query tile and a head for each thread, threads share the keys of one pair.
+// With fewer pairs of query tile and key head per thread than this, threads share the keys of a pair.
 constexpr int64_t LEAST_PAIRS = 4;
-// Of each thread, about, where pairs are many: the longest come first, so that all threads end at about the same time.
+// Approximate tasks per thread if there are many pairs. The longest tasks come first, so that all threads end at about
+// the same time.
 constexpr int64_t TASKS = 8;
 
-// Most bytes of states that wait to be merged; splits that find no room come in a later wave.
+// Most bytes of unmerged states. Splits whose states do not fit are computed in a later wave.
 constexpr int64_t STATES_BYTES = int64_t{64} << 20;
 
 bool shares_keys(const Attention& work) {
@@ -303,7 +308,7 @@ int64_t task_heads(const Attention& work) {
 
 int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, kernels().query_rows / group); }
 
-// Gives each tile its place among the states; floats of all.
+// Sets each tile's offset in the states. Returns the number of floats of all states.
 int64_t place_states(const Attention& work, std::vector<QueryTile>& tiles) {
   int64_t size = 0;
   for (QueryTile& tile : tiles) {
@@ -313,7 +318,7 @@ int64_t place_states(const Attention& work, std::vector<QueryTile>& tiles) {
   return size;
 }
 
-// Computes the splits from `first_split` to `end_split`, and merges them into what is merged of those before.
+// Computes the splits from `first_split` to `end_split`, and merges them into the result of the splits before.
 bool attend_wave(Attention& work, std::vector<QueryTile>& tiles) {
   work.wave_tiles = work.wave_tasks = 0;
   for (QueryTile& tile : tiles) {
@@ -326,7 +331,7 @@ bool attend_wave(Attention& work, std::vector<QueryTile>& tiles) {
          share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
 }
 
-// With a task for each split, in as many waves as it takes to bound the states.
+// Computes each split in a task of its own, in as many waves as the bound on states needs.
 bool attend_by_splits(Attention& work, std::vector<QueryTile>& tiles) {
   const int64_t most = tiles[0].splits;
   work.slots = most;
@@ -344,7 +349,8 @@ bool attend_by_splits(Attention& work, std::vector<QueryTile>& tiles) {
   return true;
 }
 
-// The first rows of `out` are those of tokens. Whether there was memory.
+// Computes attention for all query tiles; rows of `out` past the tokens are not written. Returns false if an allocation
+// failed.
 bool attend(Attention work, std::vector<QueryTile>& tiles) {
   for (QueryTile& tile : tiles) tile.splits = (tile.position + tile.tokens + KV_SPLIT - 1) / KV_SPLIT;
   work.task_heads = task_heads(work);
@@ -369,8 +375,8 @@ FISSILE_API int fissile_attention(
   });
 }
 
-// The same over keys [blocks, block_size, dim] of one head, whose first `value_dim` numbers are the values; over the tokens
-// that are `selected`, as by fissile_select_tokens, unless it is null.
+// Attention with one key head over keys [blocks, block_size, dim], whose first `value_dim` numbers are the values. If
+// `selected` is not null, a token attends only to its `topk` selected positions, as fissile_select_tokens writes them.
 FISSILE_API int fissile_latent_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
     int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, const int64_t* block_tables,
@@ -388,7 +394,7 @@ FISSILE_API int fissile_latent_attention(
   });
 }
 
-// weights [tokens, heads]; for positions see SelectTokens.
+// weights [tokens, heads]; see SelectTokens for `positions`.
 FISSILE_API int fissile_select_tokens(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const float* weights,
     const void* keys, int64_t heads, int64_t dim, int64_t block_size, const int64_t* block_tables,

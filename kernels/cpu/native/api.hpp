@@ -1,4 +1,4 @@
-// Functions of the C interface that are also called from within the library (layers.cpp).
+// Functions of the C interface that the library also calls itself (layers.cpp, drafts.cpp).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace fissile {
 
-// 0, or 1 when memory ran out, of a call that says whether it had all: no exception leaves the library.
+// Runs `call`, which returns false if an allocation failed. Returns 0 on success, 1 if memory ran out. No exception
+// leaves the library.
 template <class Call>
 int failed(const Call& call) noexcept {
   try {
@@ -20,11 +21,12 @@ int failed(const Call& call) noexcept {
   }
 }
 
-// A product, its `packed_x` left out. Whether there was memory.
+// Computes a matrix product; ignores `packed_x`, which it allocates. Returns false if an allocation failed.
 bool multiply(const Linear& work);
 
-// silu(gate) * up of a product whose columns are gates and then ups: by one kernel where there is one, or by two with the
-// product in `products`, [rows, columns] contiguous. The bits are the same.
+// Computes silu(gate) * up of a product whose columns are gates and then ups. Uses one kernel if the instruction set
+// has one, otherwise two, with the product in `products` [rows, columns], contiguous. The bits are the same. Returns
+// false if an allocation failed.
 bool multiply_gated(Linear work, void* products);
 
 }  // namespace fissile

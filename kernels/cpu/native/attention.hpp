@@ -6,8 +6,8 @@
 
 namespace FISSILE_ISA {
 
-// Rows of a query tile, about: enough to use the keys often that one has widened or packed, few enough to share a prefill.
-// Tiles of AMX take a pair of sixteen rows in little more time than sixteen.
+// Approximate rows of a query tile: enough to reuse widened or packed keys often, few enough to split a prefill among
+// threads. AMX computes two tiles of 16 rows in little more time than one, so its query tiles are larger.
 #ifdef FISSILE_TILES
 constexpr int64_t QUERY_ROWS = 96;
 #else
@@ -22,7 +22,8 @@ void attention_merge(const fissile::Attention& work, int64_t task);
 int64_t select_tokens_tasks(const fissile::SelectTokens& work);
 void select_tokens(const fissile::SelectTokens& work, int64_t task);
 
-// Puts attention by pairs of bfloat16 (attention_pairs.hpp, attention_tiles.hpp) into the table of another instruction set.
+// Replaces the attention of an instruction set's table by attention on pairs of bfloat16 (attention_pairs.hpp,
+// attention_tiles.hpp).
 void use_own_attention(fissile::Kernels& table);
 
 }  // namespace FISSILE_ISA

@@ -1,7 +1,7 @@
-// What attention computes by VDPBF16PS where queries, keys and values are bfloat16: scores, sums over pairs of numbers of a
-// key in order, one chain for each row and key; and values, sums over pairs of neighbouring keys in order, by weights of
-// two bfloat16 each, which together are nearly as good as float32. The keys of a tile are turned, so that a vector holds a
-// pair of sixteen keys; of its values a vector holds sixteen numbers of a pair of keys.
+// Attention by VDPBF16PS for bfloat16 queries, keys and values. A score is a sum over pairs of numbers of a key, in
+// order, by one chain per row and key. A value is a sum over pairs of adjacent keys, in order. Each weight is two
+// bfloat16, which together are nearly as precise as float32. Keys of a tile are transposed, so that one vector holds a
+// pair of numbers of each of 16 keys. One vector of values holds 16 numbers of each of two keys.
 #pragma once
 
 #include "each.hpp"
@@ -10,16 +10,17 @@
 
 namespace FISSILE_ISA {
 
-// Rows, and vectors, that are summed at a time: as many sums as registers hold.
+// Rows and vectors that are summed at a time: as many sums as registers hold.
 constexpr int PAIRED_ROWS = 6;
 constexpr int PAIRED_VECTORS = 4;
-// Up to so many rows use keys and values as they are loaded, so many at a time; more have them packed.
+// With at most FEW_ROWS rows, keys and values are used as loaded, for FEW_AT_ONCE rows at a time. For more rows they
+// are packed.
 constexpr int FEW_ROWS = 24;
 constexpr int FEW_AT_ONCE = 12;
 constexpr int64_t KEY_VECTORS = fissile::KV_TILE / WIDTH;
 static_assert(KEY_VECTORS == PAIRED_VECTORS);
 
-// The numbers from i on of sixteen keys. Fetches those of `ahead`.
+// Loads the numbers from i on of 16 keys. Prefetches the same numbers of `ahead`.
 FISSILE_INLINE void load_keys(Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, int64_t i, int64_t dim, Words* rows) {
 #pragma GCC unroll 16
   for (int k = 0; k < WIDTH; k++) {
@@ -28,8 +29,8 @@ FISSILE_INLINE void load_keys(Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, 
   }
 }
 
-// Keys of `dim` numbers, the first `count` and those that share a vector with them, to pairs [width / 2][KV_TILE]. Fetches
-// those of `ahead`.
+// Packs the first `count` keys of `dim` numbers, rounded up to whole vectors of keys, as pairs [width / 2][KV_TILE].
+// Prefetches the same keys of `ahead`.
 static void pack_keys(
     Rows<Bf16> keys, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count, uint32_t* to) {
   for (int64_t first = 0; first < count; first += WIDTH)
@@ -43,8 +44,8 @@ static void pack_keys(
     }
 }
 
-// The first `count` values, of `dim` numbers, to [KV_TILE / 2][width] pairs of neighbours, a zero behind an odd last one.
-// Fetches those of `ahead`.
+// Packs the first `count` values of `dim` numbers as pairs of adjacent keys [KV_TILE / 2][width]. An odd last value is
+// paired with zeros. Prefetches the same values of `ahead`.
 static void pack_values(
     Rows<Bf16> values, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count, uint32_t* to) {
   for (int64_t k = 0; k < count; k += 2, to += width)
@@ -55,12 +56,12 @@ static void pack_values(
     }
 }
 
-// Of ROWS rows, which use them out of registers: vectors of keys that are scored at a time, and of values that are summed,
-// so that there are sums enough for the instruction's latency, and registers for them.
+// Vectors of keys that are scored at a time, and vectors of values that are summed at a time, for `rows` rows without
+// packing: enough sums to hide the latency of VDPBF16PS, and no more than registers hold.
 constexpr int vectors_of_keys(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 constexpr int vectors_of_values(int rows) { return rows <= 3 ? 8 : rows <= 6 ? 4 : 2; }
 
-// scores[row][key] of ROWS rows, whose queries are [pairs][ROWS], and the VECTORS vectors of keys from `first` on.
+// Computes scores[row][key] for ROWS rows and VECTORS vectors of keys from `first` on. The queries are [pairs][ROWS].
 template <int ROWS, int VECTORS>
 FISSILE_INLINE void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, int64_t width,
                                  int64_t count, float scale, float* scores) {
@@ -74,7 +75,7 @@ FISSILE_INLINE void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> 
     for (int v = 0; v < VECTORS; v++) {
       const int64_t key = first + v * WIDTH;
       if (key >= count) {
-        // The tile that comes next may have more keys than this one.
+        // The next tile may have more keys than this one.
         for (int k = 0; k < WIDTH; k++) fetch(ahead[key + k] + i);
         continue;
       }
@@ -93,7 +94,7 @@ FISSILE_INLINE void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> 
       store(scores + r * fissile::KV_TILE + first + v * WIDTH, sums[r][v] * splat(scale));
 }
 
-// As `pack_keys` and `score_paired`, of so few rows that keys are better used at once, out of registers.
+// Does the work of `pack_keys` and `score_paired` without storing packed keys. Faster for few rows.
 template <int ROWS>
 void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t width, int64_t count, float scale,
                   float* scores) {
@@ -102,7 +103,7 @@ void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t 
     score_turned<ROWS, VECTORS>(q, keys, ahead, first, width, count, scale, scores);
 }
 
-// scores[row][key] of ROWS rows, whose queries are [pairs][ROWS], and all keys of a tile.
+// Computes scores[row][key] for ROWS rows and all packed keys of a tile. The queries are [pairs][ROWS].
 template <int ROWS>
 void score_paired(const uint32_t* q, const uint32_t* keys, int64_t pairs, float scale, float* scores) {
   Floats sums[ROWS][KEY_VECTORS];
@@ -128,8 +129,8 @@ void score_paired(const uint32_t* q, const uint32_t* keys, int64_t pairs, float 
       store(scores + r * fissile::KV_TILE + v * WIDTH, sums[r][v] * splat(scale));
 }
 
-// sums[row] += the weight of a pair of keys, of rows so many words apart, times their values: its first halves, then the
-// second ones, which stand behind those of all pairs.
+// sums[row] += the weights of a pair of keys times their values: first the weights' first halves, then their second
+// halves. Rows of weights are KV_TILE words apart; the second halves follow the first halves of all pairs.
 template <int ROWS, int VECTORS>
 FISSILE_INLINE void add_weighted(const uint32_t* weights, const Words* values, Floats (*sums)[VECTORS]) {
 #pragma GCC unroll 2
@@ -142,7 +143,8 @@ FISSILE_INLINE void add_weighted(const uint32_t* weights, const Words* values, F
     }
 }
 
-// values[row] += the pairs [begin, end) of weights [rows][KV_TILE words] times those of values, VECTORS vectors of them.
+// values[row] += weights [rows][KV_TILE words] times values, over the pairs of keys [begin, end), for VECTORS vectors
+// of columns.
 template <int ROWS, int VECTORS>
 void add_paired(
     const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
@@ -163,7 +165,7 @@ void add_paired(
     for (int v = 0; v < VECTORS; v++) store(values + r * width + v * WIDTH, sums[r][v]);
 }
 
-// The same of one row and the pairs of which it sees something; what it does not see has no part, even if it is NaN.
+// Adds the keys `seen` to one row. Clears the other key of a half seen pair, because its value may be NaN.
 template <int VECTORS>
 void add_seen(const uint32_t* weights, const uint32_t* pairs, Range seen, float* values, int64_t width) {
   Floats sums[1][VECTORS];
@@ -177,7 +179,7 @@ void add_seen(const uint32_t* weights, const uint32_t* pairs, Range seen, float*
   for (int v = 0; v < VECTORS; v++) store(values + v * WIDTH, sums[0][v]);
 }
 
-// Two neighbouring values of VECTORS vectors, as pairs; of what is not seen zeros.
+// Loads VECTORS vectors of the values of two adjacent keys as pairs, with zeros for keys outside `seen`.
 template <int VECTORS>
 FISSILE_INLINE void load_values(Rows<Bf16> values, Range seen, int64_t pair, int64_t column, Words* pairs) {
   const bool first = 2 * pair >= seen.begin, second = 2 * pair + 1 < seen.end;
@@ -189,7 +191,8 @@ FISSILE_INLINE void load_values(Rows<Bf16> values, Range seen, int64_t pair, int
   }
 }
 
-// As `pack_values` and `add_paired`, of so few rows that values are better used at once; all rows see the same keys.
+// Does the work of `pack_values` and `add_paired` without storing packed values. Faster for few rows; all rows must see
+// the same keys.
 template <int ROWS, int VECTORS>
 void add_values_of(const uint32_t* weights, Rows<Bf16> values, Rows<Bf16> ahead, Range seen, int64_t column, float* to,
                    int64_t width) {

@@ -1,11 +1,10 @@
-// What attention computes by tiles of AMX where queries, keys and values are bfloat16. A tile of scores has a key in each
-// row and a query in each column: keys are used as they lie in the cache, and a query tile's largest scores, weights and
-// sums are those of sixteen rows in the lanes of vectors, whichever rows these are. Weights, of two bfloat16 each, which
-// together are nearly as good as float32, are then turned to tiles with a query in each row, and multiply pairs of
-// neighbouring values.
+// Attention by AMX tiles for bfloat16 queries, keys and values. A tile of scores has one key per row and one query per
+// column. So keys are used as they lie in the cache. The largest scores, weights and sums of 16 query rows are in the
+// lanes of vectors, whichever rows these are. Each weight is two bfloat16, which together are nearly as precise as
+// float32. Weights are transposed to tiles with one query per row, and multiply pairs of adjacent values.
 //
-// Sums of values, and weights, of fewer than sixteen rows are in tiles of that many; what else is computed of rows that
-// there are not is left alone.
+// If a query tile has fewer than 16 rows, its tiles of weights and of summed values have only as many rows. Other
+// results for missing rows are computed and ignored.
 #pragma once
 
 #include "each.hpp"
@@ -14,19 +13,20 @@
 
 namespace FISSILE_ISA {
 
-// Words of a tile, and what one instruction sums over: numbers of a query and a key, or keys.
+// Words of a tile, and the numbers that one instruction sums over: numbers of a query and a key, or keys.
 constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
 constexpr int64_t TILE_STEP = 2 * TILE_PAIRS;
-// Up to so many rows of a tile are better weighed one by one than in the lanes of vectors.
+// Up to this number of rows of a tile, weighing row by row is faster than in the lanes of vectors.
 constexpr int64_t FEW_ROWS = 8;
 constexpr int KEY_TILES = fissile::KV_TILE / TILE_ROWS;
-// Of sixteen rows: scores of a KV tile, and then in their place the weights as tiles [steps][halves].
+// Floats of 16 rows' scores of a KV tile, and of one step. Weights replace the scores, as tiles [steps][halves].
 constexpr int64_t SCORES = fissile::KV_TILE * TILE_ROWS;
 constexpr int64_t STEP_SCORES = TILE_STEP * TILE_ROWS;
 static_assert(STEP_SCORES == 2 * TILE_WORDS);
 
-// This thread's tile registers, for a task with query tiles of so many rows. The first four are for rows; where there are
-// more tiles of rows than one, the others may be, too.
+// Configures this thread's tile registers for a task whose query tiles have `rows` rows. Registers 0-3 have min(rows,
+// 16) rows and always hold rows of queries; the others have 16 rows, and may hold rows of queries only if there are 16
+// or more.
 class Tiles {
  public:
   explicit Tiles(int64_t rows) {
@@ -42,22 +42,22 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
-// Sixteen rows of words, the i-th of each in row i of a tile.
+// Transposes 16 rows of words: word i of each row goes to row i of the tile.
 FISSILE_INLINE void store_turned(Words* rows, uint32_t* tile) {
   turn(rows);
 #pragma GCC unroll 16
   for (int r = 0; r < TILE_ROWS; r++) store_words(tile + r * TILE_PAIRS, rows[r]);
 }
 
-// Keys of a KV tile, sixteen by sixteen.
+// The keys of a KV tile as tiles of 16 keys, with `stride` numbers from key to key.
 struct KeyTiles {
   const Bf16* at[KEY_TILES];
   int64_t stride;
 };
 
-// Fetches the keys and values of a KV tile, row by row: memory gives neighbouring lines sooner than the same ones in
-// another order, and what reads ahead in the processor does so page by page, so that rows of several pages take turns. A
-// few with each turn: few lines can be under way at a time.
+// Prefetches the keys and values of a KV tile, row by row, because memory delivers adjacent lines sooner than scattered
+// ones. Rows of several pages alternate, because the hardware prefetcher works page by page. Each turn prefetches only
+// a few rows, since few lines can be outstanding at a time.
 class Fetching {
  public:
   Fetching(Rows<Bf16> keys, int64_t key_width, Rows<Bf16> values, int64_t value_width, int64_t turns)
@@ -73,7 +73,7 @@ class Fetching {
 
  private:
   static constexpr int64_t LINE = 2 * WIDTH;
-  // Rows of a stripe.
+  // Rows of a stripe; the stripes of a KV tile take turns.
   static constexpr int64_t STRIPE = TILE_ROWS;
 
   FISSILE_INLINED void fetch_next() {
@@ -100,12 +100,12 @@ class Fetching {
   int64_t next_ = 0;
 };
 
-// scores[row tile][key][row] of two tiles of keys and ROWS tiles of queries, which are [width / 32][pairs][rows] each;
-// meanwhile some rows are fetched.
+// Computes scores[row tile][key][row] for two tiles of keys and ROWS tiles of queries [width / 32][pairs][rows].
+// Prefetches rows of `ahead` meanwhile.
 template <int ROWS>
 void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width, Fetching& ahead,
                  float* scores) {
-  // One tile of rows may be too small for sums of sixteen keys.
+  // A single row tile may have fewer than 16 rows, so tiles 0-3 are too small for sums of 16 keys.
   constexpr int SUMS = ROWS == 1 ? 4 : 0, KEYS = ROWS == 1 ? 6 : 4, QUERIES = ROWS == 1 ? 7 : 6;
   const int64_t row_tile = width / 2 * TILE_ROWS;
   each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_zero<SUMS + sums>(); });
@@ -123,11 +123,11 @@ void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* querie
   });
 }
 
-// What sixteen rows see of a KV tile.
+// The keys of a KV tile that each of 16 rows sees.
 struct SeenBy {
   Ints begin;
   Ints end;
-  // Whether all of them see all of it.
+  // True if all rows see the whole tile.
   bool whole;
 };
 
@@ -138,7 +138,7 @@ FISSILE_INLINE Floats seen_or(const SeenBy& seen, int64_t k, Floats value, Float
   return (key >= seen.begin) & (key < seen.end) ? value : otherwise;
 }
 
-// Of sixteen rows, the largest of the scores [KV_TILE][TILE_ROWS] that they see and that are numbers.
+// Per row, the largest of the scores [KV_TILE][TILE_ROWS] that the row sees. NaN is ignored.
 template <bool WHOLE>
 FISSILE_INLINE Floats highest_of(const float* scores, const SeenBy& seen, Floats scale) {
   Floats best[4];
@@ -152,18 +152,18 @@ FISSILE_INLINE Floats highest_of(const float* scores, const SeenBy& seen, Floats
   return maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
 }
 
-// Weights are two bfloat16 each, the first one cut off, the second one, of what that leaves out, rounded: they are the upper
-// halves of these.
+// A weight is two bfloat16. The first is the weight, truncated; the second is the rest, rounded. Returns the second in
+// the upper half of each word.
 FISSILE_INLINE Words rest_of(Floats weight) {
   const Floats first = (Floats)((Words)weight & splat_word(0xFFFF0000u));
   return (Words)(weight - first) + splat_word(0x8000u);
 }
 
-// Upper halves of words as pairs.
+// Combines the upper halves of two words to pairs.
 FISSILE_INLINE Words pair_uppers(Words even, Words odd) { return even >> 16 | (odd & splat_word(0xFFFF0000u)); }
 
-// Scores of one step of keys, from `first_key` on, to weights, which are zeros for keys that are not seen; adds those of
-// keys i and i + 16 to totals[i].
+// Turns the scores of one step of keys, from `first_key` on, into weights; keys that are not seen get zeros. Adds the
+// weights of keys i and i + 16 to totals[i].
 template <bool WHOLE>
 void weigh_step(float* scores, const SeenBy& seen, int64_t first_key, Floats scale, Floats highest, Floats* totals) {
   Words first[TILE_PAIRS], second[TILE_PAIRS];
@@ -183,21 +183,21 @@ void weigh_step(float* scores, const SeenBy& seen, int64_t first_key, Floats sca
   store_turned(second, tiles + TILE_WORDS);
 }
 
-// What `sum` makes of a vector of such numbers.
+// Sums the totals by the same tree of additions as `sum`, per lane.
 FISSILE_INLINE Floats sum_of(Floats* totals) {
   for (int left = WIDTH / 2; left > 1; left /= 2)
     for (int i = 0; i < left; i++) totals[i] += totals[i + left];
   return totals[0] + totals[1];
 }
 
-// What sums and values so far are multiplied by where the largest score comes to be `now`. Where nothing has been seen
-// before they are zeros.
+// Factor for the sums and values so far if the largest score rises from `before` to `now`. If nothing was seen before,
+// they are zeros and any finite factor will do.
 FISSILE_INLINE Floats factor_for(Floats before, Floats now) {
   return now > before ? exp(before - now) : splat(1.0f);
 }
 
-// Turns the scores of sixteen rows into weights and brings their largest score and their sums up to date; what their
-// values have to be multiplied by.
+// Turns the scores of 16 rows into weights, and updates the rows' largest scores and sums of weights. Returns the
+// factors for the rows' values so far.
 template <bool WHOLE>
 Floats weigh_rows(float* scores, const SeenBy& seen, float scale, float* highest, float* sums) {
   const Floats before = load(highest), now = maximum(highest_of<WHOLE>(scores, seen, splat(scale)), before);
@@ -211,14 +211,14 @@ Floats weigh_rows(float* scores, const SeenBy& seen, float scale, float* highest
   return factor;
 }
 
-// The upper halves of two vectors in order, as pairs of neighbours.
+// The upper halves of two vectors, in order, as pairs of adjacent numbers.
 FISSILE_INLINE Words uppers_of(Words a, Words b) {
   using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
   return (Words)__builtin_shufflevector((Numbers)a, (Numbers)b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
 }
 
-// The same of one row with its scores [KV_TILE]; weights [row of a tile][TILE_PAIRS], to the bit what `weigh_rows` makes.
+// Weighs one row with scores [KV_TILE]. Writes weights [row of a tile][TILE_PAIRS] with the same bits as `weigh_rows`.
 static float weigh_row(
     const float* scores, Range seen, float scale, float* highest, float* sum_so_far, uint32_t* weights) {
   Floats products[KEY_TILES], best = splat(lowest()), total = zeros();
@@ -245,7 +245,7 @@ static float weigh_row(
   return factor[0];
 }
 
-// Scores [KV_TILE][TILE_ROWS] to those of some rows [KV_TILE].
+// Transposes scores [KV_TILE][TILE_ROWS] to [rows][KV_TILE].
 static void turn_scores(const float* scores, int64_t rows, Fetching& fetching, float* to) {
   for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_ROWS) {
     Words words[TILE_ROWS];
@@ -256,11 +256,11 @@ static void turn_scores(const float* scores, int64_t rows, Fetching& fetching, f
   }
 }
 
-// Columns of values that are multiplied at a time: a line of each key, as few as `pair_up` takes.
+// Columns of values that are multiplied at a time: one cache line of each key, the least that `pair_up` takes.
 constexpr int64_t COLUMNS = 2 * WIDTH;
 constexpr int64_t COLUMNS_BYTES = COLUMNS * 4;
 
-// As `pack_neighbours`, of sixteen keys that are all seen, and as many numbers of each.
+// Does the work of `pack_neighbours` for 16 keys that are all seen and have all COLUMNS numbers.
 FISSILE_INLINE void pack_whole(Rows<Bf16> values, int64_t first, int64_t column, uint32_t* to) {
 #pragma GCC unroll 8
   for (int64_t k = 0; k < TILE_PAIRS; k += 2) {
@@ -271,10 +271,10 @@ FISSILE_INLINE void pack_whole(Rows<Bf16> values, int64_t first, int64_t column,
   }
 }
 
-// Pairs of the values of one step, of COLUMNS columns.
+// Words of one step's pairs of values in COLUMNS columns.
 constexpr int64_t STEP_PAIRS = TILE_PAIRS * COLUMNS;
 
-// Where the sums of a tile register are: of COLUMNS columns there are two in each tile of rows.
+// Address of the sums of tile register `sums`: COLUMNS columns have two registers per row tile.
 FISSILE_INLINE float* sums_at(float* values, int sums, int64_t width) {
   return values + sums / 2 * TILE_ROWS * width + sums % 2 * WIDTH;
 }
@@ -289,8 +289,8 @@ FISSILE_INLINE void store_sums(float* values, int64_t width) {
   each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_store<sums>(sums_at(values, sums, width), width * 4); });
 }
 
-// Adds to the sums of ROWS tiles of rows a step's weights [row tile][half] times its pairs [TILE_PAIRS][COLUMNS]: first
-// halves of weights before second ones, whatever ROWS.
+// Adds one step's weights [row tile][half] times its pairs [TILE_PAIRS][COLUMNS] to the sums of ROWS row tiles. First
+// halves of weights come before second halves, whatever ROWS is.
 template <int ROWS>
 FISSILE_INLINE void multiply_step(const uint32_t* weights, const uint32_t* pairs) {
   constexpr int WEIGHTS = 2 * ROWS;
@@ -303,8 +303,8 @@ FISSILE_INLINE void multiply_step(const uint32_t* weights, const uint32_t* pairs
     });
 }
 
-// values[row] += weights[row] * V, of ROWS tiles of rows, over the steps [begin, end) of weights [row tile][step][half] and
-// of pairs [KV_TILE / 2][COLUMNS].
+// values[row] += weights[row] * V for ROWS row tiles over the steps [begin, end). The weights are [row
+// tile][step][half], the pairs [KV_TILE / 2][COLUMNS].
 template <int ROWS>
 void add_weighted(
     const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
@@ -314,7 +314,7 @@ void add_weighted(
   store_sums<ROWS>(values, width);
 }
 
-// Whether all of these values are finite numbers, `dim` of each key.
+// True if all `dim` numbers of the values of `keys` are finite.
 static bool are_finite(Rows<Bf16> values, int64_t dim, Range keys) {
   const Words lower = splat_word(0x7F80u), upper = lower << 16;
   Words bad = splat_word(0);

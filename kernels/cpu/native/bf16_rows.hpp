@@ -1,4 +1,4 @@
-// int8 weights in products by instructions for bfloat16.
+// Conversion of int8 weights to bfloat16, for products by bfloat16 instructions.
 #pragma once
 
 #include "kernels.hpp"
@@ -6,12 +6,12 @@
 
 namespace FISSILE_ISA {
 
-// A block of a panel of int8 (kernels.hpp): its scales, and its numbers behind them.
+// The scales of a block of an int8 panel (kernels.hpp), which precede its numbers.
 FISSILE_INLINE const float* scales_of(const char* block) { return reinterpret_cast<const float*>(block); }
 
 #ifdef __AVX512VBMI__
 
-// The lower and the upper bytes of the bfloat16 of 0 to 127.
+// The lower and the upper bytes of 0 to 127 as bfloat16.
 struct ByteTables {
   alignas(64) uint8_t lower[128] = {};
   alignas(64) uint8_t upper[128] = {};
@@ -26,7 +26,8 @@ struct ByteTables {
   }
 };
 
-// Of vectors of lower and of upper bytes, those of the first two numbers of each group of four; the last two follow.
+// Permutation that interleaves vectors of lower and upper bytes: selects the first two numbers of each group of four.
+// Adding 2 to each place selects the last two.
 struct PairBytes {
   alignas(64) uint8_t places[64] = {};
 
@@ -36,13 +37,13 @@ struct PairBytes {
   }
 };
 
-// Two pairs for each column of a group of four numbers.
+// Converts groups of four int8 numbers to two pairs of bfloat16 for each column.
 class Widening {
  public:
   __attribute__((always_inline)) void operator()(Words words, Words* pairs) const {
     const __m512i numbers = (__m512i)words, sizes = _mm512_abs_epi8(numbers);
     const __m512i lower = _mm512_permutex2var_epi8(lower_[0], sizes, lower_[1]);
-    // With the sign of the number.
+    // Adds the sign of the int8 number.
     const __m512i upper =
         _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper_[0], sizes, upper_[1]), numbers, sign_, 0xF8);
     pairs[0] = (Words)_mm512_permutex2var_epi8(lower, first_, upper);
@@ -65,7 +66,7 @@ class Widening {
 class Widening {
  public:
   __attribute__((always_inline)) void operator()(Words words, Words* pairs) const {
-    // An integer of 8 bits is a float32 whose lower half is zeros.
+    // The float32 of an 8-bit integer has zeros in its lower half, so truncating it to bfloat16 is exact.
     Words numbers[4];
 #pragma GCC unroll 4
     for (int g = 0; g < 4; g++)
@@ -77,8 +78,9 @@ class Widening {
 
 #endif
 
-// `depth` numbers of k of a panel of int8 in pairs of bfloat16 [K_BLOCK / 2][PANEL][2], exactly, zeros behind. Asks for as
-// many at `next`, unless it is null, a line with each line: all of them at once would take the places of those under way.
+// Converts `depth` values of k of an int8 panel to pairs of bfloat16 [K_BLOCK / 2][PANEL][2], exactly, and pads with
+// zeros. Unless `next` is null, prefetches as many numbers there, one line per line converted; all at once would take
+// the line buffers of loads in flight.
 static void widen_numbers(const char* from, int64_t depth, Bf16* to, const char* next = nullptr) {
   static_assert(WIDTH == fissile::PANEL);
   const Widening widened;
@@ -91,7 +93,7 @@ static void widen_numbers(const char* from, int64_t depth, Bf16* to, const char*
   if (depth < fissile::K_BLOCK) __builtin_memset(to, 0, (fissile::K_BLOCK - depth) * fissile::PANEL * sizeof *to);
 }
 
-// The same of a block with its scales before, and of the next block.
+// Converts a block that begins with its scales, and prefetches the next block.
 FISSILE_INLINE void widen_block(const char* block, const char* next, int64_t depth, Bf16* to) {
   __builtin_prefetch(next, 0, 2);
   widen_numbers(block + fissile::BLOCK_SCALES, depth, to, next + fissile::BLOCK_SCALES);

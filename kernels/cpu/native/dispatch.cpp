@@ -47,7 +47,7 @@ namespace {
 
 #if defined(__x86_64__)
 
-// `base` with the products of another source, under another name.
+// A copy of `base`, named `name`, with the matrix products that `use_own_linear` sets.
 Kernels with_linear(const Kernels& base, const char* name, void (*use_own_linear)(Kernels&)) {
   Kernels table = base;
   table.name = name;
@@ -60,7 +60,7 @@ struct Leaf {
   Leaf(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
 };
 
-// Which AVX2 does not imply where a virtual machine hides it.
+// Checked separately from AVX2, since a virtual machine may hide F16C.
 bool has_f16c() { return Leaf(1, 0).c >> 29 & 1; }
 
 #if defined(FISSILE_AVX512BF16)
@@ -68,7 +68,8 @@ bool has_avx512bf16() { return Leaf(7, 1).a >> 5 & 1; }
 #endif
 
 #if defined(FISSILE_AMX)
-// Of <asm/prctl.h>, which older headers lack: the right to use a feature whose state is large, for this process.
+// From <asm/prctl.h>, which older headers lack: requests the right to use a feature with a large state, for this
+// process.
 constexpr int ARCH_REQ_XCOMP_PERM = 0x1023;
 constexpr int XFEATURE_XTILEDATA = 18;
 
@@ -77,7 +78,7 @@ bool has_amx() {
   return (features >> 24 & 1) && (features >> 22 & 1);
 }
 
-// Whether the operating system keeps the tiles of a thread, and this process may use them.
+// True if the operating system saves a thread's tiles and lets this process use them.
 bool may_use_tiles() {
   unsigned low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -91,12 +92,12 @@ struct All {
   InstructionSet sets[COUNT];
 
   All() {
-    // These ask the operating system too, whether it keeps the wide registers.
+    // __builtin_cpu_supports also checks that the operating system saves the wide registers.
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    // Products by instructions for bfloat16 widen int8 with it. What fills a table is compiled with the set's own
-    // instructions, too: only where they can be run.
+    // bfloat16 products convert int8 weights with VBMI. The functions that fill a table are compiled with the set's own
+    // instructions too, so they may run only where the processor has them.
     [[maybe_unused]] const bool has_vbmi = has_avx512 && __builtin_cpu_supports("avx512vbmi");
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;
 #if defined(FISSILE_AMX)

@@ -1,28 +1,30 @@
-// Which instruction sets there are, and which of them can serve here.
+// The instruction sets that this library has, and which of them this machine can run.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace fissile {
 
-// ABSENT: the processor lacks it, or this library was compiled without it. DENIED: the processor has it, the operating
-// system lets nobody use it. TESTED: can be run, serves only who asks for it.
+// ABSENT: the processor or this library lacks the instruction set. DENIED: the processor has it, but the operating
+// system does not let this process use it. TESTED: it runs, but is used only if selected by name. USABLE: it may be
+// selected as the best.
 enum Ability { ABSENT, DENIED, TESTED, USABLE };
 
 struct InstructionSet {
   const char* name;
   Ability ability;
-  // Not to be used where it is absent.
+  // Use it only if `ability` is TESTED or USABLE.
   const Kernels* kernels;
 };
 
-// The best first. Asks the operating system for the tiles of AMX, once, where the processor has them.
+// All instruction sets, the best first. The first call asks the operating system for AMX tiles if the processor has
+// them.
 const InstructionSet* instruction_sets(int64_t* count);
 
-// The table called `name`; null where this machine cannot run it.
+// The table of instruction set `name`; null if this machine cannot run it.
 const Kernels* select_kernels(const char* name);
 
-// The one in use: the last that fissile_select has found.
+// The table in use: the last one that fissile_select found.
 const Kernels& kernels();
 
 }  // namespace fissile

@@ -1,7 +1,7 @@
-// The drafts of a head of one layer (worker/model/models/eagle3.py), all of a step in one call: the step's rows, and behind
-// them each sequence's drafts one after the other, with the head's own states and drafts in place of the target's. These
-// are the operations of single calls on the same numbers, so that drafts are the same. Sizes and strides are counted in
-// numbers.
+// All drafts of one step by a draft head of one layer (worker/model/models/eagle3.py), in one call. The head first
+// computes the step's rows, and then each sequence's drafts one after another, with its own states and drafts in place
+// of the target's. The operations and numbers are those of single calls, so the drafts are the same. Sizes and strides
+// are in elements.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -18,62 +18,63 @@ using namespace fissile;
 
 namespace {
 
-// kernels/cpu/drafts.py has both.
+// kernels/cpu/drafts.py declares DraftHead and DraftStep with the same fields.
 struct DraftHead {
-  // Of one layer, with a norm of its stream; beside the states after the last norm it gives the stream behind the layer.
+  // A decoder of one layer with a `stream_norm`. A row of its output has the states after the last norm and the
+  // residual stream after the layer.
   const Decoder* decoder;
-  // States of the target, side by side, to [hidden].
+  // Projects the target's concatenated states to [hidden].
   Weight combine;
-  // Embeddings [ids, hidden] in rows; or null, and they are the rows of a packed weight.
+  // Embeddings [ids, hidden] by rows. If null, embeddings are the rows of the packed weight.
   const void* embedding;
   Weight packed_embedding;
-  // [positions, half]; behind them nothing is drafted.
+  // [positions, half]. Positions from `positions` on get no drafts.
   const float* cos;
   const float* sin;
   int64_t positions;
   int64_t half;
-  // To the ids that it drafts, and the target's id of each; null where they are the same.
+  // The head's output weight, and the target's id of each of its columns; null if column and id are equal.
   Weight head;
   const int64_t* target_ids;
-  // Ids of the target, and those that may be drafted: ids below `limit`.
+  // Number of the target's ids. Only ids below `limit` may be drafted.
   int64_t vocab;
   int64_t limit;
 };
 
 struct DraftStep {
-  // Of each sequence its first row of the target's step, the position of that, and how many rows are right.
+  // Per sequence: its first row in the target's step, that row's position, and the number of accepted rows.
   int64_t sequences;
   const int64_t* begins;
   const int64_t* starts;
   const int64_t* counts;
-  // The token behind the last right row of each sequence; and those of all rows.
+  // Per sequence, the token after its last accepted row; and the tokens of all rows of the step.
   const int64_t* next_tokens;
   const int64_t* token_ids;
-  // The target's, from the first that counts on.
+  // The target's states, from the first column that `combine` reads.
   const void* states;
   int64_t states_stride;
   KVCache cache;
   const int64_t* block_tables;
   int64_t table_stride;
-  // Sequences whose last states are asked for, ascending, and how many drafts of each, at most `most`.
+  // Indices of the sequences that get drafts, ascending, and the number of drafts of each, at most `most`.
   int64_t asked;
   const int64_t* asking;
   const int64_t* wanted;
   int64_t most;
-  // Of each sequence of the step; see Sample.
+  // Per sequence of the step; see Sample.
   const float* temperature;
   const int64_t* top_k;
   const float* top_p;
   const float* min_p;
   const uint64_t* seeds;
   const int64_t* choices;
-  // [asked, 2 * hidden]: of the last right row of each that asks.
+  // [asked, 2 * hidden]: the head's output for the last accepted row of each sequence in `asking`.
   void* last;
-  // [asked, most], NO_TOKEN behind the last draft of each.
+  // [asked, most]: the drafts, with NO_TOKEN after each sequence's last one.
   int64_t* ids;
 };
 
-// Memory that nothing has been written to.
+// Uninitialized memory for `count` elements.
 template <class Number>
 std::unique_ptr<Number[]> room(int64_t count) {
   return std::unique_ptr<Number[]>(new Number[static_cast<size_t>(count)]);
@@ -93,7 +94,7 @@ float widened(const void* numbers, int64_t dtype, int64_t i) {
   return value;
 }
 
-// Row `id` of a packed weight in its own dtype.
+// Copies row `id` of a packed weight, in the weight's dtype.
 void unpack_row(const Weight& weight, int64_t id, char* out) {
   constexpr int64_t WORD = 4;
   const char* panel = static_cast<const char*>(weight.panels) + id / PANEL * panel_bytes(weight.dtype, weight.inner);
@@ -102,7 +103,7 @@ void unpack_row(const Weight& weight, int64_t id, char* out) {
     std::memcpy(out + k, panel + k * PANEL + id % PANEL * WORD, static_cast<size_t>(std::min(WORD, bytes - k)));
 }
 
-// Rows that the head computes together: runs of S sequences, each with its positions and the tokens behind them.
+// Rows that the head computes together, grouped by sequence. `token_ids` holds the token after each position.
 struct Rows {
   std::vector<int64_t> cu_seqlens{0};
   std::vector<int64_t> seq_lens;
@@ -130,7 +131,7 @@ class Drafts {
   Drafts(const DraftHead& head, const DraftStep& step)
       : head_(head), step_(step), dtype_(head.decoder->dtype), hidden_(head.decoder->hidden) {}
 
-  // Whether there was memory.
+  // Returns false if an allocation failed.
   bool all() {
     std::fill_n(step_.ids, step_.asked * step_.most, NO_TOKEN);
     return take_in() && chain();
@@ -140,7 +141,8 @@ class Drafts {
   int64_t end_of(int64_t sequence) const { return step_.starts[sequence] + step_.counts[sequence]; }
   const int64_t* table_of(int64_t sequence) const { return step_.block_tables + sequence * step_.table_stride; }
 
-  // The step's right rows, with the target's states; of those that are asked for the states go to `step.last`.
+  // Runs the head over the step's accepted rows, with the target's states. Copies the outputs of the sequences in
+  // `asking` to `step.last`.
   bool take_in() {
     Rows rows;
     for (int64_t s = 0; s < step_.sequences; s++) {
@@ -179,7 +181,8 @@ class Drafts {
                      rows.count(), rows.count(), head_.combine, x, hidden_, false, nullptr});
   }
 
-  // The layer, over rows of states x [rows, hidden], into out [rows, 2 * hidden]; of `asked` rows alone, unless null.
+  // Runs the layer over rows with states x [rows, hidden]. Writes out [rows, 2 * hidden], only for the rows `asked`
+  // unless that is null.
   bool run(const Rows& rows, const void* x, const int64_t* tables, int64_t stride, const std::vector<int64_t>* asked,
            void* out) const {
     const auto embedded = numbers(dtype_, rows.count() * hidden_);
@@ -203,7 +206,7 @@ class Drafts {
 
   int64_t& draft(int64_t asking, int64_t drawn) const { return step_.ids[asking * step_.most + drawn]; }
 
-  // Drafts of all that want any, each time the next one of each.
+  // Drafts for all sequences that want any, one draft of each sequence per round.
   bool chain() {
     for (int64_t a = 0; a < step_.asked; a++)
       if (step_.wanted[a] > 0) going_.push_back(a);
@@ -225,7 +228,8 @@ class Drafts {
            end_of(step_.asking[asking]) + drawn < head_.positions;
   }
 
-  // Leaves out those that have all their drafts, or none that is a token; the head's own states of the others into x.
+  // Removes the sequences that have all their drafts or whose draft is NO_TOKEN. Copies the head's own states of the
+  // others to x.
   void keep_going(const char* states, int64_t drawn, char* x) {
     size_t kept = 0;
     for (size_t i = 0; i < going_.size(); i++) {
@@ -238,7 +242,7 @@ class Drafts {
     going_.resize(kept);
   }
 
-  // A row of each that goes on, with its newest draft.
+  // Runs the head over one row of each remaining sequence, with its newest draft.
   bool go_on(int64_t drawn, const void* x, void* states) {
     Rows rows;
     for (const int64_t a : going_) {
@@ -254,7 +258,7 @@ class Drafts {
 
   int64_t blocks_stride(int64_t blocks) const { return all_go() ? step_.table_stride : blocks; }
 
-  // Tables of those that go on.
+  // Block tables of the remaining sequences.
   const int64_t* tables(int64_t blocks) {
     if (all_go()) return step_.block_tables;
     tables_.resize(going_.size() * static_cast<size_t>(blocks));
@@ -263,7 +267,7 @@ class Drafts {
     return tables_.data();
   }
 
-  // The next draft of each.
+  // Draws the next draft of each remaining sequence.
   bool draw(const void* states, int64_t drawn) {
     const int64_t rows = static_cast<int64_t>(going_.size());
     std::vector<int64_t> ids(going_.size());
@@ -279,12 +283,12 @@ class Drafts {
     } else {
       sample(rows, drawn, ids.data());
     }
-    // One that there was no memory for is none.
+    // NO_MEMORY becomes NO_TOKEN, which ends the sequence's drafts.
     for (int64_t i = 0; i < rows; i++) draft(going_[i], drawn) = std::max(ids[i], NO_TOKEN);
     return true;
   }
 
-  // Of all ids of the target, minus infinity where one may not be drafted.
+  // Computes logits for all ids of the target, -infinity for ids that may not be drafted.
   bool compute_logits(const void* states, int64_t rows) {
     const Weight& head = head_.head;
     const bool is_direct = dtype_ == FLOAT32 && !head_.target_ids;
@@ -312,7 +316,7 @@ class Drafts {
     for (int64_t i = 0; i < count; i++) logits[head_.target_ids[i]] = widened(products, dtype_, i);
   }
 
-  // As the target samples at the drafts' positions.
+  // Samples with the target's parameters and the drafts' positions, as the target will.
   void sample(int64_t rows, int64_t drawn, int64_t* ids) {
     std::vector<float> temperature, top_p, min_p;
     std::vector<int64_t> top_k, positions, choices;
@@ -325,7 +329,7 @@ class Drafts {
       min_p.push_back(step_.min_p[s]);
       seeds.push_back(step_.seeds[s]);
       choices.push_back(step_.choices[s]);
-      // Behind the last right row stands the newest token.
+      // The token after the last accepted row is the newest one, so the first draft is one position further.
       positions.push_back(end_of(s) + 1 + drawn);
     }
     const Sample work{logits_.get(), head_.vocab, head_.vocab, temperature.data(), top_k.data(), top_p.data(),
@@ -338,17 +342,17 @@ class Drafts {
   const DraftStep& step_;
   const int64_t dtype_;
   const int64_t hidden_;
-  // Places among those that ask, of those that want a further draft.
+  // Indices in `asking` of the sequences that want another draft.
   std::vector<int64_t> going_;
   std::vector<int64_t> tables_;
-  // Rows of the first draft, which are the most.
+  // Room for the rows of the first draft; later drafts have no more rows.
   std::unique_ptr<float[]> logits_;
   std::unique_ptr<char[]> products_;
 };
 
 }  // namespace
 
-// Drafts of a step into `step.ids`. 0, or 1 when memory ran out.
+// Writes a step's drafts to `step.ids`. Returns 0, or 1 if memory ran out.
 FISSILE_API int fissile_drafts(const DraftHead* head, const DraftStep* step) {
   return failed([&] { return Drafts(*head, *step).all(); });
 }

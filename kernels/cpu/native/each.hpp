@@ -1,5 +1,5 @@
-// Loops whose numbers are constants of the compiler's from the beginning: arrays that they index are registers, which
-// `#pragma GCC unroll` does not promise.
+// Loops whose indices are compile-time constants, so that arrays indexed by them stay in registers. `#pragma GCC
+// unroll` does not guarantee this.
 #pragma once
 
 #include "vec.hpp"
@@ -13,7 +13,7 @@ struct Constant {
   constexpr operator int() const { return VALUE; }
 };
 
-// `body` of each number below COUNT, which it can use as an argument of templates.
+// Calls `body` for each number below COUNT. The body may use the number as a template argument.
 template <int COUNT, int FIRST = 0, class Body>
 FISSILE_INLINE void each(const Body& body) {
   if constexpr (FIRST < COUNT) {

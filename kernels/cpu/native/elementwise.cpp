@@ -1,5 +1,5 @@
-// Operations of one row at a time. They round where kernels/torch_backend/backend.py rounds: a sum with the residual, a normed
-// number before its weight and an activation before its product are numbers of the model's dtype.
+// Operations on one row at a time. They round where kernels/torch_backend/backend.py rounds: the sum with the residual,
+// a normed number before its weight, and an activation before its product are rounded to the model's dtype.
 #include "elementwise.hpp"
 
 #include "activation.hpp"
@@ -10,14 +10,14 @@ namespace {
 
 using fissile::FLOAT32;
 
-// Numbers of a task, about: some microseconds of work.
+// Approximate numbers of a task, which take a few microseconds.
 constexpr int64_t TASK_NUMBERS = 1 << 14;
 
 int64_t rows_per_task(int64_t width) { return width >= TASK_NUMBERS ? 1 : TASK_NUMBERS / (width < 1 ? 1 : width); }
 
 int64_t tasks(int64_t rows, int64_t width) { return (rows + rows_per_task(width) - 1) / rows_per_task(width); }
 
-// The sum of f(i, vector of the numbers from i on), one chain for each lane; f gives zeros past the end.
+// The sum of f(i, width - i) over vectors from i = 0 on, with one chain per lane. f returns zeros past the end.
 template <class Function>
 FISSILE_INLINE float sum_of(int64_t width, Function f) {
   Floats sums = zeros();
@@ -25,8 +25,8 @@ FISSILE_INLINE float sum_of(int64_t width, Function f) {
   return sum(sums);
 }
 
-// f(i, how many numbers are left) for i in steps of TWO, by which numbers take least to widen and to narrow. Whole ones are
-// a loop of their own: what reads a part calls functions, around which compilers would keep everything in memory.
+// Calls f(i, numbers left) for i in steps of TWO, the fastest unit to widen and narrow. Whole steps have a loop of
+// their own: a partial step calls functions, around which the compiler would keep all values in memory.
 template <class Function>
 FISSILE_INLINE void each_two(int64_t width, Function f) {
   int64_t i = 0;
@@ -44,10 +44,10 @@ struct NormRow {
   Number* total;
   int64_t width;
   float eps;
-  // Numbers from row to row: the next one is asked for, which another core may have in its cache, having made it.
+  // Elements from row to row. The next row is prefetched, as it may be in the cache of another core that computed it.
   int64_t to_next;
 
-  // What is normed: x, or its sum with the residual, which goes to `total`.
+  // Returns x, or x + residual, rounded, which it also stores in `total`.
   FISSILE_INLINED Two add_residual(int64_t i, int64_t left) const {
     const Two value = load_two_up_to(x + i, left);
     __builtin_prefetch(x + i + to_next);
@@ -59,7 +59,7 @@ struct NormRow {
     return sums;
   }
 
-  // Adds the residual; what the numbers are multiplied by then, before the weight.
+  // Adds the residual. Returns the factor by which RMS norm multiplies the row before the weight.
   float add_for_rms() const {
     Two squares{zeros(), zeros()};
     each_two(width, [&](int64_t i, int64_t left) FISSILE_INLINED {
@@ -96,7 +96,7 @@ struct NormRow {
   }
 };
 
-// Row `in` of those that stand `inner_stride` apart.
+// Row `in` of the `inner` rows, `inner_stride` apart, of outer row `out`.
 template <class Number>
 NormRow<Number> norm_row(const fissile::Norm& work, int64_t out, int64_t in) {
   const int64_t row = out * work.inner + in, to = row * work.width;
@@ -113,7 +113,7 @@ NormRow<Number> norm_row(const fissile::Norm& work, int64_t out, int64_t in) {
   return one;
 }
 
-// Rows whose scales are computed side by side: alone, one waits for its sum, its root and its quotient.
+// Rows whose scales are computed in parallel: a single row would wait for its sum, its square root and its quotient.
 constexpr int64_t NORMED_TOGETHER = 4;
 
 template <class Number>
@@ -136,7 +136,7 @@ void norm_rows(const fissile::Norm& work, int64_t begin, int64_t end) {
   }
 }
 
-// Products and differences apart, as in PyTorch, so that the bits are the same.
+// Products and differences are rounded separately, as in PyTorch, so that the bits are the same.
 template <class Number>
 FISSILE_INLINE void rotate(const Number* from, Two cos, Two sin, int64_t half, int64_t left, Number* to) {
   const Two a = load_two_up_to(from, left), b = load_two_up_to(from + half, left);
@@ -171,7 +171,7 @@ void silu_row(const fissile::SiluAndMul& work, int64_t row) {
   }
 }
 
-// In float32, rounded once.
+// Computes in float32 and rounds once.
 template <class Number>
 void clamped_swiglu_row(const fissile::SiluAndMul& work, int64_t row) {
   const Number* gates = static_cast<const Number*>(work.x) + row * work.row_stride;
@@ -202,7 +202,7 @@ void combine_row(const fissile::Combine& work, int64_t row) {
   }
 }
 
-// What is beyond bfloat16's range becomes its largest number, as in narrower formats.
+// Limits values to bfloat16's largest number instead of infinity, as for narrower formats.
 template <class To>
 FISSILE_INLINE Floats saturated(Floats x, const To*) { return x; }
 FISSILE_INLINE Floats saturated(Floats x, const Bf16*) { return limited(x, 0x1.FEp127f); }
@@ -213,7 +213,7 @@ FISSILE_INLINE void convert(const From* from, To* to, int64_t count) {
     store_up_to(to + i, saturated(load_up_to(from + i, count - i), to), count - i);
 }
 
-// Of the same dtype every bit is kept.
+// Copies bfloat16 bit by bit, so that NaN and infinity stay as they are.
 FISSILE_INLINE void convert(const Bf16* from, Bf16* to, int64_t count) {
   __builtin_memcpy(to, from, static_cast<uint64_t>(count) * sizeof(Bf16));
 }

@@ -1,4 +1,4 @@
-// Norms, rotation, activation, sums over experts and the writing of the KV cache; see elementwise.cpp.
+// Norms, rotary embedding, activation, sums over experts, and writes to the KV cache; see elementwise.cpp.
 #pragma once
 
 #include "kernels.hpp"

@@ -1,9 +1,9 @@
-// Products of so few rows that tiles would be mostly empty: by fma, in the order in which TDPBF16PS adds. Vectors are read
-// sooner than tiles, and sums of int8 weights need not be stored for each block. Of 32 k the even ones are summed in one
-// chain from zero and the odd ones in another, both together are added to the sum of their block, and numbers too small to
-// be normal are zeros: the bits are those of tiles.
+// Matrix products of so few rows that AMX tiles would be mostly empty. They use fma in the order in which TDPBF16PS
+// adds. Vectors load sooner than tiles, and sums of int8 weights need not be stored for each block. Of each 32 values
+// of k, one chain sums the even ones from zero and another the odd ones. The sum of both chains is added to the block's
+// sum. Denormals count as zeros. So the bits are those of tiles.
 //
-// x is widened to float32, rows of padded_inner() numbers.
+// x is widened to float32, in rows of padded_inner() numbers.
 #pragma once
 
 #include "bf16_rows.hpp"
@@ -14,7 +14,7 @@
 
 namespace FISSILE_ISA {
 
-// While it lives, numbers that are not normal count as zeros, as they do in tiles.
+// While an object of this class lives, the thread treats denormals as zeros, as AMX tiles do.
 class DenormalsAreZeros {
  public:
   DenormalsAreZeros() { _mm_setcsr(before_ | FLUSH | ZEROS); }
@@ -27,8 +27,8 @@ class DenormalsAreZeros {
   const unsigned before_ = _mm_getcsr();
 };
 
-// Most rows of int8 and of bfloat16 weights, k of a step, most panels of a task, and bytes of each panel that are asked for
-// ahead of their use.
+// Most rows with int8 weights and with bfloat16 weights, values of k per step, most panels of a task, and bytes of each
+// panel between a prefetch and its use.
 constexpr int64_t FEW_ROWS = 6;
 constexpr int64_t FEW_ROWS_OF_BF16 = 2;
 constexpr int64_t FEW_STEP = 32;
@@ -43,7 +43,8 @@ FISSILE_INLINE bool has_few_rows(const fissile::Linear& work) {
 template <int G>
 FISSILE_INLINE Ints int8_of(Words groups) {
 #ifdef __AVX512VNNI__
-  // A sum of four products by 1 and 0: one instruction instead of two shifts, and not for the core's first port alone.
+  // Sums four products by 1 and 0. This is one instruction instead of two shifts, and it does not need the core's first
+  // port.
   return (Ints)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi32(1 << (8 * G)), (__m512i)groups);
 #else
   return (Ints)(groups << (24 - 8 * G)) >> 24;
@@ -57,8 +58,8 @@ FISSILE_INLINE Floats number_of(Words groups) {
   else return (Floats)(G ? groups & splat_word(0xFFFF0000u) : groups << 16);
 }
 
-// Some k of neighbouring panels, behind the scales if there are any; bytes from panel to panel. What comes FEW_AHEAD after
-// the first `near` k is in the same panels, after the others `skip` bytes further: in those of the next task.
+// Some values of k of adjacent panels, with their scales before them if there are any. Prefetches FEW_AHEAD bytes
+// ahead. From k = `near` on this would leave the panel, so `skip` is added, which leads to the next task's panels.
 struct FewBlock {
   const char* at;
   int64_t panel_bytes;
@@ -69,7 +70,7 @@ struct FewBlock {
   FewBlock from(int64_t panel) const { return {at + panel * panel_bytes, panel_bytes, depth, near, skip}; }
 };
 
-// Sums in locals alone: as members they would be stored after each addition.
+// Sums are local variables only: as members they would be stored after each addition.
 template <int64_t DTYPE, int ROWS, int PANELS>
 struct FewRows {
   static constexpr int64_t GROUP = fissile::group_of(DTYPE);
@@ -86,7 +87,7 @@ struct FewRows {
     each_sum([&](auto r, auto p) FISSILE_INLINED { sums[r][p] = zeros(); });
   }
 
-  // Number G of a group of each panel.
+  // Adds number G of one group of each panel.
   template <int G>
   FISSILE_INLINED static void add_one(const float* x, int64_t inner, const Words* groups, Sums& sums) {
     each<PANELS>([&](auto p) FISSILE_INLINED {
@@ -130,7 +131,7 @@ struct FewRows {
   }
 };
 
-// AT_ONCE panels at a time, and those that are left by fewer.
+// Multiplies AT_ONCE panels at a time, and the remaining ones in smaller groups.
 template <int64_t DTYPE, int ROWS, int AT_ONCE>
 void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
   int64_t p = 0;
@@ -142,7 +143,8 @@ void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panel
   }
 }
 
-// As many panels at once as registers take; eight of bfloat16, which is read faster, are no better than four.
+// Multiplies as many panels at once as registers allow. Eight bfloat16 panels are no faster than four, because bfloat16
+// loads faster.
 template <int64_t DTYPE>
 void add_few_rows(int64_t rows, const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
   if (rows == 1) return add_few<DTYPE, 1, DTYPE == fissile::INT8 ? 8 : 4>(x, inner, block, panels, totals);
@@ -162,7 +164,7 @@ static int64_t few_tasks(const fissile::Linear& work) {
   return parts(parts(work.weight.columns, fissile::PANEL), few_panels(work.weight.dtype));
 }
 
-// Some panels, from `first` on. A block of int8 has its scales; bfloat16 is one block.
+// Multiplies `panels` panels from `first` on. A block of int8 has its own scales; bfloat16 is a single block.
 template <int64_t DTYPE>
 void multiply_few(const fissile::Linear& work, int64_t first, int64_t panels, float* totals) {
   using fissile::PANEL;
@@ -170,7 +172,7 @@ void multiply_few(const fissile::Linear& work, int64_t first, int64_t panels, fl
   const int64_t inner = fissile::padded_inner(DTYPE, work.weight.inner);
   const int64_t bytes = fissile::panel_bytes(DTYPE, work.weight.inner);
   const int64_t block_depth = DTYPE == fissile::INT8 ? fissile::K_BLOCK : inner;
-  // Of a panel, the last k of which FEW_AHEAD is behind it.
+  // Number of last values of k for which FEW_AHEAD leads past the end of the panel.
   const int64_t last = DTYPE == fissile::INT8 ? fissile::K_BLOCK : FEW_AHEAD / (PANEL * static_cast<int64_t>(sizeof(Bf16)));
   const int64_t skip = (few_panels(DTYPE) - 1) * bytes;
   const char* const weights = static_cast<const char*>(work.weight.panels) + first * bytes;
@@ -196,14 +198,14 @@ void run_few_of(const fissile::Linear& work, int64_t task) {
     }
 }
 
-// What tiles give of int8 is written in the mode, too, and of bfloat16 out of it.
+// Writes y with denormals as zeros for int8 weights and without for bfloat16 weights, as the tile kernels do.
 static void run_few(const fissile::Linear& work, int64_t task) {
   if (work.weight.dtype != fissile::INT8) return run_few_of<fissile::BFLOAT16>(work, task);
   const DenormalsAreZeros mode;
   run_few_of<fissile::INT8>(work, task);
 }
 
-// Row `task` of x.
+// Widens row `task` of x.
 static void widen_row(const fissile::Linear& work, int64_t task) {
   const int64_t inner = work.weight.inner, padded = fissile::padded_inner(work.weight.dtype, inner);
   const Bf16* const from = static_cast<const Bf16*>(work.x) + task * work.x_stride;

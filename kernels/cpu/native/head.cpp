@@ -1,5 +1,5 @@
-// The output head of greedy rows: the largest number of each row of a product, of which no more than a few columns are
-// ever in memory. The numbers are those of fissile_linear, rounded to the model's dtype like them.
+// The output head of greedy rows: the largest number of each row of a product. Only a few columns of the product are in
+// memory at a time. The numbers are those of fissile_linear, rounded to the model's dtype.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -15,13 +15,13 @@ using namespace fissile;
 
 namespace {
 
-// Columns of a task; whole panels.
+// Columns of a task, a multiple of PANEL.
 constexpr int64_t TASK_COLUMNS = 512;
 static_assert(TASK_COLUMNS % PANEL == 0);
 
 struct Call {
   const Linear& whole;
-  // Of each task and row.
+  // [tasks][rows]: the largest number of each task's columns, and its column within the task.
   std::vector<float> values;
   std::vector<int64_t> places;
 
@@ -65,8 +65,8 @@ int64_t best_of_row(const Call& call, int64_t row) {
 
 }  // namespace
 
-// places[row] = the first column of the row's largest number, NO_TOKEN where that is not finite; NaN counts as the lowest.
-// 0, or 1 when memory ran out.
+// places[row] = the first column of the row's largest number, or NO_TOKEN if that is not finite. NaN counts as
+// -infinity. Returns 0, or 1 if memory ran out.
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, int64_t* places) {

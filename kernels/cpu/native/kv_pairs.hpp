@@ -1,5 +1,5 @@
-// What attention by pairs of bfloat16 (attention_pairs.hpp) and by tiles of them (attention_tiles.hpp) have in common: keys
-// and values of a KV tile in the order in which their instructions take them.
+// Packing of keys and values of a KV tile as pairs of bfloat16, for attention by pairs (attention_pairs.hpp) and by AMX
+// tiles (attention_tiles.hpp).
 #pragma once
 
 #include "kernels.hpp"
@@ -11,7 +11,7 @@ static_assert(WIDTH == 16);
 
 #define FISSILE_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-// Column i of sixteen rows in place of row i.
+// Transposes 16 rows of 16 words in place.
 FISSILE_INLINE void turn(Words* rows) {
   Words twos[16], fours[16];
 #pragma GCC unroll 8
@@ -19,7 +19,7 @@ FISSILE_INLINE void turn(Words* rows) {
     twos[i] = FISSILE_PICK(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
     twos[i + 1] = FISSILE_PICK(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
-  // fours[4 i + c]: columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3.
+  // fours[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3.
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
     const Words *a = twos + i, *b = a + 2;
@@ -43,7 +43,7 @@ FISSILE_INLINE void turn(Words* rows) {
   }
 }
 
-// The first `count` numbers of 32, zeros behind them.
+// Loads the first `count` of 32 numbers and fills up with zeros.
 FISSILE_INLINE Words load_pairs(const Bf16* from, int64_t count) {
   if (count >= 2 * WIDTH) return load_words(from);
   Bf16 buffer[2 * WIDTH] = {};
@@ -51,7 +51,7 @@ FISSILE_INLINE Words load_pairs(const Bf16* from, int64_t count) {
   return load_words(buffer);
 }
 
-// Pairs of the numbers of two rows, in the order that `from_paired` takes back.
+// Pairs the numbers of two rows, in an order that `from_paired` reverses.
 FISSILE_INLINE void pair_up(Words even, Words odd, Words* pairs) {
   using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
   const Numbers a = (Numbers)even, b = (Numbers)odd;
@@ -61,7 +61,7 @@ FISSILE_INLINE void pair_up(Words even, Words odd, Words* pairs) {
                                  20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
 }
 
-// The numbers from i on of the values of keys k and k + 1, as pairs; zeros for keys that are not seen.
+// Pairs the values of keys k and k + 1, numbers from i on. Keys outside `seen` become zeros.
 FISSILE_INLINE void pack_neighbours(Rows<Bf16> values, Range seen, int64_t k, int64_t i, int64_t dim, uint32_t* to) {
   Words pairs[2];
   pair_up(seen.has(k) ? load_pairs(values[k] + i, dim - i) : splat_word(0),
@@ -70,7 +70,7 @@ FISSILE_INLINE void pack_neighbours(Rows<Bf16> values, Range seen, int64_t k, in
   store_words(to + WIDTH, pairs[1]);
 }
 
-// 32 sums over values in the order of memory.
+// Restores memory order of 32 sums over paired values.
 FISSILE_INLINE Two from_paired(Two sums) {
   return {FISSILE_PICK(sums.first, sums.second, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
           FISSILE_PICK(sums.first, sums.second, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};

@@ -1,4 +1,4 @@
-// Keys or values of a tile, and those of it that a row sees.
+// The rows of keys or values of a KV tile, and ranges of keys in it.
 #pragma once
 
 #include "vec.hpp"
@@ -14,7 +14,7 @@ struct Range {
   bool has(int64_t k) const { return k >= begin && k < end; }
 };
 
-// Keys or values of a KV tile.
+// Keys or values of a KV tile, by their offsets in the cache.
 template <class Number>
 struct Rows {
   const Number* base;
@@ -23,8 +23,8 @@ struct Rows {
   const Number* operator[](int64_t k) const { return base + offsets[k]; }
 };
 
-// Narrow rows are read where they are, and come from memory; float32 ones have mostly been widened just now.
-// Into the second cache: the first one has places for fewer lines that are under way.
+// Prefetches bfloat16 rows, which are read from the cache in memory. float32 rows are mostly widened copies in L1
+// already. Prefetches into L2, because L1 can have fewer outstanding lines.
 FISSILE_INLINE void fetch(const Bf16* from) { __builtin_prefetch(from, 0, 2); }
 FISSILE_INLINE void fetch(const float*) {}
 

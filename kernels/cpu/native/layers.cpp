@@ -1,5 +1,5 @@
-// Dense decoder layers, all of a model in one call: the operations of worker/model/models/llama.py in their order, by the same
-// kernels on the same numbers, so that the bits are those of single calls. Sizes and strides are counted in numbers.
+// All dense decoder layers of a model in one call: the operations of worker/model/models/llama.py in their order. The
+// kernels and numbers are those of single calls, so the bits are the same. Sizes and strides are in elements.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -15,13 +15,14 @@ using namespace fissile;
 
 namespace {
 
-// Rows whose heads one task norms, rotates and stores, while they are in its core's cache.
+// Rows whose heads one task norms, rotates and stores, while the rows are in its core's cache.
 constexpr int64_t HEAD_ROWS = 4;
-// Rows that pass the feed-forward network at a time: its inner numbers are the widest, and prompts are long.
+// Rows that pass the feed-forward network at a time. Its inner activations are the widest array, and prompts may be
+// long.
 constexpr int64_t MLP_ROWS = 576;
 
-// Rows of a product can be read up to a multiple of this, which its tiles have; and they are an odd number of lines apart,
-// so that tiles of them do not meet in few places of the caches (linear_amx.cpp).
+// The rows of a product's input are readable up to a multiple of TILE_ROWS, because AMX tiles have as many rows. They
+// are an odd number of cache lines apart, so that a tile's rows do not share few cache sets (linear_amx.cpp).
 constexpr int64_t TILE_ROWS = 16;
 
 int64_t padded_rows(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
@@ -31,13 +32,13 @@ int64_t spread(int64_t dtype, int64_t width) {
   return ((width + line - 1) / line | 1) * line;
 }
 
-// All tasks of a kernel on this thread.
+// Runs all tasks of a kernel on this thread.
 template <class Work>
 void run_all(int64_t (*tasks)(const Work&), void (*kernel)(const Work&, int64_t), const Work& work) {
   for (int64_t task = 0, count = tasks(work); task < count; task++) kernel(work, task);
 }
 
-// Numbers of the model's dtype, one array behind the other; each begins at a multiple of 64 bytes.
+// Arrays of the model's dtype, one after another. Each starts at a multiple of 64 bytes.
 class Arrays {
  public:
   explicit Arrays(int64_t dtype) : dtype_(dtype) {}
@@ -79,7 +80,7 @@ class Run {
         chunk_(std::min(step.rows, MLP_ROWS)),
         rows_(step.rows) {}
 
-  // Whether there was memory, and ranks met.
+  // Returns false if an allocation or `join` failed.
   bool all() {
     if (!allocate()) return false;
     const void* x = step_.x;
@@ -94,7 +95,7 @@ class Run {
       if (!remember(weights, layer, drafts ? pair_stride_ : hidden_stride_)) return false;
       if (!residual) residual = drafts && model_.norms_first ? residual_ : step_.x;
       give_aux(layer, residual);
-      // Of the last layer most rows of prompts are asked for their keys and values alone.
+      // The last layer needs most rows of prompts only for their keys and values.
       if (leaves_out() && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
       if (!rows_) return true;
       if (!attend(weights, layer) || !join()) return false;
@@ -125,20 +126,20 @@ class Run {
     q_ = arrays[q], k_ = arrays[k], attended_ = arrays[attended];
     gate_up_ = arrays[gate_up], activated_ = arrays[activated];
     cu_seqlens_.assign(step_.cu_seqlens, step_.cu_seqlens + step_.sequences + 1);
-    // Padding rows attend to nothing.
+    // Padding rows have no attention output.
     std::fill_n(static_cast<char*>(offset(attended_, dtype_, step_.tokens * attended_stride_)),
                 (rows - step_.tokens) * attended_stride_ * size_of(dtype_), char{0});
     return true;
   }
 
-  // Of x, or of the sum of x and the residual, which becomes the new one.
+  // Norms x, or the sum of x and `residual`, which becomes the new residual.
   void norm(const void* x, const void* residual, const void* weight, void* out, int64_t out_stride) const {
     const Norm work{dtype_, x, rows_, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
                     static_cast<float>(model_.eps), out, out_stride, residual_};
     share(kernels().norm_tasks(work), kernels().norm, work);
   }
 
-  // The first layer of a model that drafts: normed embeddings, and beside them normed states.
+  // Input of a draft layer: normed embeddings and, beside them, normed states.
   void pair(const DecoderLayer& weights) const {
     norm(step_.embedded, nullptr, weights.input_norm, normed_, pair_stride_);
     void* states = offset(normed_, dtype_, model_.hidden);
@@ -148,12 +149,12 @@ class Run {
                   model_.hidden * size_of(dtype_));
   }
 
-  // Of rows of `x` that are padded to whole tiles; rows of y follow each other.
+  // A product with rows of `x` that are padded to whole tiles. Rows of y are contiguous.
   Linear product(const Weight& weight, const void* x, int64_t x_stride, int64_t rows, void* y) const {
     return {dtype_, x, x_stride, rows, padded_rows(rows), weight, y, weight.columns, false, nullptr};
   }
 
-  // Queries and keys of some rows: normed, if there are norms, and rotated.
+  // Norms (if there are norms) and rotates the queries or keys of some rows.
   void turn(const void* norm_weight, int64_t first, int64_t rows, int64_t heads, int64_t column, void* to) const {
     const int64_t width = heads * cache_.dim;
     const void* from = offset(qkv_, dtype_, first * qkv_width_ + column);
@@ -165,7 +166,7 @@ class Run {
                    static_cast<float>(model_.eps), out, cache_.dim, nullptr});
       from = out, stride = width;
     }
-    // In place, after a norm: each pair is read before it is written.
+    // In place after a norm: the kernel reads each pair before it writes it.
     run_all(kernels().rope_tasks, kernels().rope,
             Rope{dtype_, from, rows, stride, heads, cache_.dim, cache_.dim, step_.cos + first * step_.half,
                  step_.sin + first * step_.half, step_.half, out});
@@ -197,7 +198,7 @@ class Run {
   void* keys_of(int64_t layer) const { return offset(cache_.keys, cache_.dtype, layer * cache_.layer_stride); }
   void* values_of(int64_t layer) const { return offset(cache_.values, cache_.dtype, layer * cache_.layer_stride); }
 
-  // Queries, and keys and values into the cache.
+  // Computes queries, keys and values, and writes keys and values to the cache.
   bool remember(const DecoderLayer& weights, int64_t layer, int64_t stride) const {
     if (!multiply(product(weights.qkv, normed_, stride, rows_, qkv_))) return false;
     const HeadCall call{*this, weights, keys_of(layer), values_of(layer)};
@@ -214,10 +215,10 @@ class Run {
     return !failed && multiply(product(weights.out, attended_, attended_stride_, rows_, output_));
   }
 
-  // Of a step of decodes all rows are wanted, and stay where they are.
+  // False for a step of decodes: all its rows are wanted and keep their places.
   bool leaves_out() const { return step_.wanted && step_.num_wanted < step_.rows; }
 
-  // Goes on with the rows that are wanted alone; what is left of the residual.
+  // Keeps only the wanted rows for the rest of the layer. Returns their residual.
   const void* keep_wanted(const void* residual) {
     gather_wanted(q_, q_, q_width_);
     gather_wanted(residual, residual_, model_.hidden);
@@ -230,13 +231,13 @@ class Run {
     return residual_;
   }
 
-  // Row `wanted[i]` to place i: from the first on, since none is before its place.
+  // Copies row `wanted[i]` to row i, in ascending order, since wanted[i] >= i.
   void gather_wanted(const void* from, void* to, int64_t width) const {
     for (int64_t i = 0; i < step_.num_wanted; i++)
       std::memmove(offset(to, dtype_, i * width), offset(from, dtype_, step_.wanted[i] * width), width * size_of(dtype_));
   }
 
-  // Row i to place `wanted[i]`, with what was given of the same rows beside it.
+  // Copies row i to row `wanted[i]`, with the auxiliary stream that was written for the same rows.
   void spread_wanted(void* rows) const {
     spread_part(rows, 0);
     for (int64_t aux = 0; aux < model_.num_aux; aux++)
@@ -250,7 +251,7 @@ class Run {
                    model_.hidden * size_of(dtype_));
   }
 
-  // The residual stream before a layer, if it is asked for: of all rows that there are still, beside the hidden states.
+  // Copies the residual stream before `layer` beside the hidden states, for all remaining rows, if `aux_layers` has it.
   void give_aux(int64_t layer, const void* stream) const {
     for (int64_t aux = 0; aux < model_.num_aux; aux++) {
       if (model_.aux_layers[aux] != layer) continue;
@@ -282,16 +283,16 @@ class Run {
   const int64_t q_width_;
   const int64_t k_width_;
   const int64_t qkv_width_;
-  // Of rows that are multiplied next.
+  // Row stride of arrays that are multiplied next.
   const int64_t hidden_stride_;
-  // Likewise, of two that stand side by side.
+  // The same for rows of two hidden states side by side.
   const int64_t pair_stride_;
   const int64_t attended_stride_;
   const int64_t inner_stride_;
-  // Of rows of the result.
+  // Row stride of the result.
   const int64_t out_stride_;
   const int64_t chunk_;
-  // All, and from the last layer's attention on those that are wanted.
+  // All rows; from the last layer's attention on, only the wanted ones.
   int64_t rows_;
   std::vector<int64_t> cu_seqlens_;
   void* residual_ = nullptr;
@@ -309,7 +310,7 @@ class Run {
 
 bool fissile::run_layers(const Decoder& model, const DecoderStep& step) { return Run(model, step).all(); }
 
-// Hidden states after the last norm into `step.out`. 0, or 1 when memory ran out or `join` failed.
+// Writes the hidden states after the last norm to `step.out`. Returns 0, or 1 if memory ran out or `join` failed.
 FISSILE_API int fissile_decoder(const Decoder* model, const DecoderStep* step) {
   return failed([&] { return run_layers(*model, *step); });
 }

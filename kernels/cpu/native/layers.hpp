@@ -1,4 +1,4 @@
-// Layers of a decoder, and a step of them; see layers.cpp.
+// The layers of a decoder and the inputs of a step; see layers.cpp.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace fissile {
 
-// kernels/cpu/fused.py has these four too, and Weight.
+// kernels/cpu/fused.py declares these four structs and Weight with the same fields.
 struct KVCache {
   int64_t dtype;
   int64_t heads;
   int64_t dim;
   int64_t block_size;
-  // Of the first layer, as in WriteKV, and how far it is from layer to layer.
+  // Keys and values of the first layer, as in WriteKV, and the elements from layer to layer.
   void* keys;
   void* values;
   int64_t layer_stride;
@@ -22,7 +22,7 @@ struct KVCache {
 struct DecoderLayer {
   const void* input_norm;
   Weight qkv;
-  // Norms of each head's queries and keys, or null.
+  // Norm weights of each head's queries and keys, or null.
   const void* q_norm;
   const void* k_norm;
   // As in Attention.
@@ -38,25 +38,25 @@ struct Decoder {
   int64_t dtype;
   int64_t hidden;
   int64_t heads;
-  // The widest of the layers.
+  // Inner units of the widest layer.
   int64_t inner;
   double eps;
   double scale;
   const void* norm;
   const DecoderLayer* layers;
   int64_t num_layers;
-  // Layers before which the residual stream is given too; their number stands for behind the last one.
+  // Layers whose incoming residual stream is also returned. `num_layers` stands for the stream after the last layer.
   const int64_t* aux_layers;
   int64_t num_aux;
-  // Of a layer that drafts, else null: the norm of x, which its attention takes beside the normed embeddings; and whether
-  // the residual stream begins with the normed x.
+  // For a draft layer, otherwise null: weight of the norm of x, which attention reads beside the normed embeddings.
+  // `norms_first` is true if the residual stream starts with the normed x.
   const void* stream_norm;
   int64_t norms_first;
 };
 
-// x: [rows, hidden], of which the first `tokens` rows are tokens; embedded: likewise, of a layer that drafts; cos, sin:
-// [rows, half]; out: [rows, (1 + aux) * hidden], hidden states after the last norm and beside them the residual streams
-// before the `aux_layers`.
+// x [rows, hidden], of which the first `tokens` rows are tokens. embedded [rows, hidden], for a draft layer only. cos
+// and sin [rows, half]. out [rows, (1 + num_aux) * hidden]: hidden states after the last norm and, beside them, the
+// residual streams before the `aux_layers`.
 struct DecoderStep {
   int64_t rows;
   int64_t tokens;
@@ -72,15 +72,17 @@ struct DecoderStep {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const int64_t* seq_lens;
-  // Rows whose states after the last norm are asked for, ascending, of each sequence none or its last ones; null for all.
+  // Rows whose states after the last norm the caller needs, ascending; of each sequence none or its last ones. Null for
+  // all rows.
   const int64_t* wanted;
   int64_t num_wanted;
-  // Brings the sum over all ranks in place of this rank's summand, [rows, hidden]; not 0 when that failed. Null for one.
+  // Replaces this rank's summand [rows, hidden] by the sum over all ranks. Returns 0 on success. Null for a single
+  // rank.
   int (*join)(void* summand);
   void* out;
 };
 
-// Hidden states after the last norm into `step.out`. Whether there was memory, and ranks met.
+// Writes the hidden states after the last norm to `step.out`. Returns false if an allocation or `join` failed.
 bool run_layers(const Decoder& model, const DecoderStep& step);
 
 }  // namespace fissile

@@ -1,5 +1,5 @@
-// Products by instructions for bfloat16 that only some processors of an instruction set have (linear_amx.cpp,
-// linear_bf16.cpp). All else is the base's.
+// Replaces the matrix products of an instruction set's table where a processor also has bfloat16 instructions
+// (linear_amx.cpp, linear_bf16.cpp). The other kernels stay those of the base table.
 #pragma once
 
 #include "kernels.hpp"
@@ -15,7 +15,7 @@ FISSILE_INLINE bool takes_bf16(const fissile::Linear& work) {
   return work.dtype == fissile::BFLOAT16 && work.weight.dtype != fissile::FLOAT32;
 }
 
-// A kernel for the products that are taken, and the base's for the others.
+// Calls OWN for products that takes_bf16() accepts, and the base table's kernel for others.
 template <auto OWN, auto MEMBER, class... Rest>
 auto own_or_base(const fissile::Linear& work, Rest... rest) -> decltype(OWN(work, rest...)) {
   return takes_bf16(work) ? OWN(work, rest...) : (FISSILE_BASE::kernels.*MEMBER)(work, rest...);
@@ -30,7 +30,7 @@ FISSILE_INLINE void use(fissile::Kernels& table) {
   table.linear = own_or_base<RUN, &fissile::Kernels::linear>;
 }
 
-// Puts them into the table of FISSILE_BASE.
+// Replaces the matrix products in a copy of FISSILE_BASE's table.
 void use_own_linear(fissile::Kernels& table);
 
 }  // namespace FISSILE_ISA

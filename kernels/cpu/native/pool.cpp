@@ -1,8 +1,9 @@
-// One pool for the process. A second one, such as OpenMP's beside PyTorch's, would have its threads spin on the cores that
-// this one works on. Helpers wait for work spinning briefly, because kernels follow each other within microseconds, then
-// asleep. Each thread has a share of the tasks that lie side by side, and the same one for every kernel: what it wrote
-// for some rows is in its core's cache when the next kernel wants them. It takes them one by one, and then others' ones,
-// so that a thread that is held up delays the others by one task at most.
+// One thread pool for the process. A second pool, such as OpenMP's beside PyTorch's, would spin on the cores that this
+// one uses. Helpers first spin briefly for work, because kernels follow each other within microseconds, and then sleep.
+//
+// Each thread has a contiguous share of the tasks, the same share for every kernel. So the rows it wrote are in its
+// core's cache when the next kernel reads them. A thread takes its own tasks one by one, and then tasks of other
+// shares. So a delayed thread delays the others by at most one task.
 #include "pool.hpp"
 
 #include "scratch.hpp"
@@ -19,7 +20,7 @@
 namespace fissile {
 namespace {
 
-// Rounds of looking for work before a helper sleeps: about 20 us.
+// Polls for work before a helper sleeps: about 20 us.
 constexpr int SPINS = 2000;
 constexpr int64_t MOST_THREADS = 256;
 
@@ -31,7 +32,7 @@ void pause_briefly() {
 #endif
 }
 
-// Tasks of a share that nobody has taken yet.
+// The tasks of a share that no thread has taken yet.
 struct alignas(64) Share {
   std::atomic<int64_t> next{0};
   int64_t end = 0;
@@ -54,7 +55,8 @@ class Pool {
     start_missing(helpers);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      // Nobody is inside. A helper that is late may come in as soon as there are places, so these come last.
+      // No helper is inside. A late helper may enter as soon as `places_` is positive, so it is set after everything
+      // else.
       task_ = task;
       context_ = context;
       share_out(count, helpers + 1);
@@ -64,7 +66,7 @@ class Pool {
     }
     if (asleep_.load() > 0) wake_.notify_all();
     take_tasks(0);
-    // Late helpers find no place any more; those inside finish the task that they have.
+    // Late helpers find no place any more; helpers inside finish their current task.
     places_.store(0, std::memory_order_seq_cst);
     for (int64_t spin = 0; inside_.load(std::memory_order_seq_cst) > 0; spin++) {
       if (spin < SPINS) pause_briefly();
@@ -74,10 +76,11 @@ class Pool {
   }
 
  private:
-  // Those that the system does not grant are done without, and asked for again next time.
+  // Starts helpers up to `helpers`. If the system refuses a thread, the pool works without it and tries again next
+  // time.
   void start_missing(int64_t helpers) try {
     for (; started_ < helpers; started_++) std::thread([this, who = started_ + 1] { help(who); }).detach();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): what to do is nothing.
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): fewer helpers are enough.
   }
 
   void share_out(int64_t count, int64_t shares) {
@@ -88,7 +91,7 @@ class Pool {
     }
   }
 
-  // First this thread's own.
+  // Takes this thread's own tasks first, then those of other shares.
   void take_tasks(int64_t who) {
     for (int64_t i = 0; i < num_shares_; i++) {
       Share& one = shares_[(who + i) % num_shares_];
@@ -97,7 +100,7 @@ class Pool {
     if (take_scratch_failure()) failed_.store(true, std::memory_order_relaxed);
   }
 
-  // Whether this helper may take part: it is inside before it looks, so that `share` cannot end in between.
+  // True if this helper may take tasks. It counts as inside before it checks, so that `share` cannot return in between.
   bool enter() {
     inside_.fetch_add(1, std::memory_order_seq_cst);
     if (places_.fetch_sub(1, std::memory_order_seq_cst) > 0) return true;
@@ -146,10 +149,10 @@ class Pool {
   alignas(64) std::atomic<int64_t> inside_{0};
 };
 
-// Never destroyed: helpers outlive main().
+// Never destroyed, since helpers outlive main().
 alignas(Pool) unsigned char memory[sizeof(Pool)];
 
-// The child of a fork has none of the helpers: it begins with a pool of its own.
+// A forked child has no helper threads, so it starts with a new pool of the same size.
 void begin_anew() {
   const int64_t kept = reinterpret_cast<Pool*>(memory)->threads();
   (new (memory) Pool)->set_threads(kept);

@@ -1,22 +1,22 @@
-// Threads that share the tasks of one kernel at a time.
+// A thread pool whose threads share the tasks of one kernel at a time.
 #pragma once
 
 #include <cstdint>
 
 namespace fissile {
 
-// How many threads work together, the caller included. Takes effect with the next `share`.
+// Number of threads that work together, the caller included. Takes effect with the next `share`.
 void set_threads(int64_t threads);
 int64_t threads();
 
 using Task = void (*)(const void* context, int64_t task);
 
-// Runs `task(context, i)` for i in [0, count), each once, in any order on any thread, and returns when all are done.
-// Where another thread is inside of `share`, the caller works alone. Whether all tasks had their scratch memory: one that
-// has none writes nothing and returns.
+// Runs `task(context, i)` once for each i in [0, count), in any order on any thread, and returns when all have
+// finished. If another thread is inside `share`, the caller runs all tasks itself. Returns false if a task had no
+// scratch memory; such a task returns without writing anything.
 bool share(int64_t count, Task task, const void* context);
 
-// The same for a kernel and its argument.
+// Runs `kernel(work, i)` for each i in [0, count).
 template <class Work>
 bool share(int64_t count, void (*kernel)(const Work&, int64_t), const Work& work) {
   struct Call {

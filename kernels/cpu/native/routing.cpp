@@ -1,5 +1,6 @@
-// Which experts a row goes to, and with what weights (kernels/interface.py, Routing). Each row by itself, in float32; sums in
-// the order of experts or of slots. Of equals the lower id is chosen first; NaN counts as the highest, as in PyTorch.
+// Selects each row's experts and their weights (kernels/interface.py, Routing). Each row is computed alone, in float32,
+// with sums in the order of experts or of slots. Among equals the lower id comes first. NaN counts as the highest, as
+// in PyTorch.
 #include "routing.hpp"
 
 #include "scratch.hpp"
@@ -11,7 +12,7 @@ bool is_nan(float x) { return x != x; }
 
 bool above(float a, float b) { return a > b || (is_nan(a) && !is_nan(b)); }
 
-// The place of the highest number that is not `taken` yet, which it is then.
+// Index of the highest value that is not `taken`; marks it as taken.
 int64_t take_highest(const float* values, int64_t count, bool* taken) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; i++)
@@ -26,7 +27,7 @@ float highest_of(const float* values, int64_t count) {
   return best;
 }
 
-// exp(values - their highest) over the sum of it, in place.
+// softmax in place: exp(values - max) divided by the sum.
 void softmax(float* values, int64_t count) {
   const float highest = highest_of(values, count);
   float total = 0.0f;
@@ -42,23 +43,23 @@ void sigmoid(float* values, int64_t count) {
     store_up_to(values + i, one / (one + exp(-load_up_to(values + i, count - i))), count - i);
 }
 
-// Memory of a row.
+// Scratch memory of a row.
 struct Row {
   float* scores;
-  // What is chosen by: scores and biases, and nothing outside the best groups.
+  // Scores plus biases, by which experts are selected; -infinity outside the best groups.
   float* choice;
   float* groups;
   bool* taken;
 };
 
-// The sum of a group's two best.
+// The sum of the two highest values of a group.
 float group_score(const float* choice, int64_t size, bool* taken) {
   __builtin_memset(taken, 0, static_cast<uint64_t>(size));
   const float best = choice[take_highest(choice, size, taken)];
   return size > 1 ? best + choice[take_highest(choice, size, taken)] : best;
 }
 
-// Lets only the best groups be chosen from (arXiv:2412.19437, section 2.1.2).
+// Excludes all groups but the best (arXiv:2412.19437, section 2.1.2).
 void keep_best_groups(const fissile::Route& work, const Row& row) {
   const int64_t size = work.experts / work.num_groups;
   for (int64_t g = 0; g < work.num_groups; g++) row.groups[g] = group_score(row.choice + g * size, size, row.taken);
@@ -91,7 +92,7 @@ void route_row(const fissile::Route& work, int64_t index, const Row& row) {
     weights[slot] = (work.renormalize ? weights[slot] / (total + 1e-20f) : weights[slot]) * work.scale;
 }
 
-// Rows of a task: some microseconds of work.
+// Rows of a task, which take a few microseconds.
 constexpr int64_t TASK_ROWS = 4;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The choice of experts; see routing.cpp.
+// Selection of experts; see routing.cpp.
 #pragma once
 
 #include "kernels.hpp"

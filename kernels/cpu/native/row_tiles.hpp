@@ -1,4 +1,4 @@
-// How the rows of a product are shared out among its tiles.
+// How the rows of a matrix product are divided into tiles.
 #pragma once
 
 #include "vec.hpp"
@@ -10,7 +10,7 @@ struct RowTile {
   int64_t rows;
 };
 
-// Evenly, of up to `most` rows each.
+// Tile `tile` of `rows` rows, divided evenly into tiles of at most `most` rows.
 FISSILE_INLINE RowTile row_tile(int64_t rows, int64_t most, int64_t tile) {
   const int64_t all = parts(rows, most), share = rows / all, more = rows % all;
   return {tile * share + at_most(tile, more), share + (tile < more)};

@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t LINE = 64;
 constexpr uint64_t LARGE_PAGE = uint64_t{2} << 20;
 
-// In large pages where it fills any and the system has them: tiles are read from many rows at a time.
+// Uses large pages from 2 MiB on, if the system has them, because tiles read many rows at a time.
 void* allocate(uint64_t bytes) {
   const uint64_t unit = bytes < LARGE_PAGE ? LINE : LARGE_PAGE, whole = (bytes + unit) / unit * unit;
   void* const memory = std::aligned_alloc(unit, whole);

@@ -1,17 +1,17 @@
-// Memory that a thread keeps from kernel to kernel.
+// Scratch memory that a thread keeps from kernel to kernel.
 #pragma once
 
 #include <cstdint>
 
 namespace fissile {
 
-// What it is for: memory for one purpose is not given out for another.
+// Each purpose has its own memory, so nested uses do not overwrite each other.
 enum Purpose { OF_CALL, OF_EXPERTS, OF_LAYERS, OF_HEAD, OF_TASK, PURPOSES };
 
-// `count` floats of this thread, aligned to 64 bytes, or null; the content is what the last user left.
+// `count` floats of this thread, aligned to 64 bytes, or null if the allocation failed. The contents are undefined.
 float* scratch(Purpose purpose, int64_t count);
 
-// Whether `scratch` has returned null on this thread since it was last asked.
+// True if `scratch` returned null on this thread since the last call of this function.
 bool take_scratch_failure();
 
 }  // namespace fissile

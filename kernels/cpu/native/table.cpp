@@ -1,4 +1,4 @@
-// The micro-kernels of the instruction set that this is compiled for.
+// The kernel table of the instruction set that this source is compiled for.
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"

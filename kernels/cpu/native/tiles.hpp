@@ -1,8 +1,9 @@
-// The eight tile registers of AMX, as far as products of bfloat16 need them. With FISSILE_EMULATED the same in memory, by
-// the pseudo-code of Intel's manual (volume 2, TDPBF16PS): tests run the kernels of linear_amx.cpp on any AVX2 machine.
+// The eight AMX tile registers, with the operations that bfloat16 products need. With FISSILE_EMULATED, the registers
+// are in memory and follow the pseudo-code of Intel's manual (volume 2, TDPBF16PS). Tests thus run the kernels of
+// linear_amx.cpp on any AVX2 machine.
 //
-// Instructions are written down here because the compilers' intrinsics take registers as literals only, not as arguments
-// of templates. The compiler itself never uses tiles.
+// The instructions are inline assembly, because compilers' intrinsics accept registers only as literals, not as
+// template arguments. The compiler itself never uses tiles.
 #pragma once
 
 #include "vec.hpp"
@@ -30,10 +31,10 @@ struct Tile {
   alignas(64) uint8_t bytes[TILE_ROWS][TILE_BYTES];
 };
 
-// No rows: the thread has no shapes loaded.
+// Zero rows: the thread has not loaded tile shapes.
 inline thread_local Tile emulated_tiles[8];
 
-// As the processor does with a tile that has no shape, or one that does not fit.
+// Traps, as the processor does for a tile that has no shape or does not fit.
 FISSILE_INLINE void require(bool fits) {
   if (!fits) __builtin_trap();
 }
@@ -74,7 +75,8 @@ void tile_store(void* to, int64_t stride = TILE_BYTES) {
 FISSILE_INLINE Floats first_of(Words pairs) { return flushed((Floats)(pairs << 16)); }
 FISSILE_INLINE Floats second_of(Words pairs) { return flushed((Floats)(pairs & splat_word(0xFFFF0000u))); }
 
-// sums += rows of A times columns of B: one chain of fma's for the first numbers of the pairs, one for the second.
+// sums += rows of A times columns of B. One chain of fma's adds the products of the pairs' first numbers, another those
+// of the second numbers.
 template <int SUMS, int A, int B>
 void tile_multiply() {
   Tile& sums = emulated_tiles[SUMS];
@@ -109,7 +111,7 @@ FISSILE_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
 }
 
-// Rows lie `stride` bytes from one another.
+// Rows are `stride` bytes apart.
 template <int TILE>
 FISSILE_INLINE void tile_load(const void* from, int64_t stride = TILE_BYTES) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");

@@ -1,4 +1,4 @@
-// The way of finished sums into y.
+// Writes finished sums of a matrix product to y.
 #pragma once
 
 #include "activation.hpp"
@@ -12,7 +12,7 @@ FISSILE_INLINE Floats with_bias(const fissile::Linear& work, const float* sums, 
   return work.weight.bias ? value + load_up_to(work.weight.bias + column, left) : value;
 }
 
-// The sums of a panel's columns, `column` and following, for one row, plus the bias, rounded.
+// Writes one row's sums of a panel, which begins at `column`, plus the bias, rounded to `Number`.
 template <class Number>
 FISSILE_INLINE void write_row(const fissile::Linear& work, const float* sums, int64_t column, Number* y) {
   for (int64_t c = 0; c < fissile::PANEL && column + c < work.weight.columns; c += WIDTH) {
@@ -21,7 +21,7 @@ FISSILE_INLINE void write_row(const fissile::Linear& work, const float* sums, in
   }
 }
 
-// The activation of a panel of gates, `column` and following, and one of ups, whole panels.
+// Writes silu(gate) * up for one row of a whole panel of gates, which begins at `column`, and the panel of its ups.
 template <class Number>
 FISSILE_INLINE void write_gated_row(
     const fissile::Linear& work, const float* gates, const float* ups, int64_t column, Number* y) {
