@@ -244,7 +244,7 @@ DEFAULT_VOCAB = 384
         ({"intermediate_size": 80}, r"midlayer.mlp.down_proj.weight is \[64, 72\], expected \[64, 80\]"),
     ],
 )
-def test_a_head_that_cannot_be_used(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unusable_draft_head_is_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", tokenizer=False, num_hidden_layers=1)
     folder = make_eagle3_head(tmp_path / "head", target)
     config = json.loads((folder / "config.json").read_text())

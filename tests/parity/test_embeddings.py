@@ -127,7 +127,7 @@ def test_ranks_give_equal_bits_in_any_batch(tmp_path: Path, architecture: str) -
     ranks.close()
 
 
-def test_vectors_of_the_library_are_cut_and_have_the_checkpoints_pooling(tmp_path: Path) -> None:
+def test_library_vectors_are_truncated_with_checkpoint_pooling(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     made = engine(folder, backend_or_skip("cpu").name)
     (last,), (mean,) = (made.embed(["the cat"], pooling) for pooling in POOLINGS)

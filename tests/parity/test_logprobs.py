@@ -125,9 +125,7 @@ def test_processed_logprobs_follow_filters_and_penalties(
         seen.add(entry["token_id"])
 
 
-def test_greedy_rows_have_the_processed_distribution_at_temperature_1(
-    engine: LLMEngine, prompts: list[list[int]]
-) -> None:
+def test_greedy_logprobs_use_temperature_1(engine: LLMEngine, prompts: list[list[int]]) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 2}
     (raw,) = engine.generate(prompts[:1], SamplingParams(**greedy))
     (processed,) = engine.generate(prompts[:1], SamplingParams(top_k=1, logprobs_kind="processed", **greedy))

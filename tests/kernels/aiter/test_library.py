@@ -70,7 +70,7 @@ def test_a_supported_version(place: Path, tag: str) -> None:
         library.enum("QuantType", "per_2x2")
 
 
-def test_other_parameters(place: Path) -> None:
+def test_aiter_with_other_parameters_is_refused(place: Path) -> None:
     lay(place, LATEST, {NORM: "input, weight, gemma, epsilon"})
     message = refused()
     assert message == (
@@ -124,7 +124,7 @@ def test_failed_import_is_refused(place: Path) -> None:
 
 
 @without_aiter
-def test_a_source_tree_has_no_version(place: Path) -> None:
+def test_aiter_source_tree_has_unknown_version(place: Path) -> None:
     lay(place, LATEST)
     (place / "amd_aiter-9.8.7.dist-info/METADATA").unlink()
     (place / "amd_aiter-9.8.7.dist-info").rmdir()

@@ -99,7 +99,7 @@ def test_agreement_is_cached(compared: TileAgreement, monkeypatch: pytest.Monkey
     assert compared.of_products(FP32)
 
 
-def test_an_interpreted_backend_takes_one_tile() -> None:
+def test_interpreted_backend_uses_one_tile() -> None:
     assert TritonBackend().settings.agreement is None
 
 

@@ -230,7 +230,7 @@ def test_bits_are_equal_in_any_step(index: IndexSpec | None, monkeypatch: pytest
     assert seen == set(places)
 
 
-def test_a_prefill_has_the_bits_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_bits_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     short_splits(monkeypatch)
     sequences = Sequences(heads=2, lengths=[36])
     borders = [29, 30, 33, 36]

@@ -175,7 +175,7 @@ def test_argmax_with_more_tiles_than_are_compared_at_once(settings: Settings, mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_head_has_its_own_matrix(dtype: torch.dtype, settings: Settings) -> None:
+def test_heads_use_separate_matrices(dtype: torch.dtype, settings: Settings) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(3, 20, 40, generator=generator).to(dtype)
     x = torch.randn(19, 3, 64, generator=generator).to(dtype)[:, :, 8:48]

@@ -108,7 +108,7 @@ def stored(scheme: Scheme, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return values, torch.from_numpy(scales[1]).view(dtypes[scales[0]]), torch.from_numpy(worth)
 
 
-def test_every_number_of_either_fp8_in_the_other() -> None:
+def test_fp8_formats_convert_into_each_other() -> None:
     """E4M3FN in E4M3FNUZ exactly; the other way all but odd multiples of the smallest number."""
     raw = torch.arange(256, dtype=torch.uint8)[:, None]
     for given, fp8, fnuz in ((FN, FNUZ, False), (FNUZ, FN, True)):

@@ -52,7 +52,7 @@ def test_equal_experts_are_ordered_by_id(name: str) -> None:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
-def test_rows_may_lie_apart_and_do_not_depend_on_each_other(
+def test_strided_rows_are_independent(
     scoring: Literal["softmax", "sigmoid", "topk_softmax"],
 ) -> None:
     wide, routing = drawn(3, 200), Routing(6, scoring, renormalize=True)
@@ -72,7 +72,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_extreme_logits_give_different_experts_in_range() -> None:
+def test_extreme_logits_choose_distinct_experts_in_range() -> None:
     """Rows with all scores 0 or NaN must choose distinct experts within range."""
     logits = torch.tensor([[-300.0, 0.0, -300.0, -300.0], [-torch.inf, 1.0, -torch.inf, 2.0], [torch.nan, 1, 2, 3]])
     for routing in (Routing(3), Routing(3, "topk_softmax"), Routing(3, "sigmoid")):

@@ -168,7 +168,7 @@ def test_extreme_temperatures(temperature: float) -> None:
     assert_same(random_logits(3, 50, rng), given, rng)
 
 
-def test_greedy_and_broken_rows_among_others() -> None:
+def test_greedy_and_nan_rows_in_mixed_batch() -> None:
     rng = np.random.default_rng(5)
     logits = random_logits(7, 40, rng)
     logits[1, 5:] = -INF

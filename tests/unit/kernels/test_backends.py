@@ -37,7 +37,7 @@ def test_linear(backend: KernelBackend, dtype: torch.dtype, rows: int, with_bias
     torch.testing.assert_close(out.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_linear_takes_unaligned_views_and_other_dtypes(backend: KernelBackend) -> None:
+def test_linear_accepts_unaligned_views_and_other_dtypes(backend: KernelBackend) -> None:
     storage = torch.randn(1 + 40 * 24)
     weight = storage[1:].view(40, 24)
     x = torch.randn(17 * 24 + 3)[3:].view(17, 24)

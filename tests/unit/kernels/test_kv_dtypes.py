@@ -92,9 +92,7 @@ def test_attention_reads_rounded_cache(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *NARROW])
 @pytest.mark.parametrize("latent", [False, True])
-def test_blocks_are_copied_byte_by_byte_one_after_the_other(
-    backend: KernelBackend, dtype: torch.dtype, latent: bool
-) -> None:
+def test_block_copies_run_in_order(backend: KernelBackend, dtype: torch.dtype, latent: bool) -> None:
     spec = KVSpec(1, 8, latent_value_dim=6, index=IndexSpec(2, 4, 3)) if latent else KVSpec(2, 8)
     cache = backend.kv_cache.allocate(spec, 3, 5, 4, dtype)
     pools = [cache.data, cache.index.data] if latent else [cache.data]

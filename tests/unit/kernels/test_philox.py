@@ -40,7 +40,7 @@ def test_word_of_a_token_has_the_documented_counter() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 4, 5, 1023])
-def test_all_tokens_agree_with_single_tokens(vocab_size: int) -> None:
+def test_words_of_all_tokens_equal_single_tokens(vocab_size: int) -> None:
     seeds, positions, choices = (np.array(v, np.uint64) for v in ([7, 2**64 - 1], [0, 2**31], [0, 127]))
     everything = all_token_words(vocab_size, seeds, positions, choices)
     assert everything.shape == (2, vocab_size)

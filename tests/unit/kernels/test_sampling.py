@@ -126,7 +126,7 @@ def test_row_is_independent_of_batch() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0, 30.0])
-def test_large_vocabulary_takes_the_exact_best(scale: float) -> None:
+def test_large_vocabulary_samples_exact_winner(scale: float) -> None:
     """Above 4,096 ids most noise is computed in float32 only; the winner is the one of float64."""
     rng = np.random.default_rng(int(scale))
     logits = rng.normal(0, 1, (3, 20_000)).astype(np.float32) * np.float32(scale)
@@ -136,7 +136,7 @@ def test_large_vocabulary_takes_the_exact_best(scale: float) -> None:
     assert run(logits, rows) == scores.argmax(axis=1).tolist()
 
 
-def test_the_winner_may_have_the_lowest_noise() -> None:
+def test_winner_with_lowest_noise_is_sampled() -> None:
     """Float32 noise is worst at its lowest end: a far larger logit must still win."""
     row = Row(seed=5)
     words = np.array([reference_word(row, token) for token in range(5000)], np.uint64)
@@ -182,7 +182,7 @@ FILTERED = [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5)]
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-37])
 @pytest.mark.parametrize("row", FILTERED)
-def test_a_tiny_temperature_takes_the_most_likely(row: Row, temperature: float) -> None:
+def test_tiny_temperature_samples_most_likely_id(row: Row, temperature: float) -> None:
     """M8, W20: if the division overflowed for several ids, the lowest of them won."""
     logits = np.random.default_rng(3).normal(0, 10, (6, 300)).astype(np.float32)
     logits[3:] -= 1000

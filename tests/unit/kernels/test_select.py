@@ -20,7 +20,7 @@ def test_torch_backend_is_available() -> None:
     assert select_backend("torch").name == "torch"
 
 
-def test_auto_takes_the_native_kernels_where_they_are_fast() -> None:
+def test_auto_selects_native_kernels_on_fast_machines() -> None:
     chosen = library.select(native_library())
     assert select_backend().name == ("torch" if chosen == library.PLAIN else "cpu")
 

@@ -94,7 +94,7 @@ _MIN = test_stream_assembly.test_a_stop_string_may_end_with_the_last_of_min_toke
 _REST = test_stream_assembly.test_stop_string_completed_at_end_matches
 _BRUTE = test_stop_strings.test_stop_string_search_equals_brute_force
 _GATE = test_dispatcher.test_group_in_transit_counts_as_waiting_at_worker
-_SALTS = test_block_manager.test_a_salt_in_use_is_not_forgotten_for_new_ones
+_SALTS = test_block_manager.test_salt_in_use_is_not_evicted_for_new_salts
 
 _SET = "account.start = max(account.start, accounts.virtual_time)"
 _TIME = "max(accounts.virtual_time, account.start)"

@@ -47,7 +47,7 @@ def test_length_beyond_model_maximum_is_refused() -> None:
         pool(max_model_len=1025)
 
 
-def test_no_block_at_all_is_refused() -> None:
+def test_pool_without_blocks_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match="kv_cache_memory"):
         pool(kv_cache_memory=999)
 

@@ -120,7 +120,9 @@ def test_sampling_defaults_come_from_checkpoint(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_answers_to_one_prompt_compute_it_once(folder: Path, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_one_prompt_compute_prompt_once(
+    folder: Path, deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of the others computes the last token, and is the answer that it is alone."""
     size, prompt = 16, [7, 300, 40] * 17
     config = Config(
@@ -204,7 +206,7 @@ class TestStopsOnText:
 
 @settings(max_examples=200)
 @given(asked=continuations())
-def test_the_text_of_an_answer_continues_its_prompt(folder: Path, asked: Continuation) -> None:
+def test_answer_text_continues_prompt(folder: Path, asked: Continuation) -> None:
     """M4: the text equals Generate's, however many tokens a step returns."""
     io = InputOutputProcessor(asked.tokenizer, ModelConfig.from_folder(folder), block_size=16)
     params = SamplingParams(max_tokens=100, stop_strings=asked.stops)
@@ -216,7 +218,7 @@ def test_the_text_of_an_answer_continues_its_prompt(folder: Path, asked: Continu
     assert answer.text == asked.stopped
 
 
-def test_a_prompt_of_text_is_continued_as_one_of_tokens(folder: Path) -> None:
+def test_text_prompt_is_continued_like_token_prompt(folder: Path) -> None:
     """M4: the space before the first word of an answer was lost."""
     tokenizer = TOKENIZERS["sentencepiece"]
     io = InputOutputProcessor(tokenizer, ModelConfig.from_folder(folder), block_size=16)
@@ -352,7 +354,7 @@ class TestRequestsAndSteps:
             assert [part.finish_reason for part in mine][-2:] == [None, answer["finish_reason"]]
         assert answers[request_id, 0]["finish_reason"] == "stop_string"
 
-    def test_generate_streams_and_leaves_other_requests_theirs(self, folder: Path) -> None:
+    def test_generate_keeps_streams_of_other_requests(self, folder: Path) -> None:
         engine, parts = simulated(folder), list[StreamOutput]()
         before = engine.add_request([1, 2], GREEDY)
         (answer,) = engine.generate([[3, 4] * 9], {"max_tokens": 20, "ignore_eos": True}, stream_callback=parts.append)

@@ -50,7 +50,7 @@ from worker.session.outbox import Outbox, OutboxRun
 _EVERY = test_outbox.test_every_interleaving_delivers_every_token_once_in_order
 _BREAK = test_outbox.test_broken_streams_lose_frames_and_no_tokens
 _LOGPROBS = test_outbox.test_logprobs_accompany_tokens_after_given_rows
-_CUT = test_intake.test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences
+_CUT = test_intake.test_split_and_interleaved_groups_give_equal_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
 _HOLDS = test_cache_events.test_kv_log_equals_engine_cache
 _LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
@@ -61,7 +61,7 @@ _SCHEDULER = test_state_machine.SchedulerMachine
 _CHUNKS = test_lockstep.test_chunks_cover_each_engines_rows_once
 _CUTS = test_frames.test_messages_survive_any_cut
 _ANY_BYTES = test_frames.test_any_bytes_are_a_message_or_a_frame_error
-_ALL_WAITING = test_extreme_numbers.test_the_waiting_tokens_of_all_routers_fit_their_field
+_ALL_WAITING = test_extreme_numbers.test_waiting_tokens_of_all_routers_fit_field
 _BATCHES = test_batch_delta.test_batches_arrive_unchanged
 _FORCED = test_forced_text.test_it_is_what_all_comparisons_say
 _CHOICES = test_draft_controller.test_choices_are_beginnings_of_what_there_is
@@ -162,7 +162,7 @@ MUTANTS: list[tuple[Mutant, Test]] = [
 _LONGER = {test_state_machine.LongMachine.__name__}
 
 
-def test_each_property_test_of_sequences_has_a_fault_to_find() -> None:
+def test_sequence_property_tests_have_mutants() -> None:
     listed = {name_of(test) for _, test in [*MUTANTS, *CAUGHT]} | _LONGER
     packages = (engine, ranks, session)
     assert sorted(property_tests(itertools.chain(*map(modules_below, packages))) - listed) == []

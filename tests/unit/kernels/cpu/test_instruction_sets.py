@@ -183,7 +183,7 @@ def test_backend_keeps_its_instruction_set(native: CDLL) -> None:
     assert CpuBackend("avx2").instruction_set == "avx2"
 
 
-def test_a_name_chooses_the_native_kernels_and_is_refused_with_others(native: CDLL) -> None:
+def test_cpu_isa_option_is_refused_with_other_kernels(native: CDLL) -> None:
     assert select_backend("auto", "plain").description == "cpu:plain"
     with pytest.raises(ValueError, match="cpu_isa 'sse' is not known; choose one of: auto, amx, avx512bf16, avx512"):
         select_backend("cpu", "sse")

@@ -35,7 +35,7 @@ def test_every_task_is_done_once(threads: CDLL, count: int) -> None:
         assert not done[tasks:].any()
 
 
-def test_other_threads_take_part(threads: CDLL) -> None:
+def test_pool_uses_other_threads(threads: CDLL) -> None:
     threads.fissile_set_threads(2)
     both = threading.Barrier(2, timeout=60)
     seen: set[int] = set()

@@ -103,7 +103,7 @@ def test_answers_share_no_blocks_without_cache_or_across_salts() -> None:
     assert engine.prompt_tokens == 2 * (21 + 1)
 
 
-def test_a_prompt_with_one_answer_is_cached_by_full_blocks() -> None:
+def test_prompt_with_one_answer_caches_full_blocks_only() -> None:
     """A single answer neither waits for a last block nor keeps one."""
     engine, (first, second) = Engine(scheduler()), [answers(1, 21)[0] for _ in range(2)]
     engine.sched.add_group([first, second])

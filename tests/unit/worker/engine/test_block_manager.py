@@ -42,7 +42,7 @@ def run(bm: BlockManager, seq: Sequence) -> Sequence:
     return seq
 
 
-def test_second_use_hits_all_but_the_last_token() -> None:
+def test_reused_prompt_hits_all_but_last_token() -> None:
     bm = manager()
     first = run(bm, blocks_of(1, 2, tail=0))
     again = blocks_of(1, 2, tail=0)
@@ -88,7 +88,7 @@ def test_hits_in_use_are_free_of_charge_and_free_hits_are_not() -> None:
     assert bm.num_free_blocks == 1
 
 
-def test_a_hit_is_not_evicted_to_make_room_for_its_own_sequence() -> None:
+def test_hit_is_not_evicted_for_its_own_sequence() -> None:
     bm = manager(num_blocks=3)
     first = run(bm, blocks_of(1, 2, tail=0))
     bm.deallocate(first)
@@ -111,7 +111,7 @@ def test_suffixes_are_evicted_before_prefixes() -> None:
     assert bm.hash_to_block_id == {}
 
 
-def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+def test_empty_blocks_are_used_before_cached_blocks() -> None:
     bm = manager(num_blocks=4)
     first = run(bm, blocks_of(1, 2))  # two cached blocks and a partial one
     bm.deallocate(first)
@@ -209,7 +209,7 @@ def test_sequence_with_given_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatc
     assert hashed == [2, 1]
 
 
-def test_a_cached_block_takes_little_memory() -> None:
+def test_cached_block_memory_is_small() -> None:
     """W12: 1.3 KB of Python's heap, most of it numbers that are the block's tokens."""
     manager = BlockManager(Config(num_kvcache_blocks=2000, enable_prefix_caching=True))
     tracemalloc.start()
@@ -233,7 +233,7 @@ def test_salts_share_no_blocks_on_root_collision() -> None:
     assert len(bm.prefixes.cached_blocks(blocks_of(1, 2, salt=b"a", root=7))) == 2
 
 
-def test_a_salt_in_use_is_not_forgotten_for_new_ones() -> None:
+def test_salt_in_use_is_not_evicted_for_new_salts() -> None:
     """With more salts than there is room for, the busiest tenant keeps its cache."""
     bm = manager()
     run(bm, blocks_of(1, salt=b"busy", root=1))

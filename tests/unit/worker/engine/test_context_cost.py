@@ -114,7 +114,7 @@ def test_context_cost_stays_zero_without_samples() -> None:
     assert costs.weight == 0
 
 
-def test_followers_of_a_long_prompt_are_admitted_one_a_step() -> None:
+def test_one_follower_of_long_prompt_is_admitted_per_step() -> None:
     """After a long step too: looking up 6,250 cached blocks takes milliseconds, and 64 such lookups 459 ms."""
     config = Config(num_kvcache_blocks=7000, max_model_len=110_000, max_num_batched_tokens=8192, eos_token_id=0)
     sched, prompt = Scheduler(replace(config, enable_prefix_caching=True)), list(range(1, 100_001))

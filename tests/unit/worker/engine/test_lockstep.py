@@ -143,7 +143,7 @@ def test_every_engine_makes_every_step(deferred: bool) -> None:
     assert not any(core.others_have_work for core in cores)
 
 
-def test_a_lost_engine_fails_the_others() -> None:
+def test_lost_lockstep_engine_fails_others() -> None:
     cores, groups = engines()
     groups[2].lost = True
 

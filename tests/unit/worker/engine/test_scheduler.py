@@ -59,7 +59,7 @@ def kinds(sched: Scheduler, steps: int) -> str:
 
 
 class TestAdmission:
-    def test_all_that_fits_shares_one_prefill_then_all_decode(self) -> None:
+    def test_fitting_prompts_share_one_prefill_step(self) -> None:
         sched = scheduler()
         seqs = [prompt(10), prompt(20, 200), prompt(1, 300)]
         sched.add_group(seqs)
@@ -103,7 +103,7 @@ class TestAdmission:
         assert step(sched).num_scheduled_tokens == [20]  # first come, first served: the third does not pass the second
         assert step(sched).num_scheduled_tokens == [20, 2]
 
-    def test_a_burst_on_one_prefix_computes_it_once(self) -> None:
+    def test_burst_with_common_prefix_computes_prefix_once(self) -> None:
         sched = scheduler()
         burst = [prompt(40) for _ in range(4)]
         bystander = prompt(10, 500)
@@ -220,7 +220,7 @@ class TestMixed:
             assert batch.total_tokens_num <= 4
             sched.take_outputs()
 
-    def test_a_prompt_has_its_share_beside_any_number_of_decodes(self) -> None:
+    def test_prompt_has_budget_share_beside_decodes(self) -> None:
         """W2: a prompt got one token of a step beside 15 decodes of a budget of 16."""
         sched = self.mixed(max_num_batched_tokens=16, max_num_seqs=16)
         sched.add_group([prompt(1, 100 + i, max_tokens=1000) for i in range(15)])
@@ -232,7 +232,7 @@ class TestMixed:
     def test_prompt_without_share_starves(self) -> None:
         (mutant,) = [mutant for mutant in FAULTS if mutant.trap == "prompts-starve"]
         with mutant.applied(), pytest.raises(AssertionError):
-            self.test_a_prompt_has_its_share_beside_any_number_of_decodes()
+            self.test_prompt_has_budget_share_beside_decodes()
 
     def test_decodes_beyond_budget_alternate(self) -> None:
         """W2: a sequence left out for a prompt is in the next step, and all sequences are left out equally often."""
@@ -345,9 +345,7 @@ class TestGate:
     @given(
         st.lists(st.tuples(st.integers(0, 90), st.sampled_from(Priority)), min_size=1, max_size=8), st.integers(0, 160)
     )
-    def test_gate_opens_by_the_earliest_of_all_arrivals(
-        self, arrivals: list[tuple[int, Priority]], now_ms: int
-    ) -> None:
+    def test_gate_opens_by_earliest_arrival(self, arrivals: list[tuple[int, Priority]], now_ms: int) -> None:
         """The 50 ms hold starts at the earliest arrival, whatever the order of additions and the priority classes."""
         sched, _ = self.gated()
         for number, (arrive_ms, priority) in enumerate(arrivals):
@@ -383,7 +381,7 @@ class TestGate:
 
 
 class TestPreemption:
-    def test_resumed_from_all_its_tokens_and_its_own_blocks(self) -> None:
+    def test_preempted_sequence_resumes_from_all_tokens_and_own_blocks(self) -> None:
         sched = scheduler()
         seq = prompt(30)
         sched.add(seq)
@@ -523,7 +521,7 @@ class TestOutputs:
         assert sched.load().waiting_tokens == 46 + 7
         assert (sched.load().room_tokens, sched.load().room_seqs) == (64 - 53, 1)
 
-    def test_decodes_take_room_from_prompts(self) -> None:
+    def test_decodes_reduce_room_for_prompts(self) -> None:
         """W2: routers counted room that decodes already used."""
         sched = scheduler(scheduling_policy="mixed", max_num_batched_tokens=64, max_num_seqs=64, num_kvcache_blocks=200)
         assert sched.load().room_tokens == 64

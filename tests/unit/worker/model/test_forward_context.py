@@ -25,7 +25,7 @@ METADATA = AttentionMetaData(NONE, NONE, NONE.reshape(1, 1), NONE)
 CONTEXT = Context(torch.zeros(1, dtype=torch.int64), num_prefill_seqs=0, batch_size=1, graph_bs=1)
 
 
-def test_a_pass_has_the_registered_cache() -> None:
+def test_forward_pass_has_registered_cache() -> None:
     first, second = {"layers.0": KVCacheTensor(0, "first")}, {"layers.0": KVCacheTensor(0, "second")}
     config = Config()
     for cache in (first, second, first):
@@ -40,7 +40,7 @@ def test_a_pass_has_the_registered_cache() -> None:
     set_kv_cache_data({})
 
 
-def test_threads_do_not_see_each_other() -> None:
+def test_forward_contexts_are_per_thread() -> None:
     set_kv_cache_data({"layers.0": KVCacheTensor(0, "mine")})
     set_forward_context(METADATA, Config(), CONTEXT)
     seen: list[object] = []
@@ -62,7 +62,7 @@ def test_threads_do_not_see_each_other() -> None:
     set_kv_cache_data({})
 
 
-def test_a_block_has_a_context_and_leaves_none() -> None:
+def test_forward_context_ends_with_block() -> None:
     """Also when the pass fails."""
     cache = {"layers.0": KVCacheTensor(0, "mine")}
     with forward_context(METADATA, Config(), CONTEXT, cache):

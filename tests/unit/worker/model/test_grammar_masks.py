@@ -154,7 +154,7 @@ def _byte_id(value: int) -> int:
 CHOICES = {"choices": ["yes", "yes please", "no"]}
 
 
-def test_an_end_is_allowed_where_the_grammar_may_end() -> None:
+def test_end_is_allowed_at_grammar_end() -> None:
     params, yes = params_of(CHOICES), TOKENIZER.encode_inside("yes")
     assert END not in allowed(new_masks(), [], params)
     assert END in allowed(new_masks(), yes, params)

@@ -163,7 +163,7 @@ def test_all_workers_sample_same_blocks(runner: ModelRunner) -> None:
     assert 0 < len(chosen[0]) < len(tokens) // SIZE
 
 
-def test_names_are_digests_of_all_tokens_and_of_the_hash_seed() -> None:
+def test_block_names_cover_all_tokens_and_hash_seed() -> None:
     seq = prompts(0, 20)[1]
     named = list(block_names(array("I", seq.token_ids), SIZE, HASH_SEED))
     assert named == [name_of(seq, place) for place in range(seq.num_tokens // SIZE)]

@@ -104,7 +104,7 @@ def test_forced_text_search_cost_is_bounded_per_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_steps_tokenize_no_more_text_than_they_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_tokenize_only_used_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params, output, masks = params_of(HOSTILE[name]), list[int](), new_masks()
     texts, usual = list[bytes](), grammars().usual_tokens
 

@@ -115,7 +115,7 @@ def test_batches_arrive_unchanged(steps: list[tuple[list[int], int, bool]], batc
             seq.num_computed_tokens += computed
 
 
-def test_tables_of_sequences_that_have_ended_are_dropped() -> None:
+def test_tables_of_ended_sequences_are_dropped() -> None:
     """W12: both ends kept the tables of the last 8192 sequences, which are gigabytes if they were long."""
     pair = Pair()
     for _ in range(1000):

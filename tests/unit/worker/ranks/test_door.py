@@ -181,7 +181,7 @@ def test_engine_stores_require_secret() -> None:
     assert held.store.get("key") == found[1].get("key") == b"value"
 
 
-def test_a_store_listens_on_its_address_alone() -> None:
+def test_store_listens_only_on_its_address() -> None:
     """R1: torch listens on all interfaces, whatever the host."""
     store, port = open_store(HOST)
     assert reach_store(HOST, port).port == store.port

@@ -97,7 +97,7 @@ def nested(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("depth", [4, 300, 2000, 100_000])
-def test_extensions_in_each_other_are_refused(depth: int) -> None:
+def test_nested_extensions_are_refused(depth: int) -> None:
     """R2: 300 nested extensions ended the process by SIGSEGV."""
     with pytest.raises(FrameError, match="extensions in each other"):
         list(FrameReader().feed(nested(depth)))
@@ -123,7 +123,7 @@ def test_invalid_field_values_are_frame_errors(name: str, values: tuple[Any, ...
         list(FrameReader().feed(struct.pack("<I", len(body)) + body))
 
 
-def test_known_classes_in_each_other_arrive() -> None:
+def test_nested_known_classes_arrive() -> None:
     everywhere = LayerQuantConfig("per_token", "int8", True, "w8a8_int8")
     config = Config(quant_config=QuantizationConfig(everywhere, (("lm_head", LayerQuantConfig()),)))
     assert arrived(encode(config)) == config

@@ -187,7 +187,7 @@ async def test_flush_of_failing_engine_is_an_error(site: Site) -> None:
         await site.engine.flush()
 
 
-async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it(site: Site) -> None:
+async def test_group_shares_first_batch_after_inbox_is_emptied(site: Site) -> None:
     site.runner.go.clear()
     submit_group(site.engine, site.listener, 1, [sequence()])
     assert await asyncio.to_thread(site.runner.entered.wait, 60)
@@ -206,7 +206,7 @@ async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it
     assert site.listener.ends[group[1].id] == EndReason.CANCELLED
 
 
-async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_wakes_once_per_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, calls = asyncio.get_running_loop(), []
     original = loop.call_soon_threadsafe
 

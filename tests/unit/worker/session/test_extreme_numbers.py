@@ -104,7 +104,7 @@ def test_extreme_numbers_of_one_router_spare_other_sessions(seed: int) -> None:
 
 @given(tokens=st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=5))
 @example(tokens=[2**64 - 1] * 2)
-def test_the_waiting_tokens_of_all_routers_fit_their_field(tokens: list[int]) -> None:
+def test_waiting_tokens_of_all_routers_fit_field(tokens: list[int]) -> None:
     world = World()
     states = [session_of(world, f"r{i}") for i in range(len(tokens))]
     for state, num_tokens in zip(states, tokens, strict=True):

@@ -34,7 +34,7 @@ def rids(groups: list[SequenceGroup]) -> list[tuple[int, list[int]]]:
     return [(group.serial, [arrival.rid for arrival in group.arrivals]) for group in groups]
 
 
-def test_a_group_of_one_frame() -> None:
+def test_group_of_one_frame() -> None:
     box = inbox()
     whole = record(10, range(40), choice=3, deadline_left_ms=1500, traceparent="t", tracestate="s")
     whole.seed = 2**64 - 1
@@ -82,7 +82,7 @@ def test_resumed_sequence_keeps_prompt_length() -> None:
     assert group.arrivals[0].seq.completion_token_ids == [7, 8]
 
 
-def test_a_group_waits_for_its_last_submit() -> None:
+def test_group_waits_for_last_submit() -> None:
     box = inbox()
     box.submit(submit(1, record(10), more=True).submit, 0.0)
     assert box.take_groups() == []
@@ -90,7 +90,7 @@ def test_a_group_waits_for_its_last_submit() -> None:
     assert rids(box.take_groups()) == [(1, [10, 11])]
 
 
-def test_a_group_waits_for_the_last_extend_of_its_longest_prompt() -> None:
+def test_group_waits_for_last_extend_of_longest_prompt() -> None:
     box = inbox()
     prompt = list(range(300))
     first, rest = long_prompt(10, prompt, cut=100)
@@ -112,7 +112,7 @@ def test_known_rids_are_no_ops() -> None:
     assert box.take_refusals() == []
 
 
-def test_an_empty_group_passes_with_its_serial() -> None:
+def test_empty_group_passes_with_serial() -> None:
     box = inbox()
     box.submit(submit(5).submit, 0.0)
     assert rids(box.take_groups()) == [(5, [])]
@@ -223,7 +223,7 @@ def test_give_up_returns_all_pending_rids() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences(seed: int) -> None:
+def test_split_and_interleaved_groups_give_equal_sequences(seed: int) -> None:
     """Groups are cut into Submit and Extend frames, frames of several groups are mixed, some sequences cancelled."""
     random = Random(seed)
     box, expected, frames = inbox(), {}, []

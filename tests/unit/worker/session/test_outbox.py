@@ -134,7 +134,7 @@ def test_broken_streams_lose_frames_and_no_tokens(seed: int) -> None:
     assert reader.ended == set(sent) - set(live)
 
 
-def test_tails_are_bounded_and_the_oldest_goes_first() -> None:
+def test_tails_are_bounded_and_dropped_oldest_first() -> None:
     outbox = Outbox()
     for rid in range(MAX_TAILS + 10):
         outbox.add(rid, output(10, [1, 2], end=True))

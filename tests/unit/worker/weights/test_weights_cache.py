@@ -119,7 +119,7 @@ def test_backend_adopts_packed_objects_individually(
     }
 
 
-def test_each_rank_and_dtype_has_an_entry(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+def test_each_rank_and_dtype_has_cache_entry(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoints("qwen3")
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
         for dtype in ("bfloat16", "float32"):

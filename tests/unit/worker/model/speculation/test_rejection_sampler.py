@@ -34,7 +34,7 @@ def accepted(drafts: list[list[int]], drawn: list[list[int]]) -> list[list[int]]
 
 
 @given(DRAFTS, st.data())
-def test_drafts_count_up_to_the_first_wrong_one(drafts: list[list[int]], data: st.DataObject) -> None:
+def test_drafts_are_accepted_up_to_first_wrong(drafts: list[list[int]], data: st.DataObject) -> None:
     drawn = [data.draw(st.lists(st.integers(0, 2), min_size=len(own) + 1, max_size=len(own) + 1)) for own in drafts]
     found = RejectionSampler().accept(SpecDecodeMetadata.of(drafts), [*chain.from_iterable(drawn)])
     assert list(map(list, found)) == accepted(drafts, drawn)
