@@ -22,7 +22,7 @@ from kernels.interface import AttentionMetaData, KernelBackend, KVSpec
 from kernels.select import CPU_BACKENDS, select_backend
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 16, 8, 128, 16
-# Of keys and values, all layers together, at least: so much that no cache has the next layer's.
+# Keys and values of all layers together exceed this size, so that no cache holds the next layer's.
 CACHE_BYTES = 128 << 20
 MOST_LAYERS = 64
 

@@ -71,7 +71,7 @@ class Cost:
 
 
 class Sequence:
-    """One sequence in caches of so many layers, and its newest rows."""
+    """One sequence in the caches of `layers` layers, and its newest rows."""
 
     def __init__(self, heads: Heads, context: int, kv_dtype: torch.dtype, most: int) -> None:
         blocks = -(-context // BLOCK)

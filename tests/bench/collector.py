@@ -1,10 +1,10 @@
-"""Pauses between two steps, by who collects cyclic garbage: the interpreter by itself, or the worker between steps.
+"""Pauses between two steps, with the interpreter's garbage collection and with the worker's between steps.
 
     python -m tests.bench.collector [seconds]
 
-The real engine thread and event loop with a made-up model of 2 ms a step (in which the interpreter is free, as in a
-forward pass), 64 sequences that follow each other, 2,000 that wait, and on the event loop 2,000 calls a second that end
-with an exception, each of which leaves a cycle. Modes take turns three times; medians of the runs are printed.
+The real engine thread and event loop with a made-up model of 2 ms a step, which leaves the interpreter free like a
+forward pass. 64 sequences run one after another, 2,000 wait, and the event loop handles 2,000 calls a second that end
+with an exception, each of which leaves a cycle. Modes alternate three times; prints medians of the runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG = Config(max_num_seqs=NUM_SEQS, num_kvcache_blocks=100_000, max_model_len
 
 
 class Automatic(Collector):
-    """What there was before: what is loaded is set aside, the rest is the interpreter's."""
+    """Freezes loaded objects at the start; the interpreter collects the rest by itself."""
 
     def start(self) -> None:
         gc.unfreeze()

@@ -81,7 +81,7 @@ class Profile:
 
 
 def main() -> None:
-    """Prints a line for each number in flight and part, and figures as JSON where a file is named."""
+    """Prints a line for each number in flight and part, and writes figures as JSON to an optional file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])

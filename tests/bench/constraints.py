@@ -89,7 +89,7 @@ _MOST_BYTES: Final = 40 << 20
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Saves a byte-level BPE tokenizer of so many tokens, learnt from sources."""
+    """Saves a byte-level BPE tokenizer of `size` tokens, trained on sources."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -201,7 +201,7 @@ def _error(values: Sequence[float]) -> float:
 
 
 def prepare(folder: Path, shape: dict[str, Any]) -> None:
-    """Makes the checkpoint, where it is not there."""
+    """Creates the checkpoint if it is missing."""
     if (folder / "tokenizer.json").is_file():
         return
     make_checkpoint(folder, dtype="bfloat16", tokenizer=False, **shape)
@@ -209,7 +209,7 @@ def prepare(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Prints a line for each number in flight and way, and figures as JSON where a file is named."""
+    """Prints a line for each number in flight and way, and writes figures as JSON to an optional file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of the checkpoint, which is made where it is not there")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
@@ -237,11 +237,11 @@ def main() -> None:
 
 
 def make_runner(folder: Path, in_flight: int) -> tuple[Config, ModelRunner]:
-    """A config and a runner for so many answers at a time."""
+    """A config and a runner for `in_flight` answers at a time."""
     blocks = in_flight * -(-_LONGEST // 16)
     config = Config(
         model=str(folder), dtype="bfloat16", kernels="cpu", max_model_len=_LONGEST, num_kvcache_blocks=blocks,
-        # The engines share a pool: what one has cached the others overwrite.
+        # The engines share a pool: blocks cached by one are overwritten by the others.
         enable_prefix_caching=False,
     )  # fmt: skip
     model_config = ModelConfig.from_folder(folder)

@@ -60,7 +60,7 @@ class Side(Protocol):
     """Answers stories: with the head, or without."""
 
     def answer(self, stories: list[Story], at_once: int) -> Streams:
-        """Tokens of each, of which so many are asked for at a time."""
+        """Tokens of each story, with `at_once` requests at a time."""
         ...
 
 
@@ -85,7 +85,7 @@ class InProcess:
 
 
 class ThroughService:
-    """A router and a worker in processes of their own, and a client in this one."""
+    """A router and a worker in separate processes, and a client in this one."""
 
     def __init__(self, running: Service, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -165,7 +165,7 @@ def measure(where: str, sides: Mapping[str, Side], temperature: float, at_once: 
 
 
 def _ratios(drafting: list[float], plain: list[float]) -> list[float]:
-    """Of the rounds, but for the first one, which warms up."""
+    """Ratios of the rounds, without the first one, which warms up."""
     return [fast / slow for fast, slow in zip(drafting[1:], plain[1:], strict=True)]
 
 

@@ -20,7 +20,7 @@ from tests.gbnf import Reference
 from tests.unit.common.constraints.test_gbnf import GRAMMARS
 from worker.grammars import Grammars, model_grammars
 
-# A key and a value could go on where the other one begins, so both are read by characters.
+# A key and a value could each continue at the other's start, so both are read by characters.
 _PAIRS: Final = r"""
 root ::= object
 object ::= "{" (key ":" value ";")* "}"

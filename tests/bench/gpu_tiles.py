@@ -86,7 +86,7 @@ class Lock:
 
 
 def replay_time(runs: list[Callable[[], object]], device: torch.device, lock: Lock) -> float:
-    """Seconds of one of `runs`, which are captured one behind the other and replayed."""
+    """Seconds of one of `runs`, which are captured in sequence and replayed."""
     if device.type != "cuda":
         runs[0]()
         return math.nan

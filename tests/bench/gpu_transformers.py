@@ -86,7 +86,7 @@ class Transformers:
         torch_dtype: torch.dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[
             dtype
         ]
-        # With a flash attention it would take that by itself.
+        # With a flash attention installed transformers would choose that.
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, attn_implementation="sdpa")
         self._model = loaded.to(device).eval()
         # Ids from the checkpoint would end answers.

@@ -37,7 +37,7 @@ _EXAMPLES: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, and instances with what is said of them: a description, the value, and True if it is valid."""
+    """A schema, and its instances: description, value, and whether the instance is valid."""
 
     name: str
     schema: Any
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(slots=True)
 class Found:
-    """Counts, and names of what is not as it should be."""
+    """Counts, and names of wrong results."""
 
     served: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -119,7 +119,7 @@ def _has(start: library.Matcher, value: Any) -> bool:
 
 
 def report(folder: Path, found: Found, seconds: float) -> None:
-    """Prints what was found in a folder."""
+    """Prints the results of a folder."""
     count = found.served + found.refused.total()
     print(f"{folder}: {count} schemas in {seconds:.0f} s, {found.served} served ({found.served / max(count, 1):.1%})")
     for what, times in (("served", found.milliseconds), ("refused", found.refused_after)):

@@ -55,7 +55,7 @@ def packed(name: str, lib: CDLL, weights: list[torch.Tensor], dtype: torch.dtype
 
 
 def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
-    """As the options say; the first one is what the others are compared with."""
+    """The candidates of the options; the first one is the baseline."""
     weights = [torch.randn(shape) * 0.02 for shape in (HEAD if options.head else SHAPES)]
     libraries = {"": library.load()}
     if options.against:

@@ -49,7 +49,7 @@ MIB = 1 << 20
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Random bfloat16 weights in files of about FILE_BYTES; nothing if they are there already."""
+    """Random bfloat16 weights in files of about FILE_BYTES; existing files are kept."""
     if (folder / "model.safetensors.index.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ def sampled(backend: KernelBackend, logits: torch.Tensor, penalties: Penalties |
 
 
 def measure(rows: int, tokens: int, vocab: int, steps: int, kernels: str, uniform: bool) -> dict[str, float]:
-    """Medians over the steps after the first, which counts what is there."""
+    """Medians of the steps after the first one, which counts the existing tokens."""
     backend, rnd = select_backend(kernels), random.Random(5)
 
     def draw() -> int:

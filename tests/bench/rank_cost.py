@@ -51,7 +51,7 @@ def best_us(work: Callable[[], object], times: int = 200) -> float:
 
 
 def sending() -> None:
-    """Prints what a decode step costs to send."""
+    """Prints the cost of sending a decode step."""
     print("| sequences | context | bytes | encode, us | decode, us |\n| --- | --- | --- | --- | --- |")
     for count, context in ((1, 1000), (64, 1000), (256, 8000)):
         print(f"| {count} | {context} | {send_decodes(count, context)} |")

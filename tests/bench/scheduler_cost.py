@@ -85,7 +85,7 @@ def report(num_running: int, num_steps: int) -> str:
 
 
 def report_contexts(num_tokens: int, num_steps: int) -> str:
-    """One line: the gap between two decodes of 256 sequences of so many tokens each."""
+    """One line: the gap between two decodes of 256 sequences of `num_tokens` tokens each."""
     scheduler, tables = make_scheduler(256), BlockTables()
     params = SamplingParams(max_tokens=5000)
     scheduler.add_group(Sequence([i, *range(1, num_tokens)], 16, params) for i in range(256))
@@ -117,7 +117,7 @@ def report_followers(num_followers: int, num_tokens: int) -> str:
 
 
 def report_pool() -> str:
-    """One line: what a million blocks take to make, time and memory."""
+    """One line: time and memory of creating a million blocks."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     scheduler = make_scheduler(16)
     seconds = time.thread_time() - start

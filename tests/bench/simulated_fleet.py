@@ -37,7 +37,7 @@ def private_mib(process: Process) -> float:
 
 
 def request(i: int, prompt: int, output: int) -> pb.GenerateRequest:
-    """A request of its own tokens."""
+    """A request with its own tokens."""
     rnd = random.Random(i)
     made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[rnd.randrange(256) for _ in range(prompt)]))
     made.sampling_params.max_tokens = output

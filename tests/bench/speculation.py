@@ -43,7 +43,7 @@ LONGEST = 1024
 
 
 class Right(Proposer):
-    """Proposes what comes, each token with a given probability; something else behind the first wrong one."""
+    """Proposes the right tokens with a given probability each; other tokens after the first wrong one."""
 
     def __init__(self, streams: Mapping[int, list[int]], share: float, rnd: random.Random) -> None:
         self._streams = streams
@@ -129,7 +129,7 @@ def _passing(shape: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def ngrams(lengths: list[int]) -> None:
-    """Prints what a lookup costs in sequences of these lengths, one token later each time: alone, and with answers."""
+    """Prints the cost of a lookup in sequences of these lengths, one token later each time: alone, and with answers."""
     rnd = random.Random(1)
     for length, beside in ((length, beside) for length in lengths for beside in (0, MOST_OF_PREFIX)):
         prompt = [rnd.randrange(2000) for _ in range(length)]
@@ -184,7 +184,7 @@ def main() -> None:
             kernels="cpu",
             max_model_len=LONGEST,
             num_kvcache_blocks=blocks,
-            # The two engines share a pool: what one has cached the other overwrites.
+            # The two engines share a pool: blocks cached by one are overwritten by the other.
             enable_prefix_caching=False,
         )
         runner = ModelRunner(config, ModelConfig.from_folder(folder))

@@ -54,7 +54,7 @@ class Given(Proposer):
 
 
 class Unweighed(DraftController):
-    """Takes all drafts, and learns nothing."""
+    """Takes all drafts, and learns from none."""
 
     def __init__(self) -> None:
         super().__init__(MOST, adapts=False)
@@ -108,7 +108,7 @@ class Trial:
         return tuple(self._rnd.randrange(9, 1 << 30) for _ in range(count))
 
     def step(self) -> tuple[ScheduledBatch, float]:
-        """A step, and its microseconds per sequence without those of the model."""
+        """A step, and its microseconds per sequence without the model's."""
         start = time.thread_time()
         scheduled = self.scheduler.schedule(0.0)
         middle = time.thread_time()

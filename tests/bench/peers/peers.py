@@ -36,7 +36,7 @@ from tests.e2e.service import free_port
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 MODEL_NAME: Final = "peer"
 MOST_AT_ONCE: Final = 32
-# Tokens of a prompt and its answer together are 320 at most; llama.cpp keeps memory for so many in each place.
+# Prompt and answer together have 320 tokens at most; llama.cpp reserves memory for this length per slot.
 LONGEST: Final = 512
 _LLAMA_PLACE: Final = 352
 KV_GIB: Final = 2
@@ -134,13 +134,13 @@ class Process:
         return self.child
 
     def signal(self, which: signal.Signals) -> None:
-        """To it and what it has started, as far as they run."""
+        """Sends the signal to the process and its running children."""
         if self.child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.child.pid, which)
 
     def stop(self) -> None:
-        """Ends it and what it has started."""
+        """Ends the process and its children."""
         if self.child is None:
             return
         # One that rests would not hear that it is to end.
@@ -173,7 +173,7 @@ class Peer(ABC):
         """
 
     def rest(self) -> None:
-        """Stops its processes where they are: a server that waits looks for work again and again."""
+        """Pauses its processes: an idle server polls for work."""
         for process in self.processes:
             process.signal(signal.SIGSTOP)
 
@@ -237,7 +237,7 @@ class Server(Peer):
 
 
 class Engine(Peer):
-    """An engine in a process of its own, which reads jobs (`runs.serve_jobs`)."""
+    """An engine in a separate process, which reads jobs (`runs.serve_jobs`)."""
 
     def __init__(self, name: str, process: Callable[[], Process]) -> None:
         super().__init__(name)
@@ -327,7 +327,7 @@ def _fissile_offline(setting: Setting, name: str) -> Process:
 
 
 def _vllm(setting: Setting, dtype: str, port: int) -> list[Process]:
-    """The OpenAI server of vLLM for CPUs; what it has compiled is kept for its next start."""
+    """The OpenAI server of vLLM for CPUs; its compiled code is kept for the next start."""
     command = [str(setting.python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(setting.checkpoint), "--served-model-name", MODEL_NAME, "--dtype", dtype]
     command += ["--host", HOST, "--port", str(port), "--max-model-len", str(LONGEST), "--no-enable-prefix-caching"]

@@ -48,7 +48,7 @@ def workload(seed: int, vocab_size: int, output_tokens: int = OUTPUT_TOKENS) -> 
 
 
 def works(source: RandomWorkload, turn: Turn, count: int) -> list[Work]:
-    """A row's requests: those of all peers in the same repetition and at the same concurrency."""
+    """A row's requests, equal for all peers in the same repetition and at the same concurrency."""
     return [source.work(turn.repeat * 1000 + turn.concurrency, index) for index in range(count)]
 
 
@@ -105,5 +105,5 @@ class Budget:
         return max(0.0, min(self.row_limit_s, left)) if usual <= left else 0.0
 
     def note(self, turn: Turn, seconds: float) -> None:
-        """A row took so long, with all that belongs to it."""
+        """Records that a row took `seconds`, with its preparation."""
         self._took[turn.peer, turn.concurrency] = seconds

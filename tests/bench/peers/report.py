@@ -1,6 +1,6 @@
-"""Tables of what was measured: `python -m tests.bench.peers.report FILE...`, of files that `run` and `steps` wrote.
+"""Tables of measurements: `python -m tests.bench.peers.report FILE...`, for files of `run` and `steps`.
 
-Where rows of a peer were disturbed or cut short, only the others count; where all were, its figures stand in brackets.
+If some rows of a peer were disturbed or cut short, only the others count; if all were, its figures are in brackets.
 Ratios are of rows of the same repetition, their median.
 """
 

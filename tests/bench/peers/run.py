@@ -42,7 +42,7 @@ _FAILURES: Final = (
     grpc.RpcError,
     TimeoutError,
 )
-# Of the memory that is left, before another peer is started; below it those that start fastest are stopped.
+# Free memory required before another peer starts; below it the peers that start fastest are stopped.
 _FREE_BYTES: Final = 5 << 30
 _FIRST_WARM_UP: Final = 8
 _WARM_UP_LIMIT_S: Final = 300.0

@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 
 class WrongWorkError(Exception):
-    """A peer has not done the work that it was asked for, so that its figures compare with nothing."""
+    """A peer did other work than requested, so its figures are not comparable."""
 
 
 @dataclass(frozen=True, slots=True)

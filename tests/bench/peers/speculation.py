@@ -43,7 +43,7 @@ from worker.llm_engine import LLMEngine, StreamOutput
 
 TARGET, DRAFT = "weak-target", "weak-draft"
 DRAFT_LAYERS: Final = 4
-# What the outputs of attention, and of layers behind the draft's, are multiplied by.
+# Factor of the outputs of attention, and of layers after the draft's.
 ATTENTION: Final = 0.0
 LATE: Final = 0.03
 _START_S: Final = 120.0
@@ -52,7 +52,7 @@ _CONTEXT: Final = 2048
 
 @dataclass
 class Decoded:
-    """One answer: tokens per second behind the first one, drafts, and those that were right."""
+    """One answer: tokens per second after the first one, drafts, and accepted drafts."""
 
     rate: float
     drafts: int
@@ -175,7 +175,7 @@ def _by_llama(port: int, prompt: list[int], tokens: int) -> Decoded:
 
 
 def prompts(plain: LLMEngine, count: int, tokens: int) -> dict[str, list[list[int]]]:
-    """Of each kind, so many."""
+    """`count` prompts of each kind."""
     rnd = random.Random(1)
     params = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
     begins = [_drawn(rnd, 8) for _ in range(count)]
@@ -196,7 +196,7 @@ def _copies(begins: list[list[int]], answers: list[list[int]]) -> list[list[int]
     return [[*begin, *answer, *begin] for begin, answer in zip(begins, answers, strict=True)]
 
 
-# How each engine decodes: its own lookup and draft model, with what they have to be told to be alike.
+# How each engine decodes: its own lookup and draft model, with equal settings.
 _LOOKUP: Final = SpeculativeConfig(8, NGRAM)
 _LLAMA: Final = {
     "plain": (),

@@ -22,7 +22,7 @@ _PAD_ID = 0
 
 
 class _Stamps(StoppingCriteria):
-    """Notes when each step's tokens are there; stops nothing."""
+    """Records when each step's tokens are ready; stops no answer."""
 
     def __init__(self, clock: Clock) -> None:
         self.times: list[float] = []
@@ -103,7 +103,7 @@ def _take(part: Any, live: dict[str, tuple[Record, Work]], records: list[Record]
 def _load(model: str, run: Callable[[Any, Job], Run]) -> Callable[[Job], Run]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
     loaded.eval()
-    # No end-of-sequence id, so that nothing ends early; `min_new_tokens` needs none then.
+    # Without an end-of-sequence id no answer ends early, and `min_new_tokens` needs none.
     loaded.generation_config.eos_token_id = None
     loaded.generation_config.pad_token_id = _PAD_ID
     return lambda job: run(loaded, job)

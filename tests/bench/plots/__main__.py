@@ -1,6 +1,6 @@
-"""Writes docs/reference/performance.md's tables and plots: `python -m tests.bench.plots [--check]`.
+"""Writes the tables and plots of docs/reference/performance.md: `python -m tests.bench.plots [--check]`.
 
-`--check` writes nothing, names the files that are not as the results make them, and ends with 1 if there are any.
+`--check` writes no file, names the files that differ from the results, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.bench.plots import page, results
 
 
 def main() -> None:
-    """Writes what differs, and says what it was."""
+    """Writes the files that differ, and prints their names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if a file is out of date")
     options = parser.parse_args()

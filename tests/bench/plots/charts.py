@@ -56,7 +56,7 @@ def service(results: Sequence[Result], kind: str) -> str:
 
 
 def limits_run(results: Sequence[Result], kind: str) -> Result:
-    """The run whose rates stand for the machine: the newest beside peers that measured both, else that of steps."""
+    """The run with the machine's limits: the newest beside peers with both limits, else the steps' run."""
     runs = (*data.of(results, "peers", kind), *data.of(results, "decode_step", kind))
     return next(run for run in runs if run.limit("memory_read") and run.limit("arithmetic"))
 
@@ -93,7 +93,7 @@ def newest(runs: Iterable[Result], metric: str, peer: str, concurrency: int) -> 
 def _service_panel(title: str, metric: str, runs: Sequence[Result], floor: Sequence[float]) -> Panel:
     lines = {peer: list(_points(runs, metric, peer)) for peer in STYLES if peer != LIMIT}
     lines[LIMIT] = [Point(i, value) for i, value in enumerate(floor)]
-    # Equal distances are equal ratios, and all of them can be told apart at 1 in flight, too.
+    # Equal distances are equal ratios, and all lines are distinct at 1 in flight, too.
     return Panel(title, True, {peer: points for peer, points in lines.items() if points})
 
 

@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure; the module's docstring has the fields. `labels` say what was measured."""
+    """One figure; the module's docstring has the fields. `labels` name the measured quantity."""
 
     metric: str
     unit: str

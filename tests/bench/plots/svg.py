@@ -48,7 +48,7 @@ class Panel:
 def render(
     title: str, axis: str, categories: Sequence[str], panels: Sequence[Panel], styles: Mapping[str, Style]
 ) -> str:
-    """A whole SVG file: `panels` over `categories`, the legend with those of `styles` that a panel has."""
+    """A whole SVG file: `panels` over `categories`, and a legend with the `styles` in use."""
     used = [style for key, style in styles.items() if any(key in panel.lines for panel in panels)]
     width = _LEFT + len(panels) * (_WIDTH + _GAP) - _GAP + 20
     columns = max(1, (width - 20) // _LEGEND_COLUMN)

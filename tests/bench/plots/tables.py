@@ -1,4 +1,4 @@
-"""Tables of docs/reference/performance.md, as Markdown; figures stand in them as the results' files write them."""
+"""Tables of docs/reference/performance.md, as Markdown, with figures as the results' files write them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Table = Callable[[Sequence[Result]], str]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of figures. Several metrics share a cell; figures in another unit than `unit` bring theirs."""
+    """A column of figures. Several metrics share a cell; figures in another unit than `unit` show theirs."""
 
     header: str
     metrics: tuple[str, ...]
     unit: str
 
     def cell(self, rows: Sequence[Row]) -> str:
-        """The figures of `rows` that are this column's; repetitions one after the other, empty if there are none."""
+        """The figures of `rows` for this column, repetitions in order; empty without any."""
         parts = [", ".join(self._text(row) for row in rows if row.metric == metric) for metric in self.metrics]
         return " / ".join(part for part in parts if part)
 
@@ -52,7 +52,7 @@ class Spec:
     origin: bool = True
 
     def text(self, results: Sequence[Result]) -> str:
-        """The newest run's figures, and what they were measured on."""
+        """The newest run's figures, and the machine and workload of the run."""
         run = next(run for run in data.of(results, self.bench, self.kind) if self._rows(run))
         groups: dict[tuple[Label, ...], list[Row]] = {}
         for row in self._rows(run):
@@ -100,7 +100,7 @@ SERVICE_COLUMNS: Final = (
 
 
 def service(kind: str, results: Sequence[Result]) -> str:
-    """All engines on a kind of processor: the newest run, and of older ones what it has not, beside Fissile then."""
+    """All engines on a kind of processor: the newest run, then older results that it lacks, beside Fissile then."""
     runs = data.of(results, "peers", kind)
     shown: dict[tuple[int, str], None] = {}
     lines: list[tuple[int, list[str]]] = []
@@ -119,7 +119,7 @@ def service(kind: str, results: Sequence[Result]) -> str:
 
 
 def _chosen(run: Result, shown: Mapping[tuple[int, str], None]) -> Iterator[tuple[int, str]]:
-    """Concurrency and peer of what is shown of a run: all that is new, and Fissile beside other engines that are."""
+    """Concurrency and peer of a run's shown rows: all new ones, and Fissile beside other engines with new ones."""
     found = [(int(row.labels["concurrency"]), str(row.labels["peer"])) for row in run.find("output_tokens_per_s")]
     fresh = {key for key in found if key not in shown}
     beside = {concurrency for concurrency, _ in fresh}

@@ -1,6 +1,6 @@
-"""The router's benchmarks that want a quiet machine, one after another: `python -m tests.bench.router.all [--short]`.
+"""The router's benchmarks for a quiet machine, one after another: `python -m tests.bench.router.all [--short]`.
 
-About 8 minutes on 2 cores; `--short` takes a third of that and says less. Each benchmark also runs by itself.
+About 8 minutes on 2 cores; `--short` takes a third of the time with less accuracy. Each benchmark also runs alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from tests.e2e.service import REPOSITORY
 
-# Module, its arguments, and those of the short form.
+# Module, its arguments, and the arguments of the short form.
 _RUNS: tuple[tuple[str, list[str], list[str]], ...] = (
     ("hop", ["--seconds", "3"], ["--rounds", "1", "--seconds", "2"]),
     ("streams", [], ["--seconds", "2", "--streams", "256"]),

@@ -116,7 +116,7 @@ def service(
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, all its threads, those that have ended too."""
+    """CPU seconds of a process so far, all its threads, ended ones too."""
     fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -140,10 +140,10 @@ class Run:
 
 
 class RunningLoad:
-    """A load in a process of its own."""
+    """A load in a separate process."""
 
     def __init__(self, plan: Plan) -> None:
-        # A file, for what it saw may be megabytes, and of those a pipe has now and then delivered the beginning only.
+        # A file, because the results may be megabytes, and a pipe has now and then delivered only their beginning.
         self._folder = tempfile.TemporaryDirectory(prefix="fissile-load-")
         self._seen = Path(self._folder.name) / "seen.json"
         self._child = subprocess.Popen(
@@ -200,7 +200,7 @@ def pids(running: Service) -> dict[str, list[int]]:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Of all values, not interpolated; NaN when there are none."""
+    """A quantile without interpolation; NaN without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
 

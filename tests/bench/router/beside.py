@@ -50,7 +50,7 @@ with tempfile.TemporaryDirectory() as folder, running_service(
 
 @dataclass(slots=True)
 class Side:
-    """The router of one checkout, and what was measured of it, microseconds; `failed` requests brought nothing."""
+    """The router of one checkout, and its measurements, microseconds; `failed` requests returned no token."""
 
     name: str
     address: str
@@ -61,7 +61,7 @@ class Side:
     failed: int = 0
 
     def cpu_us(self) -> float:
-        """CPU time so far of all threads that there are."""
+        """CPU time so far of all live threads."""
         files = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(file.read_text().split()[0]) for file in files) / 1000
 
@@ -69,7 +69,7 @@ class Side:
         return self.connections[i % _CONNECTIONS].start(_PATHS[ROUTER], body)
 
     def tokens(self) -> int:
-        """Messages that have come, of a token each."""
+        """Messages received, of one token each."""
         return sum(len(reply.times) for reply in self.replies)
 
 

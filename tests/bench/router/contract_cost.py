@@ -65,7 +65,7 @@ class Taken:
 
 
 def requests(number: int, count: int, tokens: int, vocab: int, options: pb.OutputOptions) -> list[pb.GenerateRequest]:
-    """Requests whose prompts nobody has had before."""
+    """Requests with prompts never used before."""
     made = []
     for i in range(count):
         rnd = random.Random(1000 * number + i)
@@ -109,7 +109,7 @@ def threads_s(pid: int) -> float:
 
 
 def row(in_flight: int, name: str, taken: Sequence[Taken], nothing: Sequence[Taken]) -> Row:
-    """One way of one number in flight: medians, and the medians of what a round has more than nothing took in it."""
+    """One way at one number in flight: medians, and medians of each round's difference to the plain way."""
     pairs = list(zip(taken, nothing, strict=True))
     return {
         "in flight": in_flight,

@@ -45,7 +45,7 @@ def cost_us(workers: int, granules: int) -> tuple[float, float]:
 
 
 def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
-    """Mean and most of a decision, of which there are 400 a second while nothing can be released."""
+    """Mean and largest time of a decision, at 400 a second while no request can be released."""
     rnd = random.Random(1)
     policy = PrefixAware()
     dispatcher = make_dispatcher(DelayGate(0.0), policy)

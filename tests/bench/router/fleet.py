@@ -37,7 +37,7 @@ WIRE_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests with Poisson arrivals; each begins with one of `prefixes` and goes on with tokens of its own."""
+    """Requests with Poisson arrivals; each starts with one of `prefixes` and continues with its own tokens."""
 
     requests: int = 800
     rate: float = 100.0

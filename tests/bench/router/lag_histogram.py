@@ -8,7 +8,7 @@ from typing import Final
 
 from router.telemetry.loop_lag import MAX_COUNTED_S
 
-# Upper bounds of the classes: 0.1 ms to 10 s, each 1.2 times the one before.
+# Upper bounds of the classes: 0.1 ms to 10 s, each 1.2 times the previous one.
 BOUNDS_S: Final = tuple(1e-4 * 1.2**i for i in range(64))
 
 
@@ -26,11 +26,11 @@ class LagHistogram:
         self.counts[bisect_left(BOUNDS_S, lag_s)] += 1
 
     def since(self, earlier: LagHistogram) -> LagHistogram:
-        """What has come after `earlier`, a copy of this one's past."""
+        """The counts since `earlier`, an older copy of this histogram."""
         return LagHistogram([now - then for now, then in zip(self.counts, earlier.counts, strict=True)])
 
     def quantile(self, q: float) -> float:
-        """The upper bound of the class that holds quantile `q`, seconds; 0 when nothing has been counted."""
+        """The upper bound of the class that holds quantile `q`, seconds; 0 without counts."""
         left = q * sum(self.counts)
         for count, bound in zip(self.counts, (*BOUNDS_S, MAX_COUNTED_S), strict=True):
             left -= count

@@ -101,7 +101,7 @@ class Seen:
 
 
 def bodies(plan: Plan) -> Iterator[bytes]:
-    """The requests, each with a prompt of its own."""
+    """The requests, each with its own prompt."""
     if plan.texts:
         made = [_body(plan, [], text) for text in json.loads(Path(plan.texts).read_text("utf-8"))]
         yield from itertools.cycle(made)
@@ -314,12 +314,12 @@ async def _pause(seconds: float, work: Sequence[asyncio.Task[None]]) -> None:
 
 
 def main() -> None:
-    """Runs the plan in the first argument, and writes what it saw to the file in the second one."""
+    """Runs the plan in the first argument, and writes its measurements to the file in the second one."""
     plan = Plan(**json.loads(sys.argv[1]))
     try:
         seen = uvloop.run(Load(plan).run())
     except ConnectionError as error:
-        # Of all streams: one line says enough, and nothing may print the others.
+        # One line for all streams, because the others would repeat it.
         print(f"failed: {error}", flush=True)
         os._exit(1)
     Path(sys.argv[2]).write_text(json.dumps(asdict(seen)))

@@ -76,7 +76,8 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=2, help="that send long prompts, one after another")
     options.add_argument("--seconds", type=float, default=10.0)
     args = options.parse_args()
-    # A prompt is one step of the worker: how workers share steps among prompts and streams is not what is measured.
+    # A prompt is one step of the worker: this benchmark does not measure how workers share steps between prompts and
+    # streams.
     with service(f"fixed:{args.step}", worker_options=["--max-num-batched-tokens", "262144"]) as running:
         rows = measure(running, args.streams, args.tokens, args.clients, args.seconds)
     show(rows, as_json=args.json)

@@ -53,7 +53,7 @@ def full(time: float, tokens: int) -> LoadReport:
 
 
 def spread_ms(workers: int, classes: tuple[int, ...]) -> dict[str, float]:
-    """The longest call, by what has happened."""
+    """The longest call, by event."""
     rnd = random.Random(1)
     dispatcher = make_dispatcher(DelayGate(0.0), PrefixAware())
     for i in range(workers):

@@ -20,7 +20,7 @@ from tests.e2e.service import REPOSITORY, free_port
 
 @contextlib.contextmanager
 def floor_server(step_ms: float) -> Iterator[tuple[str, int]]:
-    """A server that does nothing but write, its address and pid."""
+    """A server that only writes; its address and pid."""
     port = free_port()
     command = [sys.executable, "-m", "tests.bench.router.floor", str(port), str(step_ms / 1000)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as child:

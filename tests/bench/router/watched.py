@@ -1,7 +1,7 @@
-"""A router that tells its event loop's lag: `python -m tests.bench.router.watched WORKER...`.
+"""A router that reports its event loop's lag: `python -m tests.bench.router.watched WORKER...`.
 
-The router of `fissile router`, with its event loop, in a process of its own, looked at more often than for its metrics.
-Prints its port, and for every line on standard input the counts so far.
+The router of `fissile router`, with its event loop, in a separate process, sampled more often than for its metrics.
+Prints its port, and the counts so far for every line on standard input.
 """
 
 from __future__ import annotations

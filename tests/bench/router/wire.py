@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol, abc.ABC):
 
     @abc.abstractmethod
     def _take(self, data: bytes, now: float) -> int:
-        """Handles what is whole in `data` and returns how much that was."""
+        """Handles the complete frames in `data` and returns their size."""
 
     @abc.abstractmethod
     def _fail(self, error: Exception) -> None:
