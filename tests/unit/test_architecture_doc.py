@@ -78,7 +78,7 @@ def test_places_exist(names: list[str], places: list[str]) -> None:
         ("worker.engine.nowhere.Scheduler", False),
     ],
 )
-def test_a_wrong_place_is_found(place: str, there: bool) -> None:
+def test_wrong_documented_place_is_found(place: str, there: bool) -> None:
     if there:
         assert found(place)
     else:

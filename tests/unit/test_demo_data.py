@@ -68,7 +68,7 @@ def test_there_are_enough_questions_of_each_family() -> None:
     )
 
 
-def test_the_questions_are_distinct_and_always_the_same() -> None:
+def test_demo_questions_are_distinct_and_reproducible() -> None:
     asked = questions()
     assert len({question.user for question in asked}) == len(asked)
     assert asked == questions()
@@ -78,7 +78,7 @@ def test_the_questions_are_distinct_and_always_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_no_question_is_in_the_text_that_training_read() -> None:
+def test_no_question_is_in_training_text() -> None:
     """No trained document has a question's content in any phrasing, nor its words."""
     asked = [(one.key, one.user) for one in questions()] + [(made.key, made.user) for made, _ in tool_rounds()]
     keys, prompts = {key for key, _ in asked}, {user for _, user in asked}
@@ -152,7 +152,7 @@ def test_awkward_text_survives_both_loaders(text: str, chat_tokenizer: PreTraine
     assert chat_tokenizer.decode(CORE.encode(text).ids) == text
 
 
-def test_the_tokenizer_is_a_bpe_with_a_token_for_every_byte() -> None:
+def test_demo_tokenizer_is_bpe_with_token_per_byte() -> None:
     model = read_json("tokenizer.json")["model"]
     assert model["type"] == "BPE"
     assert model["byte_fallback"] is True
@@ -177,7 +177,7 @@ def test_chat_template_output_equals_training_text(chat_tokenizer: PreTrainedTok
     assert prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_chat_template_writes_tools_as_training_read_them(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_template_writes_tools_like_training_text(chat_tokenizer: PreTrainedTokenizerBase) -> None:
     """Calls have Qwen3's form, one JSON between delimiter tokens each, and each result is a turn."""
     rng = random.Random(3)
     for _ in range(50):
@@ -203,7 +203,7 @@ def test_the_chat_template_writes_tools_as_training_read_them(chat_tokenizer: Pr
     assert [tokens.count(token) for token in CALL_TOKENS] == [len(made.calls)] * 2
 
 
-def test_a_tool_may_have_any_schema_or_none(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_template_accepts_any_tool_schema_or_none(chat_tokenizer: PreTrainedTokenizerBase) -> None:
     schemas: list[Any] = [{}, {"properties": {"a": True, "b": {"enum": [1]}, "c": {"type": ["string", "null"]}}}]
     given: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": schema}} for schema in schemas]
     given.append({"type": "function", "function": {"name": "g"}})
@@ -215,7 +215,7 @@ def test_a_tool_may_have_any_schema_or_none(chat_tokenizer: PreTrainedTokenizerB
     assert rendered == f"{wanted}<|im_start|>user\nx<|im_end|>\n"
 
 
-def test_the_checkpoint_is_small_and_in_bfloat16() -> None:
+def test_demo_checkpoint_is_small_and_in_bfloat16() -> None:
     header = weights_header()
     sizes = [math.prod(entry["shape"]) for entry in header.values()]
     assert {entry["dtype"] for entry in header.values()} == {"BF16"}
@@ -223,7 +223,7 @@ def test_the_checkpoint_is_small_and_in_bfloat16() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= 12_000_000
 
 
-def test_the_config_is_a_qwen3_config() -> None:
+def test_demo_config_is_a_qwen3_config() -> None:
     config = read_json("config.json")
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"

@@ -119,7 +119,7 @@ def test_names_exist(page: Path) -> None:
     assert sorted({name for name in names if not set(name.split(".")) <= _words()} - others) == []
 
 
-def test_a_wrong_name_is_found() -> None:
+def test_wrong_documented_name_is_found() -> None:
     assert _named("`Attempts.verdict` and `numerics_wanted` in `router/a.py`; `worker/b.py` (`validate`)") == [
         ("Attempts.verdict", "router/a.py"),
         ("numerics_wanted", "router/a.py"),
@@ -147,11 +147,11 @@ def test_contract_table_equals_protos_router_and_tests(capsys: pytest.CaptureFix
     assert contract_table.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_the_reference_of_options_is_that_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_page_equals_options_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert option_reference.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_stale_reference_of_options_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_reference_of_options_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = tmp_path / "options.md"
     stale.write_text(option_reference.page(OPTIONS[1:]))
     monkeypatch.setattr(option_reference, "PAGE", stale)

@@ -46,7 +46,7 @@ def test_example_names_invalid_address(
     assert "'nowhere' is not an address; give HOST:PORT" in said
 
 
-def test_the_program_for_node_helps_without_its_packages() -> None:
+def test_node_example_has_help_without_packages() -> None:
     program = EXAMPLES / "node_client.mjs"
     try:
         done = subprocess.run(["node", program, "--help"], capture_output=True, text=True, check=False, timeout=60)

@@ -28,7 +28,7 @@ def reported(folders: Folders, part: Part, seconds: float = 60.0) -> tuple[str, 
     return report.path.read_text(), report
 
 
-def test_a_part_that_passes_shows_its_last_lines(folders: Folders) -> None:
+def test_passed_part_shows_its_last_lines(folders: Folders) -> None:
     text, report = reported(folders, Part("one", ["-c", "print('first'); print('last')"], 60, shown=1))
     assert "one: passed" in text
     assert "last" in text
@@ -36,7 +36,7 @@ def test_a_part_that_passes_shows_its_last_lines(folders: Folders) -> None:
     assert report.num_failed == 0
 
 
-def test_a_part_that_fails_shows_its_failures(folders: Folders) -> None:
+def test_failed_part_shows_its_failures(folders: Folders) -> None:
     code = "print('FAILED rope'); print('ok'); raise SystemExit(3)"
     text, report = reported(folders, Part("one", ["-c", code], 60, shown=1))
     assert "FAILED with exit code 3" in text
@@ -53,7 +53,7 @@ def test_part_past_limit_is_stopped_with_its_output(folders: Folders) -> None:
     assert report.num_failed == 1
 
 
-def test_a_part_after_the_deadline_is_not_begun(folders: Folders) -> None:
+def test_part_after_deadline_is_not_started(folders: Folders) -> None:
     text, report = reported(folders, Part("one", ["-c", "print('ran')"], 60), seconds=-1.0)
     assert "not begun" in text
     assert "ran" not in text.splitlines()

@@ -61,12 +61,12 @@ def test_every_file_keeps_the_rules() -> None:
         ("fissile/client.py", "import common", ["common"]),
     ],
 )
-def test_a_wrong_import_is_found(path: str, source: str, expected: list[str]) -> None:
+def test_wrong_import_is_found(path: str, source: str, expected: list[str]) -> None:
     assert violations(path, source) == expected
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_each_package_that_must_not_be_imported_is_found(package: str) -> None:
+def test_each_forbidden_package_import_is_found(package: str) -> None:
     """Exactly the one wrong import is found: at the top, late, or for types."""
     for other in sorted(OURS - MAY_IMPORT[package] - {package}):
         for source in (
@@ -138,7 +138,7 @@ def test_pytorch_import_reachable_from_router_is_found() -> None:
     )
 
 
-def test_an_import_inside_a_function_is_found_without_a_reason() -> None:
+def test_unexplained_late_import_is_found() -> None:
     late = "def f():\n    from router.scheduling import audit"
     assert found("router/scheduling/lanes.py", late) == [
         "router/scheduling/lanes.py: imports ours inside a function, without a reason in LATE_IMPORTS"
@@ -153,13 +153,13 @@ def test_unneeded_late_import_reason_is_found(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_a_ring_of_modules_is_found() -> None:
+def test_import_circle_of_modules_is_found() -> None:
     lines = found("common/limits.py", "import common.errors")
     assert any(": a ring of modules: common/errors.py, common/limits.py" in line for line in lines)
 
 
 @pytest.mark.parametrize("guard", ["def f():", "if TYPE_CHECKING:"])
-def test_a_ring_of_packages_is_found_for_late_imports_and_types(guard: str) -> None:
+def test_import_circle_of_packages_includes_late_imports_and_types(guard: str) -> None:
     lines = found("common/telemetry/names.py", f"{guard}\n    import common.rpc.server")
     assert any(": a ring of packages: common/rpc, common/telemetry" in line for line in lines)
     assert any(": a ring of modules: " in line for line in lines)
@@ -182,7 +182,7 @@ def test_circles_are_the_groups_that_reach_each_other() -> None:
 
 
 @pytest.mark.parametrize("line", ["import worker.ranks.door", "if TYPE_CHECKING:\n    import worker.ranks.door"])
-def test_an_upward_import_is_found(line: str) -> None:
+def test_upward_import_is_found(line: str) -> None:
     graph = graph_of({"worker/config/shares.py": line, "worker/ranks/door.py": "import worker.config.shares"})
     assert list(upward(graph)) == ["worker/config/shares.py: imports worker/ranks, which is above it in ORDER"]
 

@@ -26,7 +26,9 @@ def test_usage_in_the_docstring_of_llm_engine_runs(
     assert capsys.readouterr().out.endswith(" max_tokens\n")
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_page_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_checkpoint(tmp_path / "deploy" / "demo" / "checkpoint", "qwen3", num_hidden_layers=2, vocab_size=1024)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text("utf-8"), re.DOTALL)

@@ -36,5 +36,5 @@ ROWS = {row[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", TEXT,
         ("chat template", limits.MAX_TEMPLATE_S, " s"),
     ],
 )
-def test_limit_is_the_one_of_the_code(subject: str, number: float, unit: str) -> None:
+def test_documented_limit_equals_code(subject: str, number: float, unit: str) -> None:
     assert re.search(rf"(?<![\d,]){number:,.10g}{unit}\b", ROWS[subject])

@@ -99,7 +99,7 @@ def fields_without_option() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("field", REACHED_BY)
-def test_an_option_reaches_the_field_of_config(field: str, tmp_path: Path) -> None:
+def test_option_value_reaches_config_field(field: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     plain = ["--model", str(tmp_path)]
     other = tmp_path / "other"

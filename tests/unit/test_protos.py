@@ -56,7 +56,7 @@ def test_envoy_descriptor_set_equals_the_stubs() -> None:
 
 
 @needs_generator
-def test_stubs_load_on_the_generators_own_older_runtime() -> None:
+def test_stubs_load_on_pinned_generator_runtime() -> None:
     program = (
         "import google.protobuf, sys; sys.path.insert(0, 'protos'); "
         "from fissile.v1 import inference_pb2_grpc; from fissile.worker.v1 import worker_pb2_grpc; "
@@ -81,7 +81,7 @@ def test_no_change_breaks_a_client() -> None:
 
 
 @needs_buf
-def test_a_change_that_breaks_a_client_is_found(tmp_path: Path) -> None:
+def test_incompatible_proto_change_is_found(tmp_path: Path) -> None:
     shutil.copytree(PROTOS, tmp_path / "protos", ignore=shutil.ignore_patterns("*.py*"))
     proto = tmp_path / "protos" / "fissile" / "v1" / "inference.proto"
     text = proto.read_text("utf-8")
@@ -175,7 +175,7 @@ def test_everything_has_a_doc_comment(tmp_path: Path) -> None:
 
 
 @needs_generator
-def test_a_missing_doc_comment_is_found(tmp_path: Path) -> None:
+def test_missing_doc_comment_is_found(tmp_path: Path) -> None:
     (tmp_path / "bare.proto").write_text(
         'syntax = "proto3"; package p;\n'
         "// Documented.\n"

@@ -19,7 +19,7 @@ def test_lines_of_code_count_and_prose_does_not() -> None:
     ]
 
 
-def test_properties_and_special_methods_are_no_methods() -> None:
+def test_size_check_skips_properties_and_special_methods() -> None:
     methods = "".join(f"    def m{i}(self): ...\n" for i in range(25))
     others = (
         "    def __init__(self): ...\n    @property\n    def p(self): ...\n    @p.setter\n    def p(self, p): ...\n"

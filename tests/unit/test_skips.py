@@ -58,7 +58,7 @@ def test_strict_run_fails_for_forbidden_skip(tmp_path: Path, options: tuple[str,
     assert "    1  this processor has no amx_tile, which amx kernels need\n" in done.stdout
 
 
-def test_a_strict_run_passes_with_skips_of_the_list(tmp_path: Path) -> None:
+def test_strict_run_passes_with_permitted_skips(tmp_path: Path) -> None:
     done = run(tmp_path, TESTS, "1")
     assert done.returncode == 0, done.stdout
     assert "skipped, by reason" in done.stdout

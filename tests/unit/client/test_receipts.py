@@ -86,7 +86,7 @@ def test_receipt_is_checked_against_answer_then_request() -> None:
     assert list(checked.proof.token_ids.ids) == ANSWER
 
 
-def test_no_receipt_is_no_error() -> None:
+def test_finish_without_receipt_is_accepted() -> None:
     made = progress(pb.Finish(exact=False))
     assert made.answers[0].receipt is None
     assert not made.questions
@@ -138,7 +138,7 @@ def test_receipt_may_differ_in_router_defaults_and_clipping() -> None:
     assert not is_of_request(finish(receipt()), model=other)
 
 
-def test_an_echoed_prompt_is_no_part_of_the_answer() -> None:
+def test_echoed_prompt_is_not_part_of_receipt_answer() -> None:
     request = asked(output_options=pb.OutputOptions(echo=True))
     made = progress(finish(receipt()), request, [*PROMPT, *ANSWER])
     found = made.answers[0].receipt

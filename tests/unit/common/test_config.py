@@ -140,7 +140,7 @@ def test_types_of_fixed_tuples() -> None:
             QuantizationConfig(layer_quant_configs=bad)  # type: ignore[arg-type]
 
 
-def test_configs_do_not_change() -> None:
+def test_config_is_frozen_and_validates_replacements() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().max_num_seqs = 1  # type: ignore[misc]
     assert dataclasses.replace(Config(), num_kvcache_blocks=7).num_kvcache_blocks == 7

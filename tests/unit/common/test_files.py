@@ -34,7 +34,7 @@ def test_devices_pipes_and_folders_are_refused(tmp_path: Path) -> None:
         read_file(tmp_path / "nothing", 100)
 
 
-def test_a_pipe_that_a_shell_has_made_is_read() -> None:
+def test_shell_pipe_is_read() -> None:
     """Options like `--api-keys <(command)` read such a pipe."""
     program = "import sys; from common.files import read_file; print(read_file(sys.argv[1], 5))"
     command = f"{sys.executable} -c '{program}' <(sleep 0.2; printf hello)"

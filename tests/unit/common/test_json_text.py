@@ -62,7 +62,7 @@ def test_bad_json_refused_with_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_json_has_its_value(name: str) -> None:
+def test_unusual_json_is_parsed(name: str) -> None:
     assert json_value(ODD[name]) == json.loads(ODD[name])
 
 

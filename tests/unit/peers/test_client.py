@@ -66,7 +66,7 @@ async def test_http_error_has_status_and_body() -> None:
             _ = [event async for event in events(port, "/x", {})]
 
 
-async def test_the_client_of_vllm_reads_counts_and_times() -> None:
+async def test_vllm_client_reads_counts_and_times() -> None:
     def reply(body: dict[str, Any]) -> list[bytes]:
         assert body["prompt"] == [5, 6, 7]
         assert body["ignore_eos"] is True
@@ -81,7 +81,7 @@ async def test_the_client_of_vllm_reads_counts_and_times() -> None:
     assert all(len(record.arrivals) == 4 and record.ended >= record.arrivals[-1] for record in run.records)
 
 
-async def test_the_client_of_llamacpp_reads_counts_and_times() -> None:
+async def test_llamacpp_client_reads_counts_and_times() -> None:
     def reply(body: dict[str, Any]) -> list[bytes]:
         assert body["cache_prompt"] is False
         end = {"content": "", "stop": True, "tokens_evaluated": 3, "tokens_predicted": body["n_predict"]}
@@ -115,7 +115,7 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
     assert most == 3
 
 
-async def test_a_short_answer_is_an_error() -> None:
+async def test_short_peer_answer_is_an_error() -> None:
     with pytest.raises(WrongWorkError):
         await closed_loop(lambda work, record, _: asked(work, record, 3), Job([Work(4, (1,))], 1, LIMIT_S))
 

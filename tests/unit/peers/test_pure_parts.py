@@ -89,7 +89,7 @@ def line(peer: str, repeat: int, tokens_per_s: float, *, quiet: bool = True) -> 
     return json.loads(json.dumps({**head, "figures": figures}))  # type: ignore[no-any-return]
 
 
-def test_ratios_are_of_the_same_repetition_and_disturbed_rows_do_not_count() -> None:
+def test_ratios_use_same_repetition_without_disturbed_rows() -> None:
     lines = [line("fissile", 0, 30), line("vllm", 0, 10), line("fissile", 1, 50), line("vllm", 1, 25)]
     lines += [line("fissile", 2, 500), line("vllm", 2, 1, quiet=False)]
     cells = report.cells(lines)

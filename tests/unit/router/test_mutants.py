@@ -90,7 +90,7 @@ _SHARE = test_fair_queue.test_tenant_within_queue_share_is_never_dropped
 
 _FRAMING = test_stream_assembly.test_stream_text_is_independent_of_framing
 _START = test_stream_assembly.test_later_attempt_does_not_change_stream_start
-_MIN = test_stream_assembly.test_a_stop_string_may_end_with_the_last_of_min_tokens
+_MIN = test_stream_assembly.test_stop_string_may_end_at_min_tokens
 _REST = test_stream_assembly.test_stop_string_completed_at_end_matches
 _BRUTE = test_stop_strings.test_stop_string_search_equals_brute_force
 _GATE = test_dispatcher.test_group_in_transit_counts_as_waiting_at_worker
@@ -235,7 +235,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         Mutant("unchained", test_block_hash, "hash_chain", "+ width], parent, seed", "+ width], root, seed"),
         (
             test_block_hash.test_chain_is_compute_hash_block_by_block,
-            test_block_hash.test_a_chain_can_be_continued,
+            test_block_hash.test_hash_chain_can_be_continued,
         ),
     ),
     (

@@ -184,7 +184,7 @@ def test_every_priority_is_accepted(priority: pb.Priority.ValueType) -> None:
     check_generate(pb.GenerateRequest(text="x", priority=priority))
 
 
-def test_a_salt_is_measured_in_bytes() -> None:
+def test_cache_salt_is_measured_in_bytes() -> None:
     check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 64))
     refused("INVALID_ARGUMENT", "cache_salt", lambda: check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 65)))
     chat = pb.ChatRequest(messages=[message()], cache_salt="e" * 129)

@@ -123,7 +123,7 @@ def test_generate_has_an_option_for_every_parameter_but_a_few() -> None:
         assert given({name: context.params[name] for name in fields}) == dict.fromkeys(names, 1)
 
 
-def test_a_constraint_is_one_of_the_forms(tmp_path: Path) -> None:
+def test_constraint_option_has_one_form(tmp_path: Path) -> None:
     """A schema or grammar is given as text or as a file name."""
     file = tmp_path / "schema.json"
     file.write_text('{"type": "null"}', "utf-8")
@@ -168,7 +168,7 @@ def test_every_option_has_a_help_text_and_an_environment_variable(name: str) -> 
         assert len(set(variables)) == len(variables)
 
 
-def test_a_missing_extra_is_named() -> None:
+def test_missing_extra_is_named_by_command() -> None:
     program = (
         "import sys; sys.modules['tokenizers'] = None\n"
         "import click; from importlib.metadata import EntryPoint; from common.cli import group\n"
@@ -183,7 +183,7 @@ def test_a_missing_extra_is_named() -> None:
     )
 
 
-def test_an_old_python_is_refused_with_one_line(
+def test_old_python_is_refused_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
@@ -210,7 +210,7 @@ def test_version_check_parses_on_old_python(path: str) -> None:
         (["xyzzy"], "No such command 'xyzzy'. (`fissile --help` lists what there is)"),
     ],
 )
-def test_an_unknown_command_is_refused_with_the_nearest(
+def test_unknown_command_error_suggests_nearest(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fissile", *arguments])

@@ -122,7 +122,7 @@ ON = {
 }  # fmt: skip
 
 
-def test_each_mode_has_arguments_that_select_it() -> None:
+def test_each_command_mode_has_selecting_arguments() -> None:
     modes = {
         (name, mode.name)
         for name, command in LEAVES.items()
@@ -133,7 +133,7 @@ def test_each_mode_has_arguments_that_select_it() -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), ON)
-def test_an_option_without_effect_is_refused_with_the_reason(name: str, mode: str) -> None:
+def test_unused_option_is_refused_with_reason(name: str, mode: str) -> None:
     command = LEAVES[name]
     assert isinstance(command, ModalCommand)
     (wanted,) = [each for each in command.modes if each.name == mode]
@@ -266,14 +266,14 @@ def test_simulated_engine_uses_each_accepted_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["--tp-size", "--dp-size"])
-def test_a_simulation_refuses_ranks(size: str, tmp_path: Path) -> None:
+def test_simulation_refuses_ranks(size: str, tmp_path: Path) -> None:
     params = parsed(worker, ["--model", str(tmp_path), "--simulate", "instant", size, "2"]).params
     with pytest.raises(CommandError, match="--simulate runs no ranks"):
         worker_options(**{name: value for name, value in params.items() if name != "log_level"})
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3", "draft_model"])
-def test_a_simulation_refuses_drafts_of_a_model(method: str, tmp_path: Path) -> None:
+def test_simulation_refuses_draft_models(method: str, tmp_path: Path) -> None:
     model = "" if method == "mtp" else ', "model": "d"'
     text = f'{{"method": "{method}", "num_speculative_tokens": 2{model}}}'
     params = parsed(worker, ["--model", "m", "--simulate", "instant", "--speculative-config", text]).params
@@ -281,7 +281,7 @@ def test_a_simulation_refuses_drafts_of_a_model(method: str, tmp_path: Path) -> 
         worker_options(**{name: value for name, value in params.items() if name != "log_level"})
 
 
-def test_a_variable_without_effect_is_named_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_environment_variable_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images and shells set variables for all commands, so a variable without effect is no error."""
     monkeypatch.setenv("FISSILE_WEIGHTS_CACHE", "/cache")
     monkeypatch.setenv("FISSILE_WORKER_PORT", "5")
@@ -302,7 +302,7 @@ def test_option_value_equal_to_the_modes_is_accepted(arguments: str) -> None:
     assert parsed(worker, ["--model", "m", *arguments.split()]).params["model"] == "m"
 
 
-def test_an_option_of_the_file_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_unused_file_option_is_refused_with_line(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text("worker:\n  model: m\n  port: 5\n")
     with pytest.raises(CommandError, match=r"line 3: worker\.port has no effect with --node-rank 1 or more"):
@@ -327,7 +327,7 @@ def test_unused_option_commands_match_entry_points() -> None:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_an_empty_value_is_refused(name: str) -> None:
+def test_empty_option_value_is_refused(name: str) -> None:
     """An empty value is usually an unset shell variable: `fissile serve --model "$MODEL"`."""
     command = LEAVES[name]
     taken = [param for param in options_of(command) if not param.is_flag]
@@ -343,20 +343,20 @@ def test_an_empty_value_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["flush", "cordon", "uncordon", "drain", "cancel", "keys new", "verify"])
-def test_an_empty_argument_is_refused(command: str) -> None:
+def test_empty_argument_is_refused(command: str) -> None:
     """With an empty variable `fissile flush "$WORKER"` would flush all workers."""
     with pytest.raises(click.BadParameter, match="it is empty: give a value, or leave it out"):
         parsed(LEAVES[command], [""])
 
 
-def test_an_empty_value_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_empty_file_value_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text('router:\n  port: 0\n  placement: ""\n  host: ""\n')
     with pytest.raises(CommandError, match=r"line [34]: router\.(placement|host): "):
         parsed(LEAVES["router"], ["--config", str(path)])
 
 
-def test_every_command_that_calls_a_router_takes_both_names() -> None:
+def test_router_commands_take_address_and_router_options() -> None:
     callers = {name for name, command in LEAVES.items() if names_of(command) & {"--address", "--router"}}
     assert {"generate", "models", "health", "verify", "bench serve", "chat"} <= callers
     assert [name for name in callers if not {"--address", "--router"} <= names_of(LEAVES[name])] == []

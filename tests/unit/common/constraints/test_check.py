@@ -163,7 +163,7 @@ def test_invalid_constraint_form_is_refused(given: Any) -> None:
         Constraint.of(given)
 
 
-def test_a_constraint_is_checked_once() -> None:
+def test_constraint_is_checked_once() -> None:
     checker = GrammarChecker(SPECIAL, {END})
     good, bad = Constraint("regex", ("a+",)), Constraint("regex", ("(",))
     assert checker.known(good, optional_space=False) is None

@@ -199,7 +199,7 @@ def test_faults_are_named_with_their_place(text: str, said: str) -> None:
     assert len(str(refused.value)) < 700
 
 
-def test_the_order_of_properties_is_kept() -> None:
+def test_schema_property_order_is_kept() -> None:
     schema = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}, "required": ["z", "a"]}
     assert accepts(schema, {"z": None, "a": None})
     assert not accepts(schema, {"a": None, "z": None})

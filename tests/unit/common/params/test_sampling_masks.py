@@ -64,7 +64,7 @@ def test_ungeneratable_ids_do_not_satisfy_masks() -> None:
     assert not is_refused(SamplingParams(allowed_token_ids=(VOCAB,)))
 
 
-def test_biases_of_ids_that_the_model_lacks() -> None:
+def test_bias_of_id_unknown_to_model_is_refused() -> None:
     check_bias_ids(SamplingParams(logit_bias={VOCAB - 1: 1.0}), VOCAB)
     with pytest.raises(InvalidFieldError, match=r"logit_bias\[4\]"):
         check_bias_ids(SamplingParams(logit_bias={0: 1.0, VOCAB: 1.0}), VOCAB)

@@ -57,7 +57,7 @@ async def test_cancelled_task_is_not_restarted() -> None:
     assert "cancelled" not in task_failures()
 
 
-def test_a_callback_that_fails_is_logged_and_counted() -> None:
+def test_callback_that_fails_is_logged_and_counted() -> None:
     """Regression: an event loop reports it only to asyncio's own log."""
     with capture_logs() as logs:
         run_guarded("test callback", lambda: 1 / 0, router="r")

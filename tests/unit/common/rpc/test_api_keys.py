@@ -70,7 +70,7 @@ def test_key_ring_finds_only_exact_key() -> None:
         (f"c::infer:{'1' * 64}", "name 'c' or its key stands there twice"),
     ],
 )
-def test_a_bad_line_is_named_without_the_digest(line: str, problem: str) -> None:
+def test_bad_key_line_is_named_without_digest(line: str, problem: str) -> None:
     good = f"b::infer:{'1' * 64}"
     with pytest.raises(KeyFileError) as caught:
         parse_keys([good, line], "keys")
@@ -94,7 +94,7 @@ class Clock:
         return self.now
 
 
-def test_a_changed_file_counts_within_a_second(tmp_path: Path) -> None:
+def test_changed_key_file_is_read_within_a_second(tmp_path: Path) -> None:
     file, clock = tmp_path / "keys", Clock()
     (old, old_kept), (new, new_kept) = new_key("old", "", [Role.INFER]), new_key("new", "", [Role.INFER])
     always, always_kept = new_key("always", "", [Role.INFER])
@@ -155,7 +155,7 @@ def test_unusable_keys_at_start_are_refused(file: str | None, lines: list[str], 
         KeyStore(tmp_path / file if file else None, lines)
 
 
-def test_the_command_prints_a_key_and_its_line() -> None:
+def test_key_command_prints_key_and_line() -> None:
     made = CliRunner().invoke(keys_command, ["new", "alice", "--tenant", "gold", "--role", "admin-read", "--json"])
     printed = json.loads(made.stdout)
     kept = parse_line(printed["line"], "printed")

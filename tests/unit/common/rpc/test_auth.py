@@ -103,7 +103,7 @@ def test_invalid_key_is_unauthenticated(
     assert not any(KEYS[role][0] in repr(caught.value) for role in Role)
 
 
-def test_the_scheme_is_read_in_any_case() -> None:
+def test_authorization_scheme_is_case_insensitive() -> None:
     assert bearer_key([("authorization", "bearer  abc ")]) == "abc"
 
 
@@ -122,7 +122,7 @@ def test_the_scheme_is_read_in_any_case() -> None:
         ({"peer_email": [b"router.example"], "peer_ip": [b"router.example"]}, None),
     ],
 )
-def test_which_certificates_are_routers(peer: dict[str, list[bytes]], identity: str | None) -> None:
+def test_router_certificates_are_recognized(peer: dict[str, list[bytes]], identity: str | None) -> None:
     access = PeerAccess(["router.example", "spiffe://td/ns/llm/router"])
     if identity is None:
         with pytest.raises(ApiError, match="WorkerService/Session is for routers; the certificate has") as caught:
@@ -231,7 +231,7 @@ async def test_handlers_run_after_access_check_with_caller() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_health_is_open_reflection_is_not_and_the_status_has_details(access: KeyAccess) -> None:
+async def test_health_needs_no_key_and_reflection_does(access: KeyAccess) -> None:
     server = GrpcServer("127.0.0.1", 0, [], access=access)
     async with serving(server), grpc.aio.insecure_channel(server.address) as channel:
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"))

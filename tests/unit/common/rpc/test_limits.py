@@ -177,7 +177,7 @@ async def test_health_watches_beyond_the_limit_end_the_oldest(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-async def test_health_refuses_names_that_no_service_has(method: str) -> None:
+async def test_health_refuses_unknown_service_names(method: str) -> None:
     """Regression: a watch kept its service name, which could have 16 MiB."""
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
         call = getattr(health_pb2_grpc.HealthStub(channel), method)(health_pb2.HealthCheckRequest(service="x" * 300))
@@ -307,7 +307,7 @@ class SilentContext:
         return await self.given
 
 
-async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_timer_ends_all_overdue_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the read bound cost a timer per call."""
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.1)
     reads, answered = request_reader.MessageReads(), SilentContext()
@@ -339,7 +339,7 @@ async def test_calls_without_message_beyond_limit_end_oldest() -> None:
 
 
 @pytest.mark.parametrize("more", [b"", bytes([0, 0, 9, HEADERS, 0, 0, 0, 0, 1]), bytes([0, 0])])
-async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_calls_is_closed(more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: idle connections, and those with half a HEADERS frame, kept all descriptors of a process for ever."""
     monkeypatch.setattr(server_module, "CONNECTION_IDLE_S", 0.2)
     async with serving() as server, asyncio.timeout(60):

@@ -55,7 +55,7 @@ async def test_regular_client_pings_keep_connection(calls: bool, port: int) -> N
     assert await asyncio.to_thread(ping, port, 30, 0.06, calls=calls) == (30, b"")
 
 
-async def test_a_flood_of_pings_ends_its_connection(port: int) -> None:
+async def test_flood_of_pings_ends_its_connection(port: int) -> None:
     """Regression: the server answered any number."""
     answered, why = await asyncio.to_thread(ping, port, 5000, 0.0)
     assert why == b"too_many_pings"

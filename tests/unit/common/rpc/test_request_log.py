@@ -84,7 +84,7 @@ async def test_filtered_request_line_is_not_built(level: str, lines: int, monkey
     assert not requests._open
 
 
-async def test_the_handler_of_a_method_is_made_once() -> None:
+async def test_logged_handler_is_made_once_per_method() -> None:
     """Regression: each call built two handlers."""
 
     async def serve(request: object, context: object) -> str:

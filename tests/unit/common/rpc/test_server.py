@@ -131,7 +131,7 @@ async def test_reflection_lists_the_services_and_has_the_details_of_errors(site:
         assert "fissile/v1/errors.proto" in files_of(answer)
 
 
-async def test_every_service_that_reflection_lists_can_be_called_by_its_descriptor(site: Site) -> None:
+async def test_reflected_services_are_callable_by_descriptor(site: Site) -> None:
     """Like a generic tool: lists the services, fetches the files of each and rebuilds its types."""
     listed = [reflection_pb2.ServerReflectionRequest(list_services="")]
     (services,) = [answer async for answer in reflected(site, "v1", listed)]
@@ -226,14 +226,14 @@ async def test_stopping_server_waits_longer_after_a_call(site: Site, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["m" * 100_000, "é\n" * 50_000, "\ud800" * 9])
-async def test_a_huge_text_in_an_error_keeps_the_status(site: Site, name: str) -> None:
+async def test_huge_text_in_error_keeps_status(site: Site, name: str) -> None:
     site.servicer.error = UnknownModelError(name, [name, name])
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await site.worker.GetWorker(worker_pb2.GetWorkerRequest())
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_taken_port_is_one_line(site: Site) -> None:
+async def test_taken_port_error_is_one_line(site: Site) -> None:
     other = GrpcServer("127.0.0.1", site.rpc.port, [])
     with pytest.raises(PortTakenError, match=rf"^port {site.rpc.port} on 127.0.0.1 is in use: .*--port.*$"):
         await other.start()

@@ -179,7 +179,7 @@ async def test_touched_certificate_is_not_reloaded(ca: Authority) -> None:
         assert logs == []
 
 
-async def test_a_client_reads_its_files_at_each_dial(ca: Authority, tmp_path: Path) -> None:
+async def test_client_reads_tls_files_at_each_dial(ca: Authority, tmp_path: Path) -> None:
     clients = Authority(tmp_path, "clients")
     pair, mine = ca.issue("server", *LOOPBACK), ca.issue("mine", "client")
     dialer = Dialer(ClientTls(ca.cert, mine.cert, mine.key))
@@ -227,7 +227,7 @@ def test_tls_file_that_is_a_device_is_refused(name: str, ca: Authority, tmp_path
         ServerTls(paths["server.pem"], paths["server.key"], paths["ca.pem"]).credentials()
 
 
-def test_an_encrypted_key_is_refused_without_asking_for_its_password(ca: Authority, tmp_path: Path) -> None:
+def test_encrypted_tls_key_is_refused_without_prompt(ca: Authority, tmp_path: Path) -> None:
     pair = ca.issue("server")
     locked = tmp_path / "locked.key"
     subprocess.run(
@@ -278,7 +278,7 @@ async def test_plain_text_outside_loopback_warns(ca: Authority) -> None:
     assert await warnings(ServerTls(pair.cert, pair.key), "0.0.0.0") == []
 
 
-def test_a_key_does_not_leave_the_machine_in_plain_text() -> None:
+def test_api_key_is_not_sent_remotely_in_plain_text() -> None:
     with pytest.raises(CommandError, match="would go to router:50051 in plain text") as caught:
         open_channel("router:50051", Credentials(api_key="flk_secret"))
     assert "flk_secret" not in str(caught.value)

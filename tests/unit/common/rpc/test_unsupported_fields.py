@@ -35,7 +35,7 @@ def test_served_fields_are_accepted() -> None:
 @pytest.mark.parametrize(
     "path", ["seqs", "seqs.params", "seqs.params.temperature", "seqs.params.stop_token_sequences.ids"]
 )
-def test_a_set_field_off_the_list_is_named(path: str) -> None:
+def test_unserved_field_is_named(path: str) -> None:
     with pytest.raises(UnservedFieldError, match=f"^{path} is not served"):
         refuse_unserved(submit(), ALL - {path})
 
@@ -44,19 +44,19 @@ def test_unset_unserved_fields_are_accepted() -> None:
     refuse_unserved(submit(), ALL - {"seqs.params.top_k", "serial", "seqs.cache_salt"})
 
 
-def test_the_prefix_is_part_of_the_name() -> None:
+def test_refused_field_name_includes_prefix() -> None:
     with pytest.raises(UnservedFieldError, match=r"^p\.top_k"):
         refuse_unlisted(worker_pb2.SamplingParams(top_k=2), frozenset({"p.temperature"}), prefix="p.")
 
 
-def test_an_unknown_enum_value_is_refused() -> None:
+def test_unknown_enum_value_is_refused() -> None:
     end = worker_pb2.SequenceEnd()
     end.MergeFromString(b"\x18\x63")  # field 3 (reason) = 99
     with pytest.raises(InvalidFieldError, match="reason is 99; valid: END_REASON_EOS, "):
         refuse_unserved(end, frozenset({"reason"}))
 
 
-def test_values_of_maps_and_well_known_types_are_not_entered() -> None:
+def test_map_values_and_well_known_types_are_skipped() -> None:
     paths = list(field_paths(inference_pb2.ChatRequest.DESCRIPTOR))
     assert len(paths) == len(set(paths))
     assert not [path for path in paths if path.endswith((".key", ".seconds", "string_value"))]

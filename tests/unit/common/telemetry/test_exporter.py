@@ -221,7 +221,7 @@ def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: 
     "variable",
     ["OTEL_EXPORTER_OTLP_PROTOCOL", pytest.param("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", marks=pytest.mark.slow)],
 )
-def test_an_unknown_protocol_is_refused_by_name(variable: str) -> None:
+def test_unknown_protocol_is_refused_by_name(variable: str) -> None:
     """Regression: it sent gRPC to an HTTP port instead of exiting with code 2 and one line."""
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", variable: "http/json"}
     command = [sys.executable, "-m", "router", "--port", "0", "--worker", "127.0.0.1:9"]

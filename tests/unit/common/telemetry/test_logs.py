@@ -67,7 +67,7 @@ def test_json_fields_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(outside) == ["ts", "level", "event", "service", "worker_id"]
 
 
-def test_an_explicit_trace_id_wins() -> None:
+def test_explicit_trace_id_overrides_context() -> None:
     stream = io.StringIO()
     setup_logging(stream=stream)
     with Tracing().request_span("a/B", METADATA):
@@ -109,7 +109,7 @@ def test_library_warnings_use_our_log_format() -> None:
     assert old["logger"] == "py.warnings"
 
 
-def test_an_exception_is_one_line_of_json() -> None:
+def test_logged_exception_is_one_json_line() -> None:
     stream = io.StringIO()
     setup_logging(stream=stream)
     try:
@@ -123,7 +123,7 @@ def test_an_exception_is_one_line_of_json() -> None:
     assert "KeyError" in library["exception"]
 
 
-def test_a_terminal_gets_readable_lines() -> None:
+def test_terminal_log_lines_are_readable() -> None:
     stream = Terminal()
     setup_logging(service="router", stream=stream)
     structlog.get_logger().info("request accepted", tokens=3)
@@ -201,7 +201,7 @@ def test_folded_log_lines_fit_the_terminal(width: int, fields: dict[str, str]) -
 @pytest.mark.parametrize(
     ("environment", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)]
 )
-def test_a_terminal_gets_colors_and_lines_of_its_width(environment: dict[str, str], is_colored: bool) -> None:
+def test_terminal_log_lines_have_colors_and_fit_width(environment: dict[str, str], is_colored: bool) -> None:
     program = (
         "import structlog; from common.telemetry.logs import setup_logging; setup_logging('info')\n"
         "structlog.get_logger('x').info('worker serving', **{f'field{i}': 'v' * i for i in range(12)})"

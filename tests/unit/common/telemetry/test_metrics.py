@@ -192,7 +192,7 @@ def test_usage_of_an_engine_without_blocks_is_zero() -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"

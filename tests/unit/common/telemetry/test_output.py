@@ -64,7 +64,7 @@ def read_lines(descriptor: int, last: str) -> list[str]:
     return data.decode().splitlines()
 
 
-def test_lines_of_many_threads_are_whole_and_each_threads_own_in_order(tmp_path: Path) -> None:
+def test_lines_of_threads_are_whole_and_ordered_per_thread(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         output = Output(stream)
 
@@ -99,7 +99,7 @@ def test_stalled_log_reader_blocks_no_writer_and_gets_loss_line() -> None:
     assert lines == [*(f"line {i}" for i in range(100)), "900 lines could not be written here and are lost"]
 
 
-def test_bytes_that_wait_are_bounded_too() -> None:
+def test_waiting_log_bytes_are_bounded() -> None:
     with pipe() as (_, stream):
         fill(stream.fileno())
         output = Output(stream, max_bytes=10_000)
@@ -149,7 +149,7 @@ def test_closed_log_stream_does_not_write_to_reused_descriptor(tmp_path: Path) -
     assert (tmp_path / "other").read_text() == ""
 
 
-def test_text_in_front_of_a_stream_goes_line_by_line() -> None:
+def test_output_stream_writes_line_by_line() -> None:
     inner = io.StringIO()
     stream = OutputStream(inner)
     stream.write("a")

@@ -270,7 +270,7 @@ def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Re
     assert [s.name for s in recorder.exporter.get_finished_spans()] == ["queue", "prefill", "worker.generate"]
 
 
-def test_sequence_that_never_arrived_anywhere_still_ends(recorder: Recorder) -> None:
+def test_sequence_that_reached_no_worker_still_ends(recorder: Recorder) -> None:
     sequence = recorder.tracing.sequence_span("", arrived=time.monotonic())
     sequence.fail(grpc.StatusCode.UNAVAILABLE)
 

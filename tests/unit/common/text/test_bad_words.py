@@ -48,6 +48,6 @@ def test_bad_word_may_need_one_token_per_byte() -> None:
     SamplingParams(bad_words_token_ids=(alone, behind_blank))
 
 
-def test_a_word_of_tokens_that_the_model_lacks_is_refused() -> None:
+def test_bad_word_with_tokens_unknown_to_model_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match=r"sampling_params\.bad_words\[0\] has a part"):
         bad_words_token_ids(["cat"], TOKENIZERS["sentencepiece"], 5)

@@ -359,7 +359,7 @@ def test_named_templates_of_a_folder_equal_transformers(tmp_path: Path) -> None:
     assert chat.sha256 == ChatTemplate(reference.chat_template, Tokenizer.from_files(files())).sha256
 
 
-def test_the_digest_of_templates_is_of_the_text_or_of_all_names_and_texts() -> None:
+def test_template_digest_covers_text_or_all_names_and_texts() -> None:
     """As docs/reference/contract.md defines it; receipts contain it."""
     only = ChatTemplate.from_files(files(chat_template="{{ 'é' }}"))
     named = [{"name": name, "template": text} for name, text in (("tool_use", "{{ 2 }}"), ("default", "{{ 1 }}"))]
@@ -374,7 +374,7 @@ def test_model_without_template() -> None:
     assert ChatTemplate.from_files(files()) is None
 
 
-def test_syntax_error_is_the_models_fault_in_one_line() -> None:
+def test_template_syntax_error_is_one_line() -> None:
     with pytest.raises(TokenizerError, match="chat template 'default', line 2: "):
         ChatTemplate.from_files(files(chat_template="{{ a }}\n{% for %}"))
 

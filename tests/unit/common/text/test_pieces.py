@@ -140,7 +140,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_which_tokenizers_cut(name: str) -> None:
+def test_only_known_tokenizers_cut_text(name: str) -> None:
     """Only tokenizers known to allow it cut prose."""
     assert (len(list(tokenizer(name).encode_pieces("the cat sat on the mat " * 5))) > 5) is (name in CUT)
     by_lines = len(list(tokenizer(name).encode_pieces("the cat\n" * 10))) > 5
@@ -158,7 +158,7 @@ def test_no_text_has_fewer_tokens_than_the_floor(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen", "gpt-oss", "sentencepiece"])
-def test_the_floor_tells_long_texts(name: str) -> None:
+def test_token_floor_detects_long_texts(name: str) -> None:
     """Digits, words and blanks are refused by their bytes."""
     for text in ("7" * 5000, "word" * 5000, " " * 20_000):
         assert tokenizer(name).fewest_tokens(text, 100) >= 100, (name, text[:4])

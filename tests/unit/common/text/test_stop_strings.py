@@ -61,7 +61,7 @@ def test_text_passes_unchanged_without_stop_strings() -> None:
     assert (search.push("text").emit, search.flush()) == ("text", "")
 
 
-def test_long_stop_strings_cost_one_look_per_character() -> None:
+def test_long_stop_strings_cost_one_step_per_character() -> None:
     stops = tuple("a" * 255 + letter for letter in "bcdefghijklmnopq")
     search = StopStrings(stops, include=False)
     steps = 200_000

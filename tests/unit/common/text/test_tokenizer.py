@@ -88,7 +88,7 @@ def test_mixed_pieces_never_become_special_tokens(pieces: list[str]) -> None:
         assert tokenizer.decode(ids) in ((text,) if name == "byte_level" else (text, text.removeprefix(" ")))
 
 
-def test_special_tokens_are_parsed_where_allowed(kind: str) -> None:
+def test_special_tokens_are_parsed_if_allowed(kind: str) -> None:
     tokenizer = Tokenizer.from_files(files(kind))
     expected = backend(kind).encode("<|im_start|>user\nhi<|im_end|>", add_special_tokens=False).ids
 
@@ -96,7 +96,7 @@ def test_special_tokens_are_parsed_where_allowed(kind: str) -> None:
     assert len(tokenizer.special_ids & set(expected)) == 2
 
 
-def test_beginning_of_sequence_goes_before_plain_text_only() -> None:
+def test_bos_precedes_only_plain_text() -> None:
     tokenizer = Tokenizer.from_files(files("sentencepiece"))
 
     assert tokenizer.encode("hello")[0] == 1
@@ -232,7 +232,7 @@ def test_named_special_tokens_count_although_not_flagged() -> None:
     assert named.special_ids - plain.special_ids == {think}
 
 
-def test_truncation_of_a_training_run_does_not_cut_prompts() -> None:
+def test_tokenizer_truncation_setting_does_not_cut_prompts() -> None:
     content = json.loads(backend("byte_level").to_str())
     content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     tokenizer = Tokenizer.from_files({"tokenizer.json": json.dumps(content).encode()})
@@ -278,7 +278,7 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode("hi") == reference()("hi").input_ids
 
 
-def test_other_entries_of_config_json_do_not_change_the_digest(tmp_path: Path) -> None:
+def test_unrelated_config_entries_keep_tokenizer_digest(tmp_path: Path) -> None:
     for name, data in files().items():
         (tmp_path / name).write_bytes(data)
     found = set()

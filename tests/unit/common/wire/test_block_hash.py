@@ -44,7 +44,7 @@ def test_chain_is_compute_hash_block_by_block(tokens: list[int], size: int, root
 
 
 @given(TOKENS, st.integers(1, 5), st.integers(0, 70))
-def test_a_chain_can_be_continued(tokens: list[int], size: int, cut: int) -> None:
+def test_hash_chain_can_be_continued(tokens: list[int], size: int, cut: int) -> None:
     whole = hash_chain(tokens, size)
     border = min(cut, len(whole))
     parent = whole[border - 1] if border else None

@@ -18,7 +18,7 @@ def test_valid_id_is_accepted(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["\x1b]0;x\x07\x1b[31m", "a\nb", "a\rb", "\x00", "\x7f", "\x9b31m", "a\u2028b", "\u202egnp.exe", "\u2066"]
 )
-def test_characters_that_a_terminal_obeys_are_refused(text: str) -> None:
+def test_terminal_control_characters_are_refused(text: str) -> None:
     """Terminal escapes in ids."""
     with pytest.raises(InvalidFieldError, match=r"request_id has U\+[0-9A-F]{4} at position [01]; valid: no control"):
         check_id("request_id", text, 128)

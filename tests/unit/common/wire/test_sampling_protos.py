@@ -61,7 +61,7 @@ def test_every_field_of_the_message_is_listed() -> None:
     assert {path.partition(".")[0] for path in SAMPLING_FIELDS} == names
 
 
-def test_an_impossible_value_is_named() -> None:
+def test_impossible_sampling_proto_value_is_named() -> None:
     sent = sampling_to_proto(PARAMS)
     sent.top_p = 2.0
     with pytest.raises(InvalidFieldError, match=r"sampling_params\.top_p"):

@@ -104,7 +104,7 @@ def test_each_token_has_logprob_after_prompt_logprobs() -> None:
     assert stream.logprobs.total == total
 
 
-def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
+def test_stop_string_drops_logprobs_with_their_tokens() -> None:
     params = SamplingParams(logprobs=0)
     stream = assembly(params, "ll")
     ids = TOKENIZER.encode("hello, hello")

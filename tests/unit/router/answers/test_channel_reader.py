@@ -227,7 +227,7 @@ def test_tokens_of_reasoning_are_counted_with_their_delimiters() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_see_the_text_with_its_delimiters(include: bool) -> None:
+def test_stop_strings_match_text_with_delimiters(include: bool) -> None:
     ids = ids_of("<think>la</think>lo la lo")
     for stop, expected in (
         ("la", ("la" if include else "", "")),

@@ -264,7 +264,7 @@ def test_later_attempt_does_not_change_stream_start() -> None:
     assert stream.start.cached_tokens == 4
 
 
-def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
+def test_stop_string_may_end_at_min_tokens() -> None:
     """The token that reaches min_tokens may complete a stop string."""
     for min_tokens, delivered in ((0, 1), (1, 1), (2, 2), (3, 3), (4, 3)):
         stream = assembly(("a",), min_tokens=min_tokens)

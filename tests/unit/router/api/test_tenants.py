@@ -25,7 +25,7 @@ NAMED = [("other", "x"), (TENANT_KEY, "gold")]
         ([(TENANT_KEY, "")], "gold", "gold"),
     ],
 )
-def test_the_tenant_is_the_keys_or_the_metadatas(
+def test_tenant_is_taken_from_key_or_metadata(
     metadata: list[tuple[str, str | bytes]] | None, bound: str, tenant: str
 ) -> None:
     assert tenant_of(metadata, TenantPolicy(), bound) == tenant
@@ -102,7 +102,7 @@ def test_isolated_tenants_have_unforgeable_salts() -> None:
     assert policy.with_limits({}, {}, {}).isolate
 
 
-def test_a_tenants_requests_in_flight_are_limited() -> None:
+def test_requests_in_flight_are_limited_per_tenant() -> None:
     limits = TenantLimits(TenantPolicy(concurrency=2, concurrency_of={"vip": 0, "one": 1}))
     limits.claim("a")
     limits.claim("a")

@@ -73,7 +73,7 @@ def test_audit_convicts_only_faulty_worker(data: st.DataObject) -> None:
         assert decision == Wrong("a", is_certain=True)
 
 
-def test_the_sample_is_about_as_large_as_was_asked_for() -> None:
+def test_audit_sample_has_requested_fraction() -> None:
     for fraction in (0.0, 0.01, 0.5, 1.0):
         sampler = AuditSampler(fraction, b"key")
         chosen = [i for i in range(4000) if sampler.wants(f"r{i}", 0)]

@@ -87,7 +87,7 @@ async def test_too_long_text_is_refused_untokenized(monkeypatch: pytest.MonkeyPa
     encoder.close()
 
 
-async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokenizing_stops_at_model_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text whose bytes do not show that it is too long is tokenized only up to the model's length."""
     encoder, served, seen = PromptEncoder(TextQueue()), model(20_000), list[int]()
     ids = Tokenizer._ids
@@ -104,7 +104,7 @@ async def test_tokenizing_ends_when_there_are_too_many_tokens(monkeypatch: pytes
     encoder.close()
 
 
-async def test_texts_go_with_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_texts_leave_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: cancelled texts stayed in the threads' queue and were tokenized to their end."""
     encoder, served, steps = PromptEncoder(TextQueue()), model(1 << 30), list[str]()
     pieces = Tokenizer.encode_pieces
@@ -225,7 +225,7 @@ async def test_text_left_out_by_the_template_is_refused_with_its_field() -> None
 
 
 @pytest.mark.parametrize("role", ["bogus", "asistant", "user<|end|>", "User", "x" * 4_000_000])
-async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> None:
+async def test_role_unknown_to_template_is_refused(role: str) -> None:
     """Regression: a typo silently gave a worse answer, and a role could look like a token."""
     encoder = PromptEncoder(TextQueue())
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user"), pb.ChatMessage(role=role, content="x")])

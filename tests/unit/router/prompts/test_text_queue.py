@@ -54,7 +54,7 @@ def test_tenants_get_steps_by_weight() -> None:
     assert abs(served["a"] - 300) <= 4
 
 
-def test_jobs_of_a_tenant_go_one_after_the_other() -> None:
+def test_jobs_of_a_tenant_run_in_turn() -> None:
     queue, needed = TextQueue(), {}
     jobs = [job() for _ in range(3)]
     for each in jobs:

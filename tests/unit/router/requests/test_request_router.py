@@ -41,7 +41,7 @@ async def test_unsendable_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     await site.stop()
 
 
-async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_decision_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: no decision was made again until another event, and the failure was not counted."""
     monkeypatch.setattr(request_router, "TASK_RESTART_S", 0.001)
     site = Site(monkeypatch)

@@ -68,7 +68,7 @@ def test_idle_worker_gets_first_request_despite_report() -> None:
     assert keys(d.decide(0.0)) == {"a": [1]}
 
 
-def test_gate_holds_until_the_oldest_is_old_enough_then_all_go_together() -> None:
+def test_gate_releases_all_requests_with_oldest() -> None:
     d = dispatcher("a", factor=1.0, report=decoding(0.0))
     d.arrive(request(1, arrival=0.0), 0.0)
     assert d.decide(0.01) == []
@@ -192,7 +192,7 @@ def test_requests_without_worker_wait_bounded_time() -> None:
     assert len(d) == 0
 
 
-def test_a_request_goes_to_its_numerics_class_only() -> None:
+def test_request_goes_only_to_its_numerics_class() -> None:
     d = dispatcher()
     d.lane_up("a", "m", ROOM, 0.0, "x")
     d.requeue(QueuedRequest(1, "m", 5, 0.0, numerics="y"), 0.0)
@@ -246,7 +246,7 @@ def test_pinned_request_goes_only_to_its_worker(placement: str) -> None:
     assert d.abandon(22.0 + WORKER_WAIT_S) == [1]
 
 
-def test_a_returned_request_avoids_the_worker_that_returned_it() -> None:
+def test_returned_request_avoids_its_last_worker() -> None:
     for _ in range(3):
         d = dispatcher("a", "b")
         for key in range(4):

@@ -380,7 +380,7 @@ class Counting(PrefixAware):
         return super().cost_s(request, lane, hit, now)
 
 
-def test_a_decision_looks_at_seven_lanes_at_most() -> None:
+def test_decision_looks_at_seven_lanes_at_most() -> None:
     policy = Counting()
     d = fleet(policy, *(f"w{i}" for i in range(300)))
     hot = chain(*range(20))

@@ -213,7 +213,7 @@ def test_prefix_index_keeps_eight_owners_and_finds_deeper_ones() -> None:
     assert index.depth("w10", prompt, 0.0) == 3
 
 
-def test_numbers_of_workers_are_used_once_until_all_get_new_ones() -> None:
+def test_prefix_index_renumbers_workers_after_overflow() -> None:
     index = PrefixIndex(64)
     prompt = chain(1)
     index.add_worker("a")

@@ -54,7 +54,7 @@ def random_prompt(rnd: random.Random) -> list[int]:
     return prompt
 
 
-def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
+def test_prefix_aware_choice_equals_lru_oracle() -> None:
     rnd = random.Random(5)
     dispatcher = make_dispatcher(DelayGate(0.0), PrefixAware(1 << 12))
     idle = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
@@ -84,7 +84,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_the_index_is_bounded_under_a_million_prefixes() -> None:
+def test_prefix_index_is_bounded_under_a_million_prefixes() -> None:
     rnd, batch = np.random.default_rng(1), 4096
     before = resident_bytes()
     index = PrefixIndex(1 << 17)

@@ -11,7 +11,7 @@ from router.telemetry.loop_lag import INTERVAL_S, LoopLag, counted
 from tests.bench.router.lag_histogram import BOUNDS_S, LagHistogram
 
 
-def test_a_quantile_is_the_upper_bound_of_its_class() -> None:
+def test_lag_quantile_is_upper_bound_of_class() -> None:
     made = LagHistogram()
     for lag_ms in range(10):
         made.record(lag_ms / 1000 + 1e-6)
@@ -42,7 +42,7 @@ def test_lag_since_counts_only_later_records() -> None:
     assert 0.002 <= made.since(earlier).quantile(1.0) <= 0.0024
 
 
-def test_a_suspended_process_is_counted_within_bounds() -> None:
+def test_suspended_process_has_bounded_lag_count() -> None:
     made = LagHistogram()
     for lag_s in counted(1e6, INTERVAL_S):
         made.record(lag_s)
@@ -67,7 +67,7 @@ async def test_blocked_loop_is_measured() -> None:
     assert len(told) == seen
 
 
-async def test_an_idle_loop_is_seldom_woken() -> None:
+async def test_idle_loop_is_rarely_woken() -> None:
     """A hundred wake-ups per second took 1.2 % of a core."""
     told, began = list[float](), time.monotonic()
     watch = LoopLag(told.append)

@@ -32,7 +32,7 @@ def test_targets_one_by_one_or_as_a_list() -> None:
     )
 
 
-def test_targets_are_shown_as_they_were_given() -> None:
+def test_targets_are_printed_as_given() -> None:
     for text in ("dns:///w:1", "dns://10.0.0.10:53/w:1", "file:/etc/w.yaml"):
         assert str(parse_targets([text])[0]) == text
 
@@ -70,7 +70,7 @@ def test_lists_of_a_file(text: str) -> None:
     assert parse_list(text) == ("a:1", "[::1]:2")
 
 
-def test_a_file_with_one_address_a_line() -> None:
+def test_worker_file_may_have_one_address_per_line() -> None:
     assert parse_list("10.0.0.1:50061\n# the second one\n10.0.0.2:50061\n") == ("10.0.0.1:50061", "10.0.0.2:50061")
     assert parse_list("a:1 # the first one\n\n[::1]:2\na:1\n") == ("a:1", "[::1]:2")
     assert parse_list("[]") == ()

@@ -18,7 +18,7 @@ def test_kv_events_continue_in_sequence() -> None:
     assert (feed.seq, feed.goes_on_with("i")) == (0, False)
 
 
-def test_a_snapshot_counts_when_it_is_whole() -> None:
+def test_kv_snapshot_counts_when_complete() -> None:
     feed = KvEventCursor("i")
     assert feed.accept(wpb.KvEvents(seq=4, stored=[9])) is NEXT
     assert feed.accept(wpb.KvEvents(seq=8, stored=[1, 2], snapshot=True, left=3)) is NEXT
@@ -68,7 +68,7 @@ def test_kv_answer_without_snapshot_is_a_gap() -> None:
         assert feed.accept(wpb.KvEvents(seq=1, stored=[1], epoch=epoch)) is GAP
 
 
-def test_an_empty_cache_answers_too() -> None:
+def test_empty_kv_cache_answers_snapshot_request() -> None:
     feed = KvEventCursor("i")
     feed.ask()
     assert feed.accept(wpb.KvEvents(snapshot=True, epoch=1)) is NEXT

@@ -224,7 +224,7 @@ def test_columns_that_do_not_fit_are_refused(output: wpb.StepOutput) -> None:
         made.apply(output, 0.0)
 
 
-def test_gap_leaves_the_stream_live_for_the_session_to_end_it() -> None:
+def test_gap_leaves_stream_live_until_session_ends() -> None:
     made = link()
     made.submit(1, [submission(1, 3)])
     with pytest.raises(GapError):

@@ -154,7 +154,7 @@ def serve(router: tuple[Script, str]) -> Bench:
 SMALL = ("--concurrency", "4", "--requests", "8", "--output-len", "5", "--warmup", "0")
 
 
-def test_a_closed_loop_is_measured(serve: Bench) -> None:
+def test_closed_loop_is_measured(serve: Bench) -> None:
     made = serve.measure(*SMALL, "--api-key", "sesame")
     (row,) = made["rows"]
     assert (row["ok"], row["failed"], row["output_tokens"], row["max_in_flight"]) == (8, 0, 40, 4)
@@ -218,7 +218,7 @@ def test_open_loop_sends_regardless_of_answers(serve: Bench) -> None:
     assert row["send_lag_ms"]["count"] == 20
 
 
-def test_a_duration_ends_a_row(serve: Bench) -> None:
+def test_duration_ends_a_row(serve: Bench) -> None:
     began = time.monotonic()
     made = serve.measure("--concurrency", "2", "--duration", "100ms", "--output-len", "5", "--warmup", "0")
     # The row's own duration ends with its last answer, which may arrive shortly before the limit.
@@ -477,7 +477,7 @@ def test_failures_of_a_warm_up_are_one_line(capsys: pytest.CaptureFixture[str]) 
     assert said in capsys.readouterr().err
 
 
-def test_long_prompts_are_not_all_made_before_a_row() -> None:
+def test_long_prompts_are_made_during_row() -> None:
     asked: list[int] = []
 
     class Long(RandomWorkload):
@@ -547,7 +547,7 @@ def offline_run(engine: Steps, load: ClosedLoop | OpenLoop, work: Callable[[int]
     return OfflineRun(load, work, engine, Terms(), "t", clock=lambda: engine.now, sleep=engine.sleep, **others)
 
 
-def test_an_engine_is_kept_at_its_concurrency() -> None:
+def test_offline_bench_keeps_concurrency() -> None:
     engine = Steps()
     records = offline_run(engine, ClosedLoop(2, Extent(4)), lambda i: Work(3, token_ids=[1] * (i + 1))).run()
     assert engine.most == 2

@@ -9,7 +9,7 @@ from common.cli.bench.workload import Work
 from common.params.options.types import Lengths
 
 
-def test_the_three_kinds_of_prompts() -> None:
+def test_data_set_has_three_kinds_of_prompts() -> None:
     lines = [
         '{"prompt": "Once", "max_tokens": 7}\n',
         "\n",
@@ -61,6 +61,6 @@ def test_invalid_data_set_line_is_named(line: str, said: str) -> None:
     assert str(refused.value).startswith(said)
 
 
-def test_an_empty_data_set_is_refused() -> None:
+def test_empty_data_set_is_refused() -> None:
     with pytest.raises(DatasetError, match="the data set has no request; valid: lines of"):
         read_dataset(["\n", ""], Lengths(1, 1), 0)

@@ -57,7 +57,7 @@ def answered(index: int = 0, begin: float = 0.0, *arrivals: float, **given_: obj
     return replace(record, **given_)  # type: ignore[arg-type]
 
 
-def test_the_times_of_a_request() -> None:
+def test_record_has_times_of_request() -> None:
     record = Record(0, 1.0, 1.5, 4.25, arrivals=[2.0, 2.5, 4.0], output_tokens=5)
     assert (record.ttft, record.tpot, record.itl, record.latency) == (1.0, 0.5, [0.5, 1.5], 3.25)
     assert answered(0, 0.0, 1.0).tpot is None
@@ -156,7 +156,7 @@ def test_most_in_flight_is_the_most_at_any_sending(spans: list[tuple[float, floa
     assert max_in_flight(records) == expected
 
 
-def test_repetitions_of_a_load_have_one_overview() -> None:
+def test_repetitions_of_a_load_share_one_overview() -> None:
     runs = [
         figures_of([answered(0, 0.0, *times)], setting, repeat)
         for repeat, last in enumerate((2.0, 4.0, 8.0))

@@ -53,7 +53,7 @@ def test_closed_loop_stays_full_until_last_request(concurrency: int, requests: i
 
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.floats(0.1, 10), SERVICE_TIMES)
-def test_a_closed_loop_sends_none_after_its_duration(
+def test_closed_loop_sends_none_after_its_duration(
     concurrency: int, duration: float, service_times: list[float]
 ) -> None:
     seen = drive(ClosedLoop(concurrency, Extent(duration_s=duration)), service_times)

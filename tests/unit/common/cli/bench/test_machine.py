@@ -113,13 +113,13 @@ def test_address_without_port_has_only_named_processes(address: str, tmp_path: P
     assert meter_for(address, (9,), tmp_path) == CpuMeter((9,), True, tmp_path)
 
 
-def test_the_name_of_a_processor(tmp_path: Path) -> None:
+def test_cpu_model_is_read(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU  @ 2 GHz\nprocessor\t: 1\n")
     assert cpu_model(tmp_path) == "Some CPU  @ 2 GHz"
 
 
 @LINUX
-def test_the_listener_of_a_port_is_found() -> None:
+def test_process_listening_on_port_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert listening_process(server.getsockname()[1]) == os.getpid()
 

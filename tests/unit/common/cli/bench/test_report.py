@@ -31,7 +31,7 @@ def test_numbers_have_three_digits_or_more() -> None:
     assert [percent(share) for share in (None, 0.0, 0.126, 1.0)] == ["-", "0%", "13%", "100%"]
 
 
-def test_a_table_is_aligned() -> None:
+def test_bench_table_is_aligned() -> None:
     lines = table([row(Setting(concurrency=8)), row(Setting(rate=2.5), slow=0.001, goodput=None)]).splitlines()
     assert lines[0].split() == (
         "LOAD OK FAIL REQ/S OUT/S TTFT P99 TPOT P99 ITL P99 LATENCY FOREIGN GOOD".split()  # noqa: SIM905
@@ -41,7 +41,7 @@ def test_a_table_is_aligned() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-def test_a_table_of_a_large_service_fits_a_hundred_columns() -> None:
+def test_bench_table_of_large_service_fits_100_columns() -> None:
     widest = replace(row(Setting(concurrency=4096), slow=99.0, count=20_000), output_tokens_per_s=654_321.0)
     assert max(map(len, table([widest, row(Setting(concurrency=1))]).splitlines())) <= 100
 

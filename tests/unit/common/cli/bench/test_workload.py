@@ -25,7 +25,7 @@ def test_lengths_are_read(text: str, low: int, high: int) -> None:
 
 @settings(max_examples=30)
 @given(LENGTHS)
-def test_lengths_are_read_as_they_are_written(lengths: Lengths) -> None:
+def test_lengths_round_trip_through_text(lengths: Lengths) -> None:
     assert Lengths.parse(str(lengths)) == lengths
 
 

@@ -29,7 +29,7 @@ def test_too_large_logit_bias_is_refused() -> None:
         given({"logit_bias": ((42, 101.0),)})
 
 
-def test_a_bias_is_an_id_and_a_number() -> None:
+def test_logit_bias_is_an_id_and_a_number() -> None:
     assert Bias().convert("42=-1.5", None, None) == (42, -1.5)
     for text in ("42", "=1", "a=1", "42=b", "4.2=1"):
         with pytest.raises(click.BadParameter, match="is not a bias"):

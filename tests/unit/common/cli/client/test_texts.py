@@ -15,7 +15,7 @@ from common.cli.core.errors import CommandError
 
 
 @given(st.lists(st.text(max_size=40), max_size=30), st.integers(1, 8), st.integers(0, 40), st.integers(1, 400))
-def test_parts_are_all_texts_in_order_and_none_is_too_large(
+def test_request_parts_hold_all_texts_in_order_within_bound(
     texts: list[str], most: int, beside: int, most_bytes: int
 ) -> None:
     parts = [list(part) for part in parts_of(texts, most, beside, most_bytes)]
@@ -25,7 +25,7 @@ def test_parts_are_all_texts_in_order_and_none_is_too_large(
         assert len(part) == 1 or sum(len(text.encode()) + beside for text in part) <= most_bytes
 
 
-def test_parts_are_as_large_as_they_may_be() -> None:
+def test_request_parts_are_as_large_as_allowed() -> None:
     assert [len(part) for part in parts_of(["a"] * 10, 4)] == [4, 4, 2]
     # Each text has 32 bytes of framing in its request.
     assert [len(part) for part in parts_of(["abcd"] * 5, 9, 4, 80)] == [2, 2, 1]

@@ -150,7 +150,7 @@ async def test_ask_uses_chat_for_model_with_template() -> None:
         (DeadlineError("in the queue"), 1),
     ],
 )
-async def test_a_failed_call_is_one_line_with_an_exit_code(error: ApiError, exit_code: int) -> None:
+async def test_failed_call_is_one_line_with_an_exit_code(error: ApiError, exit_code: int) -> None:
     with pytest.raises(CommandError) as failed:
         await asked(ScriptedRouter([], error), Question("hi", chat=False))
     assert str(failed.value) == f"{error.code.name}: {error.message}"
@@ -207,7 +207,7 @@ async def test_models_as_a_table() -> None:
     assert row.split() == ["demo", "Qwen3ForCausalLM", "512", "1024", "chat", "0"]
 
 
-def test_no_models_are_no_empty_table() -> None:
+def test_empty_model_list_prints_no_table() -> None:
     with pytest.raises(CommandError, match="no worker has come up") as it:
         as_table([])
     assert it.value.exit_code == 3
@@ -246,7 +246,7 @@ async def test_generate_ends_the_line_of_a_partial_answer() -> None:
     assert (code, out, err) == (1, "Once\n", "error: INTERNAL: it broke (the text so far is partial)\n")
 
 
-def test_a_terminal_is_not_sent_control_sequences() -> None:
+def test_answer_on_terminal_has_no_control_sequences() -> None:
     assert printable("a\x1b[2Jb\n\tc\x9bd", terminal=True) == "a\\x1b[2Jb\n\tc\\x9bd"
     assert printable("a\x1b[2Jb", terminal=False) == "a\x1b[2Jb"
 

@@ -147,7 +147,7 @@ def test_serve_refuses_file_options_it_overrules(tmp_path: Path) -> None:
             refuse_twice_said(fleet, path)
 
 
-def test_serve_hands_the_options_of_the_audit_to_its_router(tmp_path: Path) -> None:
+def test_serve_passes_audit_options_to_router(tmp_path: Path) -> None:
     folder = tmp_path / "wrong"
     context = serve.make_context(
         "serve", ["--simulate", "instant", "--audit", "0.1%", "--audit-dir", str(folder), "--no-audit-kv"]

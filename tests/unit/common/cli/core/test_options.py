@@ -23,7 +23,7 @@ def options(command: click.Command, name: str = "") -> Iterator[tuple[str, click
             yield from options(found, f"{name} {child}".strip())
 
 
-def test_all_durations_of_all_commands_have_one_form() -> None:
+def test_duration_options_share_one_format() -> None:
     """Regression: the router accepted FISSILE_DRAIN_TIMEOUT=40s, worker and serve refused it."""
     times = {name: each for name, each in options(fissile) if _TIMES & set(each.opts[0].split("-"))}
     assert {"serve --drain-timeout", "worker --drain-timeout", "router --drain-timeout"} <= set(times)
@@ -47,7 +47,7 @@ def grammar(option: click.Option) -> tuple[object, ...]:
     return kind.name, *limits, option.multiple, option.is_flag
 
 
-def test_a_variable_of_several_commands_has_one_grammar() -> None:
+def test_environment_variable_means_same_for_all_commands() -> None:
     """Regression: `serve` accepted FISSILE_KV_CACHE_MEMORY=much, and its worker exited again and again."""
     grammars: dict[object, set[tuple[object, ...]]] = {}
     for _, each in options(fissile):

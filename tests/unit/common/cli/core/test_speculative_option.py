@@ -11,7 +11,7 @@ from common.params.options.types import AsWritten, Speculation
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
-def test_a_config_is_read() -> None:
+def test_speculative_config_is_read() -> None:
     read = Speculation().convert('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}', None, None)
     assert read == SpeculativeConfig(5, "ngram", prompt_lookup_max=3, prompt_lookup_min=2)
     assert Speculation().convert(read, None, None) is read

@@ -10,7 +10,7 @@ from common.config import SpeculativeConfig
 from common.params.options.types import Speculation
 
 
-def test_the_demo_models_head_drafts_for_it_alone() -> None:
+def test_serve_speculate_is_only_for_demo_model() -> None:
     assert Speculation().read(demo_speculation(None, None)) == SpeculativeConfig(3, "eagle3", str(DEMO_HEAD))
     assert (DEMO_HEAD / "model.safetensors").is_file()
     for model, given in (("/models/own", None), (None, "{}")):

@@ -22,7 +22,7 @@ FLEET = Fleet(
 )
 
 
-def test_the_router_is_ended_before_its_workers() -> None:
+def test_supervisor_ends_router_before_workers() -> None:
     assert [child.name for child in FLEET.children()] == ["router", "worker-0", "worker-1"]
     assert all(child.drain_s > FLEET.drain_timeout_s for child in FLEET.children())
 
@@ -48,7 +48,7 @@ def test_command_lines_of_the_other_choices() -> None:
     assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms --enable-expert-parallel" in arguments
 
 
-def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> None:
+def test_local_clients_reach_router_on_wildcard_address() -> None:
     assert FLEET.address == "127.0.0.1:50051"
     assert dataclasses.replace(FLEET, host="10.1.2.3").address == "10.1.2.3:50051"
 

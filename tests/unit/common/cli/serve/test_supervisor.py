@@ -80,7 +80,7 @@ async def test_starts_again_with_back_off_and_gives_up_after_three_deaths() -> N
     assert console.lines == [*life, died[0], *life, died[1], *life, *last]
 
 
-async def test_a_killed_child_is_started_again() -> None:
+async def test_killed_child_is_restarted() -> None:
     console = Lines()
     only = child("a", "say=up", "sleep=60")
     supervisor = Supervisor([only], console, {})

@@ -54,7 +54,7 @@ def test_added_parameter_is_in_options_validation_both_protos_and_receipts() -> 
     }
 
 
-def test_commands_take_the_options_of_the_table_and_no_others() -> None:
+def test_commands_take_exactly_table_options() -> None:
     for name, command in LEAVES.items():
         rows = options_of(name).values()
         wanted = {part for row in rows for word in row.names.split() for part in word.split("/")}
@@ -63,7 +63,7 @@ def test_commands_take_the_options_of_the_table_and_no_others() -> None:
     assert fissile.name == "fissile"
 
 
-def test_values_of_choices_are_those_of_the_code() -> None:
+def test_documented_choices_equal_code() -> None:
     router, keys = options_of("router"), options_of("keys new")
     assert list(router["placement"].type.choices) == list(PLACEMENTS)  # type: ignore[union-attr]
     assert list(router["failover"].type.choices) == [policy.value for policy in FailoverPolicy]  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def test_values_of_choices_are_those_of_the_code() -> None:
     assert CONFIG_FILE in OPTIONS
 
 
-def test_defaults_of_config_are_those_of_its_options() -> None:
+def test_config_defaults_equal_option_defaults() -> None:
     differing = {
         field: (getattr(Config, field), row.default)
         for field, row in config_fields().items()

@@ -126,7 +126,7 @@ def test_reasoning_beside_unread_calls_is_kept(calls: str) -> None:
         "{% for m in messages %}{{ m.content.nothing.at.all }}{% endfor %}",
     ],
 )
-def test_template_with_only_telling_words_gets_no_form(text: str) -> None:
+def test_template_with_only_marker_words_gets_no_form(text: str) -> None:
     assert find_form(chat_template(text)) is None
 
 
@@ -291,7 +291,7 @@ def test_own_reasoning_is_held_with_single_or_family_marks(
     assert bool(form.unheld) == (marks is None)
 
 
-def test_own_template_refuses_names_that_it_does_not_read() -> None:
+def test_own_template_refuses_unknown_names() -> None:
     calls = {
         **QWEN["fields"]["tool_calls"],
         "open_pattern": r'<tool_call>\n\{"name": "(?P<name>\w+)", "arguments": ',

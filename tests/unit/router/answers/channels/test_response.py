@@ -509,7 +509,7 @@ def test_only_spelled_delimiters_are_marked(tokens: list[str], real: list[bool],
         (r"<(?P<key>\w+)>(?P<value>.*?)\|>", "<k>a|b|>"),
     ],
 )
-def test_arguments_are_found_where_their_tags_end(tag: str, text: str) -> None:
+def test_tag_pattern_argument_equals_pattern_match(tag: str, text: str) -> None:
     """Whole and character by character, with texts that contain a part of the end pattern."""
     field = {**families.GLM["fields"]["tool_calls"], "content_args": {"tag_pattern": tag}}
     template = ResponseTemplate({**families.GLM, "fields": {"tool_calls": field, "content": {}}})
