@@ -1,4 +1,4 @@
-"""Config: defaults, and errors that name the field, its value and what is allowed."""
+"""Config: defaults, and errors that name the field, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def fetch(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # structlog's lines come before, since nothing has set up logging.
+    # structlog prints to standard output too, because logging is not set up.
     results = json.loads(done.stdout.splitlines()[-1])
     return [(found, files) for found, files in results]
 

@@ -172,7 +172,7 @@ RANKS = ON["worker", "with --node-rank 1 or more"].split()
 
 
 def node_arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: Sequence[str]) -> object:
-    """The arguments of `run_node` for a command line, except those that every process has."""
+    """The arguments of `run_node` for a command line, except those common to all processes."""
     from worker import server
 
     context = parsed(worker, ["--model", str(folder), *RANKS[2:], "--health-port", "0", *arguments])

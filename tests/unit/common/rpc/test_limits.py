@@ -349,7 +349,7 @@ async def test_connection_without_calls_is_closed(more: bytes, monkeypatch: pyte
 
 
 def test_descriptor_soft_limit_is_raised_and_few_are_warned() -> None:
-    """A usual soft limit is 1,024 where the hard limit is a million."""
+    """A usual soft limit is 1,024 and the hard limit a million."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))\n"
         "from common.telemetry.logs import setup_logging; setup_logging()\n"

@@ -1,4 +1,4 @@
-"""Answers in channels: what comes depends on their tokens alone, and goes on behind whatever has been delivered."""
+"""Answers in channels: their parts depend only on the tokens, and a stream resumes after any delivered part."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def drain(stream: StreamAssembly) -> list[StreamChunk]:
 def feed(
     stream: StreamAssembly, ids: Sequence[int], cuts: Iterable[int] = (), *, ends: bool = True
 ) -> list[StreamChunk]:
-    """Feeds what the stream does not have yet, in runs that end at `cuts`, and reads behind each."""
+    """Feeds the tokens that the stream lacks, in runs that end at `cuts`, and reads after each."""
     chunks: list[StreamChunk] = []
     last = end(1, PROMPT + len(ids), wpb.END_REASON_EOS, EOS)
     for cut in [*sorted({cut for cut in cuts if stream.delivered < cut < len(ids)}), len(ids)]:
@@ -95,7 +95,7 @@ def feed(
 
 
 def texts(chunks: Iterable[StreamChunk]) -> tuple[str, ...]:
-    """Reasoning, content, and of each call its arguments behind its name."""
+    """Reasoning, content, and each call's name with its arguments."""
     gathered = [*chunks]
     calls: list[list[str]] = []
     for part in (part for chunk in gathered for part in chunk.calls):
@@ -111,7 +111,7 @@ def texts(chunks: Iterable[StreamChunk]) -> tuple[str, ...]:
 
 
 def digest_of(chunks: Iterable[StreamChunk]) -> DeliveredText | None:
-    """What a client of these says that it has got."""
+    """The DeliveredText that a client of these chunks reports."""
     reasoning, content, *calls = texts(chunks)
     data = "".join([reasoning, content, *(call.partition(": ")[2] for call in calls)]).encode()
     return DeliveredText(0, len(data), hashlib.sha256(data).digest()) if data else None
@@ -119,7 +119,7 @@ def digest_of(chunks: Iterable[StreamChunk]) -> DeliveredText | None:
 
 WORDS = ("la", "lo", " ", "\n", "é", "<", "<thi", "</think", ">", "x")
 DELIMITERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-# Behind the mark, which is no part of them.
+# After the mark, which is not part of them.
 SPELLED = ("\0<think>", "\0<tool_call>")
 CALLS = (
     '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>\n',
@@ -130,7 +130,7 @@ CALLS = (
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[bool, list[int], str]:
-    """An answer that ends of itself: whether delimiters are tokens, its tokens, and what the prompt has begun."""
+    """A complete answer: whether delimiters are tokens, its tokens, and the opening in the prompt."""
     with_tokens = draw(st.booleans())
     pieces = draw(st.lists(st.sampled_from(WORDS + (*DELIMITERS, *CALLS, *SPELLED) * 3), max_size=12))
     ids = [
@@ -142,7 +142,7 @@ def answers(draw: st.DrawFn) -> tuple[bool, list[int], str]:
 
 
 def reference(with_tokens: bool, ids: Sequence[int], opening: str) -> list[ChannelPart]:
-    """The parser alone on the whole text; spelled delimiters are masked in it where there are tokens for them."""
+    """The parser alone on the whole text; spelled delimiters are masked if tokens exist for them."""
     asked = reading(with_tokens=with_tokens, opening=opening)
     tokenizer = ASSETS[with_tokens].tokenizer
     assert tokenizer is not None
@@ -169,7 +169,7 @@ def as_chunk(parts: Sequence[ChannelPart]) -> StreamChunk:
 @settings(max_examples=150)
 @given(answer=answers(), cuts=st.lists(st.integers(0, 60), max_size=8))
 def test_streamed_channels_equal_whole_text(answer: tuple[bool, list[int], str], cuts: list[int]) -> None:
-    """However tokens are framed and read; a delimiter that has a token is text where it is spelled."""
+    """For any framing and reading order; a delimiter with a token is text if it is spelled."""
     with_tokens, ids, opening = answer
     stream = assembly(reading(with_tokens=with_tokens, opening=opening, tools=TOOLS), with_tokens=with_tokens)
     assert texts(feed(stream, ids, cuts)) == texts([as_chunk(reference(with_tokens, ids, opening))])
@@ -179,7 +179,7 @@ def test_streamed_channels_equal_whole_text(answer: tuple[bool, list[int], str],
 @settings(max_examples=100)
 @given(answer=answers(), cuts=st.lists(st.integers(0, 60), max_size=8), by_text=st.booleans())
 def test_stream_resumes_after_each_message(answer: tuple[bool, list[int], str], cuts: list[int], by_text: bool) -> None:
-    """By token ids and by the digest of all channels: nothing is lost and nothing comes twice."""
+    """By token ids or by the digest of all channels, without loss or repetition."""
     with_tokens, ids, opening = answer
     asked = reading(with_tokens=with_tokens, opening=opening, tools=TOOLS)
     chunks = feed(assembly(asked, with_tokens=with_tokens), ids, cuts)
@@ -275,7 +275,7 @@ def test_finish_reason_depends_on_last_part(cuts: range) -> None:
             pb.StopDetail(eos_token_id=EOS),
         )
         assert [*texts(chunks)[2:]] == calls
-    # What has not come to its end ends with no call, and is content as it stands.
+    # An incomplete call is content, without change.
     assert texts(chunks)[1] == text
 
 
@@ -286,7 +286,7 @@ def test_single_call_answer_ends_at_first_call(cuts: range) -> None:
     chunks = feed(stream, ids, cuts)
     assert texts(chunks) == ("", "lo", 'f: {"a": 1}')
     assert chunks[-1].ending == FinishInfo(pb.FINISH_REASON_TOOL_CALLS)
-    # With the token that completes it.
+    # Including the token that completes it.
     assert stream.delivered == len(ids_of(f"lo {CALL[: CALL.index('}}') + 1]}"))
     assert texts(feed(assembly(reading(tools=TOOLS, ends_with_first_call=True)), [*ids_of("lo"), EOS], cuts)) == (
         "",

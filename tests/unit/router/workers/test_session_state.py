@@ -1,4 +1,4 @@
-"""RouterSession: bounded frames in the right order on the way up, streams and cancels on the way down."""
+"""RouterSession: bounded frames in the right order to the worker, streams and cancels from it."""
 
 from __future__ import annotations
 
