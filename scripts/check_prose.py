@@ -30,7 +30,7 @@ MARKERS: Final = re.compile(
     r"|brings|brought|likewise|as of|is for|for itself)\b",
     re.IGNORECASE,
 )
-MOST_MARKERS: Final = 753
+MOST_MARKERS: Final = 448
 _MAX_FIRST_WORDS: Final = 25
 _FIRST_WORDS = frozenset(
     ["What", "Whether", "That", "Those", "Of", "How", "Who", "Which", "Where", "When", "It", "They"]
