@@ -41,7 +41,7 @@ from tests.kernels.dense_layers import REFERENCE, Sizes, by_single_operations, d
 # Of the Euclidean norm. bfloat16 has 8 bits, E4M3 has 4, and both sides of an FP8 product are rounded; in an
 # expert a gate is multiplied by an up, and another product comes behind them (measured in the interpreter: 0.067).
 LARGEST_ERROR, LARGEST_8_BIT_ERROR, LARGEST_8_BIT_EXPERT_ERROR = 0.01, 0.05, 0.1
-# Of two layers, which round to bfloat16 between their operations.
+# Relative error of two layers, which round to bfloat16 between their operations.
 LARGEST_LAYERS_ERROR = 0.03
 HIDDEN, BLOCK_SIZE, BLOCKS = 4096, 64, 64
 # Rows and keys of sequences: a chunk, a prompt, decodes of a short and a long context; then decodes only. The first is
@@ -219,13 +219,13 @@ class Verifier:
             yield f"latent attention, {step}", LARGEST_ERROR, partial(self.latent_attention, step)
 
     def rms_norm(self, rows: int) -> Pair:
-        """As are all of these: what AITER makes of random numbers, and what the reference does."""
+        """Norm by AITER and by the reference, on random numbers."""
         x, weight = self.draw(rows, HIDDEN), self.draw(HIDDEN)
         found = self.backend.elementwise.rms_norm(self.on(x), self.on(weight), 1e-6)
         return found, REFERENCE.elementwise.rms_norm(x.float(), weight.float(), 1e-6)
 
     def head_norm(self) -> Pair:
-        """Of a part of wider rows."""
+        """Norm of slices of wider rows."""
         qkv, weight = self.draw(9, 48, 128), self.draw(128)
         found = self.backend.elementwise.rms_norm(self.on(qkv)[:, :32], self.on(weight), 1e-6)
         return found, REFERENCE.elementwise.rms_norm(qkv[:, :32].float(), weight.float(), 1e-6)
@@ -238,7 +238,7 @@ class Verifier:
         return torch.cat(found), torch.cat(expected)
 
     def layer_norm(self) -> Pair:
-        """Of the indexer's width."""
+        """Layer norm of the indexer's width."""
         x, weight, bias = self.draw(9, 128), self.draw(128), self.draw(128)
         found = self.backend.elementwise.layer_norm(self.on(x), self.on(weight), self.on(bias), 1e-6)
         return found, REFERENCE.elementwise.layer_norm(x.float(), weight.float(), bias.float(), 1e-6)
@@ -307,7 +307,7 @@ class Verifier:
         return on_device, QuantizedWeight(numbers, scales, "per_128x128")
 
     def block_linear(self, rows: int) -> Pair:
-        """With rows that fill no block."""
+        """Product with row counts that fill no block."""
         x, bias = self.draw(rows, 1024), self.draw(1600)
         mine, reference = self.stored(1600, 1024)
         packed = self.backend.linear.pack(mine, self.on(bias), torch.bfloat16)
@@ -404,7 +404,7 @@ class Verifier:
 def _slots(
     counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Where the last `counts` tokens of sequences lie."""
+    """Slots of the last `counts` tokens of each sequence."""
     places = [np.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
     return np.concatenate(
         [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, p in zip(tables, places, strict=True)]

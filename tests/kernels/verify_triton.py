@@ -51,7 +51,7 @@ STORED = (
 
 
 def packed_formats(backend: TritonBackend) -> tuple[str, ...]:
-    """Those of FORMATS that the GPU has; without FP8 in its hardware only the others."""
+    """The FORMATS that the GPU supports; without FP8 hardware only the others."""
     return tuple(name for name in FORMATS if backend.packed_format(name, torch.bfloat16) is not None)
 
 
@@ -169,7 +169,7 @@ class BitVerifier:
         return metadata
 
     def selected(self) -> bool:
-        """In a plan for far longer sequences, by scores that are integers, so that many are equal: against a sort."""
+        """Selection in a plan for far longer sequences, by integer scores with many ties, against a sort."""
         tokens, topk = self._tokens, self._tokens // 3
         cache = self.backend.kv_cache.allocate(
             KVSpec(1, 64, 32, IndexSpec(4, 128, topk)), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16
@@ -190,7 +190,7 @@ class BitVerifier:
         return bool((found[len(ends) :] == -1).all())
 
     def sampled(self) -> bool:
-        """With every filter; float64 logarithms are the device's own, so that one token in very many may differ."""
+        """Sampling with every filter; float64 logarithms are the device's own, so a rare token may differ."""
         count = 16
         logits = self.draw(count, self._vocab, dtype=torch.float32) * 4
         params = SampleParams(

@@ -14,7 +14,7 @@ from worker.engine.speculation.drafter import Proposer
 from worker.model.speculation.draft_proposer import LaunchedDrafts, LaunchedStep, SampledStep
 from worker.model.speculation.rejection_sampler import RejectionSampler
 
-# By seed and choice of a sequence: the tokens that it will have.
+# Future tokens of a sequence, by its seed and choice.
 Streams = Mapping[tuple[int, int], list[int]]
 
 

@@ -143,7 +143,7 @@ class Ahead:
         return self.seen
 
     def _members(self) -> list[Answer]:
-        """Those that take part in a step, in any order."""
+        """The answers that take part in a step, in any order."""
         able = [
             answer
             for answer in self._answers
@@ -213,7 +213,7 @@ class Ahead:
         """Drafts that a batch tells of."""
         if answer.in_flight is None:
             return answer.guesses(self._rnd, self._runner.sampled_ids)
-        # As many as it has made, less or more.
+        # As many drafts as the runner made, fewer or more.
         most = min(MOST_DRAFTS, len(answer.made) + 1)
         return [NO_TOKEN] * self._rnd.choice([len(answer.made), self._rnd.randint(0, most)])
 
@@ -257,7 +257,7 @@ class Telling:
         self._answers = {answer.seq.id: answer for answer in found}
 
     def kv_cache_data(self, cache: KVCache) -> dict[str, KVCacheTensor]:
-        """As a draft model has it."""
+        """The KV cache tensors of a draft model."""
         return {"layers.0": KVCacheTensor(0, cache)}
 
     def propose(self, step: SampledStep) -> dict[int, list[int]]:

@@ -31,7 +31,7 @@ from tests.parity.test_drafts_on_ranks import FORMS, METHODS, compare
 # Whose checkpoints have layers that draft.
 WITH_LAYERS: Final = ("glm4_moe", "deepseek_v3", "deepseek_v32")
 ALL_FORMS: Final[dict[str, dict[str, Any]]] = {**FORMS, "bfloat16": {"dtype": "bfloat16"}}
-# Of a step and sequence; and workloads of a case.
+# Most drafts of a step and sequence; workloads of a case.
 MOST_DRAFTS, NUM_WORKLOADS = 8, 12
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     held: list[CpuBackend] = []
     if options.cpu_isa:
-        # As long as it lives, all engines of this process take its instruction set.
+        # While this back end lives, all engines of this process use its instruction set.
         held.append(CpuBackend(options.cpu_isa))
     rnd = random.Random(options.seed)
     end, seen = time.monotonic() + options.seconds, Counter[str]()

@@ -32,9 +32,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 NUM_PROMPTS = 24
 BLOCK_SIZE = 16
-# Of a bfloat16, which has 8 bits, relative to the number: half a unit in the last place, at most.
+# Half a unit in the last place of a bfloat16 (8 bits), relative to the number, at most.
 HALF_ULP = 2.0**-8
-# Of sums in float32, relative to the sum of all magnitudes: the square root of 1000 roundings, and a reserve.
+# Error of float32 sums, relative to the sum of all magnitudes: the square root of 1000 roundings, and a reserve.
 FLOAT32_SUMS = 2.0**-19
 
 

@@ -152,7 +152,7 @@ def test_block_bytes_equal_block_size(models: Models) -> None:
 
 
 def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
-    """As DeepSeek publishes them: equal bits with a float checkpoint of the same worth."""
+    """The layout that DeepSeek publishes: equal bits with a float checkpoint of the dequantized weights."""
     shape: dict[str, Any] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 6,

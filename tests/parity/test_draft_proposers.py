@@ -283,7 +283,7 @@ def independent_drafts(case: Case, found: list[Proposed]) -> Iterator[tuple[Prop
 
 
 def test_drafts_of_target_model_are_always_accepted(tmp_path: Path) -> None:
-    """With penalties and masks too: drafts are drawn as tokens are."""
+    """With penalties and masks too: drafts are sampled like tokens."""
     folder = make_checkpoint(tmp_path / "model")
     # Longer by rows that no token has.
     padded = make_checkpoint(tmp_path / "other", vocab_size=400, tokenizer=False)

@@ -81,7 +81,7 @@ def pooled(ranks: Ranks, members: list[tuple[int, Pooling]]) -> list[bytes]:
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "mixtral", "deepseek_v3"}, ARCHITECTURES))
 def test_vectors_equal_transformers(tmp_path: Path, architecture: str) -> None:
-    """Of each architecture, in chunks, and the same bits as whole and alone."""
+    """Vectors of each architecture, in chunks; whole and alone they have the same bits."""
     from transformers import AutoModel
 
     kernels = backend_or_skip("cpu").name

@@ -164,7 +164,7 @@ def _request(rnd: random.Random, beginning: list[int]) -> Request:
 
 
 def _with_logprobs(rnd: random.Random, request: Request) -> Request:
-    """With or without logprobs, of either kind, of generated and of given tokens."""
+    """A request with or without logprobs, of generated and of given tokens."""
     asked: dict[str, Any] = {}
     if rnd.random() < 0.4:
         asked |= {"logprobs": rnd.choice([0, 3, 20]), "logprobs_kind": rnd.choice(LOGPROBS_KINDS)}

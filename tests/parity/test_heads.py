@@ -26,13 +26,13 @@ from worker.llm_engine import LLMEngine
 
 pytestmark = pytest.mark.each_value
 
-# Of these `transformers` has a class that classifies.
+# Architectures for which `transformers` has a classifier.
 CLASSIFYING = [name for name in ARCHITECTURES if name not in ("glm4_moe", "deepseek_v32")]
 
 
 @pytest.mark.parametrize("architecture", slow_but({"qwen3", "gpt_oss", "deepseek_v32"}, ARCHITECTURES))
 def test_hidden_states_of_headless_decoder_equal_transformers(tmp_path: Path, architecture: str) -> None:
-    """Of each architecture: what `AutoModel` saves, whose tensors lack the prefix `model.`."""
+    """Checkpoints as `AutoModel` saves them, without the prefix `model.`, of each architecture."""
     from transformers import AutoModel
 
     folder = make_checkpoint(tmp_path, architecture, num_hidden_layers=2, head=NO_HEAD)
@@ -99,7 +99,7 @@ def test_ranks_give_equal_bits_in_any_batch(folder: Path) -> None:
 
 
 def test_classifier_of_8_bit_model_stays_float32(folder: Path) -> None:
-    """Its numbers are products of the states that 8 bits give: as Embed reports them, to the bit."""
+    """Its numbers are products of the 8-bit model's states, equal to Embed's to the bit."""
     kernels = backend_or_skip("cpu").name
     weight = load_file(folder / "model.safetensors")["score.weight"].double().numpy()
     for options in ({}, {"quantize": "int8"}):

@@ -94,7 +94,7 @@ def test_tokens_equal_plain_decodes(folder: Path, kernels: str, kind: str, on_ho
 
 
 def test_invalid_token_ids_have_an_embedding(folder: Path) -> None:
-    """Neither a newest token nor a draft: their sequences end, and the step in flight computes something for nobody."""
+    """Invalid ids occur as newest token and as draft: their sequences end, and the step in flight is discarded."""
     runner = runner_of(folder)
     seqs = [Sequence([5, 6, 7], 16, SamplingParams()) for _ in range(2)]
     runner.sampler.keep(

@@ -127,7 +127,7 @@ def _check(name: str, case: Case, setting: str, seen: Counter[str]) -> None:
     both = launched.keys() & asked.keys()
     assert len(both) > len(launched) // 2
     for key in both:
-        # As many as both had room for.
+        # As many drafts as both had room for.
         count = min(len(launched[key]), len(asked[key]))
         assert launched[key][:count] == asked[key][:count]
 
@@ -135,7 +135,7 @@ def _check(name: str, case: Case, setting: str, seen: Counter[str]) -> None:
 def _compare(case: Case, found: list[Proposed], seen: Counter[str]) -> None:
     seen["compared"] += len(found)
     seen["swapped"] += sum(drafts != each.drafts for each, drafts in independent_drafts(case, found))
-    # Where there are few, one may be.
+    # Among few drafts one may be swapped.
     assert seen["swapped"] <= max(1, MOST_SWAPPED * seen["compared"]), seen
 
 

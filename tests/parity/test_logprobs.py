@@ -38,7 +38,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=list(CPU_BACKENDS))
 def engine(folder: Path, request: pytest.FixtureRequest) -> LLMEngine:
-    """In chunks of prompts; more targets than rows of logits that are made at a time."""
+    """An engine with prompts in chunks, and more targets than rows of logits computed at a time."""
     kernels = backend_or_skip(request.param).name
     config = Config(
         model=str(folder),

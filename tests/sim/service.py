@@ -491,7 +491,7 @@ class SimService:
 
     @property
     def identity(self) -> str:
-        """Of the one model that all workers serve."""
+        """Identity of the one model that all workers serve."""
         model = self.connections[0].model
         assert model is not None
         return model.identity
@@ -502,7 +502,7 @@ class SimService:
         self.loop.call_later(0.05 + self.rnd.choice([0.0, 0.3, 1.5]), self._redial, i)
 
     def crash(self, i: int) -> None:
-        """Worker `i` dies and starts anew."""
+        """Worker `i` dies and restarts."""
         self.workers[i].crash()
         for router in self.routers:
             router.connections[i].break_off()
@@ -536,7 +536,7 @@ class SimService:
                 router._redial(i)
 
     def redial(self, connection: Connection) -> None:
-        """Dials anew in place of a connection that is over, unless that has happened."""
+        """Replaces an ended connection, unless that has already happened."""
         if connection in self.connections:
             self._redial(self.connections.index(connection))
 

@@ -182,7 +182,7 @@ def restarted(seed: int) -> None:
             for i in range(3):
                 await scenario.client(a, i + 1)
             b.redial(b.connections[0])
-            # In the middle of the snapshot the stream breaks again.
+            # The stream breaks again within the snapshot.
             await asyncio.sleep(0.08)
             b.connections[0].end(Fault.BROKEN)
         b.redial(b.connections[0])

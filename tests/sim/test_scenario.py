@@ -157,7 +157,7 @@ class Scenario:
                 assert outcome.reason == (pb.FINISH_REASON_STOP if ended_by_eos else pb.FINISH_REASON_LENGTH)
 
     def check_digests(self, service: SimService, outcome: Outcome) -> None:
-        """Those of every n-th token are there once, whichever worker has computed it, and however often."""
+        """The digest of every n-th token arrives once, for any worker and any number of attempts."""
         if not outcome.logits_every:
             return
         begin, tokens = len(outcome.prompt), outcome.prompt + outcome.token_ids

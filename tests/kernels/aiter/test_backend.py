@@ -353,14 +353,14 @@ def test_unsupported_attention_uses_fallback(library: AiterLibrary) -> None:
 
 
 def test_latent_attention_of_more_heads(backend: AiterBackend) -> None:
-    """As before 0.1.20; a rank of DeepSeek-V3 on eight GPUs has 16."""
+    """More than 16 heads fall back, as before 0.1.20; a rank of DeepSeek-V3 on eight GPUs has 16."""
     run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
     backend.latent_attention.apply(draw(24, 17, 48), run.found, 1, run.mine, 0.2, None)
     assert fallback_of(backend) == ["latent_attention.apply"]
 
 
 def test_packed_formats_of_triton_are_refused(library: AiterLibrary) -> None:
-    """PyTorch's refuses them, the Triton one packs them."""
+    """AITER and PyTorch refuse these formats; only the Triton back end packs them."""
     backend = AiterBackend(Fallback(), library, TUNED)
     formats = (PackedFormat(torch.int8), PackedFormat(torch.int8, quantizes_rows=True), PackedFormat(backend.fp8))
     with structlog.testing.capture_logs() as logs:

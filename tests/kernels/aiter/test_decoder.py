@@ -113,7 +113,7 @@ def test_unsupported_rotation_uses_triton_kernel(library: AiterLibrary, kind: di
 
 
 def test_another_network(library: AiterLibrary) -> None:
-    """Such as a mixture of experts, which sums over the ranks itself."""
+    """A mixture of experts, for example, sums over the ranks itself."""
     summed: list[torch.Size] = []
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_another_network(library: AiterLibrary) -> None:
     backend = AiterBackend(Fallback(), library, TUNED)
     error, line = run(backend, MIXED, all_reduce=double, other_network=True)
     assert error < 0.02
-    # In the reference as here: attention of both layers, and the network of the first.
+    # As in the reference: attention of both layers, and the network of the first.
     assert len(summed) == 2 * 3
     assert line["kernels"] == "aiter"
 

@@ -89,7 +89,7 @@ def runner_of(folder: Path, kernels: str) -> ModelRunner:
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of two prompts in one step, and of a decode of both."""
+    """Logits of two prompts in one step, and of a decode of both."""
     seqs = [Sequence([7, 77, 177, 277, 377], 16), Sequence([99, 98], 16)]
     for block, seq in enumerate(seqs):
         seq.block_table = [block]

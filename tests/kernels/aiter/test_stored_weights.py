@@ -24,7 +24,7 @@ pytestmark = pytest.mark.each_value
 
 
 def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
-    """A weight as a checkpoint has it, and its worth; its blocks are of very different sizes."""
+    """A weight as a checkpoint stores it, and its dequantized values; its blocks have very different sizes."""
     sizes = draw(-(-rows // 128), -(-columns // 128), dtype=torch.float32, seed=99).exp()
     blocks = sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     return quantized_weight(scheme, draw(rows, columns, seed=seed) * columns**-0.5 * blocks)
@@ -53,7 +53,7 @@ def test_a_linear_stored_by_blocks(library: AiterLibrary, target: str, dtype: to
 
 
 def test_rows_have_a_scale_for_each_group(library: AiterLibrary) -> None:
-    """With one for a row, a group would vanish beside one that is 100,000 times as large."""
+    """With one scale for a row, a group beside one 100,000 times as large would vanish."""
     backend = AiterBackend(Fallback(), library, TUNED)
     worth = draw(64, 256)
     worth[:, 128:] = 0
@@ -66,7 +66,7 @@ def test_rows_have_a_scale_for_each_group(library: AiterLibrary) -> None:
 
 
 def test_stored_numbers_are_kept(library: AiterLibrary) -> None:
-    """To the bit, in the FP8 of either architecture."""
+    """Stored numbers are equal to the bit, in the FP8 of either architecture."""
     weight, worth = stored(144, 256)
     for target in ("gfx942", "gfx950"):
         packed = AiterBackend(Fallback(), library, Settings(TARGETS[target], False)).linear.pack(

@@ -49,7 +49,7 @@ def test_sums_are_not_verified_without_gpus(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_rank_with_failing_exit_is_not_verified(ends: list[str], code: int) -> None:
-    """And another one does not wait for it."""
+    """The other rank does not wait for the failed one."""
     ranks = [subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {end}"]) for end in ends]
     assert verify_aiter_sums.exit_code(ranks) == code
     waited_for = [rank.wait(60) for rank, end in zip(ranks, ends, strict=True) if end == "signal.pause()"]

@@ -92,7 +92,7 @@ def test_written_padding_fails_verification(load: Callable[[], AiterLibrary], tm
 
 
 def test_missing_format_fails_verification() -> None:
-    """Else bfloat16 would be verified under its name; verify_triton asks for none that a GPU has not."""
+    """Otherwise bfloat16 would be verified under the format's name; verify_triton skips formats that a GPU lacks."""
     verifier = Verifier(REFERENCE, torch.float8_e4m3fn, CPU, ("fp8",))
     compared = list(verifier.all("fp8"))
     assert len(compared) == 4

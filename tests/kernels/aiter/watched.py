@@ -1,4 +1,4 @@
-"""The AITER back end over one that says what it was asked for, and a stand-in for AITER's library."""
+"""The AITER back end on a fallback that records its calls, and a stand-in for AITER's library."""
 
 from __future__ import annotations
 

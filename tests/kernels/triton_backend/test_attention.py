@@ -57,7 +57,7 @@ class Pool:
         return StepPlan.over(torch.from_numpy(staged(step, shape)), shape)
 
     def rows(self, parts: list[tuple[int, int, int]], padding: int = 0) -> torch.Tensor:
-        """Their queries, a part of a wider tensor, with NaN in padding rows."""
+        """The queries of the rows, a slice of a wider tensor, with NaN in padding rows."""
         q = torch.cat([self.queries[s][a:b] for s, a, b in parts])
         wide = q.new_full((len(q) + padding, q.shape[1] + 3, q.shape[2]), torch.nan)
         wide[: len(q), : q.shape[1]] = q

@@ -56,7 +56,7 @@ def test_packed_formats_of_gpus_are_refused_on_cpu(kernels: str, name: str) -> N
 
 
 def test_unknown_gpu_has_distinct_name() -> None:
-    """Which files of packed weights and the numerics class are keyed by."""
+    """Files of packed weights and the numerics class are keyed by this name."""
     gpus = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx90a", 64), GPUTarget("cuda", 80, 32)]
     backends = [backend_for(target.of(gpu)) for gpu in gpus]
     assert [backend.settings.target.name for backend in backends] == ["gfx942", "gfx90a", "sm_80"]

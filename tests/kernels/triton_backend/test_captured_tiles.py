@@ -87,7 +87,7 @@ def test_attention_of_captured_steps(target: str, reach: int) -> None:
 
 
 def test_tuned_parts_depend_on_captured_step_size() -> None:
-    """Else it would not have to be a fact."""
+    """Shows that the captured size must be part of the numerics class."""
     settings = Settings(TARGETS["sm_90"], batch_invariant=False)
     parts = [tuple(cut(settings, "half", shape.rows, 1024, 4096).parts for shape in pair) for pair in pairs()]
     assert any(own != captured for own, captured in parts)

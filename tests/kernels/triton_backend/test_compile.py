@@ -26,14 +26,14 @@ MARKS: Final = {
 SOME = [pytest.param(area, marks=MARKS.get(area, ())) for area in AREAS]
 GPUS = ["gfx942", *(pytest.param(target, marks=SAMPLED) for target in ("gfx950", "sm_90"))]
 
-# A test compiles all kernels of its area anew where Triton's cache is empty.
+# A test compiles all kernels of its area if Triton's cache is empty.
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("area", SOME)
 def test_kernels_compile(target: str, area: str) -> None:
-    """With the tiles that keep bits."""
+    """Compiles with the batch-invariant tiles."""
     check(target, compiled_for(target, "invariant", area), area)
 
 
@@ -48,7 +48,7 @@ def test_kernels_compile_where_tiles_agree(area: str) -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize("area", AREAS)
 def test_tuned_kernels_compile(target: str, area: str) -> None:
-    """With the tiles that are fastest."""
+    """Compiles with the fastest tiles."""
     check(target, compiled_for(target, "tuned", area), area)
 
 

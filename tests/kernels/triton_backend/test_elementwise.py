@@ -97,7 +97,7 @@ def test_rope(dtype: torch.dtype, rows: int, q_heads: int, k_heads: int, head_di
 
 
 def test_row_is_independent_of_other_rows() -> None:
-    """To the bit, alone or anywhere among others, for tiles of one row and of many."""
+    """A row has equal bits alone and among others, for tiles of one row and of many."""
     for shape in [(9, 1500), (9, 3, 16)]:
         x, weight = random(*shape), random(shape[-1], seed=1)
         shuffled = x.flip(0)

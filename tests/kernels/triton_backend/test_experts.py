@@ -20,7 +20,7 @@ from tests.unit.kernels.moe_reference import reference_moe
 pytestmark = pytest.mark.each_value
 
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
-# Neither is a multiple of a tile of columns or of K.
+# HIDDEN and INNER are no multiples of a tile of columns or of K.
 HIDDEN, INNER, EXPERTS, SLOTS = 136, 72, 7, 3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_no_rows() -> None:
 
 
 def test_all_rows_on_one_expert() -> None:
-    """In several tiles, of which the last is not full."""
+    """The rows fill several tiles, the last one partly."""
     weights = made()
     x, _, shares = step(70)
     ids = torch.full((70, 1), 4)
@@ -127,7 +127,7 @@ def test_rows_may_lie_apart() -> None:
 def test_row_bits_are_independent_of_other_rows(
     monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None
 ) -> None:
-    """In any order, in parts, alone, and beside rows that give an expert several tiles."""
+    """Rows in any order, in parts, alone, and beside rows that give an expert several tiles."""
     multiply_rows_alone(monkeypatch)
     packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_format, CPU)
     x, ids, shares = step(10)
@@ -248,7 +248,7 @@ def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rounded_moe(
     x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, own: list[ExpertWeights], dtype: torch.dtype
 ) -> torch.Tensor:
-    """In float64, with weights and rows rounded; pair by pair."""
+    """The experts in float64, with rounded weights and rows, pair by pair."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row, (chosen, weights) in enumerate(zip(ids, shares, strict=True)):
         for expert, weight in zip(chosen.tolist(), weights.double(), strict=True):

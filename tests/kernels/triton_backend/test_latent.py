@@ -80,7 +80,8 @@ class Sequences:
         write(cache, 1, torch.cat(rows), slots)
 
     def plan(self, work: Work, padding: tuple[int, int, int, int]) -> StepPlan:
-        """Of rows [start, end) of each (sequence, start, end), with more rows, sequences, blocks and keys."""
+        """A plan for rows [start, end) of each (sequence, start, end), with padding of rows, sequences, blocks and
+        keys."""
         step = metadata([Rows(start, end, self.blocks[i]) for i, start, end in work], self.block_size)
         own = Shape.of(step)
         rows, seqs, blocks, keys = padding
@@ -269,7 +270,7 @@ def test_selection_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captured_selection_cost_follows_sequence_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan for a million tokens no more is looked at than there are: the interpreter would take minutes."""
+    """A plan for a million tokens reads only the existing ones: the interpreter would take minutes for all."""
     sequences = Sequences(KVSpec(1, 12, 8, INDEX))
     found = []
     for most_programs, block, keys in ((2048, 2048, 0), (1, 16, 0), (13, 64, 1_000_000)):
@@ -282,7 +283,7 @@ def test_captured_selection_cost_follows_sequence_lengths(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_highest_orders_are_selected_by_bit(block: int) -> None:
-    """Of any int32, with few and with many equal ones, against a sort; rows see 40 to 100 of 100."""
+    """The highest of any int32 numbers, with few and many equal ones, against a sort; rows see 40 to 100 of 100."""
     random = torch.Generator().manual_seed(1)
     lowest, highest = -(2**31) + 1, 2**31 - 1
     spans = [(lowest, highest), (-300, 300), (0, 3), (5, 6), (highest - 1, highest), (lowest, lowest + 70_000)]

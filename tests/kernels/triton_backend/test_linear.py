@@ -90,7 +90,7 @@ def test_order_of_k_changes_bits() -> None:
 
 @pytest.mark.parametrize(("n", "k", "rows", "parts"), [(50, 300, 19, 2), (20, 530, 50, 4)])
 def test_few_rows_split_k_and_many_do_not(n: int, k: int, rows: int, parts: int) -> None:
-    """Else the test of bits would not show that both ways add alike."""
+    """Shows that the test of bits covers products with and without split K."""
     few, many = (cut(INVARIANT, "single", each, n, k) for each in (7, rows))
     assert few.parts == parts
     assert few.split

@@ -22,7 +22,7 @@ BLOCK = 128
 
 
 def assert_close(out: torch.Tensor, x: torch.Tensor, worth: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Within one rounding of float64 over the weight's worth, and errors of float32 sums."""
+    """Within one rounding of float64 over the dequantized weight, and errors of float32 sums."""
     exact = x.double() @ worth.double().t() + (0.0 if bias is None else bias.double())
     size = x.double().abs() @ worth.double().abs().t() + (0.0 if bias is None else bias.double().abs())
     assert bool(((out.double() - exact).abs() <= 0.5 * torch.finfo(out.dtype).eps * exact.abs() + 3e-6 * size).all())
@@ -99,7 +99,7 @@ def test_checkpoint_numbers_are_packed_unchanged(scheme: str) -> None:
 
 
 def stored(scheme: Scheme, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers and scales as a checkpoint has them, and their worth."""
+    """Numbers and scales as a checkpoint stores them, and the dequantized weight."""
     tensors, worth = scheme.quantize("", weight.numpy())
     numbers, scales = tensors[scheme.values_suffix], tensors[scheme.scales_suffix]
     dtypes = {"F8_E4M3": FN, "F8_E4M3FNUZ": FNUZ, "I8": torch.int8, "U8": torch.uint8}

@@ -62,7 +62,7 @@ def loaded(folder: Path, kernels: str, **given: Any) -> tuple[ModelRunner, list[
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of two prompts in one step."""
+    """Logits of two prompts in one step."""
     seqs = [Sequence([7, 77, 177, 277, 377], 16), Sequence([99, 98], 16)]
     for block, seq in enumerate(seqs):
         seq.block_table = [block]
@@ -81,7 +81,7 @@ def test_quantized_logits_equal_dequantized_and_packed_file_is_smaller(folder: P
     assert error < 1e-5
     assert torch.equal(found.argmax(1), expected.argmax(1))
     assert 0 < ours.mapped_bytes < 0.6 * theirs.mapped_bytes
-    # Once more, from the file.
+    # A second load, from the file.
     again, use = loaded(folder, "triton", weights_cache=cache)
     assert use == []
     assert again.mapped_bytes == ours.mapped_bytes

@@ -249,7 +249,7 @@ def test_biases_and_allowed_ids() -> None:
 
 
 def test_bits() -> None:
-    """Of some rows, over more than a program's chunk, and of a vocabulary that ends within a word."""
+    """Allowed bits of some rows, over more than a program's chunk, for a vocabulary that ends within a word."""
     rng = np.random.default_rng(14)
     logits = rng.normal(size=(4, 1050)).astype(np.float32)
     logits[3, 8] = np.nan

@@ -22,7 +22,7 @@ from worker.model.sharding import Shard
 
 @dataclass
 class TakingTurns(ThreadCollectives):
-    """Of ranks that are threads, one computes at a time: the interpreter of kernels serves one thread."""
+    """One of the ranks, which are threads, computes at a time: the interpreter of kernels serves one thread."""
 
     turn: Lock
 

@@ -64,7 +64,7 @@ def test_unsupported_stored_format_is_dequantized() -> None:
 
 
 def stored_experts(scheme: str, bias: bool, inner: int = INNER) -> tuple[list[ExpertWeights], list[ExpertWeights]]:
-    """As they are stored, and in floats of the same worth."""
+    """Experts as stored, and their dequantized floats."""
     stored, floats = [], []
     for seed in range(EXPERTS):
         gate_up, gate_up_worth = quantized_weight(scheme, drawn(2 * inner, HIDDEN, seed=seed))
@@ -117,7 +117,7 @@ def test_row_bits_are_independent_of_other_rows(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_blocks_of_experts_stay_blocks() -> None:
-    """Where none holds gates and ups: of 256 units, two of each, which take turns as their rows do."""
+    """Blocks with either gates or ups only: 256 units have two blocks of each, alternating like their rows."""
     stored, floats = stored_experts("deepseek", bias=False, inner=256)
     packed = backend_of(FN).experts.pack(stored[:2], 0, None, torch.float32)
     assert packed.gate_up is not None
@@ -135,7 +135,7 @@ def test_blocks_of_experts_stay_blocks() -> None:
 @pytest.mark.parametrize("which", ["gate_up", "down"])
 @pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
 def test_one_expert_weight_may_be_dequantized(scheme: str, which: str) -> None:
-    """Where a rank's part of the other cuts groups."""
+    """A rank's part of the other weight cuts groups."""
     stored, floats = stored_experts(scheme, bias=False)
     mixed = [
         replace(one, **{which: as_floats(getattr(other, which))}) for one, other in zip(stored, floats, strict=True)

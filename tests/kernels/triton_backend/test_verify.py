@@ -59,7 +59,7 @@ def test_rows_dependent_on_row_count_fail(monkeypatch: pytest.MonkeyPatch) -> No
 def test_formats_unsupported_by_gpu_are_skipped_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else bfloat16 would be verified under their names."""
+    """Otherwise bfloat16 would be verified under the formats' names."""
     backend = backend_for(replace(TARGETS[INTERPRETER], has_fp8=False))
     monkeypatch.setattr(verify_triton, "select_backend", lambda _: backend)
     assert verify_triton.main(["no such check"]) == 0

@@ -54,7 +54,7 @@ def test_a_cache_may_be_wider_than_the_model() -> None:
 def test_attention_reads_rounded_cache(
     backend: KernelBackend, dtype: torch.dtype, model_dtype: torch.dtype, latent: bool
 ) -> None:
-    """As with a float32 cache of the numbers as the narrow one rounds them; equal bits, where sums have one order.
+    """Equal to a float32 cache of the rounded numbers, to the bit if sums have one order.
 
     The native kernels add products of bfloat16 keys in an order of their own.
     """
@@ -66,7 +66,7 @@ def test_attention_reads_rounded_cache(
     q = torch.randn(sum(lengths), 4, dim, generator=generator).to(model_dtype)
     k, v = (torch.randn(sum(lengths), heads, dim, generator=generator) * 3 for _ in range(2))
     k[::7] *= 1000.0
-    # Scores of up to 5: of 5000 float32 leaves so little behind the point that weights differ by 0.05 % with the order.
+    # Scores of up to 5: at 5000 float32 has so few fraction bits that weights differ by 0.05 % with the order.
     scale = 2e-4
 
     def attention(cache_dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

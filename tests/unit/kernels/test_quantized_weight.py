@@ -1,4 +1,4 @@
-"""Weights as checkpoints store them, on back ends that do not multiply such: as floats of the same worth."""
+"""Weights as checkpoints store them, on back ends without such products: as dequantized floats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_floats_are_unchanged() -> None:
 
 @pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4", "w8a8-int8"])
 def test_products_of_stored_weights_equal_dequantized(backend: KernelBackend, scheme: str) -> None:
-    """To the bit: they are rounded as the loader rounds them."""
+    """Equal to the bit: they are rounded as the loader rounds them."""
     stored, worth = quantized_weight(scheme, drawn(150, 160))
     assert not backend.keeps_quantized(stored.format, torch.float32)
     x, bias = drawn(5, 160).bfloat16(), drawn(150, 1).flatten()

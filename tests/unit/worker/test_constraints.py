@@ -145,7 +145,7 @@ def test_neighbours_of_constrained_answer_are_unchanged(runner: ModelRunner) -> 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constrained_answer_resumes_from_every_position(runner: ModelRunner, name: str) -> None:
-    """As a request that moves: prompt and tokens come together, to an engine that has not seen it."""
+    """As after a move: prompt and tokens arrive together at a fresh engine."""
     (asking,) = [one for one in asked(seed=3) if one["constraint"] is CONSTRAINTS[name]]
     engine = engine_of(runner)
     (answer,) = engine.generate([PROMPT], asking)
@@ -169,7 +169,7 @@ def test_constrained_answer_resumes_from_every_position(runner: ModelRunner, nam
 def test_constraint_complete_at_max_tokens_ends_as_complete(
     runner: ModelRunner, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one token less the sequence ends by its length. The same holds for a sequence that arrives full."""
+    """One token fewer ends the sequence by its length. The same holds for a sequence that arrives full."""
     answered = zip(asked(seed=3), generate(engine_of(runner), asked(seed=3)), strict=True)
     kept, whole = zip(*((params, one) for params, one in answered if one["finish_reason"] == "constraint"), strict=True)
     assert len(whole) > 2

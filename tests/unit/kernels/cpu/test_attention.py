@@ -109,7 +109,7 @@ def test_chunks_batches_and_threads_do_not_change_bits(
 def test_tokens_before_window_have_no_effect(
     some_attention: CDLL, heads: int, kv_heads: int, dim: int, spoiled: int
 ) -> None:
-    """Not even one that overflowed, whose neighbour is seen; of a prefill and of decodes."""
+    """Even an overflowed token with a visible neighbour has no effect, in a prefill and in decodes."""
     window, end = 33, 140
     cache, (blocks, _) = filled(some_attention, kv_heads, dim, torch.bfloat16)
     q = torch.randn(end, heads, dim).bfloat16()
@@ -128,7 +128,8 @@ def test_tokens_before_window_have_no_effect(
 def test_decode_rows_equal_prefill_rows(
     some_attention: CDLL, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
-    """Of few query heads to a key head, which take no detour, and of more; keys that end within a pair and after it."""
+    """With few query heads to a key head, which take the direct path, and with more; keys end within a pair and after
+    it."""
     cache, (blocks, _) = filled(some_attention, kv_heads, dim, torch.bfloat16)
     q = torch.randn(150, heads, dim).bfloat16()
     whole = attend(some_attention, cache, q, [Rows(0, 150, blocks)], window)
@@ -167,7 +168,7 @@ def test_overflowed_later_tokens_have_no_effect(some_attention: CDLL, dtype: tor
 def test_overflowed_values_give_nan_in_rows_with_access(
     some_attention: CDLL, heads: int, kv_heads: int, window: int | None, spoiled: float
 ) -> None:
-    """In tokens whose rows are in one tile and in several; keys stay numbers."""
+    """For tokens whose rows are in one tile and in several; keys stay finite."""
     end, places = 150, [50, 101]
     cache, (blocks, _) = filled(some_attention, kv_heads, 64, torch.bfloat16)
     q = torch.randn(end, heads, 64).bfloat16()
@@ -201,7 +202,7 @@ def test_block_size_does_not_change_bits(some_attention: CDLL, dim: int, window:
 def test_processor_pair_products_equal_emulation(
     native: CDLL, processors: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    """To the bit, decodes and longer parts alike."""
+    """Equal to the bit, for decodes and longer parts."""
     outs = []
     for name in (f"{processors}_emulated", processors):
         select_or_skip(native, name)

@@ -43,7 +43,7 @@ def test_norms(each_isa: CDLL, dtype: torch.dtype, width: int) -> None:
 
 
 def test_sums_are_rounded_as_pytorch_rounds(each_isa: CDLL) -> None:
-    """Of every bfloat16, denormals, infinities and NaN included, and another one."""
+    """Sums of every bfloat16, denormals, infinities and NaN included, and another one."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(256, 256)
     residual = x.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))].view_as(x)
     total = elementwise.norm(each_isa, x, torch.ones(256, dtype=x.dtype), 1e-5, residual=residual)[1]

@@ -15,7 +15,7 @@ from tests.unit.kernels.test_experts import experts as drawn
 @pytest.mark.parametrize("packed_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_equal_sum_of_products(each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype | None) -> None:
-    """To the bit: products, activation and sum equal the single kernels'."""
+    """Products, activation and sum equal the single kernels' to the bit."""
     made = drawn(dtype, bias=True)
     x, ids, weights = step(20, seed=4, dtype=dtype)
     ids[3] = torch.tensor([EXPERTS, -1, 2])

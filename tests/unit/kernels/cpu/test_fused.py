@@ -183,7 +183,7 @@ def test_fused_decoder_bits_equal_single_operations(threads: CDLL, dtype: torch.
 def test_residual_streams_are_returned_with_states(
     threads: CDLL, dtype: torch.dtype, aux_layers: tuple[int, ...]
 ) -> None:
-    """To the bit, in any order, and for all rows, whichever are wanted."""
+    """Equal to the bit, in any order, and for all rows, whichever rows are wanted."""
     kind = KINDS["window, sinks, padding"]
     one, other = (Model(kind, dtype, dtype) for _ in range(2))
     one.decoder = replace(one.decoder, aux_layers=aux_layers)
@@ -205,7 +205,7 @@ def test_residual_streams_are_returned_with_states(
 @pytest.mark.parametrize("norms_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_draft_layer_takes_embeddings_and_states(threads: CDLL, dtype: torch.dtype, norms_first: bool) -> None:
-    """To the bit as by single operations; the residual stream is returned with the normed states."""
+    """Equal to single operations to the bit; the residual stream is returned with the normed states."""
     kind = KINDS["whole tiles"]
     one, other = (Model(kind, dtype, dtype) for _ in range(2))
     width = kind.heads * kind.dim + 2 * kind.kv_heads * kind.dim

@@ -77,7 +77,7 @@ class Latent:
         return attention.latent_attention(self.native, self.rows(self.q, work), self.cache, 0, arrays, 0.2, selection)
 
     def chosen(self, p: int) -> list[int]:
-        """Of the first sequence's token at `p`, by plain arithmetic."""
+        """Positions selected for the first sequence's token at `p`, by plain arithmetic."""
         products = torch.einsum("hd,kd->hk", self.index_q[p].double(), self.index_keys[: p + 1].double())
         scores = (self.weights[p].double()[:, None] * products.relu()).sum(0).tolist()
         return sorted(sorted(range(p + 1), key=lambda k: (-scores[k], k))[: self.index.topk])
@@ -116,7 +116,7 @@ def test_chunks_batches_and_threads_do_not_change_bits(
             assert torch.equal(made.attend([(0, start, end)], sparse), whole[start:end]), f"rows {start} to {end}"
         mixed = made.attend([(1, 3, 40), (0, 500, 700)], sparse)
         assert torch.equal(mixed[37:], whole[500:])
-        # Alone they attend to all; beside a longer sequence they select all.
+        # Alone the rows attend to all tokens; beside a longer sequence they select all of them.
         assert torch.equal(mixed[:37], made.attend([(1, 3, 40)], sparse))
 
 

@@ -173,7 +173,7 @@ def test_overflowed_row_gives_nan_without_affecting_others(variant: CDLL) -> Non
 
 
 def test_denormals_are_zeros(variant: CDLL) -> None:
-    """As the instructions do it, whatever the thread's own mode."""
+    """As the instructions do, whatever the thread's own mode."""
     tiny = torch.full((1, 64), 1e-39).to(BF16)
     assert tiny.ne(0).all()
     out = linear.linear(variant, tiny, linear.pack(variant, torch.full((16, 64), 1e9), None, BF16))
@@ -191,7 +191,7 @@ def test_denormal_bias_is_equal_for_few_and_many_rows(variant: CDLL, packed_dtyp
 @pytest.mark.parametrize("name", ["amx", "avx512bf16"])
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 def test_processor_instructions_equal_emulation(native: CDLL, name: str, packed_dtype: torch.dtype) -> None:
-    """To the bit, with denormals, in and out, among the numbers."""
+    """Equal to the bit, with denormals among inputs and outputs."""
     weight, x = drawn(70, 397), drawn(29, 397)
     x[:, ::5] *= 1e-38
     outs = []

@@ -136,7 +136,7 @@ def test_overflowing_temperature_equals_numpy(native: CDLL) -> None:
 
 
 def greedy_params(rows: int, penalties: Penalties | None = None, masked: MaskedIds | None = None) -> SampleParams:
-    """Of rows whose tokens say what their logits have become."""
+    """Parameters of greedy rows, whose tokens show the processed logits."""
     zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
     return SampleParams(zeros, np.zeros(rows, np.int64), ones, zeros, masked, penalties)
 
@@ -179,7 +179,7 @@ def test_penalties_equal_numpy_on_every_instruction_set(each_isa: CDLL, vocab: i
 
 
 def test_penalties_and_masks_equal_numpy(threads: CDLL) -> None:
-    """In any memory, by any number of threads, and drawn too; masked ids stay masked."""
+    """In any memory, with any number of threads, and sampled too; masked ids stay masked."""
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1, (5, 30)).astype(np.float32)
     logits[0, 3], logits[1, 7], logits[2, 9] = np.inf, np.nan, -np.inf
@@ -256,7 +256,7 @@ def test_allowed_bits_equal_numpy(threads: CDLL, temperature: float, vocab: int)
 
 @pytest.mark.parametrize("vocab", [63, 64, 65, 1003])
 def test_allowed_bits_with_filters_equal_numpy(native: CDLL, vocab: int) -> None:
-    """Of many tokens, of few, of one, and of none in whole blocks."""
+    """With many allowed tokens, few, one, and none in whole blocks."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, 3, (40, vocab)).astype(np.float32)
     kept = rng.random((40, -(-vocab // 32) * 32)) < np.repeat([0.99, 0.5, 0.02, 0.0], 10)[:, None]

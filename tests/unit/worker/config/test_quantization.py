@@ -120,7 +120,7 @@ def test_unsupported_quantization_is_refused_in_one_line(spec: dict[str, Any], m
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         ([1], r"quantization_config is \[1\]; it must be an object"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "of method fp8 is malformed: 'int' object is not iterable"),
-        # It would be taken for eight layers of one letter, and the head's weight for one in fp8.
+        # A string would be read as eight layers of one letter each, and the head's weight as fp8.
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "'lm_head'; it must be a list of names"),
         ({**ct(), "ignore": [1]}, r"ignore is \[1\]; it must be a list of names"),
         ({**ct(), "ignore": ["re:("]}, "of method compressed-tensors is malformed: .* a regular expression"),

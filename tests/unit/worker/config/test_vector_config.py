@@ -41,7 +41,7 @@ def test_pooling_comes_from_checkpoint(tmp_path: Path, config: dict[str, Any], p
 
 
 def test_modules_json_locates_pooling_and_refuses_projection(tmp_path: Path) -> None:
-    """As sentence-transformers writes them; a projection after the pooling gives other vectors."""
+    """Written by sentence-transformers; a projection after the pooling gives other vectors."""
     kinds = {"0": ("", "Transformer"), "1": ("pool", "Pooling"), "2": ("2_Normalize", "Normalize")}
     modules = [
         {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -470,7 +470,7 @@ class Oracle:
         assert prompts >= min(self._share, unfinished), f"{prompts} of {unfinished} prompt tokens"
 
     def _check_diligence(self, budget: int, flight: Flight | None, preempted: bool) -> None:
-        """With budget left no prompt is left lying that could have gone on, or come in."""
+        """With budget left, every prompt that could continue or be admitted is scheduled."""
         present = {row.life.seq.id for row in flight.rows} if flight else set()
         left_out = [
             life
@@ -558,7 +558,7 @@ class Oracle:
             if present is None:
                 self.cache.publish(state, parent, life.table[j])
             else:
-                # Also if the sequence ends at once: then the block is released anew.
+                # Even if the sequence ends at once: then the block is released again.
                 life.table[j] = present
                 self._held.add(present)
             life.published += 1

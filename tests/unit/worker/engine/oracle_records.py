@@ -158,7 +158,7 @@ class Cache:
         return found
 
     def num_in_use(self, life: Life, hits: int, size: int, held: Iterable[int]) -> int:
-        """Those of the first blocks of a sequence that others hold."""
+        """Number of the sequence's first blocks that other sequences hold."""
         blocks = set(held)
         return sum(self._block_of.get(life.truth.states[(j + 1) * size - 1]) in blocks for j in range(hits))
 
@@ -177,7 +177,7 @@ class Cache:
         return block in self._entry_of or block in self._tail_of
 
     def block(self, state: int) -> int | None:
-        """Where a prefix is."""
+        """The block of a prefix."""
         return self._block_of.get(state)
 
     def publish(self, state: int, parent: int, block: int) -> None:

@@ -127,7 +127,7 @@ def test_cancelled_first_answer_hands_prompt_to_next(steps: int) -> None:
 
 
 def test_copied_block_may_be_its_destination() -> None:
-    """Of a pool without another free block."""
+    """The pool has no other free block."""
     engine, seqs = Engine(scheduler(num_kvcache_blocks=3, max_model_len=40)), answers(3, 37, max_tokens=1)
     engine.sched.add_group(seqs)
     engine.finish(seqs)

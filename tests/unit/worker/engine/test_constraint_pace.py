@@ -69,7 +69,7 @@ def test_neighbour_keeps_nine_tenths_of_its_rate_beside_slow_masks(policy: str) 
     """Steps take 2 ms, and each mask of the four other sequences 30 ms; these sequences continue slowly."""
     alone, _ = steps(policy, set(), sequences(5))
     beside, tokens = steps(policy, {1, 2, 3, 4}, sequences(5))
-    # Not counted: the free time, and the first step, before the scheduler knows which masks are slow.
+    # Without the free time and the first step, before the scheduler knows the slow masks.
     assert beside - FREE_S - 4 * MASK_S <= alone / 0.9
     assert min(tokens.values()) > 0
     assert max(tokens[i] for i in range(1, 5)) < 40

@@ -25,7 +25,7 @@ def pairs(start: int, num_tokens: int) -> int:
 
 
 def duration(batch: ScheduledBatch) -> float:
-    """Of a small model, whose attention to 100,000 tokens costs 14 times its matrix products."""
+    """Duration of a step of a small model, whose attention to 100,000 tokens costs 14 times its matrix products."""
     rows = zip(batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True)
     return STEP_S + sum(TOKEN_S * count + PAIR_S * pairs(start, count) for start, count in rows)
 
@@ -93,7 +93,7 @@ def test_chunk_has_largest_affordable_size(weight: float, start: int, wanted: in
 
 @pytest.mark.parametrize("seed", range(20))
 def test_context_weight_is_estimated(seed: int) -> None:
-    """With steps of any size, some of them far too slow, and short prompts for a long time after."""
+    """Steps have any size, some are far too slow, and many short prompts follow."""
     rnd = random.Random(seed)
     costs, weight = ContextCost(), rnd.choice([0.0, 1e-5, 1e-4, 1e-3])
     for start in [*range(0, 100_000, 500), *[0] * 200]:

@@ -115,7 +115,7 @@ def test_mean_counts_each_row_once_after_preemption() -> None:
     vector = np.frombuffer(expected.finish(), np.float32)
     np.testing.assert_allclose(vector, rows.mean(0), rtol=0, atol=1e-8)
     again = PooledStates(MEAN)
-    # Of [13, 20) the step was in flight when the sequence was preempted.
+    # The step of [13, 20) was in flight at the preemption.
     for start, end in ((0, 13), (13, 20), (0, 9), (13, 20), (9, 40)):
         again.take(start, end, sums(rows[start:end]))
     assert again.finish() == expected.finish()

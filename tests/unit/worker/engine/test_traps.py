@@ -37,7 +37,7 @@ Sequence([1], SIZE)
 
 
 def decoding_for(last_prompt_latency: float) -> Scheduler:
-    """With a gate of half the latency; sequence 0 decodes. Steps may be scheduled and forgotten."""
+    """A scheduler with a gate of half the latency; sequence 0 decodes. Steps may be scheduled and forgotten."""
     sched = scheduler(scheduler_delay_factor=0.5)
     sched.add(prompt(3, id=0))
     sched.record_step(step(sched), last_prompt_latency)

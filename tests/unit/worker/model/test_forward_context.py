@@ -63,7 +63,7 @@ def test_forward_contexts_are_per_thread() -> None:
 
 
 def test_forward_context_ends_with_block() -> None:
-    """Also when the pass fails."""
+    """Even if the pass fails."""
     cache = {"layers.0": KVCacheTensor(0, "mine")}
     with forward_context(METADATA, Config(), CONTEXT, cache):
         assert get_forward_context().kv_cache_data is cache

@@ -147,7 +147,7 @@ def test_masks_equal_byte_grammar() -> None:
 
 
 def _byte_id(value: int) -> int:
-    """Its id in the vocabulary that grammars are checked with: in front of special tokens there is room for all."""
+    """Id of a byte in the vocabulary that checks grammars: all bytes fit before the special tokens."""
     return value
 
 
@@ -266,7 +266,7 @@ def test_slow_masks_do_not_confine_drafts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_slices_of_the_vocabulary_change_no_mask() -> None:
-    """They are a short cut: the masks are those without any, along random walks and at each length of a text."""
+    """Slices are a shortcut: the masks equal those without slices, along random walks and at each length of a text."""
     tokens = TOKENIZER.token_bytes()
     plain = Grammars(library.vocabulary([*tokens, *[b""] * (SIZE - len(tokens))], {*TOKENIZER.added_tokens}, EOS, []))
     texts = ({"type": "string", "maxLength": length} for length in (3, 9, 30))

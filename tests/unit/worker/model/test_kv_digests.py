@@ -89,7 +89,7 @@ def name_of(seq: Sequence, place: int) -> bytes:
 
 
 def digest_of(*parts: bytes) -> int:
-    """By the words of the definition; each part is a rank's."""
+    """Digest by the definition's words; each part is a rank's."""
     sums = []
     for part in parts:
         words = np.frombuffer(part + bytes(-len(part) % 8), "<i8")
@@ -171,7 +171,7 @@ def test_block_names_cover_all_tokens_and_hash_seed() -> None:
 
 
 def test_equal_tokens_have_equal_digest_under_every_salt(runner: ModelRunner) -> None:
-    """Each salt has its blocks computed anew, so that what tenants compute is compared."""
+    """Blocks are computed separately for each salt, so the audit compares the tenants' computations."""
     (tokens,) = (seq.token_ids for seq in prompts(70))
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     seqs = [salted(tokens, params, salt) for salt in (b"", b"one tenant", b"another")]

@@ -99,7 +99,7 @@ SEQUENCES = st.builds(
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4),
     allowed_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple),
-    # Of few ids, so that they do come about in an output.
+    # Few ids, so that bad words occur in an output.
     bad_words_token_ids=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
 )
 

@@ -297,7 +297,7 @@ def test_auto_dtype_of_pytorch_depends_on_the_cpu(
 
 
 def test_auto_dtype_of_native_kernels_is_checkpoint_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They widen bfloat16 in registers; float16 is PyTorch's."""
+    """Native kernels widen bfloat16 in registers; float16 uses PyTorch's kernels."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     kernels = backend_or_skip("cpu")
     model_config = ModelConfig.from_folder(folder)

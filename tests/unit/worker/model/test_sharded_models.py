@@ -138,7 +138,7 @@ def test_only_rank_0_fetches_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def in_mxfp4(folder: Path, worth_folder: Path) -> None:
-    """Quantizes a float32 gpt-oss in place, into the layout of the hub; its worth goes into the other folder."""
+    """Quantizes a float32 gpt-oss in place, in the hub's layout; the other folder gets the dequantized weights."""
     stored: dict[str, Stored] = {}
     worths = load_file(folder / "model.safetensors")
     for name, tensor in list(worths.items()):

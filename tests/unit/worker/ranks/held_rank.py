@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 def fetch(self: TorchSamplingOps, ids: torch.Tensor) -> Callable[[], list[int]]:
-    """In place of TorchSamplingOps'."""
+    """Replaces TorchSamplingOps.fetch."""
     if not (FOLDER / "hold").exists():
         return ids.tolist
     number = next(_numbers)

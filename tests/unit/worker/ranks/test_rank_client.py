@@ -32,7 +32,7 @@ from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 BEAT_S = 0.02
-# Of the engine's watch.
+# Heartbeat interval of the engine's watch.
 HEARTBEAT_S = 0.25
 
 
@@ -221,7 +221,7 @@ def test_indivisible_heads_are_refused_before_ranks_start(changes: dict[str, Any
 
 
 def test_healthy_ranks_leave_before_termination(monkeypatch: pytest.MonkeyPatch) -> None:
-    # They answer, sooner or later.
+    # The ranks answer, sooner or later.
     monkeypatch.setattr(rank_client, "RANK_END_S", 60.0)
     group = started(shares_sums=True)
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_healthy_ranks_leave_before_termination(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_unresponsive_rank_does_not_delay_close(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that does not answer, nor one whose socket is full."""
+    """Neither a rank without an answer nor a rank with a full socket delays it."""
     monkeypatch.setattr(rank_client, "RANK_END_S", 0.2)
     group = started(shares_sums=True)
     group.fakes[1].answer = lambda *call: None
@@ -327,7 +327,7 @@ def test_hanging_rank_with_heartbeats_is_lost() -> None:
 
 @pytest.mark.slow
 def test_non_reading_rank_is_lost_in_bounded_time(group: Group) -> None:
-    """Its socket is full, so the engine waits in the middle of a frame; it must get out of there."""
+    """The rank's socket is full, so the engine waits in the middle of a frame and must get out."""
     group.fakes[1].reading.clear()
     group.fakes[1].alive = False
     large = batch(400_000)

@@ -112,7 +112,7 @@ def two_launched(group: HeldGroup) -> tuple[Future[TimedOutput], Future[TimedOut
 
 @pytest.mark.slow
 def test_step_is_launched_before_tokens_of_previous_step(start: Callable[[bool], HeldGroup]) -> None:
-    """They are answered in order, and a launch that fails is answered after the step before it."""
+    """Steps are answered in order, a failed launch after the step before it."""
     group, began = start(True), time.monotonic()
     first, second = two_launched(group)
     group.come(1)
@@ -152,7 +152,7 @@ def test_lost_tokens_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> 
 
 @pytest.mark.slow
 def test_step_without_deferred_output_waits_for_previous(start: Callable[[bool], HeldGroup]) -> None:
-    """And a rank that is killed with steps in flight is lost to all of them."""
+    """Steps in flight all fail if their rank is killed."""
     group = start(False)
     first, second, third = (group.submit(step(7)) for _ in range(3))
     until(lambda: group.launched() == {"launched-0"})

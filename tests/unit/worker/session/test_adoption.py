@@ -289,7 +289,7 @@ def test_adoption_keys_cover_every_answer_input() -> None:
         key(params=wpb.SamplingParams(temperature=0.5)),
     ]
     assert len({key(), *others}) == len(others) + 1
-    # Of the same answer every attempt has it.
+    # Every attempt of one answer has the same key.
     again = record(1, ids, keep=True, deadline_left_ms=5, traceparent="p", tracestate="s", adoption_key=b"k")
     again.rid = 77
     assert AdoptionKeys("t", "r", "m", ids).of_answer(again) == key()

@@ -220,7 +220,7 @@ class Nobody(StepListener):
 
 
 def prompt(parts: Sequence[int]) -> list[int]:
-    """Of half a granule each."""
+    """A prompt of parts, half a granule each."""
     return [part + i % 7 for part in parts for i in range(8 * GRANULE_BLOCKS)]
 
 

@@ -55,7 +55,7 @@ class Reader:
         for end in frame.ends:
             assert end.rid not in self.ended
             assert end.end_pos == 10 + len(self.have.get(end.rid, []))
-            # With its last token (S3), unless that had gone before the end was known.
+            # An end arrives with its last token (S3), unless that was sent before the end was known.
             self.ended.add(end.rid)
         self.returned += frame.returned
         assert frame.submit_seen >= self.submit_seen

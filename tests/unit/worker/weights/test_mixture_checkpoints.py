@@ -38,7 +38,7 @@ def load(folder: Path) -> ModelRunner:
 
 
 def mtp_tensors(layer: int) -> dict[str, torch.Tensor | None]:
-    """As in GLM-4.5 and DeepSeek-V3: a decoder layer and what joins it to the model."""
+    """Tensors of an MTP layer as in GLM-4.5 and DeepSeek-V3: a decoder layer and its projection."""
     prefix = f"model.layers.{layer}"
     return {
         f"{prefix}.eh_proj.weight": torch.ones(64, 128),

@@ -110,7 +110,7 @@ def test_logits(quantized: tuple[Scheme, Path, dict[str, Floats]], original: Pat
     ],
 )
 def test_logits_of_other_architectures(tmp_path: Path, architecture: str, name: str) -> None:
-    """Those of a float checkpoint with the same worth, to the bit: latent attention, indexers, experts one by one."""
+    """Equal to a dequantized float checkpoint to the bit: latent attention, indexers, experts one by one."""
     floats = make_checkpoint(tmp_path / "floats", architecture, tokenizer=False, num_hidden_layers=2)
     folder = tmp_path / "quantized"
     shutil.copytree(floats, folder)

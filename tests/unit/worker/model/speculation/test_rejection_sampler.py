@@ -1,4 +1,4 @@
-"""Which drafts are accepted, and the rows that verify them, against their definitions."""
+"""Accepted drafts, and the rows that verify them, against their definitions."""
 
 from __future__ import annotations
 
