@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.penalties import Penalties
-from kernels.slots import slots_at
+from kernels.upload import slots_at
 
 # The granularity of a weight's scales (QUANT_TYPES of the configuration): `per_token` is one for each row.
 QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128"]

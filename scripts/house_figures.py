@@ -41,12 +41,9 @@ GOALS: Final = {
 }
 # Figure -> the most that `make lint` allows, where that is not the goal.
 LIMITS: Final = {
-    "lines of common": 21_750,
-    "class names twice": 1,
-    "classes named by participles": 8,
-    "large classes": 4,
-    "short files": 82,
-    "marker words per 1,000": 5.3,
+    "lines of common": 21_700,
+    # SamplingParams: a row of each parameter's table is part of its field.
+    "large classes": 1,
 }
 
 

@@ -21,7 +21,7 @@ from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology, threads_per_rank
 from worker.simulation.cost_model import CostModel
-from worker.simulation.setup import simulated_runner
+from worker.simulation.runner import simulated_runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The memory comes from `--kv-cache-memory`. Without it, a CPU's engine takes a quarter of the free main memory, all its
 ranks together; `fissile serve` shares this quarter among its workers (common/cli/serve/launch_plan.py). A GPU's rank
 takes all memory within `--gpu-memory-utilization` that weights and the largest step leave
-(worker/model/device_memory.py). A simulated engine has the memory of its preset.
+(worker/model/runner_setup.py). A simulated engine has the memory of its preset.
 """
 
 from __future__ import annotations

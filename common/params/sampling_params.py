@@ -2,7 +2,7 @@
 
 A field holds type and default, its `Parameter` the rest. Validation, the command line and both directions of both
 protos are made from this table (`common/wire/sampling_protos.py`, `router/validation.py`,
-`common/params/options/sampling.py`). A field of a proto has the name of the parameter.
+`common/params/options/table.py`). A field of a proto has the name of the parameter.
 
 The canonical form in receipts is made from the public proto by `canonical_params` of `fissile.receipts`: it fills in
 every number and flag that is both a field of that proto and a parameter here.

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -21,12 +22,43 @@ import grpc
 import structlog
 
 from common.errors import ApiError
-from common.limits import ROUTER_RETRY_S
+from common.limits import MAX_REFUSAL_LINES, REFUSAL_LINES_PER_S, ROUTER_RETRY_S
 from common.rpc.errors import abort
 from common.rpc.handlers import HandlerCache
-from common.rpc.refusal_lines import SUMMARY_S, RefusalLines
 from common.telemetry.request_record import RequestRecord, begin_record
 from common.telemetry.tracing import trace_id_of, traceparent_of
+
+SUMMARY_S: Final = 1.0
+
+
+class RefusalLines:
+    """Decides which refused calls get a log line, and counts the others by status.
+
+    MAX_REFUSAL_LINES may be written at once, then REFUSAL_LINES_PER_S.
+    """
+
+    def __init__(self) -> None:
+        self._left = float(MAX_REFUSAL_LINES)
+        self._counted_at = 0.0
+        self._unwritten: Counter[str] = Counter()
+
+    def take(self, status: str, now: float) -> bool:
+        """True if a call that ended with `status` gets a line; otherwise it is counted."""
+        earned = max(0.0, now - self._counted_at) * REFUSAL_LINES_PER_S
+        self._left = min(float(MAX_REFUSAL_LINES), self._left + earned)
+        self._counted_at = now
+        if self._left >= 1:
+            self._left -= 1
+            return True
+        self._unwritten[status] += 1
+        return False
+
+    def take_unwritten(self) -> dict[str, int]:
+        """Number of calls without a line since the last call, by status."""
+        counted = dict(self._unwritten)
+        self._unwritten.clear()
+        return counted
+
 
 log = structlog.get_logger(__name__)
 
@@ -92,14 +124,14 @@ class RequestLog(grpc.aio.ServerInterceptor):
         run: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def awaited(request: Any, context: _Context) -> Any:
-            with _Recording(self, method, context):
+            with _CallSpan(self, method, context):
                 try:
                     return await run(request, context)
                 except grpc.aio.InternalError:
                     raise asyncio.CancelledError(_GONE) from None
 
         async def generated(request: Any, context: _Context) -> AsyncIterator[Any]:
-            with _Recording(self, method, context):
+            with _CallSpan(self, method, context):
                 try:
                     async for message in run(request, context):
                         yield message
@@ -166,7 +198,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
         log.info(SUMMARY_EVENT, **self._refusals.take_unwritten())
 
 
-class _Recording:
+class _CallSpan:
     """Context manager that spans one call."""
 
     def __init__(self, requests: RequestLog, method: str, context: _Context) -> None:

@@ -94,7 +94,7 @@ def trace_id_of(traceparent: str) -> str:
     return fields[1] if len(fields) >= 4 and len(fields[1]) == 32 else ""
 
 
-def setup_tracing(service_name: str, instance_id: str) -> Tracing:
+def setup_tracing(service_name: str, instance_id: str) -> SpanFactory:
     """Tracing by the environment's settings: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
@@ -102,16 +102,16 @@ def setup_tracing(service_name: str, instance_id: str) -> Tracing:
         instance_id: `service.instance.id`, unique per process start.
     """
     if not exporter.endpoint():
-        return Tracing()
+        return SpanFactory()
     export = exporter.TraceExport(service_name, instance_id)
-    return Tracing(export.provider, export)
+    return SpanFactory(export.provider, export)
 
 
 class _TracerShutdown(Protocol):
     def shutdown(self, timeout_s: float) -> None: ...
 
 
-class Tracing:
+class SpanFactory:
     """Makes the spans of one process. Without a provider it records nothing."""
 
     def __init__(self, provider: TracerProvider | None = None, export: _TracerShutdown | None = None) -> None:

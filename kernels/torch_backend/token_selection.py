@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from kernels.interface import AttentionMetaData
-from kernels.slots import slots_at
 from kernels.torch_backend import attention
 from kernels.torch_backend.attention import (
     KV_TILE,
@@ -30,6 +29,7 @@ from kernels.torch_backend.attention import (
     Workspace,
     tiled_queries,
 )
+from kernels.upload import slots_at
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.interface import AttentionMetaData
-from kernels.slots import slots_at
-from kernels.upload import to_device
+from kernels.upload import slots_at, to_device
 
 Staged = npt.NDArray[np.int32]
 

@@ -32,7 +32,7 @@ from common.params.names import PRIORITIES
 from common.rpc.durations import checked_seconds, to_duration
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.request_record import shown
-from common.telemetry.tracing import Tracing
+from common.telemetry.tracing import SpanFactory
 from common.version import fissile_version
 from common.wire.peer_numbers import as_uint64
 from router.api.in_flight import InFlightCall, InFlightCalls
@@ -119,7 +119,7 @@ class AdminService(AdminServiceServicer):
         pool: WorkerPool,
         requests: RequestRouter,
         configuration: ConfigStore,
-        tracing: Tracing,
+        tracing: SpanFactory,
         calls: OpenCalls,
         in_flight: InFlightCalls,
         server: ServerInfo,

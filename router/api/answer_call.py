@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.telemetry import names
-from common.telemetry.tracing import RequestSpan, Tracing
+from common.telemetry.tracing import RequestSpan, SpanFactory
 from router.answers.stream_assembly import StreamAssembly
 from router.api.answer_writer import AnswerWriter
 from router.api.answers import AnswerRequest, Answers
@@ -52,7 +52,7 @@ class AnswerBackend:
     expected: ExpectedWorkers
     registry: ModelRegistry
     builder: RequestBuilder
-    tracing: Tracing
+    tracing: SpanFactory
     clock: Callable[[], float]
     observers: Sequence[AnswerObserver]
 

@@ -6,7 +6,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, UnservedMethodError
 from common.params.pooling import Pooling, finished
-from common.wire.pooling_protos import pooling_of, public_pooling
+from common.wire.heads import pooling_of, public_pooling
 from router.api.answer_call import AnswerCall
 from router.api.prompt_batch import BatchPrompt, PromptBatch, pooled_states
 from router.model_registry import ServedModel

@@ -10,8 +10,8 @@ from fissile.v1 import inference_pb2 as pb
 from common.params.sampling_params import DISTRIBUTION_FIELDS
 from common.rpc.durations import to_duration
 from common.telemetry.request_record import RequestTimes
+from common.wire.heads import public_pooling
 from common.wire.logprob_rows import unpack
-from common.wire.pooling_protos import public_pooling
 from router.answers.answer_logprobs import ChunkLogprobs, LogprobRows
 from router.answers.channels.parser import ChannelPart
 from router.answers.stream_chunk import FinishInfo, StreamChunk

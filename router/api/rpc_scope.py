@@ -15,7 +15,7 @@ from common.errors import ApiError, RouterFailedError
 from common.rpc.errors import Metadata, abort
 from common.telemetry.logs import current_request_id
 from common.telemetry.request_record import current_record, shown
-from common.telemetry.tracing import RequestSpan, Tracing
+from common.telemetry.tracing import RequestSpan, SpanFactory
 
 SERVICE = "fissile.v1.InferenceService"
 REQUEST_ID = "x-request-id"
@@ -47,7 +47,7 @@ class RpcScope:
 
     def __init__(
         self,
-        tracing: Tracing,
+        tracing: SpanFactory,
         context: Context,
         method: str,
         request_id: str = "",

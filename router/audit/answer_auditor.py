@@ -24,7 +24,7 @@ from router.api.answers import AnswerRequest
 from router.api.receipts import receipt_of
 from router.api.replay import ReplayResult
 from router.api.request_builder import receipt_terms
-from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, Passed, Unanswered, Wrong
+from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, ConfirmedAnswer, OpenVerdict, Wrong
 from router.audit.rerun import FinishedRequest, Rerunner
 from router.audit.verdicts import Verdicts
 from router.model_registry import ServedModel
@@ -142,10 +142,10 @@ class AnswerAuditor:
         await self._conclude(answer, decision, runs)
 
     async def _conclude(
-        self, answer: FinishedAnswer, decision: Passed | Unanswered | Wrong, runs: Sequence[ReplayResult]
+        self, answer: FinishedAnswer, decision: ConfirmedAnswer | OpenVerdict | Wrong, runs: Sequence[ReplayResult]
     ) -> None:
         if not isinstance(decision, Wrong):
-            result = {Passed: PASSED, Unanswered: UNANSWERED}[type(decision)]
+            result = {ConfirmedAnswer: PASSED, OpenVerdict: UNANSWERED}[type(decision)]
             self.counts[result] += 1
             log.debug("audit", result=result, request_id=answer.finished.routed.request_id)
             return

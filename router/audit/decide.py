@@ -49,12 +49,12 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class ConfirmedAnswer:
     """Two workers agree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
+class OpenVerdict:
     """No other worker can compute the answer now."""
 
 
@@ -66,7 +66,7 @@ class Wrong:
     is_certain: bool
 
 
-Decision = Ask | Passed | Unanswered | Wrong
+Decision = Ask | ConfirmedAnswer | OpenVerdict | Wrong
 
 
 @dataclass(slots=True)
@@ -88,10 +88,10 @@ class AuditCase:
             workers: ids of the workers of the numerics class that take work now, the preferred first.
         """
         if not self.runs:
-            return self._ask_another(workers, {self.answer.worker_id}) or Unanswered()
+            return self._ask_another(workers, {self.answer.worker_id}) or OpenVerdict()
         first, second = self.answer, self.runs[0]
         if second.output == first.output:
-            return Passed()
+            return ConfirmedAnswer()
         if len(self.runs) == 1:
             third = self._ask_another(workers, {first.worker_id, second.worker_id})
             return third or self._ask_again(first, workers) or self._suspect()

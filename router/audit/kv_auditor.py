@@ -27,7 +27,7 @@ from common.wire.kv_digests import block_names
 from router.api.answers import AnswerRequest
 from router.api.request_builder import receipt_terms
 from router.audit.answer_auditor import ERROR, FAILED, SUSPECTED, UNANSWERED
-from router.audit.decide import Ask, AuditRun, Passed, Unanswered, Wrong
+from router.audit.decide import Ask, AuditRun, ConfirmedAnswer, OpenVerdict, Wrong
 from router.audit.kv_check import Dispute, KvCheck, Witness
 from router.audit.rerun import FinishedRequest, Rerunner
 from router.audit.verdicts import Verdicts
@@ -152,14 +152,14 @@ class KvAuditor:
 
     async def _decide(
         self, dispute: Dispute, found: tuple[FinishedRequest, array[int]] | None
-    ) -> Wrong | Passed | Unanswered:
+    ) -> Wrong | ConfirmedAnswer | OpenVerdict:
         """Has workers compute a block until one is known to be wrong, or no other worker can compute it."""
         case = dispute.case
         if dispute.contradicts_itself:
             return Wrong(case.answer.worker_id, is_certain=True)
         while isinstance(decision := case.next(self._rerunner.workers(*dispute.kv_class)), Ask):
             if found is None:
-                return Unanswered()
+                return OpenVerdict()
             case.runs.append(AuditRun(decision.worker_id, await self._ask(dispute, *found, decision.worker_id)))
         return decision
 

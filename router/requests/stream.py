@@ -23,7 +23,7 @@ from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
 from common.wire.adoption import delivered_digest
-from common.wire.pooling_protos import worker_pooling
+from common.wire.heads import worker_pooling
 from common.wire.sampling_protos import sampling_to_proto
 from router.answers.channel_reader import ChannelTerms
 from router.answers.stream_assembly import StreamAssembly

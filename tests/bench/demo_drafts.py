@@ -28,7 +28,7 @@ import torch
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
-from common.cli.serve.demo_drafts import DEMO_HEAD
+from common.cli.serve.command import DEMO_HEAD
 from common.config import SpeculativeConfig
 from common.params.config_parts import EAGLE3
 from tests.e2e.service import Service, running_service

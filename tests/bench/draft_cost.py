@@ -20,7 +20,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 import structlog
 import torch
 
-from common.cli.serve.demo_drafts import DEMO_HEAD
+from common.cli.serve.command import DEMO_HEAD
 from common.config import SpeculativeConfig
 from common.params.config_parts import EAGLE3
 from worker.llm_engine import LLMEngine, default_config

@@ -17,7 +17,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
-from common.cli.serve.demo_drafts import demo_speculation
+from common.cli.serve.command import demo_speculation
 from deploy.demo.evaluate import NEEDED_PER_FAMILY
 from deploy.demo.questions import questions, tool_questions, tool_rounds
 from deploy.demo.tools import WEATHER, DemoTool

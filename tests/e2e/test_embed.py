@@ -23,8 +23,8 @@ from common.limits import MAX_PROMPTS_AT_ONCE
 from common.params.pooling import LAST, MEAN, Pooling
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
-from common.wire.pooling_protos import public_pooling
-from router.rerank_template import rerank_template
+from common.wire.heads import public_pooling
+from router.model_registry import rerank_template
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.router_bench import FILES, bench, detail, error_of

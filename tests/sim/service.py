@@ -22,7 +22,7 @@ from common.delay_gate import DelayGate
 from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from common.process.tasks import task_failures
 from common.rpc.tls import Dialer
-from common.telemetry.tracing import Tracing
+from common.telemetry.tracing import SpanFactory
 from router.answers.stream_assembly import GapError
 from router.model_registry import ModelRegistry, TextAssets, describe
 from router.prompts.tokenizer_store import TokenizerStore
@@ -168,7 +168,7 @@ class SimWorker:
         sequences = self.routers.get(router_id)
         if sequences is None:
             sequences = self.routers[router_id] = RouterSequences(
-                router_id, self.facts, self, Tracing(), orphans=self.orphans
+                router_id, self.facts, self, SpanFactory(), orphans=self.orphans
             )
         if (older := self._streams.get(router_id)) is not None:
             older.close()

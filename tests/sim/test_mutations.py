@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.telemetry.tracing import Tracing
+from common.telemetry.tracing import SpanFactory
 from common.text.answer_text import AnswerText
 from router.answers.stream_assembly import StreamAssembly
 from router.requests.running import RunningRequests
@@ -70,7 +70,7 @@ def ends_of_resumed(resumed: wpb.SubmitSequence, answer: list[int]) -> list[tupl
     """Positions and reasons of the ends in the first frame after a sequence submitted with an answer."""
     now = 1000.0
     engine = SteppedEngine(simulated_core(clock=lambda: now), lambda: now)
-    sequences = RouterSequences("r", FACTS, engine, Tracing())
+    sequences = RouterSequences("r", FACTS, engine, SpanFactory())
     hello = wpb.Hello(router_id="r", lease_ms=5000)
     state = WorkerSession(hello, sequences, FACTS, engine, FleetLanes(), now, lambda: None)
     resumed.token_ids.extend(answer)

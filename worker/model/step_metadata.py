@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.interface import AttentionMetaData
-from kernels.slots import slots_at
+from kernels.upload import slots_at
 from worker.model.block_tables import BlockTables
 
 Ints = npt.NDArray[np.int64]

@@ -8,8 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.limits import MAX_ALL_ASSEMBLING_BYTES
 from common.wire.peer_numbers import counted
-from worker.session.assembly_room import AssemblyRoom
+
+
+class AssemblyRoom:
+    """Bytes of unfinished groups, by Session."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+        self._num_bytes = 0
+
+    def hold(self, session: int, num_bytes: int) -> None:
+        """Sets the bytes that a Session holds now."""
+        self._num_bytes += num_bytes - self._held.pop(session, 0)
+        if num_bytes:
+            self._held[session] = num_bytes
+
+    def must_go(self, session: int) -> bool:
+        """True if all Sessions hold too much together, and this one more than half of an equal share."""
+        if self._num_bytes <= MAX_ALL_ASSEMBLING_BYTES:
+            return False
+        return 2 * self._held.get(session, 0) * len(self._held) > MAX_ALL_ASSEMBLING_BYTES
 
 
 @dataclass(frozen=True, slots=True)

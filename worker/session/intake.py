@@ -23,7 +23,7 @@ from common.errors import ApiError
 from common.limits import MAX_ASSEMBLING_BYTES, MAX_ASSEMBLING_TOKENS, MAX_OPEN_GROUPS
 from common.params.sampling_params import SamplingParams
 from common.rpc.unsupported_fields import refuse_unlisted
-from common.wire.pooling_protos import told_pooling
+from common.wire.heads import told_pooling
 from worker.engine.sequence import EndReason, Sequence
 from worker.session import request_validation
 from worker.session.sequence_builder import EngineLimits, build_sequence, check_length, check_sequence

@@ -19,7 +19,7 @@ from typing import Protocol
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.telemetry.tracing import Tracing, trace_id_of
+from common.telemetry.tracing import SpanFactory, trace_id_of
 from worker.engine.outputs import End, EngineLoad, RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import TicketReceipt
@@ -132,7 +132,7 @@ class RouterSequences:
         router_id: str,
         facts: WorkerFacts,
         engine: SessionEngine,
-        tracing: Tracing,
+        tracing: SpanFactory,
         identity: str = "",
         orphans: Orphans[RouterSequences] | None = None,
     ) -> None:

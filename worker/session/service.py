@@ -41,7 +41,7 @@ from common.rpc.unsupported_fields import refuse_unserved
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
 from common.telemetry.request_record import current_record, shown
-from common.telemetry.tracing import Tracing, trace_id_of
+from common.telemetry.tracing import SpanFactory, trace_id_of
 from common.wire.ids import check_id
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
@@ -83,7 +83,7 @@ class WorkerService(WorkerServiceServicer):
         facts: WorkerFacts,
         files: Mapping[str, bytes],
         engine: EngineLoop,
-        tracing: Tracing,
+        tracing: SpanFactory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts

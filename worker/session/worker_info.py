@@ -10,10 +10,8 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.config import Config
 from common.params.config_parts import SpeculativeConfig
 from common.params.pooling import Pooling
-from common.wire.head_protos import worker_head
-from common.wire.heads import OUTPUT_HEAD, Head
+from common.wire.heads import OUTPUT_HEAD, Head, worker_head, worker_pooling
 from common.wire.peer_numbers import as_uint32, as_uint64
-from common.wire.pooling_protos import worker_pooling
 from common.wire.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
 from worker.config.vector_config import RelevanceTokens
 from worker.engine.outputs import EngineLoad

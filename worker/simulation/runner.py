@@ -14,13 +14,68 @@ from mmap import mmap
 
 import numpy as np
 
+from common.config import Config
 from common.params.logprobs import LogprobLayout
 from common.params.pooling import LABELS, MEAN, Pooling
 from common.wire.logprob_rows import rows_table
+from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.pooling import MEAN_SCALE, PooledStates
+from worker.kv_pool import size_simulated_pool
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork
-from worker.simulation.late_drafts import settled
+
+
+def simulated_runner(config: Config, model_config: ModelConfig, cost: CostModel) -> tuple[Config, SimulatedRunner]:
+    """The runner, and `config` with the size of its KV pool.
+
+    Vocabulary and longest length are the checkpoint's.
+
+    Raises:
+        InvalidFieldError: the lengths do not fit the KV memory, or the preset's weights leave no room.
+    """
+    kv_tokens = cost.kv_tokens(config.gpu_memory_utilization)
+    config = size_simulated_pool(config, model_config, kv_tokens, cost.kv_bytes_per_token)
+    runner = SimulatedRunner(
+        model_config.vocab_size,
+        config.eos_token_id,
+        cost,
+        block_size=config.kv_cache_block_size,
+        num_blocks=config.num_kvcache_blocks,
+        check_contexts=False,
+        hidden_size=model_config.hidden_size,
+        num_labels=model_config.num_labels,
+    )
+    return config, runner
+
+
+def settled(batch: ScheduledBatch, last_output: ScheduledBatchOutput) -> ScheduledBatch:
+    """The batch after the runner's last step has ended: rows after drafts in flight are moved to their places, and late
+    drafts have their tokens. The same batch if it has neither."""
+    ids, drafts = batch.req_ids, dict(batch.scheduled_spec_decode_tokens)
+    late = [i for i in batch.late_rows if ids[i] in drafts or ids[i] in batch.drafts_in_flight]
+    if not late:
+        return batch
+    tokens, starts, is_late = batch.input_tokens(last_output), [*batch.num_computed_tokens], [*batch.from_last_output]
+    for i in late:
+        is_late[i] = False
+        starts[i] -= _num_rejected(batch, ids[i], last_output)
+        if ids[i] in drafts:
+            drafts[ids[i]] = tokens[i][1:]
+    changed = {
+        "num_computed_tokens": starts,
+        "from_last_output": is_late,
+        "scheduled_spec_decode_tokens": drafts,
+        "drafts_in_flight": {},
+        "scheduled_tokens": [[] if late else own for own, late in zip(tokens, is_late, strict=True)],
+    }
+    return ScheduledBatch.restored(batch.columns, batch.tables, batch.histories, batch.fields() | changed)
+
+
+def _num_rejected(batch: ScheduledBatch, seq_id: int, last_output: ScheduledBatchOutput) -> int:
+    """Number of a sequence's drafts in flight that were wrong."""
+    count = batch.drafts_in_flight.get(seq_id, 0)
+    return count + 1 - len(last_output.token_ids[seq_id]) if count else 0
+
 
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -30,13 +31,13 @@ from common.cli.core.modes import Mode
 from common.cli.core.options import options
 from common.cli.core.tls_options import server_tls
 from common.cli.group import CHECKOUT, missing_extra
-from common.cli.serve.demo_drafts import demo_speculation
 from common.cli.serve.first_question import GENERATES, FirstQuestion, next_steps
 from common.cli.serve.launch_plan import KV_SHARE, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor, prefix_width
 from common.config import Config
 from common.hub import HubError, default_model_name, model_folder
+from common.params.config_parts import EAGLE3
 from common.params.options.services import CONFIG_FILE, ROUTER
 from common.params.options.table import options_of
 from common.params.step_defaults import default_token_budget
@@ -50,6 +51,23 @@ from common.telemetry.logs import (
 )
 from common.telemetry.output import guard_standard_streams
 from common.version import fissile_version
+
+DEMO_HEAD: Final = CHECKOUT / "deploy" / "demo" / "eagle3"
+_NUM_DRAFTS: Final = 3
+
+
+def demo_speculation(model: str | None, given: str | None) -> str:
+    """Makes the value of --speculative-config that drafts with the demo model's head.
+
+    Raises:
+        CommandError: another model is served, or an option of its own is there (exit code 2).
+    """
+    if model is not None or given is not None:
+        raise CommandError(
+            "--speculate takes the head of the demo model: leave it out with --model or --speculative-config"
+        )
+    return json.dumps({"method": EAGLE3, "model": str(DEMO_HEAD), "num_speculative_tokens": _NUM_DRAFTS})
+
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
-from common.params.options.bench import BENCH
+from common.params.options.bench import BENCH, BENCHMARKS
 from common.params.options.clients import CLIENTS, CREDENTIALS
 from common.params.options.engine import ENGINE
 from common.params.options.option import Option
-from common.params.options.sampling import SAMPLING
 from common.params.options.services import PLACES, SERVING
+from common.params.sampling_params import PARAMETERS
+
+
+def _of_benchmarks() -> Iterator[Option]:
+    """Rows for `fissile bench`, which is greedy by default; its variables have a prefix of their own."""
+    for name, row in PARAMETERS.items():
+        for option in row.options if row.shapes_distribution else ():
+            variable = option.variable.replace("FISSILE_", "FISSILE_BENCH_")
+            made = replace(option, variable=variable, commands=BENCHMARKS)
+            if name == "temperature":
+                made = replace(made, default=0.0, help=option.help.partition(" Default:")[0])
+            yield made
+
+
+SAMPLING: Final = (*(option for row in PARAMETERS.values() for option in row.options), *_of_benchmarks())
+"""Rows of this file."""
+
 
 OPTIONS: Final = (*PLACES, *ENGINE, *SERVING, *BENCH, *CLIENTS, *SAMPLING, *CREDENTIALS)
 """Every option of every command, in the order of their help."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.slots import slots_at
+from kernels.upload import slots_at
 
 SIZE = 4
 TABLES = np.array([[7, 2, 9], [3, 5, 1]])

@@ -6,7 +6,7 @@ import pytest
 
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import MARK_END, MARK_START, Tokenizer
-from router.rerank_template import rerank_template
+from router.model_registry import rerank_template
 from tests.unit.common.text.support import files
 
 TOKENIZER = Tokenizer.from_files(files(eos_token="<|im_end|>"))

@@ -11,8 +11,7 @@ import torch
 
 from common.config import Config
 from kernels.interface import AttentionMetaData, KernelBackend, KVCache, KVSpec
-from kernels.slots import slots_at
-from kernels.upload import to_device
+from kernels.upload import slots_at, to_device
 from worker.model.block_tables import BlockTables
 from worker.model.forward_context import Context, KVCacheTensor, forward_context
 from worker.model.step_metadata import step_metadata

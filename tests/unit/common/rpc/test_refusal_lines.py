@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.limits import MAX_REFUSAL_LINES, REFUSAL_LINES_PER_S
-from common.rpc.refusal_lines import RefusalLines
+from common.rpc.request_log import RefusalLines
 
 
 @given(st.lists(st.tuples(st.sampled_from(["CANCELLED", "UNAUTHENTICATED"]), st.floats(0, 0.01)), max_size=4000))

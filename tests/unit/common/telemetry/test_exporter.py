@@ -23,7 +23,7 @@ from common.limits import TELEMETRY_SHUTDOWN_S
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.telemetry.metrics import setup_metrics
-from common.telemetry.tracing import SequenceTimes, Tracing, setup_tracing, trace_id_of
+from common.telemetry.tracing import SequenceTimes, SpanFactory, setup_tracing, trace_id_of
 from tests.otlp_receiver import OtlpReceiver
 
 GENERATE = "fissile.v1.InferenceService/Generate"
@@ -140,7 +140,7 @@ class HalfCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-def span_arrives(tracing: Tracing, collector: HalfCollector) -> None:
+def span_arrives(tracing: SpanFactory, collector: HalfCollector) -> None:
     before, end = collector.taken, time.monotonic() + 60
     with tracing.request_span(GENERATE):
         pass

@@ -23,7 +23,7 @@ from common.telemetry.tracing import (
     DecodeWork,
     RequestSpan,
     SequenceTimes,
-    Tracing,
+    SpanFactory,
     extract,
     inject,
     setup_tracing,
@@ -38,13 +38,13 @@ METADATA = (("traceparent", PARENT), ("tracestate", "vendor=1"), ("trace-bin", b
 
 
 class Recorder:
-    """A Tracing that keeps its spans in memory."""
+    """A span factory that keeps its spans in memory."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracing = Tracing(provider)
+        self.tracing = SpanFactory(provider)
 
     def one(self, name: str) -> ReadableSpan:
         (span,) = [span for span in self.exporter.get_finished_spans() if span.name == name]
@@ -79,7 +79,7 @@ def test_off_by_the_sdk_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clients_context_is_passed_on_with_tracing_off() -> None:
-    tracing = Tracing()
+    tracing = SpanFactory()
 
     with tracing.request_span(GENERATE, METADATA, operation=names.CHAT) as span:
         span.request(model="m", request_id="r", params=SamplingParams())
@@ -99,7 +99,7 @@ def test_clients_context_is_passed_on_with_tracing_off() -> None:
 
 
 def test_no_trace_context_sends_no_trace_headers() -> None:
-    span = Tracing().request_span(GENERATE, ())
+    span = SpanFactory().request_span(GENERATE, ())
 
     assert (span.traceparent, span.tracestate, span.trace_id, span.trailing_metadata()) == ("", "", "", ())
 
@@ -310,7 +310,7 @@ async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -
 
 
 def test_disabled_tracing_costs_under_200_us() -> None:
-    tracing, rounds = Tracing(), 2000
+    tracing, rounds = SpanFactory(), 2000
     start = time.thread_time()
     for _ in range(rounds):
         with tracing.request_span(GENERATE, (), operation=names.CHAT) as span:
@@ -354,7 +354,7 @@ def test_decode_span_has_accepted_drafts() -> None:
 def test_failed_tracer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures to make or fill a span are counted and never raised into the request."""
     provider = TracerProvider()
-    tracing = Tracing(provider)
+    tracing = SpanFactory(provider)
     span = tracing.request_span(GENERATE, METADATA)
     before = failures().get("traces", 0)
     monkeypatch.setattr("opentelemetry.sdk.trace.Span.set_attribute", lambda *_: 1 / 0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, Decision, Passed, Unanswered, Wrong
+from router.audit.decide import Ask, AuditCase, AuditRun, AuditSampler, ConfirmedAnswer, Decision, OpenVerdict, Wrong
 
 RIGHT = b"right"
 
@@ -25,12 +25,12 @@ def audit(answer: bytes, workers: list[str], compute: Callable[[str, int], bytes
 
 
 def test_audit_passes_equal_answer() -> None:
-    assert audit(RIGHT, ["a", "b", "c"], lambda *_: RIGHT) == (Passed(), ["b"])
+    assert audit(RIGHT, ["a", "b", "c"], lambda *_: RIGHT) == (ConfirmedAnswer(), ["b"])
 
 
 def test_audit_without_second_worker_is_unanswered() -> None:
-    assert audit(RIGHT, ["a"], lambda *_: RIGHT) == (Unanswered(), [])
-    assert audit(RIGHT, [], lambda *_: RIGHT) == (Unanswered(), [])
+    assert audit(RIGHT, ["a"], lambda *_: RIGHT) == (OpenVerdict(), [])
+    assert audit(RIGHT, [], lambda *_: RIGHT) == (OpenVerdict(), [])
 
 
 @pytest.mark.parametrize("wrong", ["a", "b", "c"])
@@ -38,7 +38,7 @@ def test_third_worker_decides_audit(wrong: str) -> None:
     answer = b"wrong" if wrong == "a" else RIGHT
     decision, asked = audit(answer, ["a", "b", "c"], lambda worker, _: b"wrong" if worker == wrong else RIGHT)
     if wrong == "c":
-        assert (decision, asked) == (Passed(), ["b"])
+        assert (decision, asked) == (ConfirmedAnswer(), ["b"])
     else:
         assert (decision, asked) == (Wrong(wrong, is_certain=True), ["b", "c"])
 

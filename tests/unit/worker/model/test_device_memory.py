@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.model.device_memory import kv_budget
+from worker.model.runner_setup import kv_budget
 
 GIB = 1 << 30
 

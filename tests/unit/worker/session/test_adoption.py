@@ -12,7 +12,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
 from common.limits import MAX_ORPHANS_PER_FRAME
-from common.telemetry.tracing import Tracing
+from common.telemetry.tracing import SpanFactory
 from common.wire.adoption import AdoptionKeys, delivered_digest
 from common.wire.protocol import ADOPTION_MINOR
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, simulated_runner, submit
@@ -38,7 +38,7 @@ class Fleet:
 
     def dial(self, name: str, live: dict[int, int] | None = None, minor: int = ADOPTION_MINOR) -> Router:
         known = self.sequences.setdefault(
-            name, RouterSequences(name, FACTS, self.engine, Tracing(), orphans=self.orphans)
+            name, RouterSequences(name, FACTS, self.engine, SpanFactory(), orphans=self.orphans)
         )
         kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in (live or {}).items()]
         hello = wpb.Hello(router_id=name, lease_ms=5000, live=kept, proto_minor=minor)

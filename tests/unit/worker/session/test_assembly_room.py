@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.limits import MAX_ALL_ASSEMBLING_BYTES, MAX_ASSEMBLING_BYTES, MAX_FRAME_BYTES
-from worker.session.assembly_room import AssemblyRoom
+from worker.session.fleet_backlog import AssemblyRoom
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,8 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, InvalidFieldError, NoOutputHeadError
 from common.params.pooling import LABELS, LAST, MEAN
-from common.wire.head_protos import told_head, worker_head
-from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head
+from common.wire.heads import CLASSIFIER, NO_HEAD, OUTPUT_HEAD, Head, told_head, worker_head
 from tests.unit.worker.session.support import FACTS, LIMITS
 from worker.engine.sequence import Sequence
 from worker.session.sequence_builder import build_sequence, check_sequence

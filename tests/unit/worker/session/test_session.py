@@ -27,7 +27,7 @@ from tests.unit.worker.session.support import (
     submit,
 )
 from tests.unit.worker.session.world import World, opened, run
-from worker.session import assembly_room
+from worker.session import fleet_backlog
 from worker.session.session import check_hello, check_owner
 
 
@@ -376,7 +376,7 @@ def test_reading_router_may_send_unlimited_sequences(monkeypatch: pytest.MonkeyP
 
 def test_endless_groups_close_largest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: each Session had a bound, but all Sessions together had none."""
-    monkeypatch.setattr(assembly_room, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
+    monkeypatch.setattr(fleet_backlog, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
     world = World()
     honest, _ = opened(world, "honest")
     hostile = [opened(world, f"r{i}")[0] for i in range(5)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fissile.worker.v1 import worker_pb2 as wpb
 from opentelemetry.sdk.trace import TracerProvider
 
-from common.telemetry.tracing import Tracing
+from common.telemetry.tracing import SpanFactory
 from tests.unit.worker.session.support import (
     FACTS,
     SteppedEngine,
@@ -35,7 +35,7 @@ class World:
         self.now = 1000.0
         self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
         self.lanes = FleetLanes()
-        self.tracing = Tracing(TracerProvider())
+        self.tracing = SpanFactory(TracerProvider())
 
     def router(self, lease_ms: int = 5000) -> Router:
         return Router(self, lease_ms)

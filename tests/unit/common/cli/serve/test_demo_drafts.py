@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli.core.errors import CommandError
-from common.cli.serve.demo_drafts import DEMO_HEAD, demo_speculation
+from common.cli.serve.command import DEMO_HEAD, demo_speculation
 from common.config import SpeculativeConfig
 from common.params.options.types import Speculation
 
