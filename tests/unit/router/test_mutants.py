@@ -289,20 +289,6 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         (test_logit_digests.test_altered_receipt_field_contradicts_digest,),
     ),
     (
-        Mutant(
-            "one_late",
-            AnswerText,
-            "push",
-            "min(self._unsearched,",
-            "min(self._unsearched + 1,",
-        ),
-        (test_answer_text.test_pieces_per_token_add_up_to_the_text_of_runs,),
-    ),
-    (
-        Mutant("router_flush", StreamAssembly, "finish", "self._emit(self._text.flush())", "self._text.flush()"),
-        (test_answer_text.test_router_and_engine_give_the_same_text,),
-    ),
-    (
         Mutant("spelled", SpelledMarkers, "_is_token", "[0] == place", "[0] != place"),
         (test_response.test_only_spelled_delimiters_are_marked,),
     ),
