@@ -150,7 +150,7 @@ def test_block_bytes_equal_block_size(models: Models) -> None:
     assert nbytes == POOL * runner.kv_block_bytes
 
 
-def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
+def test_fp8_block_checkpoint_equals_dequantized(tmp_path: Path) -> None:
     """The layout that DeepSeek publishes: equal bits with a float checkpoint of the dequantized weights."""
     shape: dict[str, Any] = {
         "num_attention_heads": 6,

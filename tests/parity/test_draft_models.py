@@ -195,7 +195,9 @@ class ReferenceHead:
     ],
     ids=["qwen3", "qwen3-torch", "llama-own-layers", "mixtral-other-width"],
 )
-def test_an_eagle3_head(target: dict[str, Any], entries: dict[str, Any], kernels: str, tmp_path: Path) -> None:
+def test_eagle3_head_equals_reference(
+    target: dict[str, Any], entries: dict[str, Any], kernels: str, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = make_checkpoint(tmp_path / "target", tokenizer=False, **target)
@@ -308,7 +310,7 @@ class ReferenceMtp:
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "deepseek_v32", "glm4_moe"])
-def test_an_mtp_layer(architecture: str, tmp_path: Path) -> None:
+def test_mtp_layer_equals_reference(architecture: str, tmp_path: Path) -> None:
     folder = make_mtp_checkpoint(tmp_path / "model", architecture, tokenizer=False, num_hidden_layers=2)
     source = json.loads((folder / "config.json").read_text())
     config = ModelConfig.from_folder(folder)

@@ -44,7 +44,7 @@ def test_tokens_are_counted(pair: tuple[LLMEngine, Transformers], monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_command_keeps_figures_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_keeps_figures_of_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--batches 1 --prefill 16 --context 8 --steps 3 --compared 1 2 --repetitions 2"
     arguments = ["--shape", "tiny", "--kernels", "torch", "--dtype", "float32", *sizes.split()]
     gpu_steps.main([*arguments, "--ways", "invariant, graphs", "--json", str(tmp_path / "figures.json")])

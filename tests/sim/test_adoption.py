@@ -263,7 +263,7 @@ def test_answers_survive_any_fault_without_residue(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
-def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> None:
+def test_mutation_is_detected(mutant: Mutant, life: Callable[[int], None]) -> None:
     assert_noticed(mutant, life, range(4))
 
 

@@ -295,12 +295,12 @@ def test_each_router_index_converges_to_cache_contents(life: Callable[[int], Non
 
 
 @pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
-def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> None:
+def test_mutation_is_detected(mutant: Mutant, life: Callable[[int], None]) -> None:
     assert_noticed(mutant, life, SEEDS)
 
 
 @pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])
-def test_a_harmless_mutation_is_harmless(mutant: Mutant) -> None:
+def test_harmless_mutation_stays_undetected(mutant: Mutant) -> None:
     with mutant.applied():
         for seed in SEEDS:
             breaking(seed)

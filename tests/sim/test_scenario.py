@@ -235,7 +235,7 @@ def test_fresh_scenarios(part: int, fresh_seed: int) -> None:
     assert all(outcome.error is None for outcome in outcomes)
 
 
-def test_the_scenario_preempts() -> None:
+def test_scenario_preempts() -> None:
     """The pool is small enough that running sequences push each other out."""
     service = run((scenario := Scenario(1)).loop, scenario.live())
     assert any(worker.core.scheduler.lifecycle.num_preemptions for worker in service.workers)

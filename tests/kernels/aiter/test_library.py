@@ -58,7 +58,7 @@ def test_other_package_named_aiter_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", ["0.1.13", "0.1.16", "0.1.18", LATEST])
-def test_a_supported_version(place: Path, tag: str) -> None:
+def test_supported_aiter_version_loads(place: Path, tag: str) -> None:
     lay(place, tag)
     library = AiterLibrary.load(SINCE)
     assert library.version == "9.8.7"
@@ -91,7 +91,7 @@ def test_another_default_is_another_version(place: Path) -> None:
     assert "with use_model_sensitive_rmsnorm=1 and without use_model_sensitive_rmsnorm=0; supported" in refused()
 
 
-def test_a_missing_function(place: Path) -> None:
+def test_missing_aiter_function_is_refused(place: Path) -> None:
     lay(place, LATEST, without=NORM)
     assert refused() == (
         f"unsupported aiter version 9.8.7: there is no function {NORM}; supported tags: "

@@ -36,7 +36,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_a_linear_stored_by_blocks(library: AiterLibrary, target: str, dtype: torch.dtype) -> None:
+def test_block_scaled_linear_equals_reference(library: AiterLibrary, target: str, dtype: torch.dtype) -> None:
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     weight, worth = stored(192, 256)
     x, bias = draw(5, 256, dtype=dtype), draw(192)

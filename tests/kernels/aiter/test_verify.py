@@ -47,7 +47,7 @@ def test_everything_is_compared(load: Callable[[], AiterLibrary]) -> None:
     assert library.called >= {name for operation in alone for name in operation.functions}
 
 
-def test_a_wrong_kernel_fails(load: Callable[[], AiterLibrary], tmp_path: Path) -> None:
+def test_wrong_kernel_fails_verification(load: Callable[[], AiterLibrary], tmp_path: Path) -> None:
     for module in ("activation", "rope"):
         file = tmp_path / f"aiter/ops/{module}.py"
         text = (

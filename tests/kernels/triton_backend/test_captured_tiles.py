@@ -94,7 +94,7 @@ def test_tuned_parts_depend_on_captured_step_size() -> None:
 
 
 @pytest.mark.slow
-def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_numerics_class_includes_captured_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The class of tuned kernels covers the captured sizes, and a smaller pool's size; the batch-invariant class does
     not."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)

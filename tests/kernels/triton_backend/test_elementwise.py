@@ -62,7 +62,7 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert_near(normed, expected_norm)
 
 
-def test_the_sum_is_rounded_before_the_norm() -> None:
+def test_residual_sum_is_rounded_before_norm() -> None:
     x, residual = torch.full((1, 8), 2048.0).half(), torch.ones(1, 8).half()
     _, total = elementwise.add_rms_norm(x, residual, torch.ones(8).half(), EPS)
     assert torch.equal(total, x)

@@ -152,7 +152,7 @@ def blocks() -> dict[str, tuple[Any, Any, dict[str, Any], Routing]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
-def test_as_transformers(name: str) -> None:
+def test_experts_equal_transformers(name: str) -> None:
     """The whole block with its router, in float32."""
     block_class, config, figures, routing = blocks()[name]
     block = block_class(config(hidden_size=64, num_experts_per_tok=2, **figures))

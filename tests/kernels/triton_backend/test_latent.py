@@ -165,7 +165,7 @@ def test_tiles_of_decodes() -> None:
     Sequences(settings=TUNED).check([(1, 39, 40), (0, 0, 1)])
 
 
-def test_the_widths_of_deepseek() -> None:
+def test_latent_attention_with_deepseek_widths() -> None:
     Sequences(KVSpec(1, 576, 512), heads=16, lengths=[90, 270]).check([(0, 88, 90), (1, 269, 270)])
 
 

@@ -381,7 +381,7 @@ def _ceil_product_kernel(mantissas, shifts, totals, out, COUNT: tl.constexpr):
     tl.store(out + index, found)
 
 
-def test_a_fraction_of_a_mass_is_exact() -> None:
+def test_top_p_mass_fraction_is_exact() -> None:
     rng = np.random.default_rng(13)
     cases = [
         (int(rng.integers(0, 2**24)), int(rng.integers(24, 180)), int(rng.integers(0, 2 ** int(rng.integers(1, 63)))))

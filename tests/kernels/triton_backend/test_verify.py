@@ -22,7 +22,7 @@ def test_verify_triton_reports_passed_comparisons(capsys: pytest.CaptureFixture[
     assert "ok     rope of a part of heads" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_kernel_fails_verification(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(elementwise, "rope", lambda q, k, cos, sin: (q, k))
     assert verify_triton.main(["rope"]) == 1
     assert "FAILED rope " in capsys.readouterr().out

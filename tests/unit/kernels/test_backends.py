@@ -191,7 +191,7 @@ def test_chunks_do_not_change_bits_in_a_window_with_sinks(backend: KernelBackend
         assert torch.equal(attend(start, end), whole[start:end]), f"rows {start} to {end}"
 
 
-def test_a_window_skips_the_tiles_before_it() -> None:
+def test_window_skips_earlier_tiles() -> None:
     backend = TorchBackend()
     cache = backend.kv_cache.allocate(KVSpec(1, 8), 1, 70, 16, torch.float32)
     step = metadata([Rows(1000, 1001, list(range(63)))], 16)

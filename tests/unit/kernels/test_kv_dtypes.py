@@ -42,7 +42,7 @@ def test_float16_is_never_infinite(model_dtype: torch.dtype) -> None:
     assert stored.tolist() == [65504.0, -65504.0, 1.0]
 
 
-def test_a_cache_may_be_wider_than_the_model() -> None:
+def test_cache_dtype_may_be_wider_than_model() -> None:
     numbers = torch.tensor([65504.0, -1.5], dtype=torch.float16)
     assert float8.saturated(numbers, torch.bfloat16).tolist() == [65536.0, -1.5]
     assert float8.saturated(numbers, torch.float32).tolist() == [65504.0, -1.5]

@@ -116,7 +116,7 @@ async def test_idle_engine_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.join(60)
 
 
-async def test_a_failed_engine_leaves_the_automatic_collector_on() -> None:
+async def test_failed_engine_restores_automatic_collector() -> None:
     engine = EngineLoop()
     engine.start(lambda: EngineCore(CONFIG, WatchedRunner(fail=True)))
     await asyncio.wait_for(engine.wait_started(), 60)

@@ -60,7 +60,7 @@ def test_no_more_blocks_than_the_running_set_can_hold() -> None:
 @given(
     st.integers(1, 5000), st.integers(0, 5000), st.integers(0, 300), st.integers(1, 1000), st.sampled_from([1, 16, 32])
 )
-def test_the_pool_always_holds_the_longest(model_len: int, asked: int, memory: int, free: int, size: int) -> None:
+def test_pool_holds_longest_sequence(model_len: int, asked: int, memory: int, free: int, size: int) -> None:
     config = Config(max_model_len=asked, kv_cache_memory=memory, kv_cache_block_size=size)
     try:
         sized = with_pool(config, model_len, 3, free)

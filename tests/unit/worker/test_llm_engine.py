@@ -87,7 +87,7 @@ def test_answers_are_equal_alone_and_repeated(engine: LLMEngine, greedy: list[di
     engine.core.scheduler.check_integrity()
 
 
-def test_an_answer(engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
+def test_answer_has_text_and_times(engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
     answer = greedy[1]
     assert json.loads(json.dumps(answer)) == answer
     assert answer["finish_reason"] == "max_tokens"
@@ -186,7 +186,7 @@ class TestStopsOnText:
         included = self.stopped(folder, stop_strings=(stop,), include_stop_string=True)
         assert included["text"] == whole["text"][:end] + stop
 
-    def test_not_before_min_tokens(self, folder: Path) -> None:
+    def test_stop_waits_for_min_tokens(self, folder: Path) -> None:
         whole = self.stopped(folder)
         stop = whole["text"][3:6]
         late = self.stopped(folder, stop_strings=(stop,), min_tokens=40)
@@ -394,7 +394,7 @@ class TestRequestsAndSteps:
         assert answers[other, 0]["num_tokens_output"] == 12
         assert not engine.abort("unknown")
 
-    def test_a_live_id_is_refused(self, folder: Path) -> None:
+    def test_live_request_id_is_refused(self, folder: Path) -> None:
         engine = simulated(folder)
         engine.add_request([1, 2], GREEDY, request_id="x")
         with pytest.raises(DuplicateRequestError):

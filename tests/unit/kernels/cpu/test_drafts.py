@@ -163,7 +163,7 @@ def test_native_drafts_equal_plain_chain(native: CDLL, name: str, folder: Path) 
 
 
 @pytest.mark.parametrize("name", ["some ids", "bfloat16"])
-def test_by_each_instruction_set(each_attention: CDLL, name: str, folder: Path) -> None:
+def test_drafts_equal_on_each_instruction_set(each_attention: CDLL, name: str, folder: Path) -> None:
     check(name, folder, random.Random(5), 4)
 
 
@@ -175,7 +175,7 @@ def test_many_steps(native: CDLL, name: str, seed: int, folder: Path) -> None:
     check(name, folder, random.Random(seed), 50)
 
 
-def test_by_several_threads(threads: CDLL, folder: Path) -> None:
+def test_drafts_equal_with_several_threads(threads: CDLL, folder: Path) -> None:
     runner = loaded("bfloat16", folder / "bfloat16")
     for count in (1, 3):
         threads.fissile_set_threads(count)

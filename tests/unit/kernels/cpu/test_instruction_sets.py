@@ -114,7 +114,7 @@ SPOILED = [
 
 
 @pytest.mark.parametrize(("function", "output", "check"), SPOILED)
-def test_a_wrong_kernel_is_found_and_the_next_set_serves(native: CDLL, function: str, output: int, check: str) -> None:
+def test_wrong_kernel_selects_next_instruction_set(native: CDLL, function: str, output: int, check: str) -> None:
     here = machine(native, (function, output), avx512=Ability.USABLE)
     with capture_logs() as logs:
         assert instruction_sets.take(here) == "avx2"

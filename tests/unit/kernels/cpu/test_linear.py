@@ -149,7 +149,7 @@ def test_rows_of_a_view_and_weights_of_another_dtype(native: CDLL) -> None:
     )
 
 
-def test_the_layout_of_packed_weights(native: CDLL) -> None:
+def test_layout_of_packed_weights(native: CDLL) -> None:
     """Instruction sets share it, and so does a file of packed weights."""
     weight = torch.arange(17 * 5, dtype=torch.float32).view(17, 5)
     single = linear.pack(native, weight, None, torch.float32).panels.view(torch.float32)
@@ -160,7 +160,7 @@ def test_the_layout_of_packed_weights(native: CDLL) -> None:
     assert torch.equal(pairs.view(2, 3, 16, 2), padded.view(2, 16, 3, 2).transpose(1, 2))
 
 
-def test_the_layout_of_int8_weights(native: CDLL) -> None:
+def test_layout_of_int8_weights(native: CDLL) -> None:
     weight = torch.randn(17, 130)
     panels = linear.pack(native, weight, None, torch.float32, torch.int8).panels.view(2, -1)
     padded = torch.zeros(32, 132)

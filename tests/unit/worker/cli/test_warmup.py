@@ -117,7 +117,7 @@ def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_a_quantized_model_is_quantized(tmp_path: Path, scheme: str) -> None:
+def test_warmup_quantizes_quantized_model(tmp_path: Path, scheme: str) -> None:
     """All quantized weights of a checkpoint; the weights that the model needs as floats are dequantized."""
     folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -133,7 +133,7 @@ def test_a_quantized_model_is_quantized(tmp_path: Path, scheme: str) -> None:
         assert not weights.take(f"model.layers.1.{layer}.weight").any()
 
 
-def test_an_unknown_architecture(tmp_path: Path) -> None:
+def test_warmup_refuses_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Other"]}', "utf-8")
     with pytest.raises(ModelError, match="architecture not supported: Other"):
         blank_checkpoint(tmp_path, tmp_path)

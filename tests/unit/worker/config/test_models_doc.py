@@ -12,7 +12,7 @@ from worker.model.architectures import model_class
 DOC = Path(__file__).resolve().parents[4] / "docs" / "reference" / "models.md"
 
 
-def test_the_table_lists_the_registry() -> None:
+def test_models_table_lists_registry() -> None:
     listed = re.findall(r"^\| `(\w+ForCausalLM)` \|", DOC.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(support_model_arch_dict)
 

@@ -66,7 +66,7 @@ class Engine:
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize("length", [1, 2, SIZE - 1, SIZE, SIZE + 1, SIZE + 2, 3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 5])
 @pytest.mark.parametrize("budget", [500, 12])
-def test_the_prompt_is_computed_once(policy: str, length: int, budget: int) -> None:
+def test_answers_share_one_prompt_computation(policy: str, length: int, budget: int) -> None:
     """Each further answer computes one token of the prompt. All answers share the full blocks and own one block after
     them."""
     engine, seqs = Engine(scheduler(scheduling_policy=policy, max_num_batched_tokens=budget)), answers(8, length, 20)

@@ -63,7 +63,7 @@ def test_batches_of_same_sequences_share_columns() -> None:
 
 
 class TestInFlight:
-    def test_the_next_step_is_scheduled_without_the_token(self) -> None:
+    def test_next_step_is_scheduled_before_token_arrives(self) -> None:
         sched = scheduler()
         seq = prompt(3)
         sched.add(seq)

@@ -45,7 +45,7 @@ def prompt(content: int, length: int = 33, max_tokens: int = 20) -> Sequence:
     return Sequence([content] * length, 16, SamplingParams(max_tokens=max_tokens, ignore_eos=True), seed=content)
 
 
-def test_an_idle_engine() -> None:
+def test_figures_of_idle_engine() -> None:
     turns = turns_of()
     assert turns.report().figures == EngineFigures(free_blocks=12, total_blocks=12, block_size=16)
 
@@ -63,7 +63,7 @@ def test_tokens_hits_and_ends() -> None:
     assert again.steps == turns.core.num_steps > last.steps
 
 
-def test_a_cancel_is_an_end() -> None:
+def test_cancel_counts_as_end() -> None:
     turns = turns_of()
     seq = prompt(1)
     turns.run([Submit(TicketReceipt(Nobody(), 1), [seq, prompt(2, 200)])])

@@ -142,7 +142,7 @@ class TestAdmission:
             sched.add(Sequence([1], 32))
         assert not sched.has_unfinished()
 
-    def test_the_longest_prompt_runs(self) -> None:
+    def test_longest_prompt_runs(self) -> None:
         sched = scheduler(num_kvcache_blocks=4, max_model_len=64)
         seq = prompt(63, max_tokens=50)
         sched.add(seq)
@@ -188,7 +188,7 @@ class TestMixed:
         assert step(sched).num_scheduled_tokens == [20, 12]
         assert step(sched).num_scheduled_tokens == [1, 8]
 
-    def test_a_partly_prefilled_sequence_can_be_the_victim(self) -> None:
+    def test_partly_prefilled_sequence_can_be_preempted(self) -> None:
         sched = self.mixed(num_kvcache_blocks=6, max_num_batched_tokens=17, enable_prefix_caching=False)
         old, partial = prompt(31, max_tokens=40), prompt(62, 200, max_tokens=2)
         sched.add_group([old])
@@ -357,7 +357,7 @@ class TestGate:
         prompts = step(sched, now=1.0 + now_ms / 1e3).total_seqs_num_prefill
         assert prompts == (len(arrivals) if age_ms > 50 else 0)
 
-    def test_an_idle_engine_starts_at_once(self) -> None:
+    def test_idle_engine_schedules_prompt_at_once(self) -> None:
         sched, running = self.gated()
         sched.abort(running.id, now=0.5)
         for i in range(2, 6):

@@ -137,7 +137,7 @@ def test_kv_digest_covers_block_at_publication(runner: ModelRunner, options: dic
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
-def test_a_block_is_digested_before_the_next_step_writes_to_it(runner: ModelRunner, is_deferred: bool) -> None:
+def test_block_is_digested_before_next_step_writes(runner: ModelRunner, is_deferred: bool) -> None:
     """The last step of a sequence fills its last block, and the next one has no other blocks for the next sequence."""
     seqs = prompts(22, 22, 22)
     assert (len(seqs[0].token_ids) + TOKENS - 1) % SIZE == 0

@@ -161,7 +161,7 @@ def test_missing_hello_is_refused_in_time() -> None:
     assert [line["why"] for line in lines] == ["no hello within 8 s"]
 
 
-def test_a_hello_is_small() -> None:
+def test_hello_size_is_bounded() -> None:
     """The largest hello has at most MAX_HELLO_BYTES, so the door reads little before a proof."""
     proof = prove(SECRET, bytes(32), 2**31)
     hello = encode(("hello", 2**31, 2**22, proof))

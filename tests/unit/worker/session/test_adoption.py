@@ -260,7 +260,7 @@ def test_orphans_are_announced_to_connected_routers_in_bounded_frames() -> None:
     assert len(fleet.dial("d").read().orphans) == 3
 
 
-def test_a_key_is_short() -> None:
+def test_adoption_key_length_is_bounded() -> None:
     fleet = Fleet()
     router = fleet.dial("a")
     router.write(submit(1, record(1, PROMPT, adoption_key=bytes(33))))

@@ -278,7 +278,7 @@ async def test_empty_group_acknowledges_serial(site: Site) -> None:
     assert site.listener.seen == [5]
 
 
-async def test_ending_all(site: Site) -> None:
+async def test_end_all_ends_live_sequences(site: Site) -> None:
     await site.in_the_second_step([sequence(max_tokens=900) for _ in range(4)])
     site.engine.end_all("drained")
     site.runner.go.set()

@@ -147,7 +147,7 @@ def test_empty_group_passes_with_serial() -> None:
         (record(1, priority=17), "priority is 17; valid: PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_HIGH"),
     ],
 )
-def test_a_bad_sequence_is_refused_alone(bad: wpb.SubmitSequence, message: str) -> None:
+def test_invalid_sequence_is_refused_alone(bad: wpb.SubmitSequence, message: str) -> None:
     box = inbox()
     box.submit(submit(1, record(10), bad, record(11)).submit, 0.0)
     if not message:
@@ -199,7 +199,7 @@ def test_cancel_and_deadline_end_pending_sequences() -> None:
     assert reasons == {10: EndReason.DEADLINE, 11: EndReason.CANCELLED}
 
 
-def test_the_tokens_of_unfinished_prompts_are_bounded() -> None:
+def test_unfinished_prompt_tokens_are_bounded() -> None:
     box = Inbox(EngineLimits(VOCAB_SIZE, 1 << 25, 16, 0), lambda _: False)
     tokens = [1] * 16_384
 

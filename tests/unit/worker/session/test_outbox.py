@@ -216,7 +216,7 @@ def test_returned_rids_and_newest_submit_are_sent_once() -> None:
     assert outbox.take() is None
 
 
-def test_a_gap_is_an_error() -> None:
+def test_outbox_refuses_position_gap() -> None:
     outbox = Outbox()
     outbox.add(1, output(10, [1, 2]))
     with pytest.raises(ValueError, match="leave a gap"):

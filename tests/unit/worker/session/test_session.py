@@ -59,7 +59,7 @@ def test_prefix_hit_and_times_arrive_with_first_token() -> None:
     assert start.queue_us == pytest.approx(135_000, abs=10)
 
 
-def test_a_bad_sequence_ends_alone() -> None:
+def test_invalid_sequence_ends_alone() -> None:
     world = World()
     router = world.router()
     bad = record(2, [VOCAB_SIZE])
@@ -143,7 +143,7 @@ def test_cordon_is_sent_to_router_at_once() -> None:
     assert router.load.intake == wpb.INTAKE_OPEN
 
 
-def test_the_fleets_oldest_age_grows_with_time() -> None:
+def test_oldest_fleet_age_grows_with_time() -> None:
     world = World()
     first, second = world.router(), world.router()
     first.read()
@@ -184,7 +184,7 @@ def test_the_fleets_oldest_age_grows_with_time() -> None:
         ),
     ],
 )
-def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.StatusCode, message: str) -> None:
+def test_invalid_frame_closes_session(frame: wpb.SessionRequest, code: grpc.StatusCode, message: str) -> None:
     router = World().router()
     with pytest.raises(ApiError) as raised:
         router.state.receive(frame, 0.0)
@@ -202,14 +202,14 @@ def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.St
         (wpb.Hello(router_id="r", lease_ms=1000, proto_minor=PROTO_MINOR + 2), grpc.StatusCode.FAILED_PRECONDITION, ""),
     ],
 )
-def test_a_bad_hello_is_refused(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:
+def test_session_refuses_invalid_hello(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:
     with pytest.raises(ApiError) as raised:
         check_hello(wpb.SessionRequest(hello=hello))
     assert raised.value.code is code
     assert [violation.path for violation in raised.value.violations] == ([field] if field else [])
 
 
-def test_a_neighbouring_version_is_served() -> None:
+def test_neighbouring_minor_version_is_served() -> None:
     check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=1000, proto_minor=PROTO_MINOR + 1)))
     with pytest.raises(ApiError, match="a Hello as the first frame"):
         check_hello(submit(1, record(1)))

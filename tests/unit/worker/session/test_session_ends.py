@@ -14,7 +14,7 @@ from tests.unit.worker.session.support import (
 from tests.unit.worker.session.world import Router, Stream, World, run
 
 
-def test_the_lease_counts_from_the_last_frame() -> None:
+def test_lease_starts_at_last_frame() -> None:
     world = World()
     router = world.router(lease_ms=400)
     world.now += 0.3

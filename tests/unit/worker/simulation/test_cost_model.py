@@ -34,7 +34,7 @@ def decode_of(context_lens: list[int]) -> StepWork:
     return StepWork.of_rows(rows, len(rows))
 
 
-def test_the_work_of_a_batch() -> None:
+def test_step_work_of_batch() -> None:
     prompt, chunk, decoding = Sequence([1] * 5, 16), Sequence([2] * 40, 16), Sequence([3] * 10, 16)
     chunk.num_computed_tokens, decoding.num_computed_tokens = 16, 9
     work = StepWork.of(ScheduledBatch({s.id: s for s in (prompt, chunk, decoding)}, [5, 8, 1], 14))

@@ -41,7 +41,9 @@ def build(model_config: ModelConfig, preset: str, **options: object) -> BuiltEng
         ("instant", {"kv_cache_memory": 1 << 34}, 512 * 2048 // 16),
     ],
 )
-def test_the_pool(model_config: ModelConfig, preset: str, options: dict[str, float], blocks: int) -> None:
+def test_simulated_pool_size_follows_preset(
+    model_config: ModelConfig, preset: str, options: dict[str, float], blocks: int
+) -> None:
     built = build(model_config, preset, **options)
     core, facts = built.core, FACTS.loaded(built.core.config, built.describe())
     assert facts.total_blocks == core.load().total_blocks == blocks

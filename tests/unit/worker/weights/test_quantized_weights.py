@@ -162,7 +162,7 @@ def test_stacked_experts(tmp_path: Path, name: str, scale_shape: tuple[int, ...]
     check_parts(load_weights(tmp_path, {EXPERTS: shape}, quantization=config), worth)
 
 
-def test_one_scale_for_all_experts(tmp_path: Path) -> None:
+def test_single_scale_serves_all_experts(tmp_path: Path) -> None:
     stored: dict[str, Stored] = {
         EXPERTS: ("I8", np.arange(3 * 4 * 6, dtype=np.int8).reshape(3, 4, 6)),
         EXPERTS + "_scale": ("F32", np.array([0.5], np.float32)),
@@ -185,7 +185,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     check_parts(load_weights(tmp_path, {EXPERTS: (3, 160, 150)}, quantization=config), worth.transpose(0, 2, 1))
 
 
-def test_gpt_oss_as_transformers_reads_it() -> None:
+def test_gpt_oss_weights_equal_transformers() -> None:
     """The worth that this file's quantizer gives is what transformers makes of the same blocks."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -263,7 +263,7 @@ class Recorded(io.BytesIO):
 
 
 @pytest.mark.parametrize("sizes", [[1], [4096], [8192 - 4096], [3, 5000, 70_000, 8192], [20_000, 1]])
-def test_a_file_is_written_in_pieces_at_multiples_of_their_size(
+def test_packed_file_is_written_in_aligned_pieces(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: list[int]
 ) -> None:
     piece = 8192
@@ -552,7 +552,7 @@ def test_packed_file_cannot_name_foreign_code(tmp_path: Path) -> None:
         write((tmp_path / "g").open("wb"), "key", {"x": KEY}, lambda *_: None)
 
 
-def test_a_name_is_kept_once() -> None:
+def test_duplicate_packed_name_is_refused() -> None:
     making = WeightsWriter()
     making.keep("x", int)
     with pytest.raises(ValueError, match="x is kept twice"):

@@ -205,7 +205,7 @@ def test_sparse_and_full_attention_differ(tmp_path: Path) -> None:
     assert (difference[20:] > 1e-3).all()
 
 
-def test_the_softmax_scale_of_deepseek_v3(tmp_path: Path) -> None:
+def test_softmax_scale_of_deepseek_v3(tmp_path: Path) -> None:
     """192 ** -0.5 * (0.1 * ln(40) + 1) ** 2 = 0.1352, from the published config.json."""
     rope = {
         "type": "yarn",
@@ -220,7 +220,7 @@ def test_the_softmax_scale_of_deepseek_v3(tmp_path: Path) -> None:
     assert softmax_scale(config, MLAConfig.of(config, False)) == pytest.approx(0.1352, abs=5e-5)
 
 
-def test_the_cache_entry_of_deepseek_v3() -> None:
+def test_cache_entry_of_deepseek_v3() -> None:
     """576 numbers per token and layer instead of 2 * 128 * 128; V3.2 adds its index key of 128."""
     full = MLAConfig(1536, 512, 128, 64, 128, interleaved=True)
     sparse = replace(full, index=IndexSpec(64, 128, 2048))
