@@ -39,8 +39,7 @@ from common.params.sampling_params import PARAMETERS, SamplingParams
 from common.rpc.unsupported_fields import refuse_unserved
 from common.wire.ids import check_id
 from common.wire.sampling_protos import OUTPUT_FIELDS, PUBLIC_FIELDS, given_output, given_sampling
-from router.answers.tools import check_tools
-from router.json_text import json_object
+from router.answers.tools import check_tools, json_object
 
 _FEW_IDS: Final = 128
 _SHA256_BYTES: Final = 32

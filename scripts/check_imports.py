@@ -201,8 +201,8 @@ BESIDE = {
     "router/telemetry": names("scheduling", "workers"),
     "router/prompts": names("answers", "model_registry.py", "scheduling", "validation.py"),
     "router/scheduling": names(),
-    "router/answers": names("json_text.py"),
-    "router/validation.py": names("answers", "json_text.py"),
+    "router/answers": names(),
+    "router/validation.py": names("answers"),
     "router/model_registry.py": names("answers"),
     "worker/session": names("config", "engine", "garbage.py"),
     "worker/engine": names(),
@@ -257,7 +257,6 @@ ORDER = {
         "validation.py",
         "model_registry.py",
         "answers",
-        "json_text.py",
         "scheduling",
     ),
     "worker": (

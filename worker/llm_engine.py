@@ -31,10 +31,9 @@ from common.params.sampling_masks import check_tokens_left
 from common.params.sampling_params import SamplingParams
 from common.params.step_defaults import PREFILL_SLICE_S, default_scheduling_policy, default_token_budget
 from common.text.answer_text import AnswerText
-from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
-from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
+from common.text.tokenizer import Tokenizer, TokenizerError, bad_words_token_ids, check_text_ids
 from common.wire.logprob_rows import TokenLogprobs, added, unpack
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError

@@ -25,7 +25,8 @@ import tokenizers
 
 from common.errors import InvalidFieldError
 from common.files import UnreadableFileError, parse_json, read_file
-from common.limits import MAX_TOKENIZER_BYTES
+from common.limits import MAX_BAD_WORD_TOKENS, MAX_TOKENIZER_BYTES
+from common.params.sampling_checks import TokenSequences
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
 from common.text.tokenizer_reading import CLASS_KEYS, TokenizerParts, read_tokenizer
@@ -461,3 +462,27 @@ def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:
+    """Returns the token sequences of each word, alone and behind a blank as inside a text, without duplicates.
+
+    Raises:
+        InvalidFieldError: a word cannot be tokenized, has no or too many tokens, or a token that the model lacks.
+    """
+    found = dict[tuple[int, ...], None]()
+    for i, word in enumerate(words):
+        for text in (word, f" {word}"):
+            found[_token_ids(f"sampling_params.bad_words[{i}]", text, tokenizer, vocab_size)] = None
+    return tuple(found)
+
+
+def _token_ids(path: str, text: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    try:
+        ids = tokenizer.encode_inside(text)
+    except (TokenizerError, UnicodeError) as error:
+        raise InvalidFieldError(path, f"cannot be tokenized: {error}", "another word") from None
+    if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+        raise InvalidFieldError(path, f"has {len(ids)} tokens", f"1 to {MAX_BAD_WORD_TOKENS}")
+    check_text_ids(path, ids, vocab_size)
+    return tuple(ids)

@@ -9,10 +9,26 @@ from typing import Any, Final
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError
+from common.json_text import JsonError, json_value
 from common.limits import MAX_TOOLS
 from router.answers.channels.calls import ToolSchemas
 from router.answers.channels.schema_types import types_of
-from router.json_text import json_object
+
+
+def json_object(path: str, text: str) -> dict[str, Any]:
+    """A JSON object as Python values, in their order.
+
+    Raises:
+        InvalidFieldError: the text is no JSON object, or `json_value` refuses it; the error names the place.
+    """
+    try:
+        value = json_value(text)
+    except JsonError as error:
+        raise InvalidFieldError(path, str(error), "a JSON object") from None
+    if not isinstance(value, dict):
+        raise InvalidFieldError(path, "is another JSON value", "a JSON object")
+    return value
+
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VALID_NAME: Final = "1 to 64 letters, digits, `_`, `-` and `.`"

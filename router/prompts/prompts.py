@@ -36,9 +36,15 @@ from common.errors import (
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
 from common.params.sampling_checks import TokenSequences
-from common.text.bad_words import bad_words_token_ids
 from common.text.template_sandbox import TemplateInputError
-from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids, unmarked
+from common.text.tokenizer import (
+    LongPieceError,
+    Tokenizer,
+    TokenizerError,
+    bad_words_token_ids,
+    check_text_ids,
+    unmarked,
+)
 from common.wire.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from router.answers.channel_reader import ChannelTerms, Confinement
 from router.answers.tools import template_tools

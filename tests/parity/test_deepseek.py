@@ -25,7 +25,8 @@ from tests.parity.test_models import (
 from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.config.model_config import ModelConfig, ModelError
-from worker.model.models.deepseek_v3 import DeepseekV3ForCausalLM, DeepseekV32ForCausalLM
+from worker.model.models.deepseek_v3 import DeepseekV3ForCausalLM
+from worker.model.models.deepseek_v32 import DeepseekV32ForCausalLM
 from worker.weights.checkpoint import load_weights
 
 YARN = {

@@ -15,7 +15,7 @@ support_model_arch_dict: dict[str, str] = {
     "GptOssForCausalLM": "worker.model.models.gpt_oss:GptOssForCausalLM",
     "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM": "worker.model.models.deepseek_v3:DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v3:DeepseekV32ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
 _GENERATES: Final = "ForCausalLM"

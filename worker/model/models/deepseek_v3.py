@@ -1,8 +1,4 @@
-"""DeepseekV3ForCausalLM (arXiv:2412.19437) and DeepseekV32ForCausalLM (arXiv:2512.02556).
-
-Latent attention, dense layers first, then mixtures with shared experts. In V3.2, rows attend to the tokens that an
-indexer selects.
-"""
+"""DeepseekV3ForCausalLM (arXiv:2412.19437): latent attention, dense layers first, then mixtures with shared experts."""
 
 from __future__ import annotations
 
@@ -59,21 +55,3 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
         """Name and shape of every tensor of a layer's attention."""
         shapes = MLAConfig.of(config, cls.indexer).shapes(config)
         return {f"self_attn.{name}": shape for name, shape in shapes.items()}
-
-
-class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V3.2. Up to `index_topk` tokens of context its attention is that of DeepSeek-V3."""
-
-    indexer = True
-    layer_type = "indexed_attention"
-
-    @classmethod
-    def sparse(cls, config: ModelConfig, layer: int) -> bool:
-        """True if `mlp_layer_types` makes the layer a mixture of experts."""
-        # Checked too, because the config class derives the types from this entry if config.json has none.
-        config.count("first_k_dense_replace", least=0)
-        types = config.listed("mlp_layer_types", str) or []
-        if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
-            raise ModelError("config.json: mlp_layer_types must say dense or sparse for each layer")
-        # MTP layers, behind the others, are of the last one's kind.
-        return bool(types[min(layer, config.num_hidden_layers - 1)] == "sparse")

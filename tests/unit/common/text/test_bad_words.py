@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidFieldError
 from common.limits import MAX_BAD_WORD_BYTES
 from common.params.sampling_params import SamplingParams
-from common.text.bad_words import bad_words_token_ids
+from common.text.tokenizer import bad_words_token_ids
 from tests.unit.common.text.continuations import TOKENIZERS
 
 WORDS = ["cat", "the cat", "é", "at on"]
