@@ -126,9 +126,14 @@ class EngineAnswer:
         new = output.output_tokens
         # The token that stops a sequence is counted and has no text.
         num_read = len(new) - (output.end_reason in (EndReason.EOS, EndReason.STOP_TOKEN))
-        for piece in self._text.push(new[:num_read]):
-            self.token_ids += piece.token_ids
-            self.text += piece.text
+        read = new if num_read == len(new) else new[:num_read]
+        if self._text.is_plain:
+            self.text += self._text.decode(read)
+            self.token_ids += read
+        else:
+            for piece in self._text.push(read):
+                self.token_ids += piece.token_ids
+                self.text += piece.text
         if self._text.matched is None:
             self.token_ids += new[num_read:]
             if not output.finished:
