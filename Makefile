@@ -50,7 +50,7 @@ run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with
 # Parts of tests/. Each test is of one tier: those that `make test` runs, `slow`, or `long`.
 TESTS := unit sim kernels parity e2e deploy chaos
 
-test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run tests of every part, in six minutes: unit, sim, kernels, parity, e2e, deploy, chaos
+test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run tests of every part, in seven minutes: unit, sim, kernels, parity, e2e, deploy, chaos
 	@scripts/test.sh $(TESTS)
 
 test-slow: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that CI runs beside those: more cases, models, processes and faults
