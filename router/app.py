@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import os
 import secrets
 import signal
 import sys
@@ -27,7 +25,6 @@ from common.cli.core.options import options
 from common.delay_gate import DelayGate
 from common.limits import (
     DRAIN_PROPAGATION_S,
-    MIB,
     ROUTER_ENDING_S,
     TELEMETRY_SHUTDOWN_S,
 )
@@ -54,6 +51,7 @@ from router.audit.answer_auditor import AnswerAuditor, AuditOptions
 from router.audit.kv_auditor import KvAuditor
 from router.audit.rerun import Rerunner
 from router.audit.verdicts import Verdicts
+from router.memory import give_memory_back
 from router.model_registry import ModelRegistry
 from router.options import ROUTER_MODES, RouterOptions, checked_settings, rereader
 from router.prompts.prompts import PromptEncoder
@@ -72,30 +70,6 @@ from router.workers.addresses import parse_targets
 from router.workers.discovery import Discovery
 from router.workers.orphans import OrphanTable
 from router.workers.worker_pool import WorkerPool
-
-# From <malloc.h>.
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-_M_ARENA_MAX: Final = -8
-# By glibc's defaults threads have up to eight arenas per core, each of which keeps pages of the longest messages that
-# have passed through it; and a block that has been freed raises the size, to 32 MiB, from which on blocks are mapped
-# by themselves and go back to the system at once.
-_OPTIONS: Final = {_M_ARENA_MAX: 2, _M_MMAP_THRESHOLD: 4 * MIB, _M_TRIM_THRESHOLD: 8 * MIB}
-
-
-def give_memory_back() -> bool:
-    """Lets this process give memory of bursts and long messages back to the system; call it before threads start.
-
-    Returns False, and does nothing, without glibc and where the environment has MALLOC_ variables: they go before.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    try:
-        library = ctypes.CDLL(None)
-        return all(library.mallopt(option, value) for option, value in _OPTIONS.items())
-    except (AttributeError, OSError):
-        return False
-
 
 SWITCH_INTERVAL_S: Final = 0.0005
 

@@ -254,6 +254,7 @@ ORDER = {
         "requests",
         "workers",
         "prompts",
+        "memory.py",
         "validation.py",
         "model_registry.py",
         "answers",

@@ -44,6 +44,7 @@ LIMITS: Final = {
     "lines of common": 21_700,
     # SamplingParams: a row of each parameter's table is part of its field.
     "large classes": 1,
+    "short files": 61,
 }
 
 

@@ -34,7 +34,8 @@ SUMMARY_S: Final = 1.0
 class RefusalLines:
     """Decides which refused calls get a log line, and counts the others by status.
 
-    MAX_REFUSAL_LINES may be written at once, then REFUSAL_LINES_PER_S.
+    MAX_REFUSAL_LINES may be written at once, then REFUSAL_LINES_PER_S: a call that costs its client 50
+    bytes must not cost 256 bytes of log.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class AnswerText:
         self._is_read_per_token = is_read_per_token
 
     def push(self, token_ids: Sequence[int]) -> Iterator[TextPiece]:
-        """Yields the pieces of the next tokens; the last one is that of the token that completes a stop string."""
+        """Yields the pieces of the next tokens, up to the token that completes a stop string."""
         if self.is_plain:
             text = self.decode(token_ids)
             yield TextPiece(token_ids, text, text)

@@ -1,4 +1,4 @@
-"""Admission of calls: the tenant of a call, what it may ask for, and how many calls are in flight."""
+"""Admits calls: finds a call's tenant, priority and cache salt, and bounds the tenant's calls in flight."""
 
 from __future__ import annotations
 

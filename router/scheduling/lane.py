@@ -264,7 +264,7 @@ class Lane:
         return [request], self.load.send([request])
 
     def _room(self) -> tuple[float, int]:
-        """Room in tokens and sequences: this router's share of what was reported, less what is on its way."""
+        """Room in tokens and sequences: this router's share of the reported room, less the requests on their way."""
         load, report = self.load, self.load.report
         share = self.bound_tokens / max(report.fleet_tokens, self.bound_tokens, 1)
         seqs = report.room_seqs - load.unseen_seqs

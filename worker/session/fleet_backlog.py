@@ -1,7 +1,7 @@
-"""Backlog of this worker at all routers. It is echoed to each router, so that every gate sees the fleet's oldest
-request.
+"""Sums over all Sessions of a worker: the backlog at its routers, and the memory of unfinished groups.
 
-Without the echo a delay factor works for one router only (docs/explanation/determinism.md).
+The backlog is echoed to each router, so that every gate sees the fleet's oldest request. Without the echo a delay
+factor works for one router only (docs/explanation/determinism.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from common.wire.peer_numbers import counted
 
 
 class AssemblyRoom:
-    """Bytes of unfinished groups, by Session."""
+    """Bytes of unfinished groups, by Session. A bound per Session does not bound the process.
+
+    Invariant: if every Session that `must_go` is closed, all Sessions hold less than 1.5 times MAX_ALL_ASSEMBLING_BYTES
+    plus the bytes of one frame. This is so even if a large Session neither reads nor sends any more.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Threads that hold memory at the same time get separate arenas up to the limit; malloc_info lists the arenas.
 PROGRAM = """
 import ctypes, os, sys, threading
-from router.app import give_memory_back
+from router.memory import give_memory_back
 print(give_memory_back())
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
