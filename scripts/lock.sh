@@ -18,5 +18,5 @@ lock() {
     --custom-compile-command "make lock" --no-annotate "$@" -o "requirements/$name.lock"
 }
 
-lock tests pyproject.toml --extra router --extra worker --extra cpu --extra tests
+lock tests pyproject.toml --extra router --extra worker --extra http --extra smg --extra cpu --extra tests
 lock docs requirements/docs.in

@@ -205,14 +205,14 @@ case "$what" in
 run)
   make_venv
   install_torch
-  install_fissile router,worker,cpu
+  install_fissile router,worker,http,cpu
   touch "$venv/.installed-run"
   ;;
 all)
   steps=7
   make_venv
   install_torch
-  install_fissile router,worker,cpu,tests
+  install_fissile router,worker,http,smg,cpu,tests
   install_generators
   install_buf
   install_pyright
