@@ -1,0 +1,1 @@
+"""Protos of other projects, under their own packages: names and numbers are theirs."""
