@@ -142,14 +142,11 @@ class Postprocessor:
 
         A row is common if it has tokens, none of which may end its sequence, and nothing besides tokens.
         """
-        outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
+        outputs, token_ids, drafts = self._lifecycle.outputs, fwd_output.token_ids, batch.scheduled_spec_decode_tokens
         others = {*self._forced, *(fwd_output.logprobs or ()), *(fwd_output.constraint_ends or ())}
-        drafts = batch.scheduled_spec_decode_tokens
-        outcomes: list[tuple[int, int]] = []
-        num_others = 0
+        running, outcomes, num_others = SequenceStatus.RUNNING, list[tuple[int, int]](), 0
         for seq in seqs:
-            seq_id, own = seq.id, seq.token_ids
-            sampled = token_ids.get(seq_id, ())
+            own, sampled = seq.token_ids, token_ids.get(seq_id := seq.id, ())
             # A prompt's last token that was discarded alone is scheduled as a decode, and its output is the first one.
             if (
                 seq.status is not running
@@ -189,10 +186,9 @@ class Postprocessor:
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
-        totals = self._lifecycle.totals
-        totals.generated_tokens += len(batch.req_ids) - num_others
+        from_drafts = sum(accepted for _, accepted in outcomes)
+        self._lifecycle.totals.generated_tokens += len(batch.req_ids) - num_others + from_drafts
         if outcomes:
-            totals.generated_tokens += sum(accepted for _, accepted in outcomes)
             self.spec_stats.take(Counter(outcomes))
 
     def _take_row(

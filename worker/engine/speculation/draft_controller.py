@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.engine.sequence import Sequence
-from worker.engine.speculation.draft_rates import SEQUENCE_WEIGHT, TOTAL_WEIGHT, DraftHistory, DraftRates
+from worker.engine.speculation.draft_rates import SEQUENCE_WEIGHT, TOTAL_WEIGHT, DraftHistory, DraftRates, gains_of
 from worker.engine.speculation.step_costs import Proposal, StepCosts
 
 # Factors of tokens per second that drafts must promise to start and to continue. Two, so that noise does not switch
@@ -43,7 +42,6 @@ _LONGEST_RUN: Final = 256
 _LOOK_S: Final = 30e-6
 # Largest share by which forced grammar text may lengthen a step that has sequences without drafts.
 _MOST_LONGER: Final = 0.05
-_NO_RATES: Final[Mapping[int, DraftRates]] = MappingProxyType({})
 
 
 class DraftController:
@@ -77,11 +75,7 @@ class DraftController:
         self._last_s = 0.0, 0.0
 
     def choose(
-        self,
-        drafts: Mapping[int, list[int]],
-        seqs: Mapping[int, Sequence],
-        rows: int,
-        rates: Mapping[int, DraftRates] = _NO_RATES,
+        self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rows: int, rates: Mapping[int, DraftRates]
     ) -> dict[int, list[int]]:
         """Returns the drafts that a step verifies, by sequence.
 
@@ -96,7 +90,8 @@ class DraftController:
             return dict(drafts)
         if not drafts or not (self.are_made or self._may_draft):
             return {}
-        gains = self._gains(drafts, seqs, rates)
+        known = [rates.get(seq_id) or self._rates_of(seqs[seq_id]) for seq_id in drafts]
+        gains = gains_of(known, [len(own) for own in drafts.values()])
         order = np.argsort(-gains, axis=None, kind="stable")
         longest = 1.0 + (_MOST_LONGER if rates and len(drafts) < len(seqs) else math.inf)
         count = self._count(gains.ravel()[order], len(seqs), rows, longest)
@@ -152,12 +147,7 @@ class DraftController:
         return self._credit >= 0.0 and self._best([self._rates.gains(self._most)] * num_seqs, num_seqs) > 0
 
     def note_step(
-        self,
-        num_seqs: int,
-        rows: int,
-        duration_s: float,
-        wall_s: float | None = None,
-        proposal: Proposal | None = None,
+        self, num_seqs: int, rows: int, duration_s: float, wall_s: float | None = None, proposal: Proposal | None = None
     ) -> None:
         """Adds a step without prompts; `verified` tells the outcome of its drafts afterwards.
 
@@ -299,20 +289,6 @@ class DraftController:
             if (rate := tokens / self.costs.drafting_s(rows, Proposal(rows, len(gains), number))) > best:
                 best, count = rate, number
         return count
-
-    def _gains(
-        self, drafts: Mapping[int, list[int]], seqs: Mapping[int, Sequence], rates: Mapping[int, DraftRates]
-    ) -> npt.NDArray[np.float64]:
-        """Expected accepted tokens of each draft, one row a sequence; 0 after its last draft."""
-        counts = [len(own) for own in drafts.values()]
-        most, known = max(counts), list[float]()
-        for seq_id in drafts:
-            own = rates.get(seq_id) or self._rates_of(seqs[seq_id])
-            known += own.rates if len(own.rates) == most else own.first(most)
-        gains = np.multiply.accumulate(np.fromiter(known, np.float64, len(known)).reshape(-1, most), axis=1)
-        if min(counts) < most:
-            gains[np.arange(most) >= np.array(counts)[:, None]] = 0.0
-        return gains
 
     def _rates_of(self, seq: Sequence) -> DraftRates:
         return self._rates if seq.draft_history is None else seq.draft_history.rates

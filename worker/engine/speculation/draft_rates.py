@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from common.wire.draft_counts import DraftCounter
 
@@ -66,6 +70,22 @@ class DraftRates:
     def copy(self) -> DraftRates:
         """An independent copy, with which a new sequence starts."""
         return DraftRates(list(self.rates), list(self.counts))
+
+
+def gains_of(known: Sequence[DraftRates], counts: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Expected accepted tokens of each draft, one row a sequence; 0 after its last draft.
+
+    Args:
+        known: acceptance of each sequence's drafts.
+        counts: number of drafts of each sequence.
+    """
+    most, rates = max(counts), list[float]()
+    for own in known:
+        rates += own.rates if len(own.rates) == most else own.first(most)
+    gains = np.multiply.accumulate(np.fromiter(rates, np.float64, len(rates)).reshape(-1, most), axis=1)
+    if min(counts) < most:
+        gains[np.arange(most) >= np.array(counts)[:, None]] = 0.0
+    return gains
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ class DraftMachine(ABC):
 
     def chosen(self, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The drafts that a step verifies of these."""
-        chosen = self.controller.choose(drafts, self.seqs, len(self.seqs))
+        chosen = self.controller.choose(drafts, self.seqs, len(self.seqs), {})
         self.controller.decided(drafts, self.seqs, chosen)
         return chosen
 

@@ -196,7 +196,7 @@ def test_choices_are_beginnings_of_what_there_is(
     controller.costs = StepCosts(dict(steps))
     for seq_id, accepted in learned:
         controller.verified(seqs[seq_id], MOST, accepted)
-    chosen = controller.choose(drafts, seqs, len(seqs))
+    chosen = controller.choose(drafts, seqs, len(seqs), {})
     assert all(own and drafts[seq_id][: len(own)] == own for seq_id, own in chosen.items())
     count = sum(map(len, chosen.values()))
     expected = len(seqs) + sum(
@@ -225,7 +225,7 @@ def test_no_other_number_brings_more_in_the_time(
     for seq_id, accepted in learned:
         controller.verified(seqs[seq_id], MOST, accepted)
     num_seqs = len(seqs)
-    chosen = sum(map(len, controller.choose(drafts, seqs, num_seqs).values()))
+    chosen = sum(map(len, controller.choose(drafts, seqs, num_seqs, {}).values()))
     gains = [gain for seq_id, own in drafts.items() for gain in controller._rates_of(seqs[seq_id]).gains(len(own))]
     tokens = [num_seqs + sum(sorted(gains)[::-1][:count]) for count in range(len(gains) + 1)]
     costs = controller.costs
@@ -266,7 +266,7 @@ def test_a_sequence_is_worth_waiting_for_where_its_drafts_alone_would_be_verifie
         if machine.controller._num_drafting >= 256:
             continue
         for seq in machine.seqs.values():
-            chosen = machine.controller.choose({seq.id: [0] * MOST}, machine.seqs, 3)
+            chosen = machine.controller.choose({seq.id: [0] * MOST}, machine.seqs, 3, {})
             assert machine.controller.pays(seq, 3) is bool(chosen)
 
 

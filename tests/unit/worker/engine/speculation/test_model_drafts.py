@@ -301,7 +301,7 @@ def test_of_one_sequence_all_drafts_that_were_made_are_verified() -> None:
     for _ in range(20):
         controller.verified(seqs[0], MOST, 0)
     controller.are_made = True
-    assert controller.choose({0: [5, 6]}, seqs, 1) == {0: [5, 6]}
+    assert controller.choose({0: [5, 6]}, seqs, 1, {}) == {0: [5, 6]}
     assert controller.choose({0: [5, 6]}, seqs, 1, {0: DraftRates([0.1])}) == {}
 
 
