@@ -77,14 +77,14 @@ class Parameter:
     is_zero_default: bool = False
 
 
-def _row(check: Check | None, *options: Option, **columns: Any) -> dict[type[Parameter], Parameter]:
-    """Makes the metadata of a field: its row of the table."""
-    return {Parameter: Parameter(check, options, **columns)}
+def _row(default: Any, check: Check | None, *options: Option, **columns: Any) -> Any:
+    """Makes a field of `SamplingParams` with its row of the table."""
+    return field(default=default, metadata={Parameter: Parameter(check, options, **columns)})
 
 
-def _distribution_row(check: Check, option: Option, *, is_of_model: bool = False) -> dict[type[Parameter], Parameter]:
-    """Makes the metadata of a parameter that shapes the distribution of tokens."""
-    return _row(check, option, shapes_distribution=True, is_of_model=is_of_model)
+def _distribution_row(default: float, check: Check, option: Option, *, is_of_model: bool = False) -> Any:
+    """Makes the field of a parameter that shapes the distribution of tokens."""
+    return _row(default, check, option, shapes_distribution=True, is_of_model=is_of_model)
 
 
 def _option(names: str, help: str, **columns: Any) -> Option:
@@ -117,286 +117,228 @@ class SamplingParams:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
     """
 
-    temperature: float = field(
-        default=1.0,
-        metadata=_distribution_row(
-            # A comparison with NaN is false, so all of these ranges refuse NaN.
-            real("a number from 0 (greedy) to 100", lambda value: 0.0 <= value <= 100.0),
-            _option(
-                "--temperature", "Sampling temperature; 0 is greedy. Default: the model's, or 1.", type=click.FLOAT
-            ),
-            is_of_model=True,
+    # A comparison with NaN is false, so the ranges of all numbers refuse NaN.
+    temperature: float = _distribution_row(
+        1.0,
+        real("a number from 0 (greedy) to 100", lambda value: 0.0 <= value <= 100.0),
+        _option("--temperature", "Sampling temperature; 0 is greedy. Default: the model's, or 1.", type=click.FLOAT),
+        is_of_model=True,
+    )
+    top_k: int = _distribution_row(
+        0,
+        integer(0, UINT32_MAX),
+        _option(
+            "--top-k",
+            "Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
+            type=click.INT,
+        ),
+        is_of_model=True,
+    )
+    top_p: float = _distribution_row(
+        1.0,
+        real("a number above 0 and at most 1 (off)", lambda value: 0.0 < value <= 1.0),
+        _option(
+            "--top-p",
+            "Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, "
+            "or 1 (off).",
+            type=click.FLOAT,
+        ),
+        is_of_model=True,
+    )
+    min_p: float = _distribution_row(
+        0.0,
+        real("a number from 0 (off) to 1", lambda value: 0.0 <= value <= 1.0),
+        _option(
+            "--min-p",
+            "Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 (off).",
+            type=click.FLOAT,
+        ),
+        is_of_model=True,
+    )
+    repetition_penalty: float = _distribution_row(
+        1.0,
+        real("a number above 0 and at most 100; 1 is off", lambda value: 0.0 < value <= 100.0),
+        _option(
+            "--repetition-penalty",
+            "Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
+            type=click.FLOAT,
+        ),
+        is_of_model=True,
+    )
+    presence_penalty: float = _distribution_row(
+        0.0,
+        real("a number from -2 to 2; 0 is off", lambda value: -2.0 <= value <= 2.0),
+        _option(
+            "--presence-penalty",
+            "Subtract once from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
+            type=click.FLOAT,
         ),
     )
-    top_k: int = field(
-        default=0,
-        metadata=_distribution_row(
-            integer(0, UINT32_MAX),
-            _option(
-                "--top-k",
-                "Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
-                type=click.INT,
-            ),
-            is_of_model=True,
+    frequency_penalty: float = _distribution_row(
+        0.0,
+        real("a number from -2 to 2; 0 is off", lambda value: -2.0 <= value <= 2.0),
+        _option(
+            "--frequency-penalty",
+            "Subtract per occurrence from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
+            type=click.FLOAT,
         ),
     )
-    top_p: float = field(
-        default=1.0,
-        metadata=_distribution_row(
-            real("a number above 0 and at most 1 (off)", lambda value: 0.0 < value <= 1.0),
-            _option(
-                "--top-p",
-                "Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, "
-                "or 1 (off).",
-                type=click.FLOAT,
-            ),
-            is_of_model=True,
+    seed: int | None = _row(
+        None,
+        integer(0, UINT64_MAX),
+        _option(
+            "--seed",
+            "Seed of the sampling: the same seed gives the same answer. Default: derived from the request id.",
+            type=click.INT,
         ),
     )
-    min_p: float = field(
-        default=0.0,
-        metadata=_distribution_row(
-            real("a number from 0 (off) to 1", lambda value: 0.0 <= value <= 1.0),
-            _option(
-                "--min-p",
-                "Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 "
-                "(off).",
-                type=click.FLOAT,
-            ),
-            is_of_model=True,
+    max_tokens: int = _row(
+        64,
+        integer(1, UINT32_MAX),
+        _option(
+            "--max-tokens",
+            "Most tokens to generate. Default: the router's, or the rest of the context.",
+            type=click.INT,
         ),
     )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata=_distribution_row(
-            real("a number above 0 and at most 100; 1 is off", lambda value: 0.0 < value <= 100.0),
-            _option(
-                "--repetition-penalty",
-                "Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
-                type=click.FLOAT,
-            ),
-            is_of_model=True,
+    min_tokens: int = _row(
+        0, integer(0, UINT32_MAX), _option("--min-tokens", "Fewest tokens to generate. Default: 0.", type=click.INT)
+    )
+    ignore_eos: bool = _row(
+        False, flag, _option("--ignore-eos", "Continue past the model's end-of-sequence tokens.", is_flag=True)
+    )
+    stop_strings: tuple[str, ...] = _row(
+        (),
+        texts(MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
+        _list_option(
+            "--stop",
+            "stop_strings",
+            "Text that ends the answer. Repeatable; one a line in the variable.",
+            type=Line(),
+        ),
+        most_entries=MAX_STOP_STRINGS,
+    )
+    include_stop_string: bool = _row(False, flag)
+    stop_token_ids: tuple[int, ...] = _row(
+        (),
+        token_ids(MAX_STOP_TOKEN_IDS),
+        _list_option("--stop-token-id", "stop_token_ids", "Token id that ends the answer. Repeatable.", type=click.INT),
+        most_entries=MAX_STOP_TOKEN_IDS,
+    )
+    stop_token_sequences: TokenSequences = _row((), token_sequences, most_entries=MAX_STOP_TOKEN_SEQUENCES)
+    n: int = _row(1, integer(1, 128))
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _row(
+        (),
+        bias_pairs,
+        _list_option(
+            "--logit-bias",
+            "logit_bias",
+            "Add BIAS, in [-100, 100], to the logit of token ID. Repeatable.",
+            type=Bias(),
+            metavar="ID=BIAS",
+        ),
+        most_entries=MAX_LOGIT_BIASES,
+    )
+    bad_words: tuple[str, ...] = _row(
+        (),
+        texts(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
+        _list_option(
+            "--bad-word",
+            "bad_words",
+            "Text that the answer must not contain. Repeatable; one a line in the variable.",
+            type=Line(),
+        ),
+        most_entries=MAX_BAD_WORDS,
+    )
+    bad_words_token_ids: TokenSequences = _row((), bad_word_sequences)
+    allowed_token_ids: tuple[int, ...] = _row(
+        (),
+        token_ids(MAX_ALLOWED_TOKEN_IDS),
+        _list_option(
+            "--allowed-token-id",
+            "allowed_token_ids",
+            "Generate such token ids only, and end-of-sequence tokens. Repeatable. Default: all.",
+            type=click.INT,
+        ),
+        most_entries=MAX_ALLOWED_TOKEN_IDS,
+    )
+    logprobs: int | None = _row(
+        None,
+        integer(0, MAX_TOP_LOGPROBS),
+        _option(
+            "--logprobs",
+            "Show the logprob of each token, with the N most likely ones beside it, at most 20. Default: none.",
+            type=click.INT,
+        ),
+        is_output_option=True,
+    )
+    logprob_token_ids: tuple[int, ...] = _row(
+        (),
+        token_ids(MAX_LOGPROB_TOKEN_IDS),
+        _list_option(
+            "--logprob-token-id",
+            "logprob_token_ids",
+            "Token id whose logprob is shown beside each token's. Repeatable.",
+            type=click.INT,
+        ),
+        is_output_option=True,
+    )
+    logprobs_kind: str = _row(
+        RAW,
+        None,
+        _option(
+            "--logprobs-kind",
+            "Distribution of the logprobs: the model's own, or the one that tokens are drawn from. Default: raw.",
+            type=click.Choice(LOGPROBS_KINDS),
+        ),
+        is_output_option=True,
+        is_zero_default=True,
+    )
+    prompt_logprobs: int | None = _row(
+        None,
+        integer(0, MAX_TOP_LOGPROBS),
+        _option(
+            "--prompt-logprobs",
+            "Show the logprobs of the prompt's tokens, with the N most likely ones beside each. Default: none.",
+            type=click.INT,
+        ),
+        is_output_option=True,
+    )
+    prompt_logprobs_start: int = _row(
+        1,
+        integer(1, UINT32_MAX),
+        _option(
+            "--prompt-logprobs-start",
+            "First position of the prompt whose logprob is shown. Default: 1.",
+            type=click.INT,
+        ),
+        is_output_option=True,
+        is_zero_default=True,
+    )
+    num_drafts: int | None = _row(
+        None,
+        integer(0, UINT32_MAX),
+        _option(
+            "--num-drafts",
+            "Verify at most N draft tokens per step; 0: none. The answer is the same. Default: the worker's choice.",
+            type=click.INT,
         ),
     )
-    presence_penalty: float = field(
-        default=0.0,
-        metadata=_distribution_row(
-            real("a number from -2 to 2; 0 is off", lambda value: -2.0 <= value <= 2.0),
-            _option(
-                "--presence-penalty",
-                "Subtract once from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
-                type=click.FLOAT,
-            ),
+    constraint: Constraint | None = _row(
+        None,
+        None,
+        _option("--json-schema", "The answer must be JSON that matches this schema.", metavar="FILE|TEXT"),
+        _option("--json-object", "The answer must be a JSON object.", is_flag=True),
+        _option("--regex", "The answer must match this regular expression."),
+        _option("--grammar", "The answer must match this grammar, in Lark or GBNF.", metavar="FILE|TEXT"),
+        _list_option(
+            "--choice",
+            "choices",
+            "The answer must be one of such texts. Repeatable; one a line in the variable.",
+            type=Line(),
         ),
     )
-    frequency_penalty: float = field(
-        default=0.0,
-        metadata=_distribution_row(
-            real("a number from -2 to 2; 0 is off", lambda value: -2.0 <= value <= 2.0),
-            _option(
-                "--frequency-penalty",
-                "Subtract per occurrence from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
-                type=click.FLOAT,
-            ),
-        ),
-    )
-    seed: int | None = field(
-        default=None,
-        metadata=_row(
-            integer(0, UINT64_MAX),
-            _option(
-                "--seed",
-                "Seed of the sampling: the same seed gives the same answer. Default: derived from the request id.",
-                type=click.INT,
-            ),
-        ),
-    )
-    max_tokens: int = field(
-        default=64,
-        metadata=_row(
-            integer(1, UINT32_MAX),
-            _option(
-                "--max-tokens",
-                "Most tokens to generate. Default: the router's, or the rest of the context.",
-                type=click.INT,
-            ),
-        ),
-    )
-    min_tokens: int = field(
-        default=0,
-        metadata=_row(
-            integer(0, UINT32_MAX),
-            _option("--min-tokens", "Fewest tokens to generate. Default: 0.", type=click.INT),
-        ),
-    )
-    ignore_eos: bool = field(
-        default=False,
-        metadata=_row(
-            flag,
-            _option("--ignore-eos", "Continue past the model's end-of-sequence tokens.", is_flag=True),
-        ),
-    )
-    stop_strings: tuple[str, ...] = field(
-        default=(),
-        metadata=_row(
-            texts(MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES),
-            _list_option(
-                "--stop",
-                "stop_strings",
-                "Text that ends the answer. Repeatable; one a line in the variable.",
-                type=Line(),
-            ),
-            most_entries=MAX_STOP_STRINGS,
-        ),
-    )
-    include_stop_string: bool = field(default=False, metadata=_row(flag))
-    stop_token_ids: tuple[int, ...] = field(
-        default=(),
-        metadata=_row(
-            token_ids(MAX_STOP_TOKEN_IDS),
-            _list_option(
-                "--stop-token-id", "stop_token_ids", "Token id that ends the answer. Repeatable.", type=click.INT
-            ),
-            most_entries=MAX_STOP_TOKEN_IDS,
-        ),
-    )
-    stop_token_sequences: TokenSequences = field(
-        default=(), metadata=_row(token_sequences, most_entries=MAX_STOP_TOKEN_SEQUENCES)
-    )
-    n: int = field(default=1, metadata=_row(integer(1, 128)))
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = field(
-        default=(),
-        metadata=_row(
-            bias_pairs,
-            _list_option(
-                "--logit-bias",
-                "logit_bias",
-                "Add BIAS, in [-100, 100], to the logit of token ID. Repeatable.",
-                type=Bias(),
-                metavar="ID=BIAS",
-            ),
-            most_entries=MAX_LOGIT_BIASES,
-        ),
-    )
-    bad_words: tuple[str, ...] = field(
-        default=(),
-        metadata=_row(
-            texts(MAX_BAD_WORDS, MAX_BAD_WORD_BYTES),
-            _list_option(
-                "--bad-word",
-                "bad_words",
-                "Text that the answer must not contain. Repeatable; one a line in the variable.",
-                type=Line(),
-            ),
-            most_entries=MAX_BAD_WORDS,
-        ),
-    )
-    bad_words_token_ids: TokenSequences = field(default=(), metadata=_row(bad_word_sequences))
-    allowed_token_ids: tuple[int, ...] = field(
-        default=(),
-        metadata=_row(
-            token_ids(MAX_ALLOWED_TOKEN_IDS),
-            _list_option(
-                "--allowed-token-id",
-                "allowed_token_ids",
-                "Generate such token ids only, and end-of-sequence tokens. Repeatable. Default: all.",
-                type=click.INT,
-            ),
-            most_entries=MAX_ALLOWED_TOKEN_IDS,
-        ),
-    )
-    logprobs: int | None = field(
-        default=None,
-        metadata=_row(
-            integer(0, MAX_TOP_LOGPROBS),
-            _option(
-                "--logprobs",
-                "Show the logprob of each token, with the N most likely ones beside it, at most 20. Default: none.",
-                type=click.INT,
-            ),
-            is_output_option=True,
-        ),
-    )
-    logprob_token_ids: tuple[int, ...] = field(
-        default=(),
-        metadata=_row(
-            token_ids(MAX_LOGPROB_TOKEN_IDS),
-            _list_option(
-                "--logprob-token-id",
-                "logprob_token_ids",
-                "Token id whose logprob is shown beside each token's. Repeatable.",
-                type=click.INT,
-            ),
-            is_output_option=True,
-        ),
-    )
-    logprobs_kind: str = field(
-        default=RAW,
-        metadata=_row(
-            None,
-            _option(
-                "--logprobs-kind",
-                "Distribution of the logprobs: the model's own, or the one that tokens are drawn from. Default: raw.",
-                type=click.Choice(LOGPROBS_KINDS),
-            ),
-            is_output_option=True,
-            is_zero_default=True,
-        ),
-    )
-    prompt_logprobs: int | None = field(
-        default=None,
-        metadata=_row(
-            integer(0, MAX_TOP_LOGPROBS),
-            _option(
-                "--prompt-logprobs",
-                "Show the logprobs of the prompt's tokens, with the N most likely ones beside each. Default: none.",
-                type=click.INT,
-            ),
-            is_output_option=True,
-        ),
-    )
-    prompt_logprobs_start: int = field(
-        default=1,
-        metadata=_row(
-            integer(1, UINT32_MAX),
-            _option(
-                "--prompt-logprobs-start",
-                "First position of the prompt whose logprob is shown. Default: 1.",
-                type=click.INT,
-            ),
-            is_output_option=True,
-            is_zero_default=True,
-        ),
-    )
-    num_drafts: int | None = field(
-        default=None,
-        metadata=_row(
-            integer(0, UINT32_MAX),
-            _option(
-                "--num-drafts",
-                "Verify at most N draft tokens per step; 0: none. The answer is the same. Default: the worker's "
-                "choice.",
-                type=click.INT,
-            ),
-        ),
-    )
-    constraint: Constraint | None = field(
-        default=None,
-        metadata=_row(
-            None,
-            _option("--json-schema", "The answer must be JSON that matches this schema.", metavar="FILE|TEXT"),
-            _option("--json-object", "The answer must be a JSON object.", is_flag=True),
-            _option("--regex", "The answer must match this regular expression."),
-            _option("--grammar", "The answer must match this grammar, in Lark or GBNF.", metavar="FILE|TEXT"),
-            _list_option(
-                "--choice",
-                "choices",
-                "The answer must be one of such texts. Repeatable; one a line in the variable.",
-                type=Line(),
-            ),
-        ),
-    )
-    grammar: str = field(default="", metadata=_row(None))
+    grammar: str = _row("", None)
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
