@@ -17,7 +17,7 @@ import grpc
 from common.errors import ApiError, PermissionDeniedError, UnauthenticatedError
 from common.rpc.api_keys import Role
 from common.rpc.errors import abort
-from common.rpc.handlers import HandlerCache
+from common.rpc.interceptors import HandlerCache
 from common.rpc.key_store import KeyStore
 from common.telemetry.request_record import current_record
 

@@ -43,7 +43,7 @@ from common.limits import (
 )
 from common.rpc.auth import Access, AccessInterceptor
 from common.rpc.descriptors import max_connections, max_side_connections
-from common.rpc.metadata import MetadataBound
+from common.rpc.interceptors import MetadataBound
 from common.rpc.reflection import add_reflection
 from common.rpc.request_log import RequestLog
 from common.rpc.request_reader import RequestReader

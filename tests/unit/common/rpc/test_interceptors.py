@@ -1,4 +1,4 @@
-"""Wrapped handlers are made once per method and are bounded, whatever names callers send."""
+"""Interceptors: wrapped handlers are made once per method and are bounded, whatever names callers send."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from common.rpc import handlers
-from common.rpc.handlers import HandlerCache
+from common.rpc import interceptors
+from common.rpc.interceptors import HandlerCache
 
 
 def handler() -> Any:
@@ -38,6 +38,6 @@ def test_made_up_method_names_take_no_memory() -> None:
     """A call with too much metadata gets a refusing handler before its method name is checked."""
     wrapped = HandlerCache(lambda found, method: found)
     refusing = handler()
-    for i in range(10 * handlers._MAX_METHODS):
+    for i in range(10 * interceptors._MAX_METHODS):
         assert wrapped.of(refusing, f"/made/up{i}") is refusing
-    assert len(wrapped._made) <= handlers._MAX_METHODS
+    assert len(wrapped._made) <= interceptors._MAX_METHODS

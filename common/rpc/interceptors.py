@@ -1,7 +1,7 @@
-"""A bound on the metadata of every call, which also holds for clients that ignore gRPC's own bound.
+"""Parts of interceptors: the cache of wrapped handlers, and the bound on the metadata of every call.
 
-gRPC's core announces its bound, but enforces it only after the client has acknowledged it. A client that never
-acknowledges it could send any size.
+gRPC's core announces a bound on metadata, but enforces it only after the client has acknowledged it. A client that
+never acknowledges it could send any size, so `MetadataBound` looks at every call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,36 @@ from common.limits import MAX_METADATA_BYTES
 from common.rpc.errors import abort
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# More methods than a port has. Callers can make up names, so the cache needs a bound.
+_MAX_METHODS: Final = 256
 # Bytes that HTTP/2 counts for each entry besides its name and value.
 _ENTRY_BYTES: Final = 32
+
+
+class HandlerCache:
+    """Cache of the handlers that `wrap` has made, by method; at most 256.
+
+    Args:
+        wrap: makes the served handler from a handler and the full name of its method.
+    """
+
+    def __init__(self, wrap: Callable[[_Handler, str], _Handler]) -> None:
+        self._wrap = wrap
+        self._made: dict[str, tuple[_Handler, _Handler]] = {}
+
+    def of(self, handler: _Handler, path: str) -> _Handler:
+        """The wrapped handler of a method; made anew if the method's handler has changed.
+
+        Args:
+            handler: of the method, as the inner interceptors return it.
+            path: of the method, with a leading slash.
+        """
+        known = self._made.get(path)
+        if known is None or known[0] is not handler:
+            if len(self._made) >= _MAX_METHODS:
+                self._made.clear()
+            known = self._made[path] = handler, self._wrap(handler, path.removeprefix("/"))
+        return known[1]
 
 
 class MetadataBound(grpc.aio.ServerInterceptor):
