@@ -27,7 +27,6 @@ BEGIN: Final = "<!-- Made by `python -m scripts.contract_table`. -->"
 END: Final = "<!-- The end of what it has made. -->"
 MARKER: Final = "proto_field"
 _REFUSED_BY: Final = "e2e/test_router.py::test_every_field_is_served_or_refused_by_name"
-_METHOD_BY: Final = "e2e/test_contract.py::test_a_method_that_is_not_served_says_so"
 # Field of an answer, or a message of it as a whole, -> the field of a request that asks for it.
 _ASKED_BY: Final[Mapping[str, str]] = {
     "GenerateResponse.logprobs": "OutputOptions.logprobs",
@@ -61,7 +60,7 @@ class Row:
     def line(self) -> str:
         """Line of the table."""
         names = ", ".join(f"`{name}`" for name in self.fields)
-        test = "" if self.test in (_REFUSED_BY, _METHOD_BY) else f"`{self.test}`"
+        test = "" if self.test == _REFUSED_BY else f"`{self.test}`"
         return f"| `{self.message}` | {names} | {self.status} | {test} |"
 
 
@@ -178,7 +177,7 @@ def _stand(
     if name in answered and name in shown:
         return "served", shown[name]
     if name not in answered:
-        return "its method is not served", _METHOD_BY
+        return "its method is not served", _REFUSED_BY
     wish = _ASKED_BY.get(name) or _ASKED_BY.get(name.partition(".")[0])
     if wish is not None and wish not in served:
         return f"comes with `{wish}`, which is refused", _REFUSED_BY

@@ -102,7 +102,7 @@ def test_dns_answers_change_under_load(workers: list[Process], tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_file_changes_under_load(workers: list[Process], tmp_path: Path) -> None:
+def test_worker_file_changes_under_load_keep_streams(workers: list[Process], tmp_path: Path) -> None:
     """The same by a file; a broken one takes no worker away."""
     path = tmp_path / "workers.yaml"
 

@@ -210,7 +210,7 @@ def test_streams_survive_a_killed_worker_and_new_certificates(service: SecureSer
     assert moved
 
 
-def test_an_operator_drains_a_worker(service: SecureService) -> None:
+def test_operator_key_drains_worker_and_client_key_may_not(service: SecureService) -> None:
     """mTLS: AdminService passes the wish on by mTLS; a client's key may not, and its certificate does not get there."""
     drain = apb.DrainWorkerRequest(worker_id="worker-2")
     with service.admin("alice") as admin:

@@ -166,7 +166,7 @@ def contents(folder: Path, pattern: str) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_service_and_its_client_are_of_one_version() -> None:
+def test_service_and_client_packages_have_one_version() -> None:
     """What the service requires names it, and both run on the same Pythons."""
     service, client = (
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"] for folder in (".", "protos")

@@ -129,7 +129,7 @@ def spans_of(mesh: Mesh, trace_id: str, name: str) -> list[ReceivedSpan]:
     return found
 
 
-def test_a_trace_goes_through(mesh: Mesh) -> None:
+def test_trace_passes_envoy_to_router_and_worker(mesh: Mesh) -> None:
     trace_id, client_span = "5" * 31 + "1", "7" * 16
     metadata = (("traceparent", f"00-{trace_id}-{client_span}-01"),)
     assert list(mesh.stub.Generate(request(900), metadata=metadata, timeout=60))
@@ -162,7 +162,7 @@ def web_call(
     return response, messages, trailers
 
 
-def test_a_web_page_can_call(mesh: Mesh) -> None:
+def test_grpc_web_call_from_web_page_succeeds(mesh: Mesh) -> None:
     response, messages, trailers = web_call(mesh.envoy, request(901), {"origin": ORIGIN})
     assert (response.status, trailers["grpc-status"]) == (200, "0")
     assert response.getheader("access-control-allow-origin") == ORIGIN
@@ -171,7 +171,7 @@ def test_a_web_page_can_call(mesh: Mesh) -> None:
 
 
 def test_web_pages_may_send_client_headers() -> None:
-    """C16: the key, the trace and the tenant of a call from a browser."""
+    """The key, the trace and the tenant of a call from a browser."""
     text = (DEPLOY / "mesh" / "envoy.yaml").read_text()
     (allowed,) = re.findall(r'allow_headers: "([^"]+)"', text)
     # A line's end behind a backslash is none, as in YAML.
@@ -195,7 +195,7 @@ def by_json(mesh: Mesh, method: str, body: str, query: str = "") -> tuple[int, s
 
 
 def test_json_request_gets_same_answer_as_grpc(mesh: Mesh) -> None:
-    """O19: clients without gRPC, such as curl, can use JSON."""
+    """Clients without gRPC, such as curl, can use JSON."""
     asked = request(41, 30)
     whole = generate(mesh.stub, asked)
     status, once = by_json(mesh, "GenerateOnce", MessageToJson(asked))
@@ -235,7 +235,7 @@ def test_large_json_request_reaches_the_router(mesh: Mesh) -> None:
 def test_refused_json_request_gets_reason_and_field_as_json(
     mesh: Mesh, method: str, body: dict[str, Any], status: int, reason: str, field: str | None
 ) -> None:
-    """O19: the body was empty when the descriptor set lacked the types of error details."""
+    """The body was empty when the descriptor set lacked the types of error details."""
     got, said = by_json(mesh, method, json.dumps(body))
     details = json.loads(said)["details"]
     assert (got, [each["reason"] for each in details if "reason" in each]) == (status, [reason])
@@ -251,7 +251,7 @@ def test_invalid_json_request_is_refused_by_envoy(mesh: Mesh, method: str, body:
     assert by_json(mesh, method, body, query)[0] == status
 
 
-def test_a_deadline_reaches_the_router(mesh: Mesh) -> None:
+def test_deadline_through_envoy_ends_request_at_router(mesh: Mesh) -> None:
     """Of a client that does not watch it itself; the router then ends the request, which runs, and its span says so."""
     trace_id = "5" * 31 + "2"
     headers = {"grpc-timeout": "2500m", "traceparent": f"00-{trace_id}-{'7' * 16}-01"}
@@ -330,7 +330,7 @@ class Streams:
         return found
 
 
-def test_a_killed_router_costs_its_own_streams_only(mesh: Mesh) -> None:
+def test_killed_router_ends_only_its_own_streams(mesh: Mesh) -> None:
     streams = Streams(mesh.stub, count=8, max_tokens=600)
     mesh.envoy.wait(lambda: all(streams.tokens), "all streams begun")
     lost = mesh.envoy.of_host(mesh.routers[1].port, "rq_active")
@@ -377,7 +377,7 @@ def behind_sidecar(mesh: Mesh, tmp_path: Path) -> Iterator[Process]:
 
 
 def test_s4_a_session_that_a_sidecar_breaks_costs_no_request(mesh: Mesh, behind_sidecar: Process) -> None:
-    """S4: max_stream_duration and max_connection_duration of a second: streams of two go on, with the same tokens."""
+    """`max_stream_duration` and `max_connection_duration` of a second: streams of two go on, with the same tokens."""
     sessions = behind_sidecar.log.read_text().count('"worker up"')
     with grpc.insecure_channel(behind_sidecar.address) as channel, ThreadPoolExecutor(12) as pool:
         broken = InferenceServiceStub(channel)

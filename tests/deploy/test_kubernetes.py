@@ -174,7 +174,7 @@ def test_ports_are_named_and_say_grpc(variant: str) -> None:
 
 
 @each
-def test_the_program_takes_its_options(variant: str, component: str, in_force: Any) -> None:
+def test_container_options_are_accepted_by_program(variant: str, component: str, in_force: Any) -> None:
     options = in_force(variant, component)
     assert options["host"] == "0.0.0.0"
     (port,) = container(variant, component)["ports"]
@@ -252,7 +252,7 @@ def test_probes_ask_where_health_is(variant: str, component: str, in_force: Any)
 
 
 @each
-def test_the_grace_period_is_longer_than_the_drain(variant: str, component: str, in_force: Any) -> None:
+def test_grace_period_is_longer_than_drain(variant: str, component: str, in_force: Any) -> None:
     sleep = container(variant, component).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     options = in_force(variant, component)
     drain = DRAIN_PROPAGATION_S + options["drain_timeout_s" if component == "router" else "drain_timeout"]

@@ -158,7 +158,7 @@ def test_requests_of_evicted_worker_move_and_return(site: Site) -> None:
 
 
 def test_requests_without_model_name_show_chosen_model(site: Site) -> None:
-    """O26: a request without a model name gets the only model, and operators see its name."""
+    """A request without a model name gets the only model, and operators see its name."""
     calls = site.begun(request(0, 1900))
     try:
         (shown,) = json.loads(site.run(requests, "--json"))
@@ -289,7 +289,7 @@ def test_invalid_configuration_change_is_ignored(site: Site, wanted: dict[str, o
     assert site.stub.GetRouting(apb.GetRoutingRequest(), timeout=60) == before
 
 
-def test_a_limit_of_tenants_holds_from_its_change_on(site: Site) -> None:
+def test_changed_tenant_limit_applies_at_once(site: Site) -> None:
     def ask(i: int) -> grpc.StatusCode:
         return outcome(site.service.stub, i, 8)[0]
 
@@ -303,7 +303,7 @@ def test_a_limit_of_tenants_holds_from_its_change_on(site: Site) -> None:
 
 
 @pytest.mark.parametrize("command", [cordon, uncordon, drain, flush])
-def test_an_unknown_worker_is_named_with_those_there_are(site: Site, command: click.Command) -> None:
+def test_unknown_worker_error_lists_known_workers(site: Site, command: click.Command) -> None:
     with pytest.raises(CommandError, match="no worker is called 'w9'; workers: worker-0, worker-1") as caught:
         site.run(command, "w9")
     assert caught.value.exit_code == 2
@@ -323,7 +323,7 @@ def test_channelz_is_served(site: Site) -> None:
     assert sum(server.data.calls_started for server in servers) > 0
 
 
-def test_a_refusal_has_its_details(site: Site) -> None:
+def test_refused_routing_change_names_field(site: Site) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         site.stub.SetRouting(apb.SetRoutingRequest(routing=apb.Routing(placement="best")), timeout=60)
     assert isinstance(caught.value, grpc.Call)
@@ -367,7 +367,7 @@ def test_reload_applies_whole_file_or_nothing(site: Site) -> None:
 
 
 def test_reload_names_reverted_settings(site: Site) -> None:
-    """R14: by Reload, by its command and by SIGHUP, in the answer and in a warning."""
+    """By Reload, by its command and by SIGHUP, in the answer and in a warning."""
 
     def warnings() -> list[str]:
         lines = site.service.router.log.read_text().splitlines()
@@ -392,7 +392,7 @@ def test_reload_names_reverted_settings(site: Site) -> None:
         assert "tenant-weight" in line
 
 
-def test_the_list_of_workers_is_read_again(model: Path, tmp_path: Path) -> None:
+def test_changed_worker_file_drops_and_adds_workers(model: Path, tmp_path: Path) -> None:
     """A worker that the file names no more is left, one that cannot be reached is listed with the reason."""
     port = free_port()
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:

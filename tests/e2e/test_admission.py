@@ -92,8 +92,8 @@ async def test_tenants_in_turn_by_weight() -> None:
         assert [len(s.token_ids) for s in b.workers[0].submitted].index(21) == 8
 
 
-async def test_a_full_queue_is_shared_by_the_tenants() -> None:
-    """R3: who fills the queue yields to who has less of it; what is dropped ends with a status and a time to retry."""
+async def test_full_queue_is_shared_by_tenants() -> None:
+    """Who fills the queue yields to who has less of it; what is dropped ends with a status and a time to retry."""
     share = "and tenant 'flood' has its share of it"
     async with bench(OneByOne(FILES), queue_size=4) as b:
         running = await blocked(b)
@@ -116,7 +116,7 @@ async def test_a_full_queue_is_shared_by_the_tenants() -> None:
 
 
 async def test_long_answers_count_in_a_tenants_share() -> None:
-    """R3: after an answer of hundreds of tokens a tenant waits until others have had as much."""
+    """After an answer of hundreds of tokens a tenant waits until others have had as much."""
     async with bench(OneByOne(FILES)) as b:
         running = b.stub.Generate(
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7]), sampling_params=pb.SamplingParams(max_tokens=4000)),
@@ -137,7 +137,7 @@ async def test_long_answers_count_in_a_tenants_share() -> None:
         await b.empty()
 
 
-async def test_a_tenants_concurrency_is_its_own() -> None:
+async def test_tenant_concurrency_limits_only_that_tenant() -> None:
     async with bench(OneByOne(FILES), tenants=TenantPolicy(concurrency=1, concurrency_of={"": 0})) as b:
         running = await blocked(b)
         first = ask(b, tenant="a")
@@ -186,7 +186,7 @@ async def test_unknown_priority_and_overlong_tenant(fields: dict[str, Any], prob
         assert problem in (error.details() or "")
 
 
-async def test_the_workers_and_their_load_as_operators_see_them() -> None:
+async def test_admin_lists_workers_with_load() -> None:
     begun = time.monotonic()
     worker = OneByOne(FILES)
     async with bench(worker, admin_port=0) as b:
@@ -239,7 +239,7 @@ async def refused(call: Any, reason: str) -> str:
 
 
 async def test_high_priority_needs_permission() -> None:
-    """R3: with API keys, a high priority needs a key or a tenant that the operator allows it."""
+    """With API keys, a high priority needs a key or a tenant that the operator allows it."""
     keys = Keys(plain="", high="high", batch="low", a_gold="", b_gold="low")
     policy = TenantPolicy(max_priority_of={"gold": "high"})
     async with bench(FakeWorker(FILES), security=keys.security, tenants=policy) as b:
@@ -258,8 +258,8 @@ async def test_high_priority_needs_permission() -> None:
         await b.empty()
 
 
-async def test_the_tenant_of_a_key_is_in_the_salt_of_isolated_tenants() -> None:
-    """R14: the record and the hash of the prompt's chain agree, for both kinds of requests."""
+async def test_isolated_tenants_have_tenant_of_key_in_cache_salt() -> None:
+    """The record and the hash of the prompt's chain agree, for both kinds of requests."""
     keys, policy = Keys(gateway="", a_gold="", b_gold=""), TenantPolicy(isolate=True)
     async with bench(FakeWorker(FILES), security=keys.security, tenants=policy) as b:
         for name, tenant in (("a_gold", ""), ("b_gold", "gold"), ("gateway", "gold"), ("gateway", "")):
@@ -269,8 +269,8 @@ async def test_the_tenant_of_a_key_is_in_the_salt_of_isolated_tenants() -> None:
         await b.empty()
 
 
-async def test_a_tenant_that_must_be_bound_is_not_the_callers_to_name() -> None:
-    """R3: with --require-bound-tenant nobody evades shares and limits by another name in each call."""
+async def test_require_bound_tenant_refuses_named_tenant() -> None:
+    """With --require-bound-tenant nobody evades shares and limits by another name in each call."""
     keys = Keys(gateway="", a_gold="")
     async with bench(FakeWorker(FILES), security=keys.security, tenants=TenantPolicy(require_bound=True)) as b:
         await refused(keys.ask(b, "gateway", 0, tenant="gold"), "TENANT_NOT_BOUND")

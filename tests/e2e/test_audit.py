@@ -168,7 +168,7 @@ async def test_audit_off_recomputes_nothing() -> None:
         assert sum(len(worker.submitted) for worker in workers) == 1
 
 
-def test_an_operator_sees_the_options_by_their_names(tmp_path: Path) -> None:
+def test_shown_options_have_command_line_names(tmp_path: Path) -> None:
     shown = shown_options(RouterOptions(workers=["127.0.0.1:1"], audit=AuditOptions(0.001, tmp_path)))
     assert (shown["audit"], shown["audit-dir"]) == ("0.1%", str(tmp_path))
     assert (shown["failover"], shown["worker"]) == ("exact", "127.0.0.1:1")

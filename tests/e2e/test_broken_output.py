@@ -107,7 +107,7 @@ def assert_answers(stub: InferenceServiceStub, count: int = 5) -> None:
 
 @pytest.mark.slow
 def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tmp_path: Path) -> None:
-    """X1: with each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
+    """With each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
     SIGTERM ends in good order."""
     worker = process(Process, "worker", tmp_path, *worker_arguments(simulated_model(tmp_path / "model")))
     routers = [process(Mute, f"router {kind}", tmp_path, "router", "--worker", worker.address) for kind in KINDS]
@@ -132,7 +132,7 @@ def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tm
 
 @pytest.mark.slow
 def test_workers_with_unwritable_log_serve_every_router(tmp_path: Path) -> None:
-    """X1: with each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
+    """With each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
     good order."""
     model = simulated_model(tmp_path / "model")
     workers = [process(Mute, f"worker {kind}", tmp_path, *worker_arguments(model)) for kind in KINDS]
@@ -163,7 +163,7 @@ def answers(stub: InferenceServiceStub) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but({"stuck"}, ["dead", "stuck"]))
 def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
-    """X1: `fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
+    """`fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
     order."""
     model = simulated_model(tmp_path / "model")
     arguments = ["common.cli.main", "serve", "--model", str(model), "--model-name", "test", "--simulate", "fixed:5ms"]

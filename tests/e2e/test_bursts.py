@@ -78,13 +78,13 @@ async def burst(address: str, calls: int, connections: int, method: str) -> Coun
 
 @pytest.mark.slow
 async def test_three_thousand_calls_at_once_are_all_answered(service: Service) -> None:
-    """X2: beyond 1,000 calls that the loop has not taken yet, gRPC dropped some at random with a bare CANCELLED."""
+    """Beyond 1,000 calls that the loop has not taken yet, gRPC dropped some at random with a bare CANCELLED."""
     assert await burst(service.router.address, 3000, 4, "ListModels") == {("OK", ""): 3000}
 
 
 @pytest.mark.slow
 async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(service: Service) -> None:
-    """X2: a client begins the next call when a status has come, and gRPC's core refused it (REFUSED_STREAM) while the
+    """A client begins the next call when a status has come, and gRPC's core refused it (REFUSED_STREAM) while the
     router had not freed the call before."""
     for _ in range(3):
         assert await burst(service.router.address, 5000, 1, "ListModels") == {("OK", ""): 5000}
@@ -92,7 +92,7 @@ async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(se
 
 @pytest.mark.slow
 async def test_three_thousand_bad_key_calls_all_get_status(guarded: Service) -> None:
-    """X2: refusals too, although no handler runs for them."""
+    """Refusals too, although no handler runs for them."""
     found = await burst(guarded.router.address, 3000, 2, "ListModels")
     assert {code for code, _ in found} == {"UNAUTHENTICATED"}
     assert found.total() == 3000
@@ -103,7 +103,7 @@ async def test_three_thousand_bad_key_calls_all_get_status(guarded: Service) -> 
 async def test_ten_thousand_streams_at_once_end_with_ok_or_a_documented_status(
     service: Service, connections: int
 ) -> None:
-    """X2: what is more than the queue takes is refused by the router, which says so and when to come again."""
+    """What is more than the queue takes is refused by the router, which says so and when to come again."""
     found = await burst(service.router.address, 10_000, connections, "Generate")
     assert {code for code, _ in found} <= {"OK", "RESOURCE_EXHAUSTED"}, found
     assert all(details for code, details in found if code == "RESOURCE_EXHAUSTED")

@@ -101,7 +101,7 @@ async def test_pipe_chat_failure_sets_exit_code() -> None:
     assert "no router can be reached at" in err
 
 
-async def test_a_model_without_a_template_is_not_chatted_with() -> None:
+async def test_chat_command_refuses_model_without_template() -> None:
     files = {name: data for name, data in FILES.items() if "template" not in name}
     config = json.loads(files["tokenizer_config.json"])
     config.pop("chat_template", None)
@@ -242,7 +242,7 @@ def said(b: Bench) -> list[str]:
 
 
 async def test_paste_of_several_lines_sends_one_message() -> None:
-    """O16: a paste of three lines sent three messages."""
+    """A paste of three lines sent three messages."""
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind="xterm", columns=80) as chat:
         for pasted in (
             "one\ntwo\nthree",
@@ -349,6 +349,6 @@ async def test_generate_command_resumes_at_next_router() -> None:
         assert (answer["finish_reason"], answer["worker_id"]) == ("length", "w1")
 
 
-async def test_a_list_of_addresses_with_a_hole_is_refused() -> None:
+async def test_empty_entry_in_address_list_is_refused() -> None:
     code, _, err = await command("generate", "--router", "127.0.0.1:1,,", "say")
     assert (code, "is not a list of addresses" in err) == (2, True)

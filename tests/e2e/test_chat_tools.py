@@ -52,7 +52,7 @@ def prompts(b: Bench) -> list[str]:
     return [TOKENIZER.decode(list(one.token_ids)) for one in b.workers[0].submitted]
 
 
-async def test_the_next_line_of_a_pipe_is_the_result(tools: str, tmp_path: Path) -> None:
+async def test_piped_line_is_result_of_tool_call(tools: str, tmp_path: Path) -> None:
     """Each call has one; all of it stays in the conversation, as the router takes it back."""
     kept = tmp_path / "kept.json"
     async with bench(worker(f"so {LOOK}\n{WAIT}", LOOK)) as b:
@@ -93,7 +93,7 @@ async def test_cut_tool_calls_are_left_out(tools: str) -> None:
         assert "first" not in prompts(b)[-1]
 
 
-async def test_a_command_is_a_tool(tools: str) -> None:
+async def test_tool_command_gives_result_of_call(tools: str) -> None:
     async with bench(worker(LOOK, WAIT)) as b:
         at = ("chat", "--address", b.router.server.address, "--tools", tools)
         look = f'look={sys.executable} -c "{UPPER}"'
@@ -113,7 +113,7 @@ async def test_environment_commands_may_contain_blanks(tools: str, monkeypatch: 
         assert prompts(b)[1].count("tool\n7") == 2
 
 
-async def test_a_command_that_fails_ends_a_pipe(tools: str) -> None:
+async def test_failed_tool_command_ends_piped_chat(tools: str) -> None:
     async with bench(worker(LOOK, LOOK)) as b:
         at = ("chat", "--address", b.router.server.address, "--tools", tools, "--no-confirm")
         failing = f"look={sys.executable} -c \"import sys; sys.exit('no way')\""
@@ -124,7 +124,7 @@ async def test_a_command_that_fails_ends_a_pipe(tools: str) -> None:
         assert (code, "/no/such/program cannot be run: No such file" in err) == (1, True), err
 
 
-async def test_a_terminal_asks_for_results_and_before_commands(tools: str) -> None:
+async def test_terminal_asks_for_results_and_confirms_tool_commands(tools: str) -> None:
     run = ("--tools", tools, "--tool-command", f'look={sys.executable} -c "{UPPER}"')
     async with bench(worker(LOOK, "done", LOOK, "done", LOOK, WAIT)) as b, terminal(b, *run) as chat:
         for answer, result in (("y\n", ""), ("n\n", "typed\n"), ("\x03", "")):
@@ -160,9 +160,7 @@ async def test_a_terminal_asks_for_results_and_before_commands(tools: str) -> No
         ('[{"name": "a"}]', "is for 'look', which is not a tool; there are a"),
     ],
 )
-async def test_a_file_of_tools_with_a_fault_is_refused_before_anything_is_asked(
-    tmp_path: Path, content: str | None, problem: str
-) -> None:
+async def test_bad_tools_file_is_refused_before_first_call(tmp_path: Path, content: str | None, problem: str) -> None:
     file = tmp_path / "tools.json"
     if content is not None:
         file.write_text(content)
@@ -171,7 +169,7 @@ async def test_a_file_of_tools_with_a_fault_is_refused_before_anything_is_asked(
     assert (code, problem in err) == (2, True), err
 
 
-async def test_a_model_that_knows_no_tools_is_given_none(tools: str) -> None:
+async def test_tools_are_refused_for_model_without_tools(tools: str) -> None:
     async with bench(FakeWorker(thinking_files(), description={"vocab_size": 302})) as b:
         code, _, err = await command("chat", "--address", b.router.server.address, "--tools", tools, text="hi\n")
         assert (code, "knows no tools: leave --tools away" in err) == (2, True), err

@@ -53,7 +53,7 @@ async def test_answers_and_events() -> None:
         await b.empty()
 
 
-async def test_an_error_names_reason_field_and_advice() -> None:
+async def test_client_error_has_reason_field_and_advice() -> None:
     async with bench(FakeWorker(FILES)) as b, client_of(b, give_up_s=0) as client:
         with pytest.raises(FissileError) as caught:
             await client.generate("say", top_p=0)
@@ -210,7 +210,7 @@ async def test_closing_a_client_ends_its_streams_for_good() -> None:
         await b.empty()
 
 
-async def test_a_stream_is_cancelled_by_others_than_its_reader() -> None:
+async def test_stream_is_cancelled_by_another_task() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
         stream = client.generate_stream("say", max_tokens=4000)
         reading = asyncio.ensure_future(stream.result())
@@ -229,7 +229,7 @@ async def test_a_stream_is_cancelled_by_others_than_its_reader() -> None:
             await b.empty()
 
 
-async def test_a_stream_is_cancelled_between_its_attempts() -> None:
+async def test_stream_is_cancelled_between_attempts() -> None:
     """While it waits, and just before another thread can see its next call."""
     nowhere = f"127.0.0.1:{free_port()}"
     async with AsyncClient(nowhere) as client:
@@ -266,7 +266,7 @@ def test_missing_certificate_is_named() -> None:
         client.generate("say")
 
 
-def test_a_call_is_given_up_after_its_time() -> None:
+def test_retries_end_after_give_up_time() -> None:
     clock = 0.0
     retries = Retries(["a", "b"], 10.0)
     error = FissileError(grpc.StatusCode.UNAVAILABLE, "gone")
@@ -285,7 +285,7 @@ def test_a_call_is_given_up_after_its_time() -> None:
     assert Retries(["a"], 0.0).failed(error, 0) is None
 
 
-def test_the_advice_of_a_full_router_is_taken() -> None:
+def test_retry_waits_as_full_router_advises() -> None:
     full = FissileError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=1.5)
     assert Retries(["a"], 10.0).failed(full, 0.0) == 1.5
 
@@ -380,7 +380,7 @@ def test_unsendable_api_key_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1", "localhost", "::1", "[::1]", "", "a b:1"])
-def test_an_address_without_its_port_is_refused(target: str) -> None:
+def test_address_without_port_is_refused(target: str) -> None:
     """To gRPC it would be port 443, and a call that waits for somebody there."""
     with pytest.raises(ValueError, match="HOST:PORT"):
         Client(["127.0.0.1:50051", target])
@@ -400,7 +400,7 @@ def test_invalid_answer_index_takes_no_memory() -> None:
 
 
 def test_asyncio_client_works_in_second_event_loop() -> None:
-    """F19: in scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
+    """In scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
 
     async def serve(stop: threading.Event, ready: Queue[str]) -> None:
         async with bench(FakeWorker(FILES, answer=short)) as b:

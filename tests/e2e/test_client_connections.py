@@ -121,7 +121,7 @@ async def stop_behind_the_first_message(stream: AsyncStream, routers: Sequence[B
     await serving.router.stop()
 
 
-async def test_a_router_with_other_weights_is_not_the_last_word() -> None:
+async def test_stream_skips_router_with_other_weights() -> None:
     async with fleet("ww", "other", "ww") as routers, AsyncClient([b.router.server.address for b in routers]) as client:
         text = await text_while_its_router_ends(client, routers[:1])
         assert text == ("hijklmnpqrstuvwxyz" * 4)[: len(text)]
@@ -139,7 +139,7 @@ async def test_stream_ends_when_its_weights_are_gone() -> None:
         assert not routers[1].workers[0].submitted
 
 
-async def test_a_name_of_several_routers_is_all_of_them() -> None:
+async def test_name_of_several_routers_uses_all_of_them() -> None:
     """Calls take turns, and a stream whose router is gone goes on at another: by DNS and by a list of addresses."""
     async with fleet("ww", "ww", hosts=True) as routers:
         addresses = [b.router.server.address for b in routers]
@@ -232,7 +232,7 @@ async def test_closing_client_wakes_streams_waiting_to_retry(
         assert is_cancelled(error)
 
 
-async def test_a_client_closes_while_its_threads_begin_and_read_calls() -> None:
+async def test_closing_client_cancels_calls_of_other_threads() -> None:
     """Each call ends as cancelled, whichever step of it the close falls into."""
     async with bench(FakeWorker(FILES, step_s=0.005)) as b:
         for step in ("before", "between stub and call", "while it reads"):

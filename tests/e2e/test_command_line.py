@@ -170,7 +170,7 @@ def test_bench_reports_draft_acceptance(serve: Callable[..., Serve]) -> None:
     run.assert_nothing_left()
 
 
-def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
+def test_serve_list_generate_and_stop(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--workers", "2", "--no-ask", "--model-name", "mine")
     run.wait_for_line(f"serving on {run.address}")
     assert run.output == []
@@ -209,7 +209,7 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_protected_router_is_served_and_called_by_the_options_that_it_prints(
+def test_options_printed_by_protected_serve_reach_it(
     serve: Callable[..., Serve], simulated: str, tmp_path: Path
 ) -> None:
     ca = Authority(tmp_path)
@@ -232,7 +232,7 @@ def test_a_protected_router_is_served_and_called_by_the_options_that_it_prints(
 
 
 @pytest.mark.skipif(not BUF.exists(), reason="buf is not installed: make setup brings it where npm is there")
-def test_a_generic_tool_needs_no_protos(serve: Callable[..., Serve], simulated: str) -> None:
+def test_buf_curl_needs_no_protos(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     base = [str(BUF), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
@@ -276,7 +276,7 @@ def test_ctrl_c_during_the_start_ends_it(serve: Callable[..., Serve], simulated:
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[..., Serve], simulated: str) -> None:
+def test_serve_restarts_dead_worker_and_ends_after_three_deaths(serve: Callable[..., Serve], simulated: str) -> None:
     run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     run.kill_worker()
@@ -309,7 +309,7 @@ def test_no_child_survives_a_killed_serve(serve: Callable[..., Serve], simulated
 
 
 @pytest.mark.slow
-def test_a_taken_port_ends_it_with_one_line(serve: Callable[..., Serve], simulated: str) -> None:
+def test_taken_port_ends_serve_with_one_line(serve: Callable[..., Serve], simulated: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -331,7 +331,7 @@ def without_tokenizer(folder: Path) -> None:
 
 
 def spoil_tokenizer(folder: Path) -> None:
-    """M5: the worker served, and no client could ever be served."""
+    """The worker served, and no client could ever be served."""
     (folder / "tokenizer.json").write_text("{}")
 
 
@@ -369,7 +369,7 @@ def without_weights(folder: Path) -> None:
         "no weights",
     ],
 )
-def test_a_bad_model_ends_it_with_one_line(
+def test_bad_model_ends_serve_with_one_line(
     serve: Callable[..., Serve], tmp_path: Path, spoil: Callable[[Path], object], named: str
 ) -> None:
     model = make_checkpoint(tmp_path / "model")
@@ -392,7 +392,7 @@ def test_missing_model_is_named(serve: Callable[..., Serve], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..., Serve], tmp_path: Path) -> None:
+def test_model_without_chat_template_serves_generate_only(serve: Callable[..., Serve], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "plain", chat_template=False)
     run = serve("--model", str(folder), "--simulate", "fixed:2ms")
     # The first request finds out by itself that the model has no template.

@@ -51,7 +51,7 @@ async def text_of(call: Any) -> str:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
 async def test_generate_continues_the_prompt_and_chat_begins_a_message(tokens_per_step: int) -> None:
-    """M4: Generate lost the space before its first word."""
+    """Generate lost the space before its first word."""
     expected = " sat on the mat 中文"
     once = params(len(WORDS))
     async with bench(worker(tokens_per_step=tokens_per_step)) as b:
@@ -66,8 +66,8 @@ async def test_generate_continues_the_prompt_and_chat_begins_a_message(tokens_pe
         await b.empty()
 
 
-async def test_a_lost_worker_changes_no_text() -> None:
-    """M4: what goes on elsewhere behind prompt and tokens goes on with its text."""
+async def test_lost_worker_changes_no_text() -> None:
+    """What goes on elsewhere behind prompt and tokens goes on with its text."""
     one, two = worker("w0"), worker("w1")
     answer = WORDS * 40
     async with bench(one, two) as b:

@@ -74,7 +74,7 @@ async def test_unary_answer_equals_streamed_answer() -> None:
     "ChatMessage.parts",
     "ContentPart.text",
 )
-async def test_a_conversation_answered_in_one_message_can_be_sent_back() -> None:
+async def test_message_of_chat_once_can_be_sent_back() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
         (answer,) = (await b.stub.ChatOnce(chat)).answers
@@ -177,7 +177,7 @@ async def test_without_max_tokens_an_answer_has_the_rest_of_the_context() -> Non
         await b.empty()
 
 
-async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
+async def test_default_max_tokens_bounds_answers() -> None:
     async with bench(FakeWorker(FILES), default_max_tokens=7) as b:
         for params, tokens in (
             (pb.SamplingParams(), 7),
@@ -297,7 +297,7 @@ async def test_answers_that_had_finished_are_not_sent_again() -> None:
         await b.empty()
 
 
-async def test_a_resumed_stream_takes_over_from_the_one_that_its_router_still_has(
+async def test_resumed_stream_replaces_its_old_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And its place among the requests of its tenant, who may have no other."""
@@ -466,7 +466,7 @@ async def test_unary_answers_restart_when_weights_roll() -> None:
         await b.empty()
 
 
-async def test_a_stream_that_had_not_begun_goes_to_the_weights_of_its_id() -> None:
+async def test_resume_without_text_goes_to_weights_of_request_id() -> None:
     """While weights are rolled: a client asks again with `resume`, and knows nothing of the weights yet."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", description={"weights_digest": f"x{i}"}) for i in range(2)]
     async with bench(*workers) as b:
@@ -510,7 +510,7 @@ async def test_resumed_stream_without_tokens_is_not_streaming() -> None:
         await b.empty()
 
 
-async def test_an_operator_sees_requests_and_ends_one() -> None:
+async def test_admin_lists_requests_and_cancels_one() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01, room_seqs=2, decoding=0), admin_port=0) as b:
         admin = await admin_of(b)
         running = []
@@ -553,7 +553,7 @@ async def test_operator_cancels_waiting_request() -> None:
         await b.empty()
 
 
-async def test_a_router_describes_itself() -> None:
+async def test_get_server_info_describes_router() -> None:
     async with bench(admin_port=0) as b:
         admin = await admin_of(b)
         info = await admin.GetServerInfo(apb.GetServerInfoRequest())

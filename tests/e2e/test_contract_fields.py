@@ -113,7 +113,7 @@ async def test_broken_chat_resumes() -> None:
 
 
 @pytest.mark.proto_field("GenerateRequest.session_id", "ChatRequest.session_id")
-async def test_a_session_keeps_its_weights() -> None:
+async def test_session_keeps_its_weights() -> None:
     workers = [
         FakeWorker(FILES, worker_id=f"w{i}", answer=short, description={"weights_digest": f"x{i}"}) for i in (0, 1)
     ]
@@ -145,7 +145,7 @@ async def test_a_session_keeps_its_weights() -> None:
     "ChatMessage.role",
     "ChatMessage.content",
 )
-async def test_an_answer_in_one_message_has_all_that_a_stream_has() -> None:
+async def test_answer_in_one_message_equals_stream() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         params = {"max_tokens": 64, "n": 2}
         plain, said = request(request_id="r", params=params), chat(request_id="r")

@@ -159,7 +159,7 @@ def test_drafts_change_no_token(client: Client, service: Service) -> None:
             assert drafted.answers[0].token_ids == plain.answers[0].token_ids
 
 
-def test_the_example_has_a_real_conversation(service: Service) -> None:
+def test_tools_example_answers_with_demo_model(service: Service) -> None:
     program = [sys.executable, str(REPOSITORY / "examples" / "tools_client.py"), service.router.address]
     said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [

@@ -20,7 +20,7 @@ __all__ = ["folder", "site"]
 pytestmark = pytest.mark.usefixtures("stays_frozen")
 
 
-async def test_a_direct_call(site: Site) -> None:
+async def test_direct_call_streams_start_tokens_and_end(site: Site) -> None:
     answers = [answer async for answer in site.stub.Generate(request(20))]
     assert [token for answer in answers for token in answer.token_ids] == REFERENCE.reference([1, 2, 3], 20, seed=4)
     assert [answer.HasField("start") for answer in answers] == [True] + [False] * (len(answers) - 1)
@@ -28,8 +28,8 @@ async def test_a_direct_call(site: Site) -> None:
     assert answers[-1].end.reason == wpb.END_REASON_LENGTH
 
 
-async def test_a_direct_call_without_a_seed(site: Site) -> None:
-    """W14: the seed was 0, so that one prompt had one "random" answer for everybody."""
+async def test_direct_call_without_seed_derives_seed_from_id(site: Site) -> None:
+    """The seed was 0, so that one prompt had one "random" answer for everybody."""
     call = request(20, request_id="mine")
     call.ClearField("seed")
     first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
@@ -45,7 +45,7 @@ async def test_a_direct_call_without_a_seed(site: Site) -> None:
 
 
 async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W12: any number of direct calls waited, each with its prompt."""
+    """Any number of direct calls waited, each with its prompt."""
     monkeypatch.setattr("worker.session.service.MAX_WAITING_CALLS", 2)
     given = options(folder)
     async with running(Worker(replace(given, config=replace(given.config, max_num_seqs=1)))) as site:
@@ -88,7 +88,9 @@ async def test_cancelled_direct_call(site: Site) -> None:
         ),
     ],
 )
-async def test_a_bad_direct_call(site: Site, bad: wpb.GenerateRequest, code: grpc.StatusCode, field: str) -> None:
+async def test_bad_direct_call_names_field(
+    site: Site, bad: wpb.GenerateRequest, code: grpc.StatusCode, field: str
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await site.stub.Generate(bad).read()
     assert raised.value.code() is code

@@ -89,7 +89,7 @@ def vectors(response: pb.EmbedResponse | Embeddings) -> list[list[float]]:
     "Model.embedding_size",
     "Model.default_pooling",
 )
-def test_the_service_gives_the_vectors_of_the_library(service: Service, folder: Path) -> None:
+def test_embed_rpc_equals_library(service: Service, folder: Path) -> None:
     said = ["the cat sat on the mat", "a", "the cat sat on the mat, and " * 9]
     config = Config(model=str(folder), dtype="float32", max_model_len=512, num_kvcache_blocks=64)
     library = LLMEngine(config)
@@ -110,7 +110,7 @@ def test_the_service_gives_the_vectors_of_the_library(service: Service, folder: 
     service.wait_idle()
 
 
-def test_the_client_library_embeds_and_ranks(service: Service) -> None:
+def test_client_library_embeds_and_ranks(service: Service) -> None:
     said: list[str | list[int]] = ["a cat", [5, 6, 7]]
     query, documents = "cats", ["a dog", "a cat sat", "mat"]
     inputs = [pb.TextOrTokens(text="a cat"), pb.TextOrTokens(token_ids=pb.TokenIds(ids=[5, 6, 7]))]
@@ -134,7 +134,7 @@ def test_the_client_library_embeds_and_ranks(service: Service) -> None:
         assert list(order.documents) == list(ranked.documents)
 
 
-def test_the_cache_serves_vectors_of_last_tokens(service: Service) -> None:
+def test_prefix_cache_serves_last_pooling_only(service: Service) -> None:
     prompt = [i % 250 for i in range(7, 207)]
     first, again = (service.stub.Embed(tokens(prompt, pooling=pb.POOLING_LAST), timeout=60) for _ in range(2))
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 192)
@@ -257,7 +257,7 @@ async def test_oversized_embedding_is_refused_before_computing() -> None:
         await b.empty()
 
 
-async def test_a_call_has_a_bounded_number_of_prompts_under_way() -> None:
+async def test_embed_call_bounds_prompts_in_flight() -> None:
     worker = FakeWorker(FILES, description=EMBEDS, room_seqs=4096, answer=short)
     async with bench(worker) as b:
         most = 0
@@ -297,7 +297,7 @@ async def test_unsupported_checkpoint_pooling_requires_request_pooling() -> None
         await b.empty()
 
 
-async def test_a_worker_that_sends_no_vector_is_no_worker() -> None:
+async def test_missing_vector_ends_embed_with_internal() -> None:
     async with bench(FakeWorker(FILES, description=EMBEDS, vector=())) as b:
         error = await error_of(b.stub.Embed(texts("a")))
         assert error.code() is grpc.StatusCode.INTERNAL
@@ -353,7 +353,7 @@ async def test_calls_of_a_session_go_to_one_worker() -> None:
         await b.empty()
 
 
-def test_a_lost_worker_changes_no_vector(tmp_path: Path) -> None:
+def test_lost_worker_changes_no_vector(tmp_path: Path) -> None:
     """Prompts of two dozen steps each, on two workers, of which one is killed in the middle."""
     prompts = [[(i + place) % 250 for i in range(1500)] for place in range(16)]
     reference = SimulatedRunner(300, None, hidden_size=SIMULATED_SIZE)

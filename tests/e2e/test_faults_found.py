@@ -129,7 +129,7 @@ def ask(fleet: Fleet, numbers: Iterator[int], enough: threading.Event) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("fleet", "fault"), [(fault, fault) for fault in FAULTS], indirect=["fleet"])
-def test_a_worker_that_begins_to_compute_wrongly_is_found(fleet: Fleet, fault: str) -> None:
+def test_audit_finds_worker_that_starts_to_compute_wrongly(fleet: Fleet, fault: str) -> None:
     faulty = f"worker-{random.Random(fault).randrange(WORKERS)}"
     numbers, enough = itertools.count(), threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:

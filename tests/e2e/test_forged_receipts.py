@@ -183,7 +183,7 @@ async def test_workers_without_logit_digests_refuse_logit_receipts() -> None:
         assert await outcome(b, replay) == ("FAILED_PRECONDITION", "OTHER_MODEL_STATE")
 
 
-async def test_a_worker_that_takes_no_work_or_is_of_another_class_is_not_asked() -> None:
+async def test_replay_needs_ready_worker_of_same_numerics() -> None:
     one = FakeWorker(FILES, worker_id="w0", answer=letters)
     other = FakeWorker(FILES, worker_id="w1", answer=letters, description={"numerics": "others"})
     async with bench(one, other, placement="round_robin") as b:

@@ -104,7 +104,7 @@ def test_generation_without_output_head_is_refused_by_name(kind: str, request: p
 
 
 @pytest.mark.slow
-def test_a_decoder_alone_gives_the_vectors_of_the_library(embedder: Service, decoder: Path) -> None:
+def test_decoder_without_head_embeds_like_library(embedder: Service, decoder: Path) -> None:
     said = ["the cat sat on the mat", "a"]
     library = LLMEngine(Config(model=str(decoder), dtype="float32", max_model_len=256, num_kvcache_blocks=64))
     asked = pb.EmbedRequest(inputs=[pb.TextOrTokens(text=text) for text in said])
@@ -133,7 +133,7 @@ def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "classifier"])
-def test_a_service_without_an_output_head_is_asked_for_a_vector(kind: str, request: pytest.FixtureRequest) -> None:
+def test_serve_asks_model_without_head_for_vector(kind: str, request: pytest.FixtureRequest) -> None:
     """`fissile serve` asks a first question, and says what else can be asked: not what is refused."""
     folder: Path = request.getfixturevalue(kind)
     done = fissile("serve", "--model", str(folder), "--once", "--max-model-len", "64", "--kv-cache-memory", "16MiB")
@@ -176,7 +176,7 @@ def test_relevance_equals_cross_encoder(reranker: Service, classifier: Path) -> 
     assert {4 - document.index: document.relevance for document in again.documents} == found
 
 
-def test_a_long_query_is_in_the_cache_for_all_documents(reranker: Service) -> None:
+def test_long_rerank_query_is_cached_for_all_documents(reranker: Service) -> None:
     asked = pb.RerankRequest(query="which cat sat on which mat? " * 9, documents=DOCUMENTS)
     first, again = (reranker.stub.Rerank(asked, timeout=60) for _ in range(2))
     assert again.usage.cached_tokens > first.usage.cached_tokens
@@ -198,7 +198,7 @@ def test_bad_input_is_named(reranker: Service, code: str, path: str, bad: pb.Rer
     assert (error.code().name, error.details().startswith(f"{path} ")) == (code, True)
 
 
-async def test_a_template_that_names_the_roles_makes_the_prompts() -> None:
+async def test_rerank_template_with_roles_makes_prompts() -> None:
     template = (
         "{% for m in messages if m['role'] == 'query' %}Q:{{ m['content'] }}{% endfor %}"
         "{% for m in messages if m['role'] == 'document' %} D:{{ m['content'] }}{% endfor %}"
@@ -214,7 +214,7 @@ async def test_a_template_that_names_the_roles_makes_the_prompts() -> None:
         await b.empty()
 
 
-async def test_a_classifier_of_several_labels_is_no_reranker() -> None:
+async def test_classifier_of_several_labels_refuses_rerank() -> None:
     async with bench(FakeWorker(FILES, description={**PAIRED, "num_labels": 3})) as b:
         error = await error_of(b.stub.Rerank(RERANK))
         assert detail(error, error_details_pb2.ErrorInfo).reason == "NOT_A_RERANKER"
@@ -231,7 +231,7 @@ async def test_model_with_unknown_head_refuses_to_generate() -> None:
         await b.empty()
 
 
-def test_a_lost_worker_changes_no_relevance(tmp_path: Path) -> None:
+def test_lost_worker_changes_no_relevance(tmp_path: Path) -> None:
     """Prompts of many steps each, on two workers, of which one is killed in the middle."""
     labelled = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     model = simulated_model(tmp_path / "model")

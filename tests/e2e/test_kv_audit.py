@@ -87,7 +87,7 @@ async def test_audit_asks_no_third_worker_while_two_agree() -> None:
         await b.empty()
 
 
-async def test_a_comparison_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_kv_comparison_disturbs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ended = [], []
 
     def fail(*arguments: object) -> None:

@@ -71,7 +71,7 @@ def whole(answer: Answer, undisturbed: Answer, attempts: int) -> None:
 def test_answer_never_moves_to_worker_with_too_short_model_length(
     fleet: Service, ending: signal.Signals, attempts: int
 ) -> None:
-    """R1: the short worker joins while the stream runs on the long one, which is then killed, or drains."""
+    """The short worker joins while the stream runs on the long one, which is then killed, or drains."""
     start(fleet, 0)
     undisturbed = generate(fleet.stub, long_request(f"undisturbed {ending}"))
     with ThreadPoolExecutor(1) as pool:
@@ -90,7 +90,7 @@ def test_answer_never_moves_to_worker_with_too_short_model_length(
 
 
 def test_clients_see_effective_model_length(fleet: Service) -> None:
-    """R1: a short worker shortens the model for nobody."""
+    """A short worker shortens the model for nobody."""
     start(fleet, 0, 1)
     assert fleet.stub.GetModel(pb.GetModelRequest()).model.max_model_len == LONG
     whole(generate(fleet.stub, long_request("one")), generate(fleet.stub, long_request("other")), 1)
@@ -109,7 +109,7 @@ async def joined(b: Bench, *workers: FakeWorker) -> None:
 
 
 async def test_waiting_request_never_moves_to_too_short_worker() -> None:
-    """R1: requests queue when the short worker joins."""
+    """Requests queue when the short worker joins."""
     long, short = fakes()
     long.room_seqs = 1
     async with bench(long) as b:
@@ -127,7 +127,7 @@ async def test_waiting_request_never_moves_to_too_short_worker() -> None:
 
 
 async def test_requests_too_long_for_all_workers_wait_then_fail() -> None:
-    """R1: nothing is cut and nothing is INTERNAL."""
+    """Nothing is cut and nothing is INTERNAL."""
     long, short = fakes()
     async with bench(long, short, failover=FailoverOptions(worker_wait_s=0.5)) as b:
         begun = b.stub.Generate(asked(request_id="begun", params={"max_tokens": 900}))
@@ -147,7 +147,7 @@ async def test_requests_too_long_for_all_workers_wait_then_fail() -> None:
 
 
 async def test_worker_refusing_moved_request_does_not_fail_it() -> None:
-    """R1: the request runs on the first worker, is refused by the second, and goes on on the third."""
+    """The request runs on the first worker, is refused by the second, and goes on on the third."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(3)]
     async with bench(*workers) as b:
         call = b.stub.Generate(asked(params={"max_tokens": 500}))
@@ -165,8 +165,8 @@ async def test_worker_refusing_moved_request_does_not_fail_it() -> None:
         await b.empty()
 
 
-async def test_a_request_that_two_workers_refuse_fails_as_they_say() -> None:
-    """R1: a refusal is tried elsewhere once."""
+async def test_request_refused_by_two_workers_fails_with_their_message() -> None:
+    """A refusal is tried elsewhere once."""
     refusal = wpb.SequenceEnd(reason=wpb.END_REASON_INVALID, message="no")
     workers = [FakeWorker(FILES, f"w{i}", end_with=refusal, tokens_per_step=0) for i in range(3)]
     async with bench(*workers) as b:
@@ -177,7 +177,7 @@ async def test_a_request_that_two_workers_refuse_fails_as_they_say() -> None:
 
 
 async def test_answer_cut_by_worker_continues_elsewhere() -> None:
-    """R1: FINISH_REASON_LENGTH means that the answer has all tokens that were asked for."""
+    """FINISH_REASON_LENGTH means that the answer has all tokens that were asked for."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(2)]
     async with bench(*workers) as b:
         call = b.stub.Generate(asked(params={"max_tokens": 500}))
@@ -191,7 +191,7 @@ async def test_answer_cut_by_worker_continues_elsewhere() -> None:
 
 
 async def test_workers_that_name_no_numerics_class_share_none() -> None:
-    """R1: an answer that moves between them could not be called exact."""
+    """An answer that moves between them could not be called exact."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(2)]
     for worker in workers:
         plain = worker.GetWorker

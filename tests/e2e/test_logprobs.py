@@ -131,7 +131,7 @@ def test_stream_resumes_after_text_and_token_count(simulated: Service) -> None:
 
 
 def test_stream_resumes_after_tokens_without_text(simulated: Service) -> None:
-    """C7: a client could resume behind tokens without text only if it had their ids."""
+    """A client could resume behind tokens without text only if it had their ids."""
     found = 0
     for seed in range(40):
         asked = request([seed + 1, 5, 9], max_tokens=8)
@@ -203,7 +203,7 @@ def test_chat_returns_logprobs(simulated: Service) -> None:
     assert list(once.prompt_logprobs) == prompt_logprobs_of(parts)
 
 
-def test_an_echoed_prompt_has_no_logprobs(simulated: Service) -> None:
+def test_echoed_prompt_has_no_logprobs(simulated: Service) -> None:
     """Its ids come with the first generated ones, and a stream goes on by the ids that logprobs name."""
     asked = request(options={"logprobs": 0, "echo": True})
     whole = list(simulated.stub.Generate(asked, timeout=60))
@@ -216,7 +216,7 @@ def test_an_echoed_prompt_has_no_logprobs(simulated: Service) -> None:
     assert rest[-1].finish.logprob == whole[-1].finish.logprob
 
 
-def test_the_client_library_hands_them_on(simulated: Service) -> None:
+def test_client_library_returns_logprobs(simulated: Service) -> None:
     options = pb.OutputOptions(logprobs=1, prompt_logprobs=0)
     with Client(simulated.router.address) as client:
         result = client.generate(PROMPT, max_tokens=8, ignore_eos=True, request_id="r", output_options=options)
@@ -226,7 +226,7 @@ def test_the_client_library_hands_them_on(simulated: Service) -> None:
         assert result.finish.logprob == sum(entry.logprob for entry in answer.logprobs)
 
 
-def test_a_lost_worker_changes_no_logprob(tmp_path: Path) -> None:
+def test_lost_worker_changes_no_logprob(tmp_path: Path) -> None:
     options = {"logprobs": 3, "prompt_logprobs": 1, "logprob_token_ids": [9]}
     asked = request(max_tokens=300, options=options)
     model = simulated_model(tmp_path / "model")
@@ -291,7 +291,7 @@ async def test_workers_without_logprobs_are_named() -> None:
         await b.empty()
 
 
-async def test_a_digest_of_text_resumes_logprobs_with_the_number_of_tokens_alone() -> None:
+async def test_resume_by_text_with_logprobs_needs_token_count() -> None:
     async with bench(FakeWorker(FILES, description={"features": ["logprobs"]})) as b:
         asked = text_request(request_id="r")
         asked.output_options.CopyFrom(pb.OutputOptions(logprobs=0))

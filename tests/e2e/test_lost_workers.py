@@ -150,8 +150,8 @@ async def test_worker_of_other_weights_takes_over_no_stream() -> None:
         await swapped.stop()
 
 
-async def test_a_request_that_kills_every_worker_is_stopped_after_it_killed_one_alone() -> None:
-    """R5, X8: two deaths make a suspect, the third one, with nothing beside it, the verdict."""
+async def test_request_that_kills_workers_ends_after_third_death() -> None:
+    """Two deaths make a suspect, the third one, with nothing beside it, the verdict."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(5)]
     async with bench(*workers) as b:
         for worker in workers:
@@ -174,7 +174,7 @@ async def test_a_request_that_kills_every_worker_is_stopped_after_it_killed_one_
 
 
 async def test_suspect_runs_alone_until_first_steps_end() -> None:
-    """R5: what comes meanwhile goes elsewhere; an innocent one ends as if nothing had been."""
+    """What comes meanwhile goes elsewhere; an innocent one ends as if nothing had been."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(4)]
     async with bench(*workers) as b:
         for worker in workers:
@@ -212,7 +212,7 @@ def have_passed_first_steps(router: Router, address: str) -> bool:
 
 @pytest.mark.slow
 async def test_long_answers_outlive_any_two_workers() -> None:
-    """R5: deaths beside many other requests, after the first steps."""
+    """Deaths beside many other requests, after the first steps."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.01) for i in range(4)]
     async with bench(*workers) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 300})) for _ in range(12)]
@@ -228,7 +228,7 @@ async def test_long_answers_outlive_any_two_workers() -> None:
 
 @pytest.mark.slow
 async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anything() -> None:
-    """R5: two workers freeze one after the other, each for longer than the router waits."""
+    """Two workers freeze one after the other, each for longer than the router waits."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.3) for i in range(3)]
     async with bench(*workers) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 20})) for _ in range(9)]
@@ -264,7 +264,7 @@ async def test_silent_worker_is_lost_and_streams_continue() -> None:
 
 
 async def test_worker_dying_early_repeatedly_is_on_probation() -> None:
-    """R13: when it comes back it draws no more requests than it may kill."""
+    """When it comes back it draws no more requests than it may kill."""
     well = FakeWorker(FILES, worker_id="well")
     bad = FakeWorker(FILES, worker_id="bad", instance_id="0")
     async with bench(well, bad) as b:
@@ -284,7 +284,7 @@ async def test_worker_dying_early_repeatedly_is_on_probation() -> None:
         await b.empty()
 
 
-async def test_a_stalled_step_is_given_up_and_a_long_prefill_is_not() -> None:
+async def test_stall_timeout_spares_long_prefill() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two, failover=FailoverOptions(stall_timeout_s=1.0)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 900}))
@@ -303,7 +303,7 @@ async def test_a_stalled_step_is_given_up_and_a_long_prefill_is_not() -> None:
         await b.ready(2)
 
 
-async def test_an_aborted_request_is_not_submitted_again() -> None:
+async def test_aborted_request_is_not_resubmitted() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 4000}), timeout=t) for t in (60, 3.0)]
@@ -380,7 +380,7 @@ async def test_failed_engine_gets_no_requests() -> None:
 
 
 async def test_nan_output_ends_only_its_request() -> None:
-    """W6: INTERNAL, not tried elsewhere, where the same weights would give the same; and no loss of the worker."""
+    """INTERNAL, not tried elsewhere, where the same weights would give the same; and no loss of the worker."""
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -408,7 +408,7 @@ async def test_sequences_given_up_by_worker_continue_elsewhere() -> None:
         assert [i for part in parts for i in part.token_ids] == one.answer(leaving.submitted[0])[:500]
 
 
-async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = "0af7651916cd43dd8448eb211c80319d"
     metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
     with OtlpReceiver() as receiver:
@@ -433,7 +433,7 @@ async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) ->
         assert [s.attributes.get("fissile.attempt.loss") for s in spans] == ["died", None]
         assert sum(int(s.attributes["fissile.attempt.tokens"]) for s in spans) == 400
         assert spans[0].end_ns <= spans[1].start_ns <= spans[1].end_ns <= request_span.end_ns + 5_000_000
-        # C8: the time between the two is no hole, and neither is what came before the first.
+        # The time between the two is no hole, and neither is what came before the first.
         mine = [s for s in receiver.spans if s.parent_id == request_span.span_id and s.kind == "INTERNAL"]
         tokenize, queue, wait = sorted(mine, key=lambda s: s.start_ns)
         assert [s.name for s in (tokenize, queue, wait)] == ["tokenize", "queue", "wait for worker"]

@@ -161,7 +161,7 @@ async def mangle(seed: int, per_method: int) -> Counter[str]:
     return seen
 
 
-async def test_a_mangled_request_of_any_method_gets_a_documented_status_that_names_its_field() -> None:
+async def test_mangled_request_of_any_method_gets_documented_status() -> None:
     seen = await mangle(1, PER_METHOD)
     # The draws reach what they are for.
     assert min(seen[name] for name in ("OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")) > 5, seen

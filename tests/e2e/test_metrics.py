@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) ->
         yield running
 
 
-def test_the_figures_of_a_worker(service: Service, receiver: OtlpReceiver) -> None:
+def test_worker_metrics_match_its_answers(service: Service, receiver: OtlpReceiver) -> None:
     requests = [request(i, max_tokens=40) for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda one: generate(service.stub, one), requests))
@@ -57,7 +57,7 @@ def test_the_figures_of_a_worker(service: Service, receiver: OtlpReceiver) -> No
     last(names.ENGINE_KV_BLOCK_SIZE, 16)
 
 
-def test_a_cancelled_request_counts_as_one(service: Service, receiver: OtlpReceiver) -> None:
+def test_cancelled_request_counts_as_cancelled(service: Service, receiver: OtlpReceiver) -> None:
     call = service.stub.Generate(request(1, max_tokens=1500), timeout=60)
     part = next(iter(call))
     assert isinstance(part, pb.GenerateResponse)

@@ -51,7 +51,7 @@ def asking(prompt: dict[str, Any], **options: Any) -> pb.GenerateRequest:
 @pytest.mark.proto_field("OutputOptions.echo")
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("keep", [False, True])
-async def test_an_echo_is_the_prompt_in_front_of_the_same_answer(prompt: dict[str, Any], keep: bool) -> None:
+async def test_echo_puts_prompt_before_same_answer(prompt: dict[str, Any], keep: bool) -> None:
     async with bench(FakeWorker(FILES, answer=special)) as b:
         plain = await collect(b.stub.Generate(asking(prompt, keep_special_tokens=keep)))
         echoed = await collect(b.stub.Generate(asking(prompt, keep_special_tokens=keep, echo=True)))
@@ -178,14 +178,14 @@ async def test_stop_strings_match_text_as_sent() -> None:
             )
 
 
-async def test_a_stop_token_is_no_text_even_where_special_tokens_are() -> None:
+async def test_stop_token_is_no_text_with_kept_special_tokens() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         b.workers[0].end_with = wpb.SequenceEnd(reason=wpb.END_REASON_STOP_TOKEN, stop_token_id=5)
         parts = await collect(b.stub.Generate(asking({"text": "say"}, keep_special_tokens=True)))
         assert text_of(parts) == TOKENIZER.decode(ids_of(parts)[:-1])
 
 
-async def test_a_chat_has_no_echo() -> None:
+async def test_chat_refuses_echo() -> None:
     async with bench() as b:
         asked = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")])
         asked.output_options.echo = True

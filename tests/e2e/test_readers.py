@@ -49,7 +49,7 @@ UNREAD: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s":
 
 @pytest.mark.parametrize("tokens", [60_000, 700_000])
 async def test_client_that_never_reads_is_dropped(tokens: int) -> None:
-    """R4, X9: after the answer's end too, when only the last messages wait for it."""
+    """After the answer's end too, when only the last messages wait for it."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(params={"max_tokens": tokens}, request_id="same"))
@@ -68,14 +68,14 @@ async def test_client_that_never_reads_is_dropped(tokens: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_slow_worker_drops_no_client() -> None:
+async def test_slow_worker_drops_no_client() -> None:
     worker = FakeWorker(FILES, step_s=1.2)
     async with bench(worker, **UNREAD) as b:
         assert (await collect(b.stub.Generate(request(params={"max_tokens": 3}))))[-1].HasField("finish")
 
 
 async def test_drain_does_not_wait_for_unread_client() -> None:
-    """R4: neither while its message waits, for longer than a slow client may, nor for its status."""
+    """Neither while its message waits, for longer than a slow client may, nor for its status."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, drain_timeout_s=60.0, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(params={"max_tokens": 60_000}))

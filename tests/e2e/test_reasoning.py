@@ -69,7 +69,7 @@ async def test_reasoning_arrives_in_its_channel() -> None:
 
 
 @pytest.mark.proto_field("ChatMessage.reasoning")
-async def test_an_answer_with_reasoning_can_be_sent_back() -> None:
+async def test_answer_with_reasoning_can_be_sent_back() -> None:
     """The template shows it as it shows `reasoning_content`; it is for the assistant alone."""
     async with bench(worker_of()) as b:
         once = await b.stub.ChatOnce(chat())
@@ -103,7 +103,7 @@ async def test_spelled_out_delimiter_is_text() -> None:
         await b.empty()
 
 
-async def test_a_channel_that_a_model_lacks_is_refused_by_name() -> None:
+async def test_channel_missing_in_model_is_refused_by_name() -> None:
     plain = {**FILES, "chat_template.jinja": b"{% for m in messages %}{{ m.content }}{% endfor %}"}
     async with bench(worker_of(plain)) as b:
         assert pb.CAPABILITY_REASONING not in (await b.stub.GetModel(pb.GetModelRequest())).model.capabilities
@@ -173,7 +173,7 @@ async def of_two_workers(files: dict[str, bytes], asked: pb.ChatRequest, ids: li
         return parts + await collect(call)
 
 
-async def test_the_client_library_has_reasoning_apart() -> None:
+async def test_client_library_separates_reasoning() -> None:
     async with bench(worker_of()) as b, AsyncClient(b.router.server.address) as client:
         stream = client.chat_stream("hi", max_tokens=200)
         events = [event async for event in stream if isinstance(event, Delta)]

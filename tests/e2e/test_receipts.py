@@ -75,7 +75,7 @@ async def test_receipt_names_weights_tokenizer_and_numerics() -> None:
 @pytest.mark.proto_field(
     "Receipt.template_sha256",
 )
-async def test_a_chat_is_another_request_than_its_prompt() -> None:
+async def test_receipt_of_chat_differs_from_receipt_of_its_prompt() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(request_id="r", messages=[pb.ChatMessage(role="user", content="hi")])
         asked_for(chat)

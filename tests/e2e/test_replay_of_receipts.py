@@ -211,7 +211,7 @@ async def test_unreplayable_request_is_refused_by_name(change: Any, status: str,
         await b.empty()
 
 
-async def test_a_replay_waits_for_its_worker_alone_and_ends_with_it() -> None:
+async def test_replay_waits_for_and_ends_with_its_named_worker() -> None:
     """The others of the class could go on with it; it is this worker that is asked about."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
     async with bench(*workers, failover=FailoverOptions(worker_wait_s=0.3)) as b:

@@ -88,7 +88,7 @@ async def line_of(lines: list[Line], **wanted: Any) -> Line:
 
 
 async def test_finished_request_line_has_every_field(lines: list[Line]) -> None:
-    """C4: model, tenant, peer, tokens, times, attempts and exactness in one line, and nothing of its content."""
+    """Model, tenant, peer, tokens, times, attempts and exactness in one line, and nothing of its content."""
     metadata = (*METADATA, ("x-fissile-tenant", "gold"))
     async with bench(FakeWorker(FILES, answer=short)) as b:
         await collect(b.stub.Generate(request("secret", request_id="r1"), metadata=metadata))
@@ -108,7 +108,7 @@ async def test_finished_request_line_has_every_field(lines: list[Line]) -> None:
 
 
 async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]) -> None:
-    """C2, R12: cancelled, past its deadline while it runs, and while it waits."""
+    """Cancelled, past its deadline while it runs, and while it waits."""
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         cancelled = b.stub.Generate(request(request_id="cancelled", params={"max_tokens": 4000}))
@@ -126,8 +126,8 @@ async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]
         assert line["completion_tokens"] > 0
 
 
-async def test_a_request_that_only_waited_has_a_line_without_tokens(lines: list[Line]) -> None:
-    """C2: the deadline passes in the router's queue."""
+async def test_log_line_of_queued_request_has_no_tokens(lines: list[Line]) -> None:
+    """The deadline passes in the router's queue."""
     async with bench(FakeWorker(FILES, room_seqs=0, decoding=1)) as b:
         await error_of(b.stub.Generate(request(request_id="waits"), timeout=2.5))
         line = await line_of(lines, request_id="waits")
@@ -150,10 +150,10 @@ async def test_a_request_that_only_waited_has_a_line_without_tokens(lines: list[
         (request(request_id="\x1b[31m" + "x" * MAX_REQUEST_ID_BYTES), "INVALID_ARGUMENT", {"fields": ["request_id"]}),
     ],
 )
-async def test_a_refusal_names_its_field_and_its_reason(
+async def test_log_line_of_refusal_has_field_and_reason(
     lines: list[Line], asked: pb.GenerateRequest, status: str, wanted: dict[str, Any]
 ) -> None:
-    """C4: never the contents, and nothing that a terminal would obey."""
+    """Never the contents, and nothing that a terminal would obey."""
     async with bench() as b:
         error = await error_of(b.stub.Generate(asked))
         line = await line_of(lines, status=status)
@@ -165,7 +165,7 @@ async def test_a_refusal_names_its_field_and_its_reason(
 
 
 async def test_limit_and_duplicate_refusals_have_log_lines(lines: list[Line]) -> None:
-    """C4, R12: refused behind validation, and each line is of one call."""
+    """Refused behind validation, and each line is of one call."""
     async with bench(tenants=TenantPolicy(concurrency=1)) as b:
         running = b.stub.Generate(request(request_id="one", params={"max_tokens": 4000}))
         await running.read()
@@ -178,7 +178,7 @@ async def test_limit_and_duplicate_refusals_have_log_lines(lines: list[Line]) ->
 
 
 async def test_callers_are_named_by_their_key_and_strangers_by_their_address(lines: list[Line]) -> None:
-    """C4: an audit needs the name of the key, never the key or its hash."""
+    """An audit needs the name of the key, never the key or its hash."""
     shown, kept = new_key("billing", "gold", [Role.INFER])
     security = RouterSecurity(access=KeyAccess(KeyStore(None, [kept.line()])))
     async with bench(security=security, start=False) as b:
@@ -214,7 +214,7 @@ async def raw(b: Bench, method: str, message: bytes | None = None) -> grpc.Statu
 
 
 async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
-    """C2: bytes that are no message, no message at all, a method that there is not."""
+    """Bytes that are no message, no message at all, a method that there is not."""
     async with bench() as b:
         assert await raw(b, GENERATE, b"\xff\xff") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.InferenceService/Chat") is grpc.StatusCode.INVALID_ARGUMENT
@@ -228,7 +228,7 @@ async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
 
 
 async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line]) -> None:
-    """C2: Tokenize, ListModels and probes at debug."""
+    """Tokenize, ListModels and probes at debug."""
     async with bench() as b:
         await b.stub.Tokenize(pb.TokenizeRequest(text="say"))
         await b.stub.ListModels(pb.ListModelsRequest())
@@ -248,7 +248,7 @@ async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line
 
 
 async def test_slow_client_log_line_counts_delivered_tokens(lines: list[Line]) -> None:
-    """R12: what was dropped is not counted as delivered."""
+    """What was dropped is not counted as delivered."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, max_unread_tokens=20_000) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(request_id="slow", params={"max_tokens": 700_000}))
@@ -264,7 +264,7 @@ async def test_slow_client_log_line_counts_delivered_tokens(lines: list[Line]) -
 
 
 async def test_lost_worker_log_lines_share_ids_with_requests(lines: list[Line]) -> None:
-    """C3, R12: `attempt lost` names the request and its trace; a stream that breaks after tokens is one line."""
+    """`attempt lost` names the request and its trace; a stream that breaks after tokens is one line."""
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         calls = [
@@ -286,7 +286,7 @@ async def test_lost_worker_log_lines_share_ids_with_requests(lines: list[Line]) 
 
 
 async def test_request_log_lines_carry_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C3: a line from within a request has its ids; one of a decision about all of them has none."""
+    """A line from within a request has its ids; one of a decision about all of them has none."""
     seen: dict[str, tuple[str, str]] = {}
 
     def look(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,10 +304,8 @@ async def test_request_log_lines_carry_request_id(monkeypatch: pytest.MonkeyPatc
     assert seen == {"open": ("r1", TRACE), "submit": ("", "")}
 
 
-async def test_a_fault_of_the_router_is_one_line_with_its_traceback(
-    lines: list[Line], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C2: a crash ends a request too."""
+async def test_router_fault_is_one_log_line_with_traceback(lines: list[Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash ends a request too."""
 
     async def broken(*_: object) -> None:
         raise KeyError("whatever")
@@ -322,7 +320,7 @@ async def test_a_fault_of_the_router_is_one_line_with_its_traceback(
 
 
 async def test_requests_that_the_end_of_the_router_breaks_off_say_so(lines: list[Line]) -> None:
-    """C2: neither the client's wish nor its deadline."""
+    """Neither the client's wish nor its deadline."""
     async with bench() as b:
         call = b.stub.Generate(request(request_id="cut", params={"max_tokens": 4000}), timeout=60)
         await call.read()
@@ -333,8 +331,8 @@ async def test_requests_that_the_end_of_the_router_breaks_off_say_so(lines: list
     assert line["completion_tokens"] > 0
 
 
-async def test_an_observer_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C2: neither the line nor what is reckoned for it may touch a request."""
+async def test_failed_observer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the line nor what is reckoned for it may touch a request."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no observer")
@@ -350,7 +348,7 @@ async def test_an_observer_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyP
 
 
 async def test_every_request_of_a_storm_has_exactly_one_line_with_its_status(lines: list[Line]) -> None:
-    """C2: whatever its end; also when workers are lost meanwhile."""
+    """Whatever its end; also when workers are lost meanwhile."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", room_seqs=16) for i in range(3)]
     failover = FailoverOptions(FailoverPolicy.EXACT, worker_wait_s=2.0)
     rnd, told = random.Random(5), dict[str, grpc.StatusCode]()
@@ -388,7 +386,7 @@ async def test_every_request_of_a_storm_has_exactly_one_line_with_its_status(lin
 
 
 async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R12: tokens that went to clients which then gave up are counted, on spans and in figures."""
+    """Tokens that went to clients which then gave up are counted, on spans and in figures."""
 
     def are_there(points: list[ReceivedPoint]) -> bool:
         cancelled = {point.name for point in points if point.attributes.get(names.RPC_STATUS) == "CANCELLED"}
@@ -457,7 +455,7 @@ async def test_calls_with_many_texts_count_the_tokens_of_all(
 
 
 async def test_ending_process_logs_interrupted_requests() -> None:
-    """C2: a router that is told twice to end still says whose streams it cut."""
+    """A router that is told twice to end still says whose streams it cut."""
     async with draining_process() as (process, channel):
         asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
         call: Any = InferenceServiceStub(channel).Generate(asked, timeout=60)
@@ -472,7 +470,7 @@ async def test_ending_process_logs_interrupted_requests() -> None:
 
 
 async def test_direct_calls_have_log_lines(lines: list[Line], tmp_path: Path) -> None:
-    """C2: finished, refused and cancelled on the worker itself; a router's Session is not a request."""
+    """Finished, refused and cancelled on the worker itself; a router's Session is not a request."""
     async with running(Worker(options(make_model_folder(tmp_path / "tiny")))) as site:
         answers = [a async for a in site.stub.Generate(direct(20, request_id="whole"), metadata=METADATA)]
         line = await line_of(lines, request_id="whole")
@@ -502,7 +500,7 @@ async def test_direct_calls_have_log_lines(lines: list[Line], tmp_path: Path) ->
 
 
 async def test_time_on_worker_without_tokens_counts_as_queue(lines: list[Line]) -> None:
-    """R12: a worker was lost before the first token; the phases add up to what the client has waited."""
+    """A worker was lost before the first token; the phases add up to what the client has waited."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=lambda _: []) for i in range(2)]
     async with bench(*workers) as b:
         call = b.stub.Generate(request(request_id="moved"))

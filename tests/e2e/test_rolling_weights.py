@@ -31,7 +31,7 @@ def replaced(service: Service, index: int, folder: Path) -> int:
 
 
 def test_rolling_weights_under_load_fails_no_request(tmp_path: Path) -> None:
-    """R7: three workers with an old tokenizer are replaced by three with a new one; one is ready at any time."""
+    """Three workers with an old tokenizer are replaced by three with a new one; one is ready at any time."""
     old = simulated_model(tmp_path / "old")
     new = simulated_model(tmp_path / "new")
     (new / "generation_config.json").write_text(json.dumps({"top_k": 7}))
@@ -78,7 +78,7 @@ async def rolled(b: Bench, *workers: FakeWorker) -> None:
 
 @pytest.mark.slow
 async def test_waiting_request_is_prepared_again_after_weight_roll() -> None:
-    """R7: the only worker goes, and the one that comes has other weights and another tokenizer."""
+    """The only worker goes, and the one that comes has other weights and another tokenizer."""
     other = tokenizer_files(generation={"temperature": 0.0})
     old = FakeWorker(FILES, "old", room_seqs=1, description={"weights_digest": "old"})
     new = FakeWorker(other, "new", description={"weights_digest": "new"})
@@ -102,7 +102,7 @@ async def test_waiting_request_is_prepared_again_after_weight_roll() -> None:
 
 
 async def test_started_stream_gets_no_token_of_other_weights() -> None:
-    """R7: it waits for its own, and then ends as any that has lost its worker."""
+    """It waits for its own, and then ends as any that has lost its worker."""
     old = FakeWorker(FILES, "old", description={"weights_digest": "old"})
     new = FakeWorker(FILES, "new", description={"weights_digest": "new"})
     async with bench(old, failover=FailoverOptions(worker_wait_s=0.5)) as b:
@@ -118,8 +118,8 @@ async def test_started_stream_gets_no_token_of_other_weights() -> None:
         await new.stop()
 
 
-async def test_a_session_has_the_same_weights_at_every_router() -> None:
-    """R7: routers that see as many workers of the same weights choose alike."""
+async def test_session_has_same_weights_at_every_router() -> None:
+    """Routers that see as many workers of the same weights choose alike."""
 
     def fleet() -> list[FakeWorker]:
         return [FakeWorker(FILES, f"w{i}", answer=short, description={"weights_digest": "ab"[i % 2]}) for i in range(4)]

@@ -99,7 +99,7 @@ def test_loop_lag() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 10_000])
-async def test_the_lean_client_reads_frames_however_they_are_cut(cut: int) -> None:
+async def test_lean_client_reads_frames_cut_anywhere(cut: int) -> None:
     data = b"".join(
         [
             b"\0\0\0\x04\0\0\0\0\0",  # SETTINGS
@@ -121,7 +121,7 @@ async def test_the_lean_client_reads_frames_however_they_are_cut(cut: int) -> No
 
 
 @pytest.mark.parametrize("cut", [1, 4, 11, 10_000])
-async def test_the_lean_client_reads_events_however_they_are_cut(cut: int) -> None:
+async def test_lean_client_reads_events_cut_anywhere(cut: int) -> None:
     data = b'HTTP/1.1 200 OK\r\n\r\n9\r\ndata: {"a":1}\n\n\r\n3\r\ndata: {}\n\n\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
     connection = SseConnection(len)
     connection.connection_made(_Sink())
@@ -133,7 +133,7 @@ async def test_the_lean_client_reads_events_however_they_are_cut(cut: int) -> No
     assert reply.ended.done()
 
 
-async def test_a_refused_request_is_no_answer() -> None:
+async def test_lean_client_raises_on_refused_request() -> None:
     connection = SseConnection(len)
     connection.connection_made(_Sink())
     reply = connection.start("/x", b"")

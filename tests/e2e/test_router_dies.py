@@ -35,8 +35,8 @@ def behind(asked: pb.GenerateRequest, got: list[int]) -> pb.GenerateRequest:
 
 
 @pytest.mark.slow
-def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path) -> None:
-    """C10: a status without details after text, and a repeat that begins with what had come."""
+def test_repeated_request_gives_same_tokens_at_another_router(tmp_path: Path) -> None:
+    """A status without details after text, and a repeat that begins with what had come."""
     with running_service(tmp_path, simulated_model(tmp_path / "model"), worker_options=OPTIONS) as service:
         port = free_port()
         arguments = ["router", "--port", str(port), "--worker", service.workers[0].address]
@@ -111,7 +111,7 @@ def broken(i: int, by: str, n: int = 1, **options: Any) -> Broken:
 
 
 def test_sequences_of_dead_router_are_adopted_and_computed_once(tmp_path: Path) -> None:
-    """S12: whatever its client has of it, the sequences are adopted, and what comes is as if nothing had happened."""
+    """Whatever its client has of it, the sequences are adopted, and what comes is as if nothing had happened."""
     # The lease is longer than they take one after the other on a busy machine.
     environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}
     digests = pb.ReceiptOptions(logits_every=3)

@@ -124,7 +124,7 @@ async def test_gauges_follow_load_and_return_to_zero(collector: Collector) -> No
 
 
 async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> None:
-    """O2: a worker that dies, or that leaves the list, is no label any more; its lost attempts stay counted."""
+    """A worker that dies, or that leaves the list, is no label any more; its lost attempts stay counted."""
     dying, leaving, staying = FakeWorker(FILES, "dying"), FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(dying, leaving, staying, placement="round_robin") as b:
         await collector.until(3, names.ROUTER_WORKERS, WORKER_STATE="serving")
@@ -177,17 +177,17 @@ async def many_clients(collector: Collector, number: int) -> None:
 
 
 async def test_client_made_up_names_are_no_metric_labels(collector: Collector) -> None:
-    """O2: the number of label sets does not depend on the number of sessions, tenants and model names."""
+    """The number of label sets does not depend on the number of sessions, tenants and model names."""
     await many_clients(collector, 600)
 
 
 @pytest.mark.long
 async def test_ten_thousand_made_up_names_add_no_metric_labels(collector: Collector) -> None:
-    """O2: the same with 10,000 of each."""
+    """The same with 10,000 of each."""
     await many_clients(collector, 10_000)
 
 
-async def test_the_lag_of_the_loop_is_seen(collector: Collector) -> None:
+async def test_blocked_event_loop_shows_in_lag_metric(collector: Collector) -> None:
     async with bench():
         await until(lambda: (collector.value(names.ROUTER_LOOP_LAG) or 0) > 2)
 

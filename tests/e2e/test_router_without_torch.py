@@ -138,7 +138,7 @@ def test_missing_torch_error_says_what_to_install(
     assert "Traceback" not in result.stderr
 
 
-def test_the_router_serves(environment: Environment, worker: Process, tmp_path: Path) -> None:
+def test_router_without_torch_serves(environment: Environment, worker: Process, tmp_path: Path) -> None:
     port = free_port()
     with (tmp_path / "router.log").open("wb") as log:
         router = subprocess.Popen(

@@ -175,7 +175,7 @@ def test_several_answers_compute_their_prompt_once(service: Service) -> None:
     assert computed == 150 + 3
 
 
-def test_an_echo_is_the_prompt_as_its_tokenizer_decodes_it(checkpoint: Path, service: Service) -> None:
+def test_echo_with_special_tokens_is_decoded_prompt(checkpoint: Path, service: Service) -> None:
     plain = ask(service, 50, {})
     echoed = ask(service, 50, {}, pb.OutputOptions(echo=True, keep_special_tokens=True, return_token_ids=True))
     assert echoed.token_ids == [*prompt(50), *plain.token_ids]
@@ -195,7 +195,7 @@ def likeliest(answers: list[Any]) -> list[Any]:
 
 
 @pytest.mark.proto_field("SamplingParams.best_of")
-def test_the_likeliest_answers_are_sent_the_best_one_first(service: Service) -> None:
+def test_best_of_returns_likeliest_answers_first(service: Service) -> None:
     whole = service.stub.GenerateOnce(whole_answers({"n": 9}, logprobs=0), timeout=120)
     expected = likeliest(list(whole.answers))
     assert len({len(one.token_ids) for one in expected}) > 1
@@ -213,7 +213,7 @@ def test_the_likeliest_answers_are_sent_the_best_one_first(service: Service) -> 
     assert asked.finish.logprob == pytest.approx(sum(each.logprob for each in asked.logprobs), rel=1e-5)
 
 
-def test_a_conversation_has_a_best_answer(service: Service) -> None:
+def test_best_of_applies_to_chat(service: Service) -> None:
     asked = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
     asked.sampling_params.MergeFrom(pb.SamplingParams(max_tokens=12, seed=3, n=6))
     asked.output_options.logprobs = 0

@@ -74,7 +74,7 @@ def plain(entry: pb.TokenLogprobs) -> dict[str, Any]:
     "TopLogprob.token_id",
     "TopLogprob.logprob",
 )
-def test_the_service_gives_the_bits_of_the_library(service: Service, folder: Path) -> None:
+def test_score_rpc_equals_library_bit_for_bit(service: Service, folder: Path) -> None:
     params: dict[str, Any] = {
         "max_tokens": 12,
         "temperature": 0.9,
@@ -149,7 +149,7 @@ def test_scores_equal_decoding_logprobs(service: Service) -> None:
     service.wait_idle()
 
 
-def test_the_client_library_scores(service: Service) -> None:
+def test_client_library_scores(service: Service) -> None:
     expected = service.stub.Score(texts("the cat", " sat", " ran"), timeout=60)
     with_ids = service.stub.Score(tokens([5, 6, 7], [8, 9]), timeout=60)
 

@@ -41,7 +41,7 @@ def seeds_at_workers(router: Bench) -> set[int]:
 
 @pytest.mark.parametrize("retries_cancelled", [True, False])
 async def test_calls_unseen_by_stopped_server_are_retried_elsewhere(retries_cancelled: bool) -> None:
-    """O15: calls that arrive between the stop of gRPC's core and its GOAWAY end as CANCELLED; no router sees them.
+    """Calls that arrive between the stop of gRPC's core and its GOAWAY end as CANCELLED; no router sees them.
 
     The test stops the core while many calls wait to be accepted. Otherwise one or two in a thousand would end so.
     """

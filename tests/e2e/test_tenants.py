@@ -61,7 +61,7 @@ def test_tenants_share_a_prefix_with_their_own_salt_only(service: Service) -> No
 
 
 def test_isolated_tenants_share_no_cache(service: Service, tmp_path: Path) -> None:
-    """R14: without a salt of each client's own, all tenants shared, and `cached_tokens` told what others had asked."""
+    """Without a salt of each client's own, all tenants shared, and `cached_tokens` told what others had asked."""
     port = free_port()
     arguments = ["router", "--port", str(port), "--worker", service.workers[0].address, "--isolate-tenants"]
     router = Process("isolating", arguments, port, tmp_path / "isolating.log")
@@ -127,7 +127,7 @@ def test_higher_class_overtakes_requests_waiting_for_blocks(service: Service) ->
     assert ended() == ["high", "normal", "unset", "low"]
 
 
-def test_a_direct_call_has_both_too(service: Service) -> None:
+def test_direct_call_obeys_salt_and_cache_opt_out(service: Service) -> None:
     with grpc.insecure_channel(service.workers[0].address) as channel:
         stub = WorkerServiceStub(channel)
 

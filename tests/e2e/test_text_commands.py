@@ -156,7 +156,7 @@ def test_client_calls_other_router_after_loss(service: Service) -> None:
     assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1), done.output
 
 
-def test_the_program_has_them(service: Service) -> None:
+def test_text_commands_run_as_programs(service: Service) -> None:
     """As a person runs it: a file, a pipe, and one line that says what is wrong."""
     done = fissile("embed", "--address", service.router.address, "--dimensions", "2", text="a\nb\n")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
@@ -165,7 +165,7 @@ def test_the_program_has_them(service: Service) -> None:
     assert done.stderr == "error: no documents: standard input is empty (`fissile rerank --help` lists what there is)\n"
 
 
-def test_a_file_of_vectors_is_not_for_a_terminal() -> None:
+def test_npy_format_is_refused_on_terminal() -> None:
     terminal, output = os.openpty()
     command = [sys.executable, "-m", "common.cli.main", "embed", "a", "--format", "npy"]
     done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)

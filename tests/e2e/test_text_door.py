@@ -23,7 +23,7 @@ UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
 
 
 async def test_fields_of_a_later_version_are_refused_by_number() -> None:
-    """R10, X10: they were accepted and ignored."""
+    """They were accepted and ignored."""
     async with bench(FakeWorker(FILES)) as b:
         made = request()
         made.sampling_params.MergeFromString(UNKNOWN)
@@ -37,7 +37,7 @@ async def test_fields_of_a_later_version_are_refused_by_number() -> None:
 
 
 async def test_no_method_ignores_a_field_of_a_later_version() -> None:
-    """R10, X10: in every message, so of each method that there is, and of each that will be."""
+    """In every message, so of each method that there is, and of each that will be."""
     async with bench(FakeWorker(FILES), admin_port=0) as b:
         admin = b.router.admin
         assert admin is not None
@@ -52,7 +52,7 @@ async def test_no_method_ignores_a_field_of_a_later_version() -> None:
 
 
 async def test_long_texts_are_refused_without_residue() -> None:
-    """X3, R2: OUT_OF_RANGE with the field's name; cancelled texts go."""
+    """OUT_OF_RANGE with the field's name; cancelled texts go."""
     async with bench(FakeWorker(FILES)) as b:
         for call, field in (
             (b.stub.Generate(request("7" * 2_000_000)), "text"),
@@ -88,7 +88,7 @@ async def busy_text_threads(encoder: PromptEncoder) -> AsyncIterator[None]:
 
 
 async def test_tokenize_and_detokenize_count_for_their_tenant() -> None:
-    """R2: they were outside of all tenants' limits."""
+    """They were outside of all tenants' limits."""
     async with bench(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=1))
         async with busy_text_threads(b.router._encoder):

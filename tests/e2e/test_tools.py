@@ -228,7 +228,7 @@ async def test_worker_death_inside_tool_call_changes_nothing(count: int) -> None
     assert (parts[-1].finish.attempts, parts[-1].finish.reason) == (2, pb.FINISH_REASON_TOOL_CALLS)
 
 
-async def test_the_client_library_has_calls() -> None:
+async def test_client_library_returns_tool_calls() -> None:
     async with bench(worker_of()) as b, AsyncClient(b.router.server.address) as client:
         stream = client.chat_stream("hi", max_tokens=400, tools=[tool("look", "looks", SCHEMA)])
         deltas = [event async for event in stream if isinstance(event, Delta)]
@@ -246,7 +246,7 @@ async def test_the_client_library_has_calls() -> None:
         await b.empty()
 
 
-async def test_the_example_answers_calls_until_there_are_none() -> None:
+async def test_tools_example_answers_calls_until_final_answer() -> None:
     """A call of what there is, a call of what there is not, and then the answer."""
     tokenizer = Tokenizer.from_files(FILES)
 

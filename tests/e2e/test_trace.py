@@ -68,13 +68,13 @@ def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> N
     for span in (router, worker):
         assert span.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens
         assert span.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens
-    # O27: an attribute has the same meaning on both sides of the hop.
+    # An attribute has the same meaning on both sides of the hop.
     assert router.attributes["gen_ai.response.id"] == parts[0].request_id
     assert "gen_ai.response.id" not in worker.attributes
     assert re.fullmatch("[0-9a-f]{1,16}", str(worker.attributes["fissile.rid"]))
-    # C12: a chat on both sides of the hop.
+    # A chat on both sides of the hop.
     assert {s.attributes["gen_ai.operation.name"] for s in (router, worker)} == {"chat"}
-    # C8: why decoding took as long as it did.
+    # Why decoding took as long as it did.
     decode = children["decode"].attributes
     assert decode["fissile.decode.steps"] >= usage.completion_tokens - 1
     assert (decode["fissile.decode.mean_batch"], decode["fissile.decode.preemptions"]) == (1.0, 0)

@@ -61,7 +61,7 @@ def num_dropped(service: Service) -> int:
 
 
 def test_client_dropped_before_first_message_gets_status(service: Service) -> None:
-    """X4: with the first message under way no status could be sent: one frame of data, and then nothing for ever."""
+    """With the first message under way no status could be sent: one frame of data, and then nothing for ever."""
     client = Unread(service.router.address)
     for i in range(CALLS):
         client.begin("/fissile.v1.InferenceService/Generate", request(i, 1000).SerializeToString())
@@ -72,7 +72,7 @@ def test_client_dropped_before_first_message_gets_status(service: Service) -> No
 
 
 def test_dropped_unread_clients_leave_no_traceback(service: Service) -> None:
-    """X4: the first message of a dropped client is still under way, and fails when the connection closes."""
+    """The first message of a dropped client is still under way, and fails when the connection closes."""
     before = num_dropped(service)
     client = Unread(service.router.address)
     for i in range(CALLS):

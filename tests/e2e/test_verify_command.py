@@ -44,7 +44,7 @@ async def write_receipt(b: Any, path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["--chat", "--text"])
-async def test_an_answer_is_verified_from_its_file_alone(how: str, tmp_path: Path) -> None:
+async def test_verify_needs_only_written_receipt_file(how: str, tmp_path: Path) -> None:
     async with bench(FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")) as b:
         written = await write_receipt(b, tmp_path / "receipt.json", how, "--logits-every", "4")
         assert len(written["receipt"]["logit_digests"]) == 3
@@ -56,7 +56,7 @@ async def test_an_answer_is_verified_from_its_file_alone(how: str, tmp_path: Pat
         await b.empty()
 
 
-async def test_a_receipt_alone_is_verified_with_its_request(tmp_path: Path) -> None:
+async def test_bare_receipt_is_verified_with_request_file(tmp_path: Path) -> None:
     async with bench(FakeWorker(FILES)) as b:
         proof = await write_receipt(b, tmp_path / "proof.json", "--text")
         alone, asked = tmp_path / "receipt.json", tmp_path / "request.json"

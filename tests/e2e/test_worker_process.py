@@ -96,7 +96,7 @@ async def test_drain_timeout_ends_running_requests(process: Process) -> None:
 
 
 @pytest.mark.slow
-async def test_a_second_signal_ends_at_once(process: Process) -> None:
+async def test_second_signal_ends_worker_at_once(process: Process) -> None:
     async with await process.channel() as channel:
         router = RouterEnd(channel)
         await router.open()
@@ -109,7 +109,7 @@ async def test_a_second_signal_ends_at_once(process: Process) -> None:
         assert await process.exit_code() == 128 + signal.SIGTERM
 
 
-def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_failed_worker_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -136,7 +136,7 @@ def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         pytest.param(["--port", "70000"], "70000 is not in the range", marks=pytest.mark.slow),
     ],
 )
-def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
+def test_bad_worker_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "worker", "--simulate=fixed:2ms", "--model", str(folder), *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 2
@@ -145,6 +145,6 @@ def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[
     assert message in line
 
 
-def test_a_simulated_worker_needs_no_torch() -> None:
+def test_simulated_worker_imports_no_torch() -> None:
     code = "import sys, worker.cli.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=90, check=False).returncode == 0

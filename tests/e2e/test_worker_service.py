@@ -124,7 +124,7 @@ async def test_description_and_tokenizer(site: Site, folder: Path) -> None:
     assert sha256 == worker.tokenizer_sha256 == digest.hexdigest()
 
 
-async def test_a_worker_that_loads_answers_and_takes_no_work(folder: Path) -> None:
+async def test_loading_worker_answers_calls_and_refuses_work(folder: Path) -> None:
     worker = HeldWorker(options(folder))
     async with running(worker, ready=False) as site:
         assert (await site.stub.GetWorker(wpb.GetWorkerRequest())).state == wpb.WORKER_STATE_STARTING
@@ -137,7 +137,7 @@ async def test_a_worker_that_loads_answers_and_takes_no_work(folder: Path) -> No
         assert (await site.stub.GetWorker(wpb.GetWorkerRequest())).state == wpb.WORKER_STATE_SERVING
 
 
-async def test_a_stop_while_it_loads(folder: Path) -> None:
+async def test_stop_ends_loading_worker(folder: Path) -> None:
     worker = HeldWorker(options(folder))
     async with running(worker, ready=False) as site:
         site.stop.set()
@@ -145,7 +145,7 @@ async def test_a_stop_while_it_loads(folder: Path) -> None:
         worker.go.set()
 
 
-async def test_a_session(site: Site) -> None:
+async def test_session_streams_tokens_of_several_sequences(site: Site) -> None:
     router = RouterEnd(site.channel)
     welcome = await router.open()
     assert (welcome.worker_id, welcome.limits.max_model_len) == ("w0", 4096)
@@ -160,7 +160,7 @@ async def test_a_session(site: Site) -> None:
     assert router.load.free_blocks == router.load.total_blocks == NUM_BLOCKS
 
 
-async def test_a_long_prompt_in_pieces(site: Site) -> None:
+async def test_long_prompt_arrives_in_pieces(site: Site) -> None:
     router = await site.router()
     prompt = [i % VOCAB_SIZE for i in range(4000)]
     whole = sequence(1, prompt, 3)
@@ -207,7 +207,7 @@ async def test_deadlines_end_in_the_engine(site: Site) -> None:
     await site.until_free()
 
 
-async def test_the_end_of_the_lease_cancels_and_closes(site: Site) -> None:
+async def test_expired_lease_cancels_sequences_and_closes_session(site: Site) -> None:
     silent, other = await site.router("silent", lease_ms=1500), await site.router("other", lease_ms=60_000)
     await silent.submit(1, sequence(1, max_tokens=ENDLESS))
     await other.submit(1, sequence(1, [7], max_tokens=700))
@@ -248,7 +248,7 @@ async def test_lanes_renew_the_lease(site: Site, monkeypatch: pytest.MonkeyPatch
     assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
 
 
-async def test_a_stream_that_its_router_closes_ends_its_sequences_at_once(site: Site) -> None:
+async def test_closed_session_ends_its_sequences_at_once(site: Site) -> None:
     router = await site.router()
     await router.submit(1, *(sequence(rid, max_tokens=ENDLESS) for rid in range(1, 9)))
     await router.read_until(lambda: len(router.tokens[8]) > 5)
@@ -258,7 +258,7 @@ async def test_a_stream_that_its_router_closes_ends_its_sequences_at_once(site: 
     assert site.worker.engine.num_live == 0
 
 
-async def test_the_sequences_of_a_broken_stream_run_on_for_a_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_of_broken_session_run_for_one_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(site, monkeypatch)
     router = await site.router(lease_ms=500)
     await router.submit(1, *(sequence(rid, max_tokens=ENDLESS) for rid in range(1, 9)))
@@ -300,7 +300,7 @@ async def test_reconnecting_router_continues_its_sequences(site: Site) -> None:
     await site.until_free()
 
 
-async def test_the_newest_stream_of_a_router_fences_its_older_one(site: Site) -> None:
+async def test_new_session_of_router_ends_its_older_one(site: Site) -> None:
     older = await site.router("same")
     await older.submit(1, sequence(1, max_tokens=ENDLESS))
     newer = await site.router("same")
@@ -311,7 +311,7 @@ async def test_the_newest_stream_of_a_router_fences_its_older_one(site: Site) ->
     await site.until_free()
 
 
-async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
+async def test_paused_reader_gets_merged_frames(folder: Path) -> None:
     async with running(Worker(options(folder, simulate=INSTANT))) as site:
         # A small window, so that the worker's write blocks.
         window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
@@ -344,7 +344,7 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("thaws", [True, False])
-async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(
+async def test_router_frozen_during_write_loses_session(
     site: Site, thaws: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
@@ -368,7 +368,7 @@ async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(
         (wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=5000)), grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-async def test_a_bad_frame_ends_its_session_only(site: Site, frame: wpb.SessionRequest, code: grpc.StatusCode) -> None:
+async def test_bad_frame_ends_only_its_session(site: Site, frame: wpb.SessionRequest, code: grpc.StatusCode) -> None:
     bad, other = await site.router("bad"), await site.router("other")
     await bad.submit(1, sequence(1, max_tokens=ENDLESS))
     await bad.call.write(frame)
@@ -388,7 +388,7 @@ async def test_invalid_hello_is_refused(site: Site) -> None:
 
 
 async def test_refused_session_with_pending_welcome_has_status(site: Site) -> None:
-    """X4: with the first frame under way no status could be sent, and some streams stayed open for ever."""
+    """With the first frame under way no status could be sent, and some streams stayed open for ever."""
 
     async def refused(i: int) -> grpc.StatusCode:
         call = site.stub.Session()
@@ -407,7 +407,7 @@ async def test_refused_session_with_pending_welcome_has_status(site: Site) -> No
 
 
 async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site) -> None:
-    """W7: one whose router did not read outlived the engine, and knew the cache of the old one."""
+    """One whose router did not read outlived the engine, and knew the cache of the old one."""
     router = await site.router()
     site.worker.service.break_sessions()
     try:
@@ -419,7 +419,7 @@ async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site)
     assert site.worker.engine.num_live == 0
 
 
-async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path) -> None:
+async def test_failed_engine_ends_all_sequences_and_process(folder: Path) -> None:
     worker = FailingWorker(options(folder))
     async with running(worker) as site:
         router = await site.router()
@@ -436,7 +436,7 @@ async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path
 
 
 async def test_worker_unable_to_deliver_output_exits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: it went on with health SERVING, and what had lost an output never ended."""
+    """It went on with health SERVING, and what had lost an output never ended."""
     async with running(Worker(options(folder))) as site:
         direct = site.stub.Generate(request(ENDLESS))
         await direct.read()
@@ -450,8 +450,8 @@ async def test_worker_unable_to_deliver_output_exits(folder: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X1: the event loop told its own log alone; the worker goes on."""
+async def test_failed_lease_end_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop told its own log alone; the worker goes on."""
     router = await site.router(lease_ms=300)
     await router.submit(1, sequence(1, max_tokens=ENDLESS))
     await router.read_until(lambda: len(router.tokens[1]) > 5)
@@ -473,7 +473,7 @@ async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeyp
     assert await site.health()
 
 
-async def test_the_drain_rpc_ends_the_worker(folder: Path) -> None:
+async def test_drain_rpc_ends_worker(folder: Path) -> None:
     worker = PausingWorker(options(folder))
     async with running(worker) as site:
         router = await site.router()

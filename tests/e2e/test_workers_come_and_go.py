@@ -121,7 +121,7 @@ async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncItera
 
 @pytest.mark.slow
 async def test_requests_wait_for_first_worker() -> None:
-    """C5: as they do when it has had one."""
+    """As they do when it has had one."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
         calls = [b.stub.Generate(request(request_id=str(i), model=("", "m")[i % 2])) for i in range(4)]
@@ -170,7 +170,7 @@ async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
 
 @pytest.mark.parametrize("model", ["", pytest.param("m", marks=pytest.mark.slow)])
 async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
-    """O14: GetModel and Tokenize failed at once, but Generate waited."""
+    """GetModel and Tokenize failed at once, but Generate waited."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
         calls = calls_that_need_a_model(b, model)
@@ -188,7 +188,7 @@ async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
 
 
 async def test_generate_and_chat_commands_wait_for_the_first_worker() -> None:
-    """O14: `fissile generate` and `fissile chat` call GetModel first, which failed at once."""
+    """`fissile generate` and `fissile chat` call GetModel first, which failed at once."""
     worker = FakeWorker(FILES, answer=short)
     async with early(worker, worker_wait_s=60.0) as b:
         at = ("--address", b.router.server.address)
@@ -200,7 +200,7 @@ async def test_generate_and_chat_commands_wait_for_the_first_worker() -> None:
 
 
 async def test_calls_waiting_for_a_model_end_with_the_router() -> None:
-    """O14: the end of the router or of the client ends a call that waits for a model."""
+    """The end of the router or of the client ends a call that waits for a model."""
     async with early(FakeWorker(FILES)) as b:
         gone = b.stub.GetModel(pb.GetModelRequest())
         await until(lambda: b.router.pool.tables()["early"] == 1)
@@ -214,7 +214,7 @@ async def test_calls_waiting_for_a_model_end_with_the_router() -> None:
 
 
 async def test_waiting_lookup_counts_against_its_tenants_limit() -> None:
-    """O14: the tenant's limit refuses a flood of GetModel calls to a starting router."""
+    """The tenant's limit refuses a flood of GetModel calls to a starting router."""
     async with early(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=2))
         waiting = [b.stub.GetModel(pb.GetModelRequest()) for _ in range(2)]
@@ -227,7 +227,7 @@ async def test_waiting_lookup_counts_against_its_tenants_limit() -> None:
 
 
 async def test_status_without_first_worker_says_why() -> None:
-    """C5: UNAVAILABLE, after the wait and with RetryInfo."""
+    """UNAVAILABLE, after the wait and with RetryInfo."""
     async with early(FakeWorker(FILES), worker_wait_s=0.5) as b:
         begin = asyncio.get_running_loop().time()
         error = await error_of(b.stub.Generate(request()))
@@ -239,7 +239,7 @@ async def test_status_without_first_worker_says_why() -> None:
 
 
 async def test_model_is_known_before_its_first_worker_is_up() -> None:
-    """C5: a router that was just started knows one of its two models."""
+    """A router that was just started knows one of its two models."""
     one, other = FakeWorker(FILES), FakeWorker(FILES, "k0", description={"model": "k"})
     async with early(one, other) as b:
         await one.start()
@@ -253,8 +253,8 @@ async def test_model_is_known_before_its_first_worker_is_up() -> None:
             await worker.stop()
 
 
-async def test_a_worker_that_starts_late_is_found() -> None:
-    """F6: the worker starts two seconds after the router."""
+async def test_worker_started_after_router_is_found() -> None:
+    """The worker starts two seconds after the router."""
     worker = FakeWorker(FILES)
     await worker.start()
     await worker.stop()

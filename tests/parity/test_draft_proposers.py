@@ -347,7 +347,7 @@ STEERED: Final[dict[str, dict[str, Any]]] = {
 
 
 def test_drafts_of_same_model_are_accepted_with_each_parameter(tmp_path: Path) -> None:
-    """E1: drafts of a model followed neither grammars nor the other limits of a row with a grammar."""
+    """Drafts of a model followed neither grammars nor the other limits of a row with a grammar."""
     # Routers and the library make the grammar from a constraint.
     assert set(STEERED) >= {field.name for field in fields(SamplingParams)} - {"grammar"}
     folder = make_checkpoint(tmp_path, max_position_embeddings=512)

@@ -104,7 +104,7 @@ def breaking(seed: int) -> None:
 
 
 def replacing(seed: int) -> None:
-    """R14: a placement with an empty index gets the whole cache on the open streams."""
+    """A placement with an empty index gets the whole cache on the open streams."""
     scenario = TwoRouters(seed)
     scenario.replacements = 3
     assert lived(scenario).gaps == 0

@@ -210,7 +210,7 @@ def test_broken_streams_fail_no_request(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", slow_but({0, 1}, range(5)))
 def test_dead_or_frozen_workers_fail_no_request(seed: int) -> None:
-    """R5, X8: requests with two or more deaths of their workers succeed too."""
+    """Requests with two or more deaths of their workers succeed too."""
     outcomes = lived(Scenario(seed, breaks=3, crashes=1 + seed % 3, freezes=seed % 2))
     assert all(outcome.error is None for outcome in outcomes)
 

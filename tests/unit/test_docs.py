@@ -129,17 +129,18 @@ def test_wrong_documented_name_is_found() -> None:
     assert "Attempts" + "Nowhere" not in _words()
 
 
-def test_robustness_page_tests_exist() -> None:
-    """Each test that the page names exists; `…::name` is in the previous file, and `…` cuts a name."""
-    page = ROOT / "docs" / "explanation" / "robustness.md"
+@pytest.mark.parametrize("name", ["explanation/robustness.md", "contributing/contract-coverage.md"])
+def test_tests_named_by_pages_exist(name: str) -> None:
+    """`…::name` is in the file named before, and `…` cuts a name."""
+    page = ROOT / "docs" / name
     missing, source = [], ""
-    for path, name in re.findall(r"`(…|[\w/]+\.py)(?:::(\w+))?…?`", _prose(page)):
+    for path, test in re.findall(r"`(…|[\w/]+\.py)(?:::(\w+))?…?`", _prose(page)):
         file = ROOT / "tests" / path
         if path != "…":
             # Other sources are named from the top of the repository.
             source = next((each.read_text() for each in (file, ROOT / path) if each.is_file()), "")
-        if not source or (name and f"def {name}" not in source):
-            missing.append(f"{path}::{name}")
+        if not source or (test and f"def {test}" not in source):
+            missing.append(f"{path}::{test}")
     assert missing == []
 
 

@@ -329,7 +329,7 @@ def test_unsupported_operations_use_fallback(library: AiterLibrary, asked: Any, 
     assert reason in line["reason"]
 
 
-def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
+def test_reason_for_fallback_is_logged_once(library: AiterLibrary) -> None:
     backend = AiterBackend(Fallback(), library, TUNED)
     with structlog.testing.capture_logs() as logs:
         for rows in (8, 16, 24):

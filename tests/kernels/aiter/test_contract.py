@@ -132,7 +132,7 @@ def test_signatures_are_made_from_sources(tmp_path: Path) -> None:
     assert Signatures.load(tmp_path / "signatures.json") == known
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_signatures_of_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay(tmp_path, "0.1.13")
     file = tmp_path / "signatures.json"
     saved: list[Signatures] = []

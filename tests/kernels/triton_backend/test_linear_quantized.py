@@ -51,7 +51,7 @@ def test_int8_weights_are_multiples_of_their_scales(dtype: torch.dtype, n: int, 
     assert_close(linear.linear(x, packed, settings), x, numbers.double() * scales.double(), bias)
 
 
-def test_a_large_weight_is_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weight_quantized_in_pieces_equals_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(20, 200)
     whole = pack(weight, None, torch.float32, torch.int8, CPU)
     monkeypatch.setattr("kernels.triton_backend.packed_weight._PIECE", 700)

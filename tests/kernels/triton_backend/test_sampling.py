@@ -184,7 +184,7 @@ def test_greedy_and_nan_rows_in_mixed_batch() -> None:
 
 @pytest.mark.parametrize("late", [None, [5, 29, NO_TOKEN, 7]], ids=["known", "late"])
 def test_penalties(late: list[int] | None) -> None:
-    """W5: a token that only the device knows counts as the others do, whether its row has seen its id before or not."""
+    """A token that only the device knows counts as the others do, whether its row has seen its id before or not."""
     rng = np.random.default_rng(6)
     rows, vocab = 4, 30
     given = Penalties(

@@ -14,7 +14,7 @@ from tests.unit.kernels.outputs import FIXED_OUTPUTS
 pytestmark = FIXED_OUTPUTS
 
 
-def test_a_reallocated_output_is_an_error() -> None:
+def test_reallocated_output_is_an_error() -> None:
     out = torch.zeros(3)
     with pytest.raises(UserWarning, match="resized"):
         torch.add(torch.zeros(4), 1, out=out)

@@ -183,7 +183,7 @@ FILTERED = [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5)]
 @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-37])
 @pytest.mark.parametrize("row", FILTERED)
 def test_tiny_temperature_samples_most_likely_id(row: Row, temperature: float) -> None:
-    """M8, W20: if the division overflowed for several ids, the lowest of them won."""
+    """If the division overflowed for several ids, the lowest of them won."""
     logits = np.random.default_rng(3).normal(0, 10, (6, 300)).astype(np.float32)
     logits[3:] -= 1000
     ids = run(logits, [replace(row, temperature=float32(temperature))] * 6)
@@ -220,7 +220,7 @@ IDS = st.lists(st.integers(0, 40), max_size=30)
 
 @given(IDS, IDS, IDS)
 def test_seen_ids_update_incrementally(prompt: list[int], output: list[int], more: list[int]) -> None:
-    """W5: counted token by token, or all at once."""
+    """Counted token by token, or all at once."""
     grown = SeenIds(np.unique(np.array(prompt, np.int64)), output)
     for token in more:
         grown.add(token)

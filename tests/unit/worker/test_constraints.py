@@ -426,7 +426,7 @@ def test_grammar_compilation_delays_only_its_sequence(runner: ModelRunner) -> No
         assert not core.has_unfinished()
 
 
-def test_an_engine_without_grammars_refuses_constraints(tmp_path: Path, runner: ModelRunner) -> None:
+def test_engine_without_grammars_refuses_constraints(tmp_path: Path, runner: ModelRunner) -> None:
     without = runner_of(replace(CONFIG, enable_constraints=False))
     assert without.grammars is None
     engine = engine_of(without)

@@ -33,7 +33,7 @@ class TestPolicy:
         assert policy.due(YOUNG_ALLOCATIONS - 1, 1.0, idle=False) is None
         assert policy.due(YOUNG_ALLOCATIONS, 1.0, idle=False) is Generation.YOUNG
 
-    def test_a_busy_engine_reaches_a_full_collection_by_growth(self) -> None:
+    def test_busy_engine_reaches_full_collection_by_growth(self) -> None:
         policy = CollectionPolicy(0.0)
         kinds = [policy.due(YOUNG_ALLOCATIONS, 1.0, idle=False) for _ in range(2000)]
         per_full = (YOUNG_PER_MIDDLE + 1) * MIDDLE_PER_FULL
@@ -41,7 +41,7 @@ class TestPolicy:
         assert [i for i, kind in enumerate(kinds) if kind is Generation.FULL][:2] == [per_full, 2 * per_full + 1]
         assert per_full * YOUNG_ALLOCATIONS == 300_000
 
-    def test_a_busy_engine_reaches_a_full_collection_in_time(self) -> None:
+    def test_busy_engine_reaches_full_collection_in_time(self) -> None:
         policy = CollectionPolicy(100.0)
         assert policy.due(0, 100.0 + BUSY_FULL_S - 1, idle=False) is None
         assert policy.due(0, 100.0 + BUSY_FULL_S, idle=False) is Generation.FULL
@@ -83,8 +83,8 @@ class Cycles(WatchedRunner):
         return sum(node() is not None for node in self.made)
 
 
-async def test_a_busy_engine_frees_cycles_between_steps() -> None:
-    """W13: without the automatic collector their number must not grow while the engine has work."""
+async def test_busy_engine_frees_cycles_between_steps() -> None:
+    """Without the automatic collector their number must not grow while the engine has work."""
     engine, runner, listener = EngineLoop(), Cycles(), Listener()
     engine.start(lambda: EngineCore(CONFIG, runner))
     await asyncio.wait_for(engine.wait_started(), 60)
@@ -100,7 +100,7 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
 
 @pytest.mark.slow
 async def test_idle_engine_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W13: the garbage of a burst is freed after the burst."""
+    """The garbage of a burst is freed after the burst."""
     monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.01)
     monkeypatch.setattr(garbage, "IDLE_FULL_S", 0.05)
     monkeypatch.setattr(garbage, "YOUNG_ALLOCATIONS", 10**9)

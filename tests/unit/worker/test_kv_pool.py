@@ -74,7 +74,7 @@ def test_pool_holds_longest_sequence(model_len: int, asked: int, memory: int, fr
 
 
 def test_max_model_len_up_to_scaled_length_is_accepted() -> None:
-    """B12: Qwen3's model card allows four times the length; without an option the model's own length applies."""
+    """Qwen3's model card allows four times the length; without an option the model's own length applies."""
     sized = partial(with_pool, model_len=640, block_bytes=1000, free_bytes=10**6, longest=2048)
     assert sized(Config()).max_model_len == 640
     assert sized(Config(max_model_len=2048)).max_model_len == 2048

@@ -192,7 +192,7 @@ class TestStopsOnText:
         late = self.stopped(folder, stop_strings=(stop,), min_tokens=40)
         assert late["text"].startswith(whole["text"][:8])
 
-    def test_a_stop_token_is_not_text(self, folder: Path) -> None:
+    def test_stop_token_is_not_text(self, folder: Path) -> None:
         whole = self.stopped(folder)
         token = whole["token_ids"][9]
         answer = self.stopped(folder, stop_token_ids=(token,))
@@ -207,7 +207,7 @@ class TestStopsOnText:
 @settings(max_examples=200)
 @given(asked=continuations())
 def test_answer_text_continues_prompt(folder: Path, asked: Continuation) -> None:
-    """M4: the text equals Generate's, however many tokens a step returns."""
+    """The text equals Generate's, however many tokens a step returns."""
     io = InputOutputProcessor(asked.tokenizer, ModelConfig.from_folder(folder), block_size=16)
     params = SamplingParams(max_tokens=100, stop_strings=asked.stops)
     (answer,) = io.preprocess(asked.prompt, params, "id", arrive_time=0.0)
@@ -219,7 +219,7 @@ def test_answer_text_continues_prompt(folder: Path, asked: Continuation) -> None
 
 
 def test_text_prompt_is_continued_like_token_prompt(folder: Path) -> None:
-    """M4: the space before the first word of an answer was lost."""
+    """The space before the first word of an answer was lost."""
     tokenizer = TOKENIZERS["sentencepiece"]
     io = InputOutputProcessor(tokenizer, ModelConfig.from_folder(folder), block_size=16)
     first_token, *ids = tokenizer.encode("cat")
@@ -432,7 +432,7 @@ class TestRequestsAndSteps:
         assert not engine.has_unfinished()
         assert engine.core.load().free_blocks == 64
 
-    def test_a_callback_may_add_and_abort(self, folder: Path) -> None:
+    def test_stream_callback_may_add_and_abort_requests(self, folder: Path) -> None:
         engine = simulated(folder)
 
         def on_part(part: StreamOutput) -> None:
@@ -466,7 +466,7 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLMEngine, Tokeniz
 def test_token_beyond_model_vocabulary_is_refused_alone(
     beyond: tuple[LLMEngine, Tokenizer],
 ) -> None:
-    """M1: a text with such a token killed the engine, and every other request in it."""
+    """A text with such a token killed the engine, and every other request in it."""
     engine, tokenizer = beyond
     engine.add_request("hello", {"max_tokens": 3})
     with pytest.raises(InvalidFieldError, match="prompt has a part that the model's tokenizer makes token 401 of"):
@@ -508,7 +508,7 @@ def test_token_beyond_model_vocabulary_is_refused_alone(
 def test_engine_refuses_fields_refused_by_service(
     beyond: tuple[LLMEngine, Tokenizer], prompt: Any, params: Any, path: str
 ) -> None:
-    """M11, M1: some of it ran, some raised other errors than documented, or inside the engine's step."""
+    """Some of it ran, some raised other errors than documented, or inside the engine's step."""
     engine, _ = beyond
     with pytest.raises(InvalidFieldError) as refused:
         engine.generate([prompt], params)
@@ -517,7 +517,7 @@ def test_engine_refuses_fields_refused_by_service(
 
 
 def test_lists_of_different_length_are_refused(beyond: tuple[LLMEngine, Tokenizer]) -> None:
-    """M11: a string was taken for a list of its characters."""
+    """A string was taken for a list of its characters."""
     engine, _ = beyond
     for arguments, path in [
         ({"prompts": "Tell me"}, "prompts"),
@@ -537,7 +537,7 @@ def test_lists_of_different_length_are_refused(beyond: tuple[LLMEngine, Tokenize
 
 
 def test_integers_of_numpy_are_integers(folder: Path, greedy: list[dict[str, Any]]) -> None:
-    """M11: `max_tokens` of that kind was taken, and failed inside the step of all requests."""
+    """`max_tokens` of that kind was taken, and failed inside the step of all requests."""
     engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96))
     own, count, prompt = greedy[0]["token_ids"], np.int64(3), np.array(PROMPTS[0])
     params = {**asdict(GREEDY), "max_tokens": count, "top_k": count, "seed": np.uint64(7), "stop_token_ids": [count]}
@@ -545,7 +545,7 @@ def test_integers_of_numpy_are_integers(folder: Path, greedy: list[dict[str, Any
 
 
 def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict[str, Any]]) -> None:
-    """M10: they were replaced by the model's."""
+    """They were replaced by the model's."""
     ends = greedy[0]["token_ids"][3]
     params = replace(GREEDY, ignore_eos=False)
     for ids in ({"eos_token_id": ends}, {"stop_token_ids": (ends,)}):
@@ -557,7 +557,7 @@ def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict
 
 
 def test_turn_ends_at_the_tokenizers_eos_token(tmp_path: Path) -> None:
-    """B4: a fine-tune that names its end of turn only in tokenizer_config.json continued with the next turns."""
+    """A fine-tune that names its end of turn only in tokenizer_config.json continued with the next turns."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     (folder / "generation_config.json").unlink()
     for name, changes in (
@@ -577,7 +577,7 @@ def test_turn_ends_at_the_tokenizers_eos_token(tmp_path: Path) -> None:
 
 
 def test_prompt_of_scaled_rope_length_is_served(tmp_path: Path) -> None:
-    """B12: the worker refused a length that the model's card allows."""
+    """The worker refused a length that the model's card allows."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=80, rope_parameters=yarn)
     engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=20, max_model_len=256))
@@ -590,7 +590,7 @@ def test_prompt_of_scaled_rope_length_is_served(tmp_path: Path) -> None:
 
 
 def test_calibrated_scales_of_the_kv_cache_log_one_warning(tmp_path: Path) -> None:
-    """B14: the worker served the checkpoint at scale 1, without a log line."""
+    """The worker served the checkpoint at scale 1, without a log line."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     content = json.loads((folder / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}

@@ -73,7 +73,7 @@ PROMPTS: Final = [list(range(20, 60)), list(range(70, 90)), [5, 6, 7]]
 def test_nan_answer_ends_and_others_continue(
     folder: Path, tmp_path: Path, kernels: str, deferred: bool, params: dict[str, Any]
 ) -> None:
-    """W6: a token whose embedding is NaN comes on the way; with deferred output the next step has begun with it."""
+    """A token whose embedding is NaN comes on the way; with deferred output the next step has begun with it."""
     backend_or_skip(kernels)
     clean = engine(folder, kernels, deferred_output=deferred)
     expected = [answer["token_ids"] for answer in clean.generate(PROMPTS, params)]
@@ -90,7 +90,7 @@ def test_nan_answer_ends_and_others_continue(
 
 
 def test_blocks_of_nan_step_are_not_shared(folder: Path, tmp_path: Path) -> None:
-    """W6: blocks of a step with a NaN output are in no cache."""
+    """Blocks of a step with a NaN output are in no cache."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch")
     answers = bad.generate([[9, *range(100, 140)], list(range(100, 140))], GREEDY)
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens"]
@@ -100,7 +100,7 @@ def test_blocks_of_nan_step_are_not_shared(folder: Path, tmp_path: Path) -> None
 
 
 def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
-    """W6: chunks sample no token, so chunks with NaN stayed in the cache for all later sequences."""
+    """Chunks sample no token, so chunks with NaN stayed in the cache for all later sequences."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch", max_num_batched_tokens=16)
     shared = list(range(100, 132))
     ill = [*shared, 9, *range(200, 240)]
@@ -117,7 +117,7 @@ def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_startup_probe_refuses_nan_model(folder: Path, tmp_path: Path, name: str, value: float) -> None:
-    """M2: it served id 0 for ever, with status OK."""
+    """It served id 0 for ever, with status OK."""
     bad = spoiled(folder, tmp_path / "bad", name, slice(None), value)
     runner = ModelRunner(Config(model=str(bad), max_model_len=128), ModelConfig.from_folder(bad))
     with pytest.raises(ModelError, match=f"^{bad} gives no numbers: its weights or its config.json make NaN or inf"):
@@ -140,7 +140,7 @@ class TestLanding:
         assert len(sched.block_manager.prefixes.cached_blocks(prompt_of(40, 300))) == 2
 
     def test_eviction_of_nan_chunks_is_sent_to_routers(self) -> None:
-        """W6: else they would go on to send what shares the prompt's beginning."""
+        """Else they would go on to send what shares the prompt's beginning."""
         sched = scheduler(max_num_batched_tokens=16 * GRANULE_BLOCKS)
         manager = sched.block_manager
         manager.prefixes.watch_granules()
@@ -215,7 +215,7 @@ class Broken(SimulatedRunner):
 
 
 def test_nan_end_has_metric_and_log_line() -> None:
-    """W6: neither client nor operator learned of the NaN."""
+    """Neither client nor operator learned of the NaN."""
     config = Config(num_kvcache_blocks=16, max_model_len=96)
     turns = EngineTurns(EngineCore(config, Broken(50, 0, num_blocks=16), clock=lambda: 0.0), lambda: 0.0)
     seq = Sequence([9, 8], 16, SamplingParams(max_tokens=4))
@@ -233,14 +233,14 @@ def test_nan_end_has_metric_and_log_line() -> None:
 
 
 def test_masks_without_allowed_ids_give_no_token() -> None:
-    """W6: an emptied row gave id 0."""
+    """An emptied row gave id 0."""
     from kernels.torch_backend.backend import TorchBackend
 
     assert TorchBackend().sampling.argmax(torch.full((1, 5), -torch.inf), 5).tolist() == [NO_TOKEN]
 
 
 async def test_worker_of_nan_model_exits_with_2(folder: Path, tmp_path: Path) -> None:
-    """M2: by one line that names the folder."""
+    """By one line that names the folder."""
     bad = spoiled(folder, tmp_path / "bad", "model.norm.weight", slice(None))
     config = Config(model=str(bad), max_model_len=128, kv_cache_memory=1 << 22, weights_cache="")
     with pytest.raises(CommandError, match=f"^{bad} gives no numbers") as raised:

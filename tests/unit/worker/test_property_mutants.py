@@ -53,8 +53,8 @@ _LOGPROBS = test_outbox.test_logprobs_accompany_tokens_after_given_rows
 _CUT = test_intake.test_split_and_interleaved_groups_give_equal_sequences
 _STORM = test_session.test_cancel_storm_with_two_routers
 _HOLDS = test_cache_events.test_kv_log_equals_engine_cache
-_LOOKUP = test_drafter.test_lookup_is_that_of_its_definition
-_ALIKE = test_drafter.test_lookup_among_many_places_that_look_alike
+_LOOKUP = test_drafter.test_lookup_equals_brute_force
+_ALIKE = test_drafter.test_lookup_with_many_equal_ngrams_equals_brute_force
 _AFFORDED = test_context_cost.test_chunk_has_largest_affordable_size
 _CACHE, _WEAK = test_block_manager.CacheMachine, test_block_manager.WeakHashMachine
 _SCHEDULER = test_state_machine.SchedulerMachine
@@ -63,16 +63,16 @@ _CUTS = test_frames.test_messages_survive_any_cut
 _ANY_BYTES = test_frames.test_any_bytes_are_a_message_or_a_frame_error
 _ALL_WAITING = test_extreme_numbers.test_waiting_tokens_of_all_routers_fit_field
 _BATCHES = test_batch_delta.test_batches_arrive_unchanged
-_FORCED = test_forced_text.test_it_is_what_all_comparisons_say
-_CHOICES = test_draft_controller.test_choices_are_beginnings_of_what_there_is
-_NEVER_LONGER = test_draft_controller.test_it_never_takes_longer_than_plain_decoding
-_BEST_NUMBER = test_draft_controller.test_no_other_number_brings_more_in_the_time
-_HARDLY_LONGER = test_draft_controller.test_forced_text_hardly_lengthens_steps_of_sequences_without_it
-_OF_EACH = test_step_costs.test_longer_is_the_ratio_of_each_number_of_drafts
+_FORCED = test_forced_text.test_rates_of_forced_text_equal_brute_force
+_CHOICES = test_draft_controller.test_chosen_drafts_are_prefixes_of_all_drafts
+_NEVER_LONGER = test_draft_controller.test_drafts_never_take_longer_than_plain_decoding
+_BEST_NUMBER = test_draft_controller.test_chosen_number_has_most_tokens_per_second
+_HARDLY_LONGER = test_draft_controller.test_forced_text_lengthens_mixed_steps_by_at_most_5_percent
+_OF_EACH = test_step_costs.test_longer_is_cost_ratio_of_each_number_of_drafts
 _FREE_ROWS = Mutant(
     "free_rows", DraftController, "_count", "self.costs.longer(rows, num_drafts)", "np.ones(num_drafts)"
 )
-_NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_it_never_takes_longer_than_plain_decoding
+_NEVER_LONGER_WITH_A_MODEL = test_model_drafts.test_drafts_never_take_longer_than_plain_decoding
 
 _SIZE, _LEFT = "min(max_chunk_size, size - chunk * max_chunk_size)", "size - chunk * max_chunk_size"
 _TO_FRONT = "self.free_block_ids.move_to_end(block.block_id, last=False)"

@@ -310,7 +310,7 @@ def check_a_long_sequence_beside_short_ones() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 @pytest.mark.usefixtures("native")
 def test_long_sequence_beside_short_ones_uses_little_memory() -> None:
-    """W1: each tile had as many states as the longest one needs, of as many rows as a full one has: 797 MB, kept.
+    """Each tile had as many states as the longest one needs, of as many rows as a full one has: 797 MB, kept.
 
     In a process of its own: 64 helpers stay as long as their process, and each call of any later test wakes them.
     """
@@ -327,7 +327,7 @@ def test_long_sequence_beside_short_ones_uses_little_memory() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 def test_attention_splits_beyond_memory_run_in_waves(threads: CDLL) -> None:
-    """W1: bounded, and with the same bits; here 70 MB of states, of which 64 MB are kept at most."""
+    """Bounded, and with the same bits; here 70 MB of states, of which 64 MB are kept at most."""
     cache = repeated(threads, 8, 256)
     end = 90_000
     rows = [Rows(end - 48, end, [0] * -(-end // 64)), Rows(9, 10, [0])]

@@ -136,7 +136,7 @@ def test_standard_library_code_is_compiled_for_plain_set_only() -> None:
 
 
 def test_no_source_is_compiled_with_strict_aliasing(tmp_path: Path) -> None:
-    """W18: scores are written as float32 and read as bfloat16, which a compiler might put in another order."""
+    """Scores are written as float32 and read as bfloat16, which a compiler might put in another order."""
     commands = list(build._compilations(["false"], tmp_path))
     assert {Path(command[-3]).name for command in commands} == {path.name for path in build.SOURCES.glob("*.cpp")}
     assert all("-fno-strict-aliasing" in command for command in commands)

@@ -163,7 +163,7 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("vocab", [7, 64, 1000, 5003])
 def test_penalties_equal_numpy_on_every_instruction_set(each_isa: CDLL, vocab: int) -> None:
-    """W5: penalties are written by vectors, to the bit what numpy writes, for any number of ids."""
+    """Penalties are written by vectors, to the bit what numpy writes, for any number of ids."""
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(0, 4, (40, vocab)) * rng.choice([0.0, 1.0, 1e-30, 1e30], (40, vocab))).astype(np.float32)
     logits.ravel()[rng.integers(0, logits.size, 30)] = rng.choice([np.inf, -np.inf, np.nan, -0.0], 30)

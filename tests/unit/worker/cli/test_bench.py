@@ -27,7 +27,7 @@ def test_missing_model_error_is_one_line(tmp_path: Path) -> None:
         EngineTarget(Config(model=str(tmp_path / "nowhere")), None, Terms())
 
 
-def test_an_engine_is_measured_run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_target_runs_workload_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Request ids of two runs differ: the engine takes none twice."""
     monkeypatch.setattr("worker.cli.bench.PROGRESS_EVERY_S", -1.0)
     target = EngineTarget(Config(model=str(DEMO), num_kvcache_blocks=64), None, Terms(sampling={"temperature": 0.0}))

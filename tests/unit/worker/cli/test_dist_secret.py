@@ -43,7 +43,7 @@ def test_secret_file_overrides_variable(tmp_path: Path, monkeypatch: pytest.Monk
         ("long", "more than 4096 bytes"),
     ],
 )
-def test_a_file_without_a_secret_is_refused(kind: str, problem: str, tmp_path: Path) -> None:
+def test_file_without_secret_is_refused(kind: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     if kind == "pipe":
         os.mkfifo(file)

@@ -50,7 +50,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_warmup_command_prints_its_steps(tmp_path: Path) -> None:
     folder = config_only(tmp_path, "qwen3")
     result = run("--model", str(folder), *SMALL)
     assert result.returncode == 0, result.stderr
@@ -79,7 +79,7 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["Model", "ForSequenceClassification"])
-def test_a_model_without_an_output_head_is_embedded(tmp_path: Path, end: str) -> None:
+def test_warmup_embeds_with_model_without_output_head(tmp_path: Path, end: str) -> None:
     source = config_only(tmp_path, "qwen3", architectures=[f"Qwen3{end}"])
     done = run("--model", str(source), *SMALL)
     assert done.returncode == 0, done.stderr

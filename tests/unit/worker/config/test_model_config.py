@@ -312,7 +312,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_invalid_config_value_error_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """M2, M9: served NaN, counted as 1, ended in a traceback, or named no file."""
+    """Served NaN, counted as 1, ended in a traceback, or named no file."""
     with pytest.raises(ModelError, match=message) as raised:
         ModelConfig.from_folder(write(tmp_path, **changes))
     assert "\n" not in str(raised.value)
@@ -329,7 +329,7 @@ def test_invalid_config_value_error_is_one_line(tmp_path: Path, changes: dict[st
     ],
 )
 def test_invalid_config_list_error_is_one_line(tmp_path: Path, kind: type[Any], value: Any, valid: str) -> None:
-    """M9: a TypeError with its traceback, of each architecture that reads one."""
+    """A TypeError with its traceback, of each architecture that reads one."""
     config = ModelConfig.from_folder(write(tmp_path, mlp_layer_types=value))
     with pytest.raises(ModelError, match=rf"config\.json: mlp_layer_types is .*; it must be a list of {valid}"):
         config.listed("mlp_layer_types", kind)
@@ -350,12 +350,12 @@ def test_invalid_config_list_error_is_one_line(tmp_path: Path, kind: type[Any], 
     ],
 )
 def test_longest_length_is_the_scaled_rope_length(tmp_path: Path, rope: dict[str, Any], longest: int) -> None:
-    """B12: as in vLLM, --max-model-len may be at most the original length times yarn's factor."""
+    """As in vLLM, --max-model-len may be at most the original length times yarn's factor."""
     assert ModelConfig.from_folder(write(tmp_path, **rope)).longest_len == longest
 
 
 def test_oversized_window_error_is_one_line(tmp_path: Path) -> None:
-    """M9: an OverflowError of the attention's own numbers, with its traceback."""
+    """An OverflowError of the attention's own numbers, with its traceback."""
     config = ModelConfig.from_folder(write(tmp_path, sliding_window=10**30))
     with pytest.raises(ModelError, match=r"config\.json: sliding_window is 1000.*; it must be at most 2147483647"):
         config.count("sliding_window", 4096)

@@ -131,12 +131,12 @@ def test_unsupported_quantization_is_refused_in_one_line(spec: dict[str, Any], m
     ],
 )
 def test_malformed_quantization_error_is_one_line(spec: Any, message: str) -> None:
-    """M9: an AttributeError with its traceback, or letters for names."""
+    """An AttributeError with its traceback, or letters for names."""
     with pytest.raises(ValueError, match=message) as error:
         parse(spec)
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_setting_is_named() -> None:
+def test_missing_quantization_setting_is_named() -> None:
     with pytest.raises(KeyError, match="config_groups"):
         parse({"quant_method": "compressed-tensors"})

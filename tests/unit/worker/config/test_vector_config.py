@@ -86,7 +86,7 @@ def test_single_token_score_is_no_relevance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "..", "1_Pooling/deeper"])
 def test_modules_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
-    """C6: a checkpoint may only name files of its own folder."""
+    """A checkpoint may only name files of its own folder."""
     modules = [{"type": "sentence_transformers.models.Pooling", "path": name}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelError, match="folders in the same folder are valid"):

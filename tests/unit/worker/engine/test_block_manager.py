@@ -47,7 +47,7 @@ def test_reused_prompt_hits_all_but_last_token() -> None:
     first = run(bm, blocks_of(1, 2, tail=0))
     again = blocks_of(1, 2, tail=0)
     bm.allocate(again)
-    assert again.num_cached_tokens == again.num_computed_tokens == SIZE  # T2: not all 32
+    assert again.num_cached_tokens == again.num_computed_tokens == SIZE  # Not all 32
     assert again.block_table[0] == first.block_table[0]
     assert again.block_table[1] != first.block_table[1]
     check_blocks(bm, [first, again])
@@ -187,7 +187,7 @@ def test_off_means_off() -> None:
 
 
 def test_sequence_with_given_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W10: a preempted sequence is not hashed again either; only its generated tokens are."""
+    """A preempted sequence is not hashed again either; only its generated tokens are."""
     manager = BlockManager(Config(num_kvcache_blocks=8, enable_prefix_caching=True))
     tokens = list(range(100, 140))
     hashed: list[int] = []
@@ -210,7 +210,7 @@ def test_sequence_with_given_hashes_is_not_hashed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_cached_block_memory_is_small() -> None:
-    """W12: 1.3 KB of Python's heap, most of it numbers that are the block's tokens."""
+    """1.3 KB of Python's heap, most of it numbers that are the block's tokens."""
     manager = BlockManager(Config(num_kvcache_blocks=2000, enable_prefix_caching=True))
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

@@ -57,26 +57,26 @@ def run(policy: str, *, beside: bool, noise: float = 0.0) -> list[tuple[Schedule
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_stream_rate_holds_beside_long_prompt(noise: float) -> None:
-    """X10: the steps of a prompt of 100,000 tokens took ever longer, and a small stream beside it waited for them."""
+    """The steps of a prompt of 100,000 tokens took ever longer, and a small stream beside it waited for them."""
     gaps = [seconds for batch, seconds in run(MIXED, beside=True, noise=noise) if batch.total_tokens_num_prefill][1:]
     assert max(gaps) < 4 * statistics.median(gaps)
     assert max(gaps) < 4 * gaps[0]
 
 
 def test_prefill_first_rate_holds_beside_long_prompt() -> None:
-    """X10: where steps of prompts and of decodes take turns."""
+    """Where steps of prompts and of decodes take turns."""
     steps = [seconds for batch, seconds in run(PREFILL_FIRST, beside=True) if batch.total_tokens_num_prefill > 20]
     assert max(steps) < 2 * steps[0]
 
 
 def test_lone_prompt_uses_full_steps() -> None:
-    """X10: with no other sequence a prompt uses full steps."""
+    """With no other sequence a prompt uses full steps."""
     sizes = [batch.total_tokens_num_prefill for batch, _ in run(MIXED, beside=False)]
     assert set(sizes[:-1]) == {2048}
 
 
 def test_long_prompt_takes_equal_time_in_more_steps() -> None:
-    """X10: the same attention in smaller parts."""
+    """The same attention in smaller parts."""
     alone, beside = (sum(s for _, s in run(MIXED, beside=is_beside)) for is_beside in (False, True))
     assert beside < 1.2 * alone
 

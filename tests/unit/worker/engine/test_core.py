@@ -160,7 +160,7 @@ def test_load_follows_the_steps() -> None:
     assert core.load().last_prompt_latency_s == 0.5
 
 
-def test_a_small_prefill_does_not_make_a_worker_slow() -> None:
+def test_small_prefill_does_not_lower_measured_speed() -> None:
     clock = Clock()
     core, runner = engine(clock, max_num_batched_tokens=64, num_kvcache_blocks=64)
     runner.runner = SimulatedRunner(

@@ -153,7 +153,7 @@ class TestInFlight:
         assert (seq.num_computed_tokens, seq.output_tokens) == (0, [])
         assert launch(sched)[0].num_computed_tokens == [0]
 
-    def test_a_follower_waits_for_a_block_in_flight(self) -> None:
+    def test_follower_waits_for_block_in_flight(self) -> None:
         sched = scheduler()
         first, second = prompt(40), prompt(40)
         sched.add(first)
@@ -306,7 +306,7 @@ class TestSpeculation:
         assert flight[0].scheduled_tokens == [seq.token_ids]
         assert flight[0].scheduled_spec_decode_tokens == {}
 
-    def test_a_sequence_with_drafts_in_flight_waits(self) -> None:
+    def test_sequence_with_drafts_in_flight_waits(self) -> None:
         sched, _ = self.decode(2, [51, 52])
         flight = launch(sched)
         assert sched.schedule(0.0) is None

@@ -114,7 +114,7 @@ class TestAdmission:
         assert batch.num_scheduled_tokens == [8] * 3
 
     def test_sequence_waiting_for_hit_takes_no_slot(self) -> None:
-        """W16: followers of a prefix that is being computed kept others from places that were free."""
+        """Followers of a prefix that is being computed kept others from places that were free."""
         sched = scheduler(max_num_seqs=4)
         burst, others = [prompt(40) for _ in range(6)], [prompt(10, 500), prompt(10, 600)]
         sched.add_group([*burst, *others])
@@ -122,7 +122,7 @@ class TestAdmission:
         assert step(sched).req_ids == [burst[1].id]
 
     def test_long_hits_admitted_per_step_are_bounded(self) -> None:
-        """W10: one step looked up the prefixes of all that waited, while decodes stood still."""
+        """One step looked up the prefixes of all that waited, while decodes stood still."""
         sched = scheduler(num_kvcache_blocks=1000, max_num_seqs=64, max_num_batched_tokens=5000)
         shared = list(range(100, 4100))
         sched.add_group([Sequence(shared, 16, SamplingParams(max_tokens=1))])
@@ -156,7 +156,7 @@ class TestAdmission:
     def test_schedule_without_work_is_none(self) -> None:
         assert scheduler().schedule(0.0) is None
 
-    def test_a_known_id_is_ignored(self) -> None:  # S5
+    def test_known_id_is_ignored(self) -> None:  # S5
         sched = scheduler()
         seq = prompt(4)
         assert sched.add(seq)
@@ -221,7 +221,7 @@ class TestMixed:
             sched.take_outputs()
 
     def test_prompt_has_budget_share_beside_decodes(self) -> None:
-        """W2: a prompt got one token of a step beside 15 decodes of a budget of 16."""
+        """A prompt got one token of a step beside 15 decodes of a budget of 16."""
         sched = self.mixed(max_num_batched_tokens=16, max_num_seqs=16)
         sched.add_group([prompt(1, 100 + i, max_tokens=1000) for i in range(15)])
         step(sched)
@@ -235,7 +235,7 @@ class TestMixed:
             self.test_prompt_has_budget_share_beside_decodes()
 
     def test_decodes_beyond_budget_alternate(self) -> None:
-        """W2: a sequence left out for a prompt is in the next step, and all sequences are left out equally often."""
+        """A sequence left out for a prompt is in the next step, and all sequences are left out equally often."""
         sched = self.mixed(max_num_batched_tokens=32, max_num_seqs=32, num_kvcache_blocks=200)
         decodes = [prompt(1, 100 + i, max_tokens=1000) for i in range(31)]
         sched.add_group(decodes)
@@ -252,7 +252,7 @@ class TestMixed:
         assert [len(seq) - length for seq, length in zip(decodes, lengths, strict=True)] == [28] * 31
 
     def test_unadmitted_prompt_reserves_no_budget_of_others(self) -> None:
-        """W2: nor is more kept for a prompt than it needs."""
+        """Nor is more kept for a prompt than it needs."""
         sched = self.mixed(max_num_batched_tokens=16, max_num_seqs=16, num_kvcache_blocks=20, max_model_len=320)
         decodes = [prompt(1, 100 + i, max_tokens=15) for i in range(16)]
         sched.add_group(decodes[:15])
@@ -286,7 +286,7 @@ class TestOverdue:
         sched.add_group(seqs)
 
     def test_sequence_waiting_for_hit_is_not_returned(self) -> None:
-        """W3: all followers of a long prefix were returned just before they would have hit it."""
+        """All followers of a long prefix were returned just before they would have hit it."""
         for deferred in (False, True):
             sched = scheduler(max_num_batched_tokens=32, scheduling_policy="mixed", deferred_output=deferred)
             leader, follower, other = prompt(200), prompt(210), prompt(20, 600)
@@ -304,7 +304,7 @@ class TestOverdue:
             assert follower.num_cached_tokens == 192
 
     def test_every_class_is_looked_at(self) -> None:
-        """W4: while a young sequence of a higher class waited, no other was ever returned."""
+        """While a young sequence of a higher class waited, no other was ever returned."""
         sched = scheduler(max_num_seqs=1)
         sched.add_group([prompt(5, 900)])
         step(sched)
@@ -522,7 +522,7 @@ class TestOutputs:
         assert (sched.load().room_tokens, sched.load().room_seqs) == (64 - 53, 1)
 
     def test_decodes_reduce_room_for_prompts(self) -> None:
-        """W2: routers counted room that decodes already used."""
+        """Routers counted room that decodes already used."""
         sched = scheduler(scheduling_policy="mixed", max_num_batched_tokens=64, max_num_seqs=64, num_kvcache_blocks=200)
         assert sched.load().room_tokens == 64
         sched.add_group([prompt(1, 100 + i) for i in range(50)])

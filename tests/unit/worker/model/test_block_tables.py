@@ -13,7 +13,7 @@ from worker.model.block_tables import BlockTables
 
 @pytest.mark.parametrize("seed", range(30))
 def test_tables_equal_sequences(seed: int) -> None:
-    """W11: sequences come, go, change places, grow, and get other blocks."""
+    """Sequences come, go, change places, grow, and get other blocks."""
     rnd, tables = random.Random(seed), BlockTables()
     live = [[rnd.randrange(1, 1000) for _ in range(rnd.randint(1, 9))] for _ in range(6)]
     for _ in range(60):
@@ -40,7 +40,7 @@ def test_table_shorter_than_sequence_is_refused() -> None:
 
 
 def test_one_long_sequence_does_not_widen_other_tables() -> None:
-    """W11: one of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
+    """One of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
     tables, step = BlockTables(), [[7] * 65_536, *([i] * 4 for i in range(255))]
     before = resident_bytes()
     found = tables.of_step(step, np.array([len(table) for table in step]))

@@ -232,7 +232,7 @@ def ahead(masks: GrammarMasks, output: list[int], params: SamplingParams, drafts
 
 @pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30, "bad_words_token_ids": ((40, 41),)}])
 def test_masks_ahead_equal_masks_at_the_drafts_positions(others: dict[str, Any]) -> None:
-    """E1: the mask after drafts equals the mask after the same output, and leaves the grammar state unchanged."""
+    """The mask after drafts equals the mask after the same output, and leaves the grammar state unchanged."""
     schema = {"type": "object", "properties": {"ab": {"type": "string"}}, "required": ["ab"]}
     params = params_of({"json_schema": schema}, **others)
     rnd, masks, output = random.Random(1), new_masks(), list[int]()

@@ -442,7 +442,7 @@ def test_penalized_launches_do_not_wait_for_tokens(
     steering: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """W5: one penalized row made every launch on a GPU wait for the previous step, for all rows."""
+    """One penalized row made every launch on a GPU wait for the previous step, for all rows."""
     params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in steering]
     expected = streams(engine, prompts(), params)
     deferred = make_engine(folder, deferred_output=True)
@@ -473,7 +473,7 @@ def test_penalized_launches_do_not_wait_for_tokens(
 
 
 def test_kept_penalty_counts_equal_recount() -> None:
-    """W5: sequences that come and go, are interrupted, or come back with another list of tokens."""
+    """Sequences that come and go, are interrupted, or come back with another list of tokens."""
     rnd, kept = random.Random(3), SeenTokens()
     seqs = [sequence([rnd.randrange(VOCAB) for _ in range(5)], [], repetition_penalty=1.2) for _ in range(6)]
     for _ in range(200):
@@ -498,7 +498,7 @@ def test_kept_penalty_counts_equal_recount() -> None:
 
 
 def test_histories_of_ended_sequences_are_dropped() -> None:
-    """W5, W12: neither where penalties are counted, nor in what ranks are sent."""
+    """Neither where penalties are counted, nor in what ranks are sent."""
     kept = SeenTokens()
     for _ in range(3000):
         kept.penalties({0: TokenHistory.of(sequence([1, 2], [3], presence_penalty=1.0))})

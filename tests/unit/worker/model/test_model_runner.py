@@ -346,7 +346,7 @@ def test_empty_token_tensor_is_on_device(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W21: each made a KV pool, once per round of the other engines."""
+    """Each made a KV pool, once per round of the other engines."""
     runner = make_runner(folder)
     runner.allocate_kv_cache(8)
     pool, made, allocate = runner._kv_cache, [], runner.kernels.kv_cache.allocate
@@ -363,6 +363,6 @@ def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_oversized_model_length_error_is_one_line(folder: Path) -> None:
-    """M9: PyTorch's allocator raised a bare RuntimeError, for lack of memory for the position tables."""
+    """PyTorch's allocator raised a bare RuntimeError, for lack of memory for the position tables."""
     with pytest.raises(ModelError, match=r"a length of 1000000000 tokens is beyond 16777216, .* give --max-model-len"):
         make_runner(folder, max_model_len=10**9)

@@ -116,7 +116,7 @@ def test_batches_arrive_unchanged(steps: list[tuple[list[int], int, bool]], batc
 
 
 def test_tables_of_ended_sequences_are_dropped() -> None:
-    """W12: both ends kept the tables of the last 8192 sequences, which are gigabytes if they were long."""
+    """Both ends kept the tables of the last 8192 sequences, which are gigabytes if they were long."""
     pair = Pair()
     for _ in range(1000):
         seq = Sequence([1] * 30, SIZE, PLAIN)
@@ -157,7 +157,7 @@ def test_unchanged_batch_fields_are_not_resent() -> None:
 
 
 def test_penalty_histories_are_sent_once() -> None:
-    """W5: a frame had the whole output of every penalized sequence, 10 MB of 256 rows of 8,000 tokens."""
+    """A frame had the whole output of every penalized sequence, 10 MB of 256 rows of 8,000 tokens."""
     seqs, pair = sequences(), Pair()
     columns = SequenceColumns(seqs)
     for seq in seqs:

@@ -120,7 +120,7 @@ class Counted:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numbers", [7, 70_001, 262_144])
 def test_sums_add_in_rank_order_at_any_size(dtype: torch.dtype, numbers: int) -> None:
-    """W9: each number is added from rank 0 on; of large tensors a rank gets two, not one from each other rank."""
+    """Each number is added from rank 0 on; of large tensors a rank gets two, not one from each other rank."""
     ranks = 4
     generator = torch.Generator().manual_seed(numbers)
     parts = [(torch.randn(numbers, generator=generator) * 10**rank).to(dtype) for rank in range(ranks)]
@@ -142,7 +142,7 @@ def test_sums_add_in_rank_order_at_any_size(dtype: torch.dtype, numbers: int) ->
 
 @pytest.mark.parametrize("limit", [1, 5, 6, 11, 14, 20])
 def test_greedy_ranks_send_their_best_and_no_logits(limit: int) -> None:
-    """W8: the tokens of one rank that has them all, also of ties, NaN and infinities, by two numbers a row and rank."""
+    """The tokens of one rank that has them all, also of ties, NaN and infinities, by two numbers a row and rank."""
     vocab, ranks, kernels = 14, 3, TorchBackend()
     weight = torch.randn(vocab, 4, generator=torch.Generator().manual_seed(1)).round()
     hidden = torch.randn(12, 4, generator=torch.Generator().manual_seed(2)).round()

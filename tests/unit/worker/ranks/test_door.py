@@ -90,7 +90,7 @@ def stranger_bytes(rnd: random.Random) -> bytes:
 
 
 def test_fuzzed_frames_are_refused_and_ranks_join() -> None:
-    """R2: one frame ended the process that waited, by SIGSEGV or exit code 2."""
+    """One frame ended the process that waited, by SIGSEGV or exit code 2."""
     rnd = random.Random(3)
     frames = [stranger_bytes(rnd) for _ in range(FUZZED)]
 
@@ -113,7 +113,7 @@ def test_fuzzed_frames_are_refused_and_ranks_join() -> None:
 
 
 @pytest.mark.parametrize("theirs", ["", "another", SECRET + "x"])
-def test_a_rank_with_another_secret_is_refused(theirs: str) -> None:
+def test_rank_with_another_secret_is_refused(theirs: str) -> None:
     with capture_logs() as lines, opened() as (door, admitted):
         with socket.create_connection((HOST, door.port), 20) as sock, pytest.raises(EOFError):
             knock(sock, 1, theirs)
@@ -121,7 +121,7 @@ def test_a_rank_with_another_secret_is_refused(theirs: str) -> None:
     assert [line["why"] for line in lines] == ["its --dist-secret is another one"]
 
 
-def test_a_proof_of_another_challenge_is_refused() -> None:
+def test_proof_of_another_challenge_is_refused() -> None:
     """An eavesdropper cannot use a proof of an earlier challenge."""
     with capture_logs() as lines, opened() as (door, admitted):
         with socket.create_connection((HOST, door.port), 20) as sock:
@@ -133,7 +133,7 @@ def test_a_proof_of_another_challenge_is_refused() -> None:
 
 
 def test_silent_connections_do_not_delay_ranks() -> None:
-    """R2: each silent connection delayed the others by 8 s."""
+    """Each silent connection delayed the others by 8 s."""
     with contextlib.ExitStack() as stack:
         door, admitted = stack.enter_context(opened())
         silent = [
@@ -182,7 +182,7 @@ def test_engine_stores_require_secret() -> None:
 
 
 def test_store_listens_only_on_its_address() -> None:
-    """R1: torch listens on all interfaces, whatever the host."""
+    """Torch listens on all interfaces, whatever the host."""
     store, port = open_store(HOST)
     assert reach_store(HOST, port).port == store.port
     with pytest.raises(ConnectionRefusedError):

@@ -181,7 +181,7 @@ def test_adoption_requires_lost_router_and_open_lease() -> None:
     assert not fleet.engine.deliveries
 
 
-def test_an_adopted_sequence_can_be_orphaned_again() -> None:
+def test_adopted_sequence_can_be_orphaned_again() -> None:
     fleet, had = orphaned()
     second = fleet.dial("b")
     second.adopt(9, had)
@@ -296,7 +296,7 @@ def test_adoption_keys_cover_every_answer_input() -> None:
 
 
 def test_unread_adoptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S4: each unknown key on a stream that is never read stayed in memory."""
+    """Each unknown key on a stream that is never read stayed in memory."""
     monkeypatch.setattr(session_module, "MAX_ROUTER_SEQS", 20)
     fleet = Fleet()
     router = fleet.dial("b")

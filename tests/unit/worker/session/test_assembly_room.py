@@ -12,7 +12,7 @@ from worker.session.fleet_backlog import AssemblyRoom
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_sessions_share_one_memory_bound(seed: int) -> None:
-    """H1: 128 MiB per Session do not bound the memory of many Sessions."""
+    """128 MiB per Session do not bound the memory of many Sessions."""
     rnd, room = random.Random(seed), AssemblyRoom()
     held: dict[int, int] = {}
     silent: set[int] = set()

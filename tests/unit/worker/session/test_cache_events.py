@@ -163,7 +163,7 @@ def test_frames_are_spaced_and_router_is_woken_once() -> None:
 
 
 def test_each_snapshot_request_gets_one_snapshot() -> None:
-    """R14: even an empty one, and even in the middle of a snapshot."""
+    """Even an empty one, and even in the middle of a snapshot."""
     log = KvLog()
     cursor = KvCursor(log, 0, lambda: None)
     assert cursor.take(0.0) is None

@@ -160,7 +160,7 @@ async def test_tokens_arrive_in_order_on_event_loop(site: Site) -> None:
     assert site.listener.thread == threading.get_ident()
 
 
-async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
+async def test_flush_drops_cache_before_next_step(site: Site) -> None:
     def cached() -> int:
         return site.engine.figures.cached_tokens if site.engine.figures is not None else -1
 
@@ -222,7 +222,7 @@ async def test_event_loop_wakes_once_per_step(site: Site, monkeypatch: pytest.Mo
     assert len(turns) == len(site.runner.batches) == site.engine.num_steps
 
 
-async def test_an_idle_engine_does_not_spin(site: Site) -> None:
+async def test_idle_engine_does_not_spin(site: Site) -> None:
     submit_group(site.engine, site.listener, 1, [sequence()])
     await site.idle()
     assert site.engine._thread is not None
@@ -247,7 +247,7 @@ async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
     assert (load.free_blocks, load.decoding_seqs) == (NUM_BLOCKS, 0)
 
 
-async def test_a_deadline_ends_a_sequence_in_the_engine(site: Site) -> None:
+async def test_deadline_ends_sequence_in_engine(site: Site) -> None:
     seq = sequence(max_tokens=900, deadline=site.clock() + 1)
     await site.in_the_second_step([seq])
     site.clock.now += 1
@@ -365,7 +365,7 @@ class Failing(Listener):
 
 @pytest.mark.parametrize("kind", ["output", "end", "step"])
 async def test_undeliverable_output_fails_engine(site: Site, kind: str) -> None:
-    """X1: the rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
+    """The rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
     bad, others = sequence(max_tokens=3), [sequence(max_tokens=500) for _ in range(3)]
     submit_group(site.engine, Failing(kind), 1, [bad])
     submit_group(site.engine, site.listener, 2, others)
@@ -380,7 +380,7 @@ async def test_undeliverable_output_fails_engine(site: Site, kind: str) -> None:
 
 
 async def test_failed_engine_does_not_affect_new_engine(site: Site) -> None:
-    """X1: the failed engine's thread runs for one more step after a failure on the event loop."""
+    """The failed engine's thread runs for one more step after a failure on the event loop."""
     site.runner.go.clear()
     submit_group(site.engine, site.listener, 1, [sequence()])
     old = site.engine._thread
@@ -427,7 +427,7 @@ async def test_direct_sequence_waits_for_delay_gate() -> None:
 
 
 async def test_failed_engine_start_ends_submitted_sequences(site: Site) -> None:
-    """W7: sequences submitted during the restart of a failed engine stayed live for ever if the restart failed."""
+    """Sequences submitted during the restart of a failed engine stayed live for ever if the restart failed."""
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.wait_for(site.engine.wait_failed(), 60)
@@ -449,7 +449,7 @@ async def test_failed_engine_start_ends_submitted_sequences(site: Site) -> None:
     assert site.engine.num_live == 0
 
 
-async def test_a_failed_start_is_raised() -> None:
+async def test_failed_engine_start_is_raised() -> None:
     engine = EngineLoop()
 
     def build() -> EngineCore:

@@ -61,8 +61,8 @@ def test_salt_and_class_reach_the_sequence() -> None:
     assert [seq.priority for seq in seqs] == [Priority.HIGH, Priority.LOW, Priority.NORMAL]
 
 
-def test_a_prompt_is_hashed_once() -> None:
-    """W10: the event loop made all hashes to check the last one, and the engine thread made them again."""
+def test_prompt_is_hashed_once() -> None:
+    """The event loop made all hashes to check the last one, and the engine thread made them again."""
     box = inbox()
     box.submit(submit(1, record(1, range(100))).submit, 0.0)
     [group] = box.take_groups()
@@ -276,7 +276,7 @@ def _give(box: Inbox, frame: wpb.SessionRequest) -> None:
 
 
 def test_endless_groups_close_session() -> None:
-    """X9: ever new serial numbers, all with more to come."""
+    """Ever new serial numbers, all with more to come."""
     box = inbox()
     for serial in range(MAX_OPEN_GROUPS):
         box.submit(submit(serial, more=True).submit, 0.0)
@@ -286,7 +286,7 @@ def test_endless_groups_close_session() -> None:
 
 
 def test_endless_prompts_close_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: one-token prompts with more to come are counted by their memory, not by their tokens."""
+    """One-token prompts with more to come are counted by their memory, not by their tokens."""
     monkeypatch.setattr("worker.session.intake.MAX_ASSEMBLING_BYTES", 1 << 20)
     box = inbox()
     frames = [submit(1, record(rid, [1], more=True, tracestate="x" * 500), more=True).submit for rid in range(2000)]

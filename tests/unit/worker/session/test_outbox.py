@@ -150,7 +150,7 @@ def test_tails_are_bounded_and_dropped_oldest_first() -> None:
     assert (len(outbox._tails), outbox.rids) == (0, [])
 
 
-def test_a_cancelled_sequence_leaves_no_tail() -> None:
+def test_cancelled_sequence_leaves_no_tail_in_outbox() -> None:
     outbox = Outbox()
     outbox.add(1, RequestOutput(0, [4], True, None, 10, START, End(11, EndReason.CANCELLED)))
     outbox.acknowledge(1)

@@ -290,7 +290,7 @@ def test_kv_events_precede_steps_and_replace_no_heartbeat() -> None:
 
 
 def test_router_gets_cache_snapshot_on_open_stream() -> None:
-    """R14: it had to break the stream for that."""
+    """It had to break the stream for that."""
     world = World()
     state, _ = opened(world, "r")
     world.engine.kv_log.append([1, 2])
@@ -350,7 +350,7 @@ def test_router_id_is_bound_to_first_certificate(owner: str, identity: str, take
 
 @pytest.mark.parametrize("kind", ["running", "refused", "given back"])
 def test_endless_sequences_close_session(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X9: running, refused and returned sequences, for a router that never reads."""
+    """Running, refused and returned sequences, for a router that never reads."""
     monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
     world = World()
     router = world.router()
@@ -375,7 +375,7 @@ def test_reading_router_may_send_unlimited_sequences(monkeypatch: pytest.MonkeyP
 
 
 def test_endless_groups_close_largest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H1: each Session had a bound, but all Sessions together had none."""
+    """Each Session had a bound, but all Sessions together had none."""
     monkeypatch.setattr(fleet_backlog, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
     world = World()
     honest, _ = opened(world, "honest")

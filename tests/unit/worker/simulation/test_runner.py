@@ -54,7 +54,7 @@ def test_eos_rate_follows_option() -> None:
         SimulatedRunner(1, 0)
 
 
-def test_a_block_of_another_prefix_is_found() -> None:
+def test_simulated_runner_detects_block_of_another_prefix() -> None:
     sim = runner()
     step(sim, (sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2]), 9))
     right = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0], [0, 1, 3])
@@ -67,7 +67,7 @@ def test_a_block_of_another_prefix_is_found() -> None:
         step(sim, (wrong, 1))
 
 
-def test_an_overwritten_partial_block_is_found() -> None:
+def test_simulated_runner_detects_overwritten_partial_block() -> None:
     sim = runner()
     victim = sequence([1, 2, 3], [0])
     step(sim, (victim, 3))

@@ -71,7 +71,7 @@ def test_mtp_layers_are_optional(tmp_path: Path, architecture: str) -> None:
         ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias"),
     ],
 )
-def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: str) -> None:
+def test_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: str) -> None:
     folder = checkpoint(tmp_path, architecture, mtp_layers=0)
     assert tensor in load_file(folder / "model.safetensors")
     amend(folder, {tensor: None})
@@ -80,7 +80,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str, tensor: st
     assert f"missing {tensor}" in str(error.value)
 
 
-def test_a_surplus_expert_is_named(tmp_path: Path) -> None:
+def test_surplus_expert_is_named(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "qwen3_moe", mtp_layers=0)
     amend(folder, {"model.layers.0.mlp.experts.7.up_proj.weight": torch.ones(40, 64)})
     with pytest.raises(ModelError, match=r"surplus model\.layers\.0\.mlp\.experts\.7\.up_proj\.weight"):

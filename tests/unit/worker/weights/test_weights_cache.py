@@ -238,7 +238,7 @@ def change_header(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(page.ljust(4096, b"\0") + data[4096:])
 
 
-def test_a_file_of_another_key_is_not_used(tmp_path: Path) -> None:
+def test_weights_file_of_another_key_is_not_used(tmp_path: Path) -> None:
     cache, other = WeightsCache(tmp_path), replace(KEY, weights="other")
     load(cache)
     cache.path(KEY).rename(cache.path(other))
@@ -418,7 +418,7 @@ def test_entry_replaced_while_opening_is_reopened(tmp_path: Path, monkeypatch: p
 
 
 def test_cache_writable_by_others_is_warned(tmp_path: Path) -> None:
-    """S4: a folder or an entry that anybody can write to was used without a word."""
+    """A folder or an entry that anybody can write to was used without a word."""
     cache = WeightsCache(tmp_path / "cache")
     before = os.umask(0)
     try:
@@ -437,7 +437,7 @@ def test_cache_writable_by_others_is_warned(tmp_path: Path) -> None:
 
 
 def test_damaged_packed_weights_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
-    """W1: the error blamed the checkpoint, at every start."""
+    """The error blamed the checkpoint, at every start."""
     folder = checkpoints("qwen3")
     started(folder, tmp_path)
     (entry,) = tmp_path.glob("*.weights")
@@ -580,7 +580,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_source_digest_covers_exactly_packing_code() -> None:
-    """W17: a comment in worker/session/outbox.py had all cached models of a host packed anew."""
+    """A comment in worker/session/outbox.py had all cached models of a host packed anew."""
     paths = weights_cache.packing_sources()
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     needed = {module for path in paths for module in imported(path)} - PACKS_NOTHING

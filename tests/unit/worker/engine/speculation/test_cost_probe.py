@@ -42,7 +42,7 @@ def engine(runner: Timed, num_blocks: int = 500, *, adaptive: bool = True, metho
     return EngineCore(config, runner, runner)
 
 
-def test_costs_are_those_of_the_clock() -> None:
+def test_measured_step_costs_equal_clock() -> None:
     core = engine(Timed())
     costs = measure_costs(core.config, core.executor)
     assert costs.table == pytest.approx({rows: 0.01 + 0.001 * rows for rows in costs.table})
@@ -50,7 +50,7 @@ def test_costs_are_those_of_the_clock() -> None:
     assert costs.drafting_s(8) == pytest.approx(0.023)
 
 
-def test_what_a_models_drafts_take_is_told_from_the_rest() -> None:
+def test_cost_of_making_drafts_is_measured_apart() -> None:
     core = engine(Timed(), method=DRAFT_MODEL)
     costs = measure_costs(core.config, core.executor)
     assert costs.decode(8) == pytest.approx(0.018)
@@ -58,12 +58,12 @@ def test_what_a_models_drafts_take_is_told_from_the_rest() -> None:
     assert measure_costs(engine(runner := Timed()).config, engine(runner).executor).making_s(Proposal(8, 8, 2)) == 0.0
 
 
-def test_sizes_are_those_that_the_pool_has_blocks_for() -> None:
+def test_measured_sizes_fit_in_block_pool() -> None:
     core = engine(Timed(), 40)
     assert max(measure_costs(core.config, core.executor).table) == 12
 
 
-def test_it_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_probe_ends_at_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_probe, "_MOST_S", 0.05)
     runner = Timed()
     core = engine(runner)
@@ -71,7 +71,7 @@ def test_it_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.now < 0.1
 
 
-def test_an_engine_knows_them_and_holds_nothing() -> None:
+def test_measured_costs_reach_controller_and_free_all_blocks() -> None:
     runner = Timed()
     core = engine(runner)
     core.measure_step_costs()
@@ -81,7 +81,7 @@ def test_an_engine_knows_them_and_holds_nothing() -> None:
     core.scheduler.check_integrity()
 
 
-def test_an_engine_that_verifies_all_drafts_measures_nothing() -> None:
+def test_engine_that_verifies_all_drafts_measures_no_costs() -> None:
     runner = Timed()
     engine(runner, adaptive=False).measure_step_costs()
     assert not runner.shapes

@@ -97,7 +97,7 @@ def workload(seed: int) -> list[Sequence]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -> None:
+def test_streams_equal_with_other_steps_in_between(k: int, policy: str) -> None:
     seen: Counter[str] = Counter()
     accepted = preempted = 0
     for seed in range(60):
@@ -125,7 +125,7 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
     assert preempted > 0
 
 
-def test_nobody_is_preempted_for_drafts_that_may_be_wrong() -> None:
+def test_drafts_in_flight_cause_no_preemption() -> None:
     """A sequence waits for its output where it needs a further block only if all of its drafts in flight are right."""
 
     def step_beside(num_inflight_drafts: int) -> tuple[Scheduler, list[Sequence], Step]:

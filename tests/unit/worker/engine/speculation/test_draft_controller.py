@@ -74,7 +74,7 @@ def fixed(right: float, cost: Cost, num_seqs: int, count: int) -> float:
 @pytest.mark.parametrize("name", list(COSTS))
 @pytest.mark.parametrize("num_seqs", [1, 8])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])
-def test_it_never_loses_and_comes_close_to_the_best_number(name: str, num_seqs: int, right: float) -> None:
+def test_controller_never_loses_and_nears_best_fixed_number(name: str, num_seqs: int, right: float) -> None:
     machine = Machine(right, COSTS[name], num_seqs, 1)
     machine.rate(100)
     found = machine.rate(1000)
@@ -105,13 +105,13 @@ def never_loses(workload: Workload) -> None:
 
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(WORKLOADS)
-def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
+def test_drafts_never_take_longer_than_plain_decoding(workload: Workload) -> None:
     never_loses(workload)
 
 
 @pytest.mark.parametrize("measured", [(), (1,), (1, 64)])
 @pytest.mark.parametrize("right", [0.1, 0.95])
-def test_costs_that_were_not_measured_are_learnt(measured: tuple[int, ...], right: float) -> None:
+def test_unmeasured_costs_are_learnt(measured: tuple[int, ...], right: float) -> None:
     machine = Machine(right, float, 8, 1, measured=measured)
     machine.rate(200)
     assert machine.excess(200) <= 1.03
@@ -126,7 +126,7 @@ def test_costs_measured_too_low_lose_little(share: float) -> None:
     assert machine.excess(300) <= 1.03
 
 
-def test_a_machine_that_is_slow_for_a_while_changes_nothing() -> None:
+def test_temporary_slowdown_changes_no_choice() -> None:
     machine = Machine(0.8, COSTS["bfloat16"], 1, 1, noise=0.05)
     before = machine.rate(300)
     cost = machine.cost
@@ -164,7 +164,7 @@ def test_credit_bounds_losses_of_wrong_predictions() -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "int8"])
-def test_drafts_that_get_better_are_taken_up_again(name: str) -> None:
+def test_better_drafts_are_used_again(name: str) -> None:
     machine = Machine(0.0, COSTS[name], 1, 2)
     machine.rate(200)
     before = machine.verified
@@ -175,7 +175,7 @@ def test_drafts_that_get_better_are_taken_up_again(name: str) -> None:
     assert machine.rate(100) > 1.5
 
 
-def test_without_it_all_drafts_are_verified() -> None:
+def test_controller_without_adaption_verifies_all_drafts() -> None:
     machine = Machine(0.0, COSTS["compute"], 3, 3)
     machine.controller = DraftController(MOST, adapts=False)
     machine.rate(10)
@@ -188,7 +188,7 @@ def test_without_it_all_drafts_are_verified() -> None:
     st.lists(st.tuples(st.integers(1, 60), st.floats(1e-4, 10.0)), max_size=30),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, MOST)), max_size=30),
 )
-def test_choices_are_beginnings_of_what_there_is(
+def test_chosen_drafts_are_prefixes_of_all_drafts(
     drafts: dict[int, list[int]], steps: list[tuple[int, float]], learned: list[tuple[int, int]]
 ) -> None:
     controller = DraftController(MOST, adapts=True)
@@ -216,7 +216,7 @@ def test_choices_are_beginnings_of_what_there_is(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, MOST)), max_size=60),
     st.floats(0.0, 0.5),
 )
-def test_no_other_number_brings_more_in_the_time(
+def test_chosen_number_has_most_tokens_per_second(
     drafts: dict[int, list[int]], table: dict[int, float], learned: list[tuple[int, int]], verify_s: float
 ) -> None:
     controller = DraftController(MOST, adapts=True)
@@ -244,7 +244,7 @@ def forced_rows(controller: DraftController, num_forced: int) -> int:
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.integers(1, 60), st.floats(0.1, 10.0), min_size=1, max_size=9), st.integers(1, 5))
-def test_forced_text_hardly_lengthens_steps_of_sequences_without_it(table: dict[int, float], num_forced: int) -> None:
+def test_forced_text_lengthens_mixed_steps_by_at_most_5_percent(table: dict[int, float], num_forced: int) -> None:
     controller = DraftController(MOST, adapts=True)
     controller.costs = StepCosts(table)
     count = forced_rows(controller, num_forced)
@@ -259,7 +259,7 @@ def test_forced_text_is_verified_if_rows_are_cheap_or_all_have_it(name: str) -> 
     assert forced_rows(controller, 5) == (5 * MOST if name == "flat" else 5)
 
 
-def test_a_sequence_is_worth_waiting_for_where_its_drafts_alone_would_be_verified() -> None:
+def test_pays_is_true_if_drafts_of_sequence_alone_pay() -> None:
     for seed in range(1, 50):
         machine = Machine(0.5, COSTS["int8"], 3, seed)
         machine.rate(seed)
@@ -270,7 +270,7 @@ def test_a_sequence_is_worth_waiting_for_where_its_drafts_alone_would_be_verifie
             assert machine.controller.pays(seq, 3) is bool(chosen)
 
 
-def test_looks_for_drafts_take_a_small_part_of_the_time() -> None:
+def test_looks_for_drafts_take_half_a_percent_of_time() -> None:
     controller = DraftController(MOST, adapts=True)
     controller.costs = StepCosts({1: 0.04, 64: 0.08})
     assert [controller.rest(1), controller.rest(64)] == [0, 4]

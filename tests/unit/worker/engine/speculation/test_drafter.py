@@ -74,7 +74,7 @@ def step(sched: Scheduler, *tokens: int) -> ScheduledBatch:
     return scheduled[0]
 
 
-def test_drafts_stand_behind_the_newest_token() -> None:
+def test_drafts_follow_newest_token_in_step() -> None:
     sched, seq = drafting(31, 32, 33, 34), sequence()
     sched.add(seq)
     assert step(sched).num_spec_step == 0
@@ -93,7 +93,7 @@ def test_drafts_stand_behind_the_newest_token() -> None:
 
 
 @pytest.mark.parametrize("own", [0, 1, 2, 3, 9, None])
-def test_a_request_bounds_its_drafts(own: int | None) -> None:
+def test_num_drafts_of_request_bounds_its_drafts(own: int | None) -> None:
     sched, other = drafting(31, 32, 33, 34), sequence()
     sched.add_group([sequence(num_drafts=own), other])
     step(sched)
@@ -101,14 +101,14 @@ def test_a_request_bounds_its_drafts(own: int | None) -> None:
     assert sorted(map(len, drafts.values())) == sorted({3, min(3, own)} - {0} if own not in (None, 3, 9) else [3, 3])
 
 
-def test_a_step_without_drafts_is_a_plain_one() -> None:
+def test_step_without_drafts_equals_plain_decode() -> None:
     sched = drafting()
     sched.add_group([sequence(), sequence()])
     step(sched)
     assert step(sched).is_plain_decode
 
 
-def test_drafts_take_what_is_left_of_the_budget() -> None:
+def test_drafts_use_only_remaining_token_budget() -> None:
     sched = drafting(31, 32, 33, max_num_batched_tokens=24, num_kvcache_blocks=64)
     sched.add_group([sequence(1, i) for i in range(1, 21)])
     step(sched)
@@ -116,7 +116,7 @@ def test_drafts_take_what_is_left_of_the_budget() -> None:
     assert batch.num_scheduled_tokens == [4, 2, *[1] * 18]
 
 
-def test_drafts_go_no_further_than_the_answer() -> None:
+def test_drafts_end_at_max_tokens() -> None:
     sched, seq = drafting(31, 32, 33), sequence(max_tokens=3)
     sched.add(seq)
     step(sched)
@@ -124,7 +124,7 @@ def test_drafts_go_no_further_than_the_answer() -> None:
     assert (seq.output_tokens, seq.leave_reason) == ([30, 31, 9], "max_tokens")
 
 
-def test_nobody_is_preempted_for_drafts() -> None:
+def test_drafts_cause_no_preemption() -> None:
     """Two sequences of a block each in a pool of three: the third draft needs a further one, and there is one."""
     sched = drafting(31, 32, 33, num_kvcache_blocks=3, max_model_len=48)
     first, second = sequence(13), sequence(13, 2)
@@ -134,7 +134,7 @@ def test_nobody_is_preempted_for_drafts() -> None:
     assert sched.lifecycle.num_preemptions == 0
 
 
-def test_a_block_that_wrong_drafts_fill_is_not_published() -> None:
+def test_block_filled_by_wrong_drafts_is_not_published() -> None:
     sched = drafting(31, 32, 33, enable_prefix_caching=True)
     seq = sequence(13)
     sched.add(seq)
@@ -147,7 +147,7 @@ def test_a_block_that_wrong_drafts_fill_is_not_published() -> None:
     assert len(cached(Sequence([*seq.token_ids, 1], SIZE))) == 1
 
 
-def test_digests_of_what_a_stop_has_cut_off_are_not_put_out() -> None:
+def test_digests_of_tokens_after_stop_are_dropped() -> None:
     sched = drafting(31, 5, 33)
     seq = sequence(stop_token_ids=(5,))
     sched.add(seq)
@@ -161,7 +161,7 @@ def test_digests_of_what_a_stop_has_cut_off_are_not_put_out() -> None:
     assert (out.output_tokens, out.logit_digests) == ([31, 5], {11: 1, 12: 2})
 
 
-def test_a_sequence_that_expects_drafts_waits_for_its_token() -> None:
+def test_sequence_that_awaits_drafts_is_not_scheduled() -> None:
     sched = drafting(31, 32, 33, deferred_output=True)
     eager, waiting = sequence(num_drafts=0), sequence()
     sched.add_group([eager, waiting])
@@ -172,7 +172,7 @@ def test_a_sequence_that_expects_drafts_waits_for_its_token() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_streams_with_any_drafts(policy: str, deferred: bool) -> None:
+def test_streams_equal_plain_decoding_with_random_drafts(policy: str, deferred: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):
         rnd = random.Random(seed)
@@ -229,9 +229,7 @@ def brute_force(tokens: list[int], shortest: int, longest: int, most: int) -> li
     st.integers(1, 9),
     st.integers(1, 10),
 )
-def test_lookup_is_that_of_its_definition(
-    tokens: list[int], controller: tuple[int, int], most: int, start: int
-) -> None:
+def test_lookup_equals_brute_force(tokens: list[int], controller: tuple[int, int], most: int, start: int) -> None:
     proposer, seq = NgramProposer(*controller), Sequence(tokens[:start], SIZE)
     for token in [*tokens[start:], 0]:
         assert proposer.propose(seq, most) == brute_force(seq.token_ids, *controller, most)
@@ -245,7 +243,7 @@ def test_lookup_is_that_of_its_definition(
     st.integers(0, 4),
     st.integers(1, 60),
 )
-def test_lookup_among_many_places_that_look_alike(
+def test_lookup_with_many_equal_ngrams_equals_brute_force(
     tokens: list[int], controller: tuple[int, int], few: int, start: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +256,7 @@ def test_lookup_among_many_places_that_look_alike(
             seq.append_token(token)
 
 
-def test_lookup_keeps_arrays_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_arrays_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_proposer, "MOST_KEPT", 2000)
     proposer, rnd = NgramProposer(2, 4), np.random.default_rng(1)
     seqs = [Sequence(rnd.integers(0, 5, 300).tolist(), SIZE) for _ in range(9)]
@@ -267,14 +265,14 @@ def test_lookup_keeps_arrays_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         assert sum(kept.size for kept in proposer._kept.values()) <= 2000
 
 
-def test_lookup_takes_nothing_from_another_sequence_of_that_id() -> None:
+def test_lookup_ignores_old_sequence_with_same_id() -> None:
     proposer = NgramProposer(1, 2)
     assert proposer.propose(Sequence([1, 2, 1], SIZE, id=7), 1) == [2]
     assert proposer.propose(Sequence([1, 3, 1], SIZE, id=7), 1) == [3]
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_lookup_keeps_live_sequences_alone(deferred: bool) -> None:
+def test_lookup_keeps_only_live_sequences(deferred: bool) -> None:
     """With preemptions, aborts and steps in flight, ended sequences keep no arrays, and the token count is right."""
     seen: Counter[str] = Counter()
     for seed in range(20):

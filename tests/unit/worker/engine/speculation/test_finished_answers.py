@@ -107,7 +107,7 @@ def check(asked: list[Asked], most: int, shortest: int, longest: int, drafts: in
 
 
 @given(ASKED, SETTINGS)
-def test_lookup_is_that_of_its_definition(asked: list[Asked], settings: tuple[int, int, int, int]) -> None:
+def test_lookup_equals_brute_force(asked: list[Asked], settings: tuple[int, int, int, int]) -> None:
     check(asked, *settings)
 
 
@@ -152,13 +152,13 @@ def test_fault_is_detected(mutant: Mutant) -> None:
         all_sizes()
 
 
-def test_what_is_embedded_has_no_answer() -> None:
+def test_embedded_sequences_are_not_kept_as_answers() -> None:
     answers = FinishedAnswers(100, 4)
     answers.add(Sequence([1, 2, 3], SIZE, num_prompt_tokens=2, pooling=LAST))
     assert answers.num_tokens == 0
 
 
-def test_an_engine_looks_through_what_it_has_answered() -> None:
+def test_engine_finds_drafts_in_finished_answers() -> None:
     """The same prompt again, under another seed that the simulated model pays no attention to, and another salt."""
     spec = SpeculativeConfig(4, NGRAM, prompt_lookup_min=2, prompt_lookup_finished=1000, adaptive=False)
     settings: dict[str, Any] = {"num_kvcache_blocks": 30, "max_model_len": 96, "eos_token_id": 0}

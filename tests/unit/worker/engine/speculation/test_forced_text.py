@@ -72,11 +72,11 @@ def left(run: tuple[int, list[int]] | None, seq: Sequence) -> list[int]:
 
 
 @given(STEPS)
-def test_it_is_what_all_comparisons_say(steps: list[Any]) -> None:
+def test_rates_of_forced_text_equal_brute_force(steps: list[Any]) -> None:
     check(steps)
 
 
-def test_a_new_sequence_begins_with_what_others_have_shown() -> None:
+def test_new_sequence_starts_with_rates_of_others() -> None:
     forced, seqs = ForcedText(), [Sequence([7], 4, id=i) for i in range(2)]
     assert forced.rates(seqs[0]).first(1) == [1.0]
     for _ in range(20):

@@ -70,12 +70,12 @@ def slots_of(batch: ScheduledBatch) -> list[int]:
     return [table[p // SIZE] * SIZE + p % SIZE for table, start, end in rows for p in range(start, end)]
 
 
-def test_the_trace() -> None:
+def test_trace_of_lesson() -> None:
     _, _, steps = three()
     assert steps == [{A: 8}, {A: 1, B: 32}, {A: 1, B: 1, C: 5}, {A: 1, B: 1, C: 1}]
 
 
-def test_acceptance_a_alone_it_is_the_reference() -> None:
+def test_acceptance_a_single_sequence_equals_reference() -> None:
     lesson = Lesson()
     seq = lesson.add(A, 8, max_tokens=20)
     while lesson.core.has_unfinished():
@@ -83,7 +83,7 @@ def test_acceptance_a_alone_it_is_the_reference() -> None:
     assert lesson.streams[A] == lesson.runner.reference(seq.prompt_token_ids, 20)
 
 
-def test_the_trace_when_the_arrivals_are_those_of_the_lesson() -> None:
+def test_trace_with_arrivals_of_lesson() -> None:
     """A at step 0, B at step 10, C at step 15: whoever decodes goes on in every step."""
     lesson = Lesson()
     lesson.add(A, 8, max_tokens=40)
@@ -102,7 +102,7 @@ def test_the_trace_when_the_arrivals_are_those_of_the_lesson() -> None:
     ]
 
 
-def test_acceptance_b_and_c_together_each_has_its_own_tokens_and_a_step_was_mixed() -> None:
+def test_acceptance_b_and_c_mixed_step_keeps_tokens_of_each() -> None:
     lesson, seqs, _ = three()
     while lesson.core.has_unfinished():
         lesson.step()

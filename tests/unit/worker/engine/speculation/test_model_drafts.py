@@ -195,7 +195,7 @@ def never_loses(workload: Workload) -> None:
 
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(WORKLOADS)
-def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
+def test_drafts_never_take_longer_than_plain_decoding(workload: Workload) -> None:
     never_loses(workload)
 
 
@@ -203,7 +203,9 @@ def test_it_never_takes_longer_than_plain_decoding(workload: Workload) -> None:
 @pytest.mark.parametrize("right", [0.6, 0.8, 0.95])
 @pytest.mark.parametrize("costs", [(0.1, 0.1, 0.0), (0.4, 0.3, 0.0), (0.4, 0.3, 2.0)])
 @pytest.mark.parametrize("num_seqs", [1, 8])
-def test_it_comes_close_to_the_best_number(right: float, costs: tuple[float, float, float], num_seqs: int) -> None:
+def test_draft_model_rate_nears_best_fixed_number(
+    right: float, costs: tuple[float, float, float], num_seqs: int
+) -> None:
     machine = Machine(right, curve([0.02]), *costs, num_seqs, 1)
     machine.rate(200)
     assert machine.rate(3000) >= 0.88 * best(machine)
@@ -222,7 +224,7 @@ BUSY = [(0.95, 0.8, 0.6, 0.1, 10.0), (0.8, 0.4, 0.3, 0.1, 10.0), (0.6, 0.1, 0.1,
 
 
 @pytest.mark.parametrize("case", BUSY)
-def test_a_busy_machine_gains_as_much(case: tuple[float, float, float, float, float]) -> None:
+def test_busy_machine_gains_as_much_from_drafts(case: tuple[float, float, float, float, float]) -> None:
     for seed in range(3):
         gains_on_a_busy_machine(case, seed)
 
@@ -234,7 +236,7 @@ BUSY_MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", BUSY_MUTANTS, ids=lambda mutant: mutant.trap)
-def test_a_fault_on_a_busy_machine_shows(mutant: Mutant) -> None:
+def test_controller_fault_shows_on_busy_machine(mutant: Mutant) -> None:
     def gains(seed: int) -> None:
         for case in BUSY:
             gains_on_a_busy_machine(case, seed)
@@ -242,14 +244,14 @@ def test_a_fault_on_a_busy_machine_shows(mutant: Mutant) -> None:
     assert_noticed(mutant, gains, range(3))
 
 
-def test_an_expensive_model_that_is_nearly_always_right_is_tried() -> None:
+def test_expensive_draft_model_with_good_drafts_is_tried() -> None:
     """Nobody knows before the first trial how often it is right."""
     machine = Machine(0.9, curve([0.02]), 0.8, 0.5, 0.0, 1, 1)
     machine.rate(200)
     assert machine.rate(1000) >= 0.95 * best(machine) > 1.1 * machine.plain
 
 
-def test_time_between_steps_is_what_drafts_save() -> None:
+def test_drafts_save_time_between_steps() -> None:
     """Drafts that cost what they bring pay where steps lie far apart."""
     costs = curve([0.02])
     assert Machine(0.6, costs, 0.6, 0.6, 0.0, 1, 1).rate(500) < 1.05
@@ -257,7 +259,7 @@ def test_time_between_steps_is_what_drafts_save() -> None:
     assert apart.rate(1000) > 1.15 * apart.plain
 
 
-def test_a_model_that_is_not_worth_it_rests() -> None:
+def test_draft_model_that_does_not_pay_rests() -> None:
     machine = Machine(0.3, curve([0.02]), 0.4, 0.4, 0.0, 1, 1)
     machine.rate(500)
     before = machine.made
@@ -266,7 +268,7 @@ def test_a_model_that_is_not_worth_it_rests() -> None:
 
 
 @pytest.mark.parametrize("believed", [1.0, 3.0])
-def test_drafts_that_get_better_are_taken_up_again(believed: float) -> None:
+def test_better_drafts_are_used_again(believed: float) -> None:
     """Nor does it end drafts for good if they are thought to take longer than they do."""
     machine = Machine(0.1, curve([0.02]), 0.1, 0.1, 0.0, 1, 1, believed=believed)
     machine.rate(500)
@@ -275,7 +277,7 @@ def test_drafts_that_get_better_are_taken_up_again(believed: float) -> None:
     assert machine.rate(300) > 1.5 * machine.plain
 
 
-def test_a_hard_answer_ends_drafts_for_itself() -> None:
+def test_hard_answer_stops_drafts_only_for_itself() -> None:
     """One in eight: drafts end within it, and the easy ones behind it have theirs."""
 
     def drafts_of_each_kind(seed: int) -> None:
@@ -294,7 +296,7 @@ def test_a_hard_answer_ends_drafts_for_itself() -> None:
     assert_noticed(mutant, drafts_of_each_kind, range(3))
 
 
-def test_of_one_sequence_all_drafts_that_were_made_are_verified() -> None:
+def test_made_drafts_of_single_sequence_are_all_verified() -> None:
     """Their number was chosen by what is known, a step ago; but what a grammar forces is not of them."""
     controller, seqs = DraftController(MOST, adapts=True), {0: Sequence([1], 16, id=0)}
     controller.costs = StepCosts({rows: float(rows) for rows in SIZES})
@@ -305,7 +307,7 @@ def test_of_one_sequence_all_drafts_that_were_made_are_verified() -> None:
     assert controller.choose({0: [5, 6]}, seqs, 1, {0: DraftRates([0.1])}) == {}
 
 
-def test_drafts_are_tried_soon_where_fewer_sequences_decode() -> None:
+def test_drafts_are_tried_soon_with_fewer_sequences() -> None:
     """What did not pay for many may for one, however long the rest is that followed."""
 
     def is_tried(seed: int) -> None:
@@ -320,13 +322,13 @@ def test_drafts_are_tried_soon_where_fewer_sequences_decode() -> None:
         is_tried(seed)
 
 
-def test_without_adaption_it_makes_all_drafts() -> None:
+def test_draft_model_without_adaption_makes_all_drafts() -> None:
     controller, seqs = DraftController(MOST, adapts=False), {0: Sequence([1], 16, id=0)}
     seqs[0].num_missed = 1
     assert controller.plan({0: 3}, seqs, 1) == {0: 3}
 
 
-def test_prompts_are_taken_in_for_a_small_part_of_the_time() -> None:
+def test_draft_model_computes_prompts_for_small_part_of_time() -> None:
     """Where drafts do not pay: so that they may later."""
     machine, taken = Machine(0.1, curve([0.02]), 2.0, 2.0, 0.0, 1, 1), 0
     for _ in range(1000):
@@ -374,7 +376,7 @@ def test_trial_needs_credit() -> None:
         assert_noticed(mutant, rests, range(8))
 
 
-def test_plain_steps_right_after_drafts_do_not_count() -> None:
+def test_settling_plain_steps_are_not_counted() -> None:
     """They take longer, so drafts that lose would look as if they paid."""
 
     def loses_nothing(seed: int) -> None:
@@ -387,7 +389,7 @@ def test_plain_steps_right_after_drafts_do_not_count() -> None:
         loses_nothing(seed)
 
 
-def test_slower_machine_does_not_end_drafts_that_pay() -> None:
+def test_slower_machine_keeps_drafts_that_pay() -> None:
     """Steps of a run are compared with plain ones after it too, not only with those before."""
 
     def gains(seed: int) -> None:

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from worker.engine.speculation.step_costs import Proposal, StepCosts
 
 
-def test_decode_between_and_beyond_measured_rows_is_on_a_line() -> None:
+def test_step_cost_is_linear_between_and_beyond_measured_rows() -> None:
     assert StepCosts().decode(3) == StepCosts().decode(30)
     costs = StepCosts({2: 1.0, 4: 3.0})
     assert [costs.decode(rows) for rows in (1, 2, 3, 4, 6)] == pytest.approx([1.0, 1.0, 2.0, 3.0, 5.0])
 
 
-def test_table_never_has_a_step_slower_than_one_of_more_rows() -> None:
+def test_step_costs_never_fall_with_more_rows() -> None:
     assert StepCosts({1: 5.0, 2: 2.0, 4: 3.0}).table == {1: 2.0, 2: 2.0, 4: 3.0}
 
 
@@ -33,7 +33,7 @@ def test_making_is_interpolated_by_rows_and_sequences() -> None:
     st.integers(1, 400),
     st.integers(1, 400),
 )
-def test_longer_is_the_ratio_of_each_number_of_drafts(
+def test_longer_is_cost_ratio_of_each_number_of_drafts(
     table: dict[int, float], steps: list[tuple[int, float]], rows: int, most: int
 ) -> None:
     costs = StepCosts(table, 0.5)
@@ -43,7 +43,7 @@ def test_longer_is_the_ratio_of_each_number_of_drafts(
     assert costs.longer(rows, most).tolist() == pytest.approx(each)
 
 
-def test_slower_steps_raise_all_sizes_alike() -> None:
+def test_slower_steps_raise_costs_of_all_sizes() -> None:
     costs = StepCosts({1: 1.0, 8: 2.0}, 0.5, {1: 0.3}, {1: 0.1})
     for _ in range(50):
         costs.note_plain(1, 3.0, 3.5)
@@ -61,7 +61,7 @@ def test_one_slow_step_counts_little() -> None:
     assert costs.plain_s(1) == pytest.approx(1.0, rel=0.03)
 
 
-def test_steps_beyond_the_measured_rows_are_learnt() -> None:
+def test_costs_beyond_measured_rows_are_learnt() -> None:
     costs = StepCosts({1: 1.0, 8: 1.0}, 0.5)
     costs.note(8, 9.0)
     costs.note(64, 2.0, is_verifying=True)
@@ -74,13 +74,13 @@ def test_steps_beyond_the_measured_rows_are_learnt() -> None:
     assert unmeasured.table == {4: 2.0}
 
 
-def test_tries_are_bounded_by_what_is_known() -> None:
+def test_tried_rows_are_bounded_by_measured_rows() -> None:
     assert StepCosts().most_rows(8) > 1000
     assert StepCosts({1: 1.0, 16: 2.0}).most_rows(8) == 32
     assert StepCosts({16: 2.0}).most_rows(8) == 8
 
 
-def test_standing_clock_divides_by_no_zero() -> None:
+def test_clock_that_stands_still_causes_no_division_by_zero() -> None:
     costs = StepCosts({1: 0.0})
     for _ in range(5000):
         costs.note_plain(1, 0.0, 0.0)

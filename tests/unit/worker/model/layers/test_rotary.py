@@ -78,7 +78,7 @@ def test_spellings_of_older_checkpoints() -> None:
 
 
 def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W12: float64 tables of a million positions, computed at once, took gigabytes. Pieces have the same numbers."""
+    """Float64 tables of a million positions, computed at once, took gigabytes. Pieces have the same numbers."""
     rope, positions = rope_of({"rope_theta": 1e4}), torch.arange(300)
     whole = RotaryEmbedding(rope, 64, 300)(positions)
     sizes: list[int] = []
@@ -97,7 +97,7 @@ def test_tables_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_lazy_rotary_pieces_have_equal_bits(threads: int) -> None:
-    """W12: pieces are made by steps, on other threads and in other numbers than at the start."""
+    """Pieces are made by steps, on other threads and in other numbers than at the start."""
     rope = rope_of({"rope_parameters": PARAMETERS["llama3"], "max_position_embeddings": 2048})
     length = 3 * rotary._PIECE + 77
     positions = torch.arange(length)
@@ -115,7 +115,7 @@ def test_lazy_rotary_pieces_have_equal_bits(threads: int) -> None:
 
 
 def test_rotary_table_of_million_positions_grows_on_demand() -> None:
-    """W12: 0.5 GB and 5 s at the start, for positions that hardly an answer reaches."""
+    """0.5 GB and 5 s at the start, for positions that hardly an answer reaches."""
     rope = rope_of({"rope_parameters": PARAMETERS["default"], "max_position_embeddings": 2048})
     before = resident_bytes()
     made = RotaryEmbedding(rope, 256, 1 << 20)

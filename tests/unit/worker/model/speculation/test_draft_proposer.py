@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_streams_with_drafts_of_the_runner(folder: Path, policy: str) -> None:
+def test_streams_with_runner_drafts_equal_plain_decoding(folder: Path, policy: str) -> None:
     rnd = random.Random(policy)
     given = Config(
         model=str(folder),
