@@ -250,7 +250,7 @@ class BlockManager:
         block_hash, tokens = prefixes.hashes(seq)[i], prefixes.tokens(seq, i)
         if block_hash not in self.hash_to_block_id:
             block = self.blocks[seq.block_table[i]]
-            prefixes.add(block, block_hash, tokens, chain.node, i + 1)
+            prefixes.add(block, seq, i, tokens, chain.node)
             self.digests.published(seq, i, tokens)
         else:
             found = prefixes.find(block_hash, tokens, chain.node)

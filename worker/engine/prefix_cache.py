@@ -16,7 +16,8 @@ Invariants, checked by worker/engine/integrity.py:
 - the tree of cached blocks is closed: the parent of a cached block is cached, or a root;
 - the parent of a proved block is proved, so the unproved blocks of a prefix are all behind one place;
 - `_tails[t] == b` iff `blocks[b].tail == t`, and the node before a tail is cached, or a root;
-- all changes that `take_granule_changes` has returned add up to `cached_granules`.
+- all changes that `take_granule_changes` has returned add up to `cached_granules`, and those of `take_block_changes` to
+  the published blocks without a salt.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import itertools
 import math
 from array import array
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.config import Config
@@ -41,6 +43,30 @@ Fronts: TypeAlias = dict[int, set[int]]
 # Format of a packed token id, in this machine's byte order.
 _ID_CODE: Final = "I"
 _ID_BYTES: Final = array(_ID_CODE).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A published block, for those that follow the cache.
+
+    Attributes:
+        hash: of the prefix that ends with the block.
+        parent: hash of the block before; None for the first block of a prompt.
+        tokens: packed token ids.
+    """
+
+    hash: int
+    parent: int | None
+    tokens: bytes
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens as numbers."""
+        return array(_ID_CODE, self.tokens).tolist()
+
+
+# A block that is published, or the hash of one that has left the cache.
+BlockChange: TypeAlias = StoredBlock | int
 
 
 class Block:
@@ -110,6 +136,7 @@ class PrefixCache:
         self._next_node = itertools.count(1)
         self._next_root = itertools.count(-1, -1)
         self._granule_changes: list[int] | None = None
+        self._block_changes: list[BlockChange] | None = None
 
     # Parts of a prompt.
 
@@ -229,12 +256,16 @@ class PrefixCache:
 
     # Changes of the cache.
 
-    def add(self, block: Block, block_hash: int, tokens: bytearray, parent: int, depth: int) -> None:
-        """Publishes a block behind `parent`; no published block may have its hash."""
-        block.update(block_hash, bytes(tokens), next(self._next_node), parent, depth)
+    def add(self, block: Block, seq: Sequence, i: int, tokens: bytearray, parent: int) -> None:
+        """Publishes a block as full block `i` of `seq`, behind `parent`; no published block may have its hash."""
+        block_hash = self.hashes(seq)[i]
+        block.update(block_hash, bytes(tokens), next(self._next_node), parent, i + 1)
         self.hash_to_block_id[block_hash] = block.block_id
-        if depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
+        if block.depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
             self._granule_changes.append(block_hash)
+        if self._block_changes is not None and not seq.cache_salt:
+            before = self.hashes(seq)[i - 1] if i else None
+            self._block_changes.append(StoredBlock(block_hash, before, block.tokens))
 
     def add_tail(self, seq: Sequence) -> None:
         """Publishes the tail of a sequence that has just got its first token, if its prompt has several answers."""
@@ -255,6 +286,8 @@ class PrefixCache:
             del self.hash_to_block_id[block.hash]
             if block.depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
                 self._granule_changes.append(~block.hash)
+            if self._block_changes is not None:
+                self._block_changes.append(block.hash)
             block.reset()
 
     def watch_granules(self) -> None:
@@ -269,6 +302,26 @@ class PrefixCache:
         if not self._granule_changes:
             return []
         changes, self._granule_changes = self._granule_changes, []
+        return changes
+
+    def watch_blocks(self) -> None:
+        """Makes `take_block_changes` report changes from now on, and first the blocks cached now. O(blocks)."""
+        unsalted: dict[int | None, int | None] = {UNSALTED_ROOT: None}
+        self._block_changes = []
+        for block in sorted((b for b in self._blocks if b.hash is not None), key=lambda b: b.depth):
+            if block.hash is not None and block.parent in unsalted:
+                unsalted[block.node] = block.hash
+                self._block_changes.append(StoredBlock(block.hash, unsalted[block.parent], block.tokens))
+
+    def take_block_changes(self) -> list[BlockChange]:
+        """Changes since the last call, in order; a block appears behind its parent.
+
+        Blocks of prompts with a salt do not appear: their tokens are for those with the salt alone. Their hashes are
+        reported when they leave, like all others.
+        """
+        if not self._block_changes:
+            return []
+        changes, self._block_changes = self._block_changes, []
         return changes
 
     def cached_granules(self) -> list[int]:

@@ -16,6 +16,7 @@ from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.outputs import End, EngineLoad, RequestOutput, sequence_times
+from worker.engine.prefix_cache import BlockChange
 from worker.engine.sequence import EndReason, Sequence
 
 
@@ -72,7 +73,12 @@ class Flush:
     done: Callable[[int], None]
 
 
-Command = Submit | Cancel | SetDeadline | EndAll | Flush
+@dataclass(frozen=True, slots=True)
+class WatchBlocks:
+    """Makes turns report the cached blocks, and from then on their changes."""
+
+
+Command = Submit | Cancel | SetDeadline | EndAll | Flush | WatchBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Turn:
 
     `seen` has the receipts of the groups added before its step, `granules` the changes of the prefix cache
     (`PrefixCache.take_granule_changes`), `kv_digests` the names and digests of cached blocks, `flushed` the callbacks
-    of Flush with their numbers of blocks.
+    of Flush with their numbers of blocks, `blocks` the changes of cached blocks after WatchBlocks.
     """
 
     step: int
@@ -92,6 +98,7 @@ class Turn:
     granules: list[int] = field(default_factory=list)
     kv_digests: list[tuple[bytes, int]] = field(default_factory=list)
     flushed: list[tuple[Callable[[int], None], int]] = field(default_factory=list)
+    blocks: list[BlockChange] = field(default_factory=list)
 
 
 class EngineTurns:
@@ -139,6 +146,8 @@ class EngineTurns:
                     outputs += self.core.abort_all(EndReason.CANCELLED, message)
                 case Flush(done):
                     flushed.append((done, self.core.scheduler.block_manager.flush()))
+                case WatchBlocks():
+                    self._prefixes.watch_blocks()
         if self.core.has_unfinished():
             outputs += self.core.step().outputs
             # After the step, which may have admitted them.
@@ -149,7 +158,8 @@ class EngineTurns:
         """Snapshot of the engine's load and metrics, with the outputs of this turn."""
         load, granules = self.core.load(), self._prefixes.take_granule_changes()
         digests = self._digests.take()
-        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules, digests)
+        figures, blocks = self._figures(load), self._prefixes.take_block_changes()
+        return Turn(self.core.num_steps, load, outputs or [], seen or [], figures, granules, digests, blocks=blocks)
 
     def _figures(self, load: EngineLoad) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals

@@ -19,7 +19,8 @@ from common.telemetry import names
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.outputs import EngineLoad
-from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn
+from worker.engine.turns import Cancel, EndAll, Flush, SetDeadline, Submit, TicketReceipt, Turn, WatchBlocks
+from worker.session.block_log import BlockLog
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, OwnedSequence
 from worker.session.engine_thread import EngineThread
@@ -44,6 +45,7 @@ class EngineLoop:
         num_steps: engine steps since the start.
         figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
         kv_log: what the prefix cache holds; a new one for each engine.
+        block_log: the cached blocks one by one, after `watch_blocks`; a new one for each engine, None before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,6 +63,7 @@ class EngineLoop:
         self.num_steps = 0
         self.figures: EngineFigures | None = None
         self.kv_log = KvLog()
+        self.block_log: BlockLog | None = None
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[str] = self._loop.create_future()
         self._flushes: set[asyncio.Future[int]] = set()
@@ -146,6 +149,18 @@ class EngineLoop:
         finally:
             self._flushes.discard(flushed)
 
+    def watch_blocks(self, first: int) -> BlockLog:
+        """Log of this engine's cached blocks, kept from the first call on.
+
+        Args:
+            first: number of a new log's first batch.
+        """
+        if self.block_log is None:
+            self.block_log = BlockLog(first)
+            if self._thread is not None:
+                self._thread.put(WatchBlocks())
+        return self.block_log
+
     def stop(self) -> None:
         """Tells the thread to end after its current step."""
         if self._thread is not None:
@@ -193,6 +208,8 @@ class EngineLoop:
         self._deliveries.deliver(turn)
         self.kv_log.append(turn.granules)
         self.kv_log.append_digests(turn.kv_digests)
+        if self.block_log is not None:
+            self.block_log.append(turn.blocks)
         for done, blocks in turn.flushed:
             done(blocks)
         if not self._deliveries:
