@@ -264,6 +264,8 @@ WORKER_WAIT_S = 5.0
 
 # Direct calls that a worker takes beyond those that it can run at once.
 MAX_WAITING_CALLS = 4096
+# Ids of ended requests that a worker's doors keep, to tell an abort that is late from one of an unknown id.
+MAX_ENDED_IDS = 16_384
 # Engine. In steps that mix both, prompts have this share of the tokens for certain, whatever decodes beside them.
 PREFILL_SHARE = 0.125
 MAX_CACHE_SALTS = 4096

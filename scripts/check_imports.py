@@ -98,6 +98,13 @@ RULES = {
             "worker/session/session.py": (GRPC, STATUS),
         },
     ),
+    "worker/doors": Rule(
+        WORLD | GRPC,
+        {
+            "worker/doors/door_adapter.py": (WORLD | GRPC, SERVES),
+            "worker/doors/door_call.py": (WORLD | GRPC, EVENT_LOOP),
+        },
+    ),
     "worker/config": Rule(
         WORLD | GRPC, {"worker/config/engine_config.py": (names("os"), "finds the user's cache folder")}
     ),
@@ -204,6 +211,7 @@ BESIDE = {
     "router/answers": names(),
     "router/validation.py": names("answers"),
     "router/model_registry.py": names("answers"),
+    "worker/doors": names("config", "engine", "llm_engine.py", "session"),
     "worker/session": names("config", "engine", "garbage.py"),
     "worker/engine": names(),
     "worker/ranks": names("config", "engine", "garbage.py", "kv_pool.py", "model", "progress.py"),
@@ -264,6 +272,7 @@ ORDER = {
         "__main__.py",
         "cli",
         "server.py",
+        "doors",
         "llm_engine.py",
         "session",
         "engine_factory.py",

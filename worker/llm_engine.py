@@ -195,8 +195,12 @@ class InputOutputProcessor:
         # Ids below this one can be generated.
         self._num_ids = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
 
-    def sampling_params(self, given: Given) -> SamplingParams:
+    def sampling_params(self, given: Given, cache_salt: bytes = b"") -> SamplingParams:
         """Checks the parameters of a request; fills those that a mapping leaves out from `generation_config.json`.
+
+        Args:
+            given: parameters of a request.
+            cache_salt: only requests of the same salt share a checked constraint.
 
         Raises:
             InvalidFieldError: a value is of another type or out of range, or a mapping names an unknown parameter.
@@ -216,7 +220,7 @@ class InputOutputProcessor:
         if params.bad_words:
             params = replace(params, bad_words_token_ids=self._bad_words_token_ids(params))
         if params.constraint is not None:
-            params = replace(params, constraint=None, grammar=self._grammar(params.constraint))
+            params = replace(params, constraint=None, grammar=self._grammar(params.constraint, cache_salt))
         request_validation.check_ids(params, self.model_config.vocab_size)
         check_tokens_left(params, self._num_ids, self._eos_token_ids)
         return params
@@ -228,11 +232,11 @@ class InputOutputProcessor:
         of_words = bad_words_token_ids(params.bad_words, self.tokenizer, self.model_config.vocab_size)
         return tuple(dict.fromkeys((*of_words, *params.bad_words_token_ids)))
 
-    def _grammar(self, constraint: Constraint) -> str:
+    def _grammar(self, constraint: Constraint, cache_salt: bytes) -> str:
         if self._checker is None:
             problem = "cannot be served: the model has no tokenizer or no end-of-sequence token, or constraints are off"
             raise InvalidFieldError("sampling_params.constraint", problem, "no constraint")
-        return self._checker.check(constraint, optional_space=False)
+        return self._checker.check(constraint, optional_space=False, salt=cache_salt)
 
     def preprocess(
         self,

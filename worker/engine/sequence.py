@@ -96,6 +96,7 @@ class Sequence:
         may_return: True if it may return to its router when its first step is late (rule S9).
         logits_every: the logits of every n-th generated token are digested; 0 for none.
         shares_prompt: True if the request has several answers; their prompt is computed once.
+        reads_cache: False to compute every token, even cached ones.
         pooling: how hidden states become a vector; None for a sequence that generates. An embedded sequence ends with
             one token, which has no meaning.
     """
@@ -139,6 +140,7 @@ class Sequence:
         "pooling",
         "priority",
         "publish_at",
+        "reads_cache",
         "sampling_params",
         "seed",
         "shares_prompt",
@@ -177,6 +179,7 @@ class Sequence:
         may_return: bool = False,
         logits_every: int = 0,
         shares_prompt: bool = False,
+        reads_cache: bool = True,
         pooling: Pooling | None = None,
     ) -> None:
         self.id = next(_ids) if id is None else id
@@ -201,6 +204,7 @@ class Sequence:
         self.may_return = may_return
         self.logits_every = logits_every
         self.shares_prompt = shares_prompt
+        self.reads_cache = reads_cache
         self.pooling = pooling
         self.pooled = None if pooling is None else PooledStates(pooling)
         self.arrive_time = arrive_time
@@ -275,9 +279,9 @@ class Sequence:
         """Number of tokens that may come from the prefix cache.
 
         The last token may not, since its logits are wanted; nor tokens whose logits give wanted logprobs of given
-        tokens; nor any token for a mean of hidden states.
+        tokens; nor any token for a mean of hidden states, or for a request that bypasses the cache.
         """
-        if self.pooling == MEAN:
+        if self.pooling == MEAN or not self.reads_cache:
             return 0
         return int(min(len(self.token_ids), self.logprobs_from)) - 1
 

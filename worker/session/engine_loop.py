@@ -113,9 +113,9 @@ class EngineLoop:
         """Submits a group that a router has released: it enters the waiting queue as a whole."""
         self._submit(receipt, live)
 
-    def submit(self, live: OwnedSequence) -> None:
-        """Submits one sequence, which passes this worker's own delay gate."""
-        self._submit(None, [live])
+    def submit(self, *live: OwnedSequence) -> None:
+        """Submits the sequences of a call without a router, which pass this worker's own delay gate."""
+        self._submit(None, live)
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences at the thread's next turn; unknown ids are ignored."""

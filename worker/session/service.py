@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -140,11 +140,68 @@ class WorkerService(WorkerServiceServicer):
         for session in self._sessions.values():
             session.cut()
 
+    # Direct calls: of this service, and of the doors of other engine protocols (worker/doors).
+
+    @property
+    def is_cordoned(self) -> bool:
+        """True if the worker takes no new work, and serves on."""
+        return self._intake != wpb.INTAKE_OPEN
+
+    def require_open(self) -> None:
+        """Refuses a direct call unless new work is taken.
+
+        Raises:
+            NoWorkerError: the worker loads, drains, has failed or is cordoned.
+        """
+        if self.state != wpb.WORKER_STATE_DRAINING or self._refuses_calls:
+            self._require_serving()
+        if self.is_cordoned:
+            raise NoWorkerError(f"worker {self.facts.worker_id} is cordoned")
+
+    @contextlib.contextmanager
+    def direct_place(self, num_seqs: int = 1) -> Iterator[None]:
+        """Counts the sequences of a direct call while it runs.
+
+        Raises:
+            QueueFullError: too many wait, each of which holds its prompt.
+        """
+        waiting = self._num_direct - self.facts.max_num_seqs
+        if waiting >= MAX_WAITING_CALLS:
+            raise QueueFullError(waiting, retry_after_s=1.0)
+        self._num_direct += num_seqs
+        try:
+            yield
+        finally:
+            self._num_direct -= num_seqs
+
+    def note_direct(self, request_id: str, prompt_tokens: int) -> None:
+        """Records what is known about a direct call before its answer begins."""
+        record = current_record()
+        record.generates, record.request_id = True, request_id
+        current_trace_id.set(record.trace_id)
+        current_request_id.set(shown(request_id))
+        record.model, record.worker_id = self.facts.model, self.facts.worker_id
+        record.prompt_tokens = prompt_tokens
+
+    def direct_trace(self, seq: Sequence, request_id: str, context: Context) -> RequestTrace:
+        """The span and the log line of a direct call's sequence."""
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        traceparent = metadata.get(names.TRACEPARENT, "")
+        span = self._tracing.sequence_span(
+            traceparent,
+            metadata.get(names.TRACESTATE, ""),
+            arrived=seq.arrive_time,
+            model=self.facts.model,
+            request_id=request_id,
+            worker_id=self.facts.worker_id,
+        )
+        return RequestTrace(0, seq.num_prompt_tokens, span, trace_id_of(traceparent))
+
     # RPCs.
 
     async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         """Serves one router."""
-        async with self._call(context):
+        async with self.scope(context):
             self._require_serving()
             # Sent separately: combined with the first frame the headers would wait for that frame, and a status could
             # not follow.
@@ -157,31 +214,26 @@ class WorkerService(WorkerServiceServicer):
 
     async def Generate(self, request: wpb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Answers one prompt."""
-        async with self._call(context):
-            if self.state != wpb.WORKER_STATE_DRAINING or self._refuses_calls:
-                self._require_serving()
-            if self._intake != wpb.INTAKE_OPEN:
-                raise NoWorkerError(f"worker {self.facts.worker_id} is cordoned")
+        async with self.scope(context):
+            self.require_open()
             request_id = request.request_id or uuid.uuid4().hex
             seq = self._direct_sequence(request, request_id, context)
-            self._require_place()
-            call = DirectCall(seq, self._direct_trace(seq, request_id, context))
-            self._note(seq, request_id)
-            self._num_direct += 1
-            self._engine.submit(call)
-            try:
-                ended = False
-                while not ended:
-                    response = await call.next_response()
-                    await context.write(response)
-                    call.written(response)
-                    ended = response.HasField("end")
-            finally:
-                self._num_direct -= 1
-                self._engine.cancel([seq.id])
-                # Observation may fail without failing the request.
-                with contextlib.suppress(Exception):
-                    call.account(current_record(), self._clock())
+            with self.direct_place():
+                call = DirectCall(seq, self.direct_trace(seq, request_id, context))
+                self.note_direct(request_id, seq.num_prompt_tokens)
+                self._engine.submit(call)
+                try:
+                    ended = False
+                    while not ended:
+                        response = await call.next_response()
+                        await context.write(response)
+                        call.written(response)
+                        ended = response.HasField("end")
+                finally:
+                    self._engine.cancel([seq.id])
+                    # Observation may fail without failing the request.
+                    with contextlib.suppress(Exception):
+                        call.account(current_record(), self._clock())
 
     async def GetWorker(self, request: wpb.GetWorkerRequest, context: Context) -> wpb.GetWorkerResponse:
         """Describes the worker, at any time."""
@@ -189,7 +241,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def GetTokenizer(self, request: wpb.GetTokenizerRequest, context: Context) -> None:  # type: ignore[override]
         """Sends the tokenizer's files, at any time."""
-        async with self._call(context):
+        async with self.scope(context):
             if not self._files:
                 raise NoTokenizerError(self.facts.model)
             # One at a time: the files may be large, and many routers may ask at once.
@@ -205,7 +257,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def Drain(self, request: wpb.DrainRequest, context: Context) -> wpb.DrainResponse:
         """Begins to drain; the worker ends when drained."""
-        async with self._call(context):
+        async with self.scope(context):
             refuse_unserved(request, request_validation.DRAIN)
         if not self.drain_wanted.done():
             self.drain_wanted.set_result(request.deadline_ms / 1000 or None)
@@ -213,7 +265,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def SetIntake(self, request: wpb.SetIntakeRequest, context: Context) -> wpb.SetIntakeResponse:
         """Takes or refuses new work from now on; the process and its running sequences continue."""
-        async with self._call(context):
+        async with self.scope(context):
             refuse_unserved(request, request_validation.SET_INTAKE)
             if request.intake not in request_validation.INTAKES:
                 raise InvalidFieldError("intake", f"is {request.intake}", "INTAKE_OPEN, _CORDONED or _EVICTING")
@@ -226,7 +278,7 @@ class WorkerService(WorkerServiceServicer):
 
     async def FlushCache(self, request: wpb.FlushCacheRequest, context: Context) -> wpb.FlushCacheResponse:
         """Drops the cached blocks that no sequence holds, before the next step."""
-        async with self._call(context):
+        async with self.scope(context):
             refuse_unserved(request)
             blocks = await self._engine.flush()
             log.info("cache flushed", blocks=blocks)
@@ -235,7 +287,7 @@ class WorkerService(WorkerServiceServicer):
     # Used by the methods above.
 
     @asynccontextmanager
-    async def _call(self, context: Context) -> AsyncIterator[None]:
+    async def scope(self, context: Context) -> AsyncIterator[None]:
         """Counts a call, and turns its error into a status."""
         self._calls += 1
         self._idle.clear()
@@ -260,12 +312,6 @@ class WorkerService(WorkerServiceServicer):
         if self.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(self.state).removeprefix("WORKER_STATE_").lower()
             raise NoWorkerError(f"worker {self.facts.worker_id} is {state}")
-
-    def _require_place(self) -> None:
-        """Refuses a direct call when too many wait, because each holds its prompt."""
-        waiting = self._num_direct - self.facts.max_num_seqs
-        if waiting >= MAX_WAITING_CALLS:
-            raise QueueFullError(waiting, retry_after_s=1.0)
 
     async def _open_session(self, context: Context) -> SessionStream:
         """Reads Hello and opens the Session. A router's newest stream fences its older ones (S4)."""
@@ -343,25 +389,3 @@ class WorkerService(WorkerServiceServicer):
             arrived=now,
             deadline=None if left is None else now + left,
         )
-
-    def _note(self, seq: Sequence, request_id: str) -> None:
-        """Records what is known about a direct call before its answer begins."""
-        record = current_record()
-        record.generates, record.request_id = True, request_id
-        current_trace_id.set(record.trace_id)
-        current_request_id.set(shown(request_id))
-        record.model, record.worker_id = self.facts.model, self.facts.worker_id
-        record.prompt_tokens = seq.num_prompt_tokens
-
-    def _direct_trace(self, seq: Sequence, request_id: str, context: Context) -> RequestTrace:
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        traceparent = metadata.get(names.TRACEPARENT, "")
-        span = self._tracing.sequence_span(
-            traceparent,
-            metadata.get(names.TRACESTATE, ""),
-            arrived=seq.arrive_time,
-            model=self.facts.model,
-            request_id=request_id,
-            worker_id=self.facts.worker_id,
-        )
-        return RequestTrace(0, seq.num_prompt_tokens, span, trace_id_of(traceparent))
