@@ -305,6 +305,14 @@ TASK_FORGIVEN_S = 60.0
 # Most bytes of the history file of `fissile chat`: about 10,000 lines. A longer file loses its older half.
 MAX_CHAT_HISTORY_BYTES = MIB
 
+# HTTP. A stream with nothing to send gets a comment after this time: proxies close connections that are silent for 30 s
+# and more. Events of a request that may wait for a caller who does not read; further ones wait in the router.
+SSE_PING_S = 10.0
+MAX_BUFFERED_EVENTS = 256
+# Connections of a facade; how long browsers keep the answer to whether a page may call.
+MAX_HTTP_CONNECTIONS = 4096
+CORS_MAX_AGE_S = 600
+
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25
 DRAIN_TIMEOUT_S = 30.0

@@ -1,6 +1,6 @@
 """Checks that imports follow the folders: `python scripts/check_imports.py`.
 
-- Who may import whom: fissile <- common <- router, and kernels, common <- worker; and the folders of router and worker
+- Who may import whom: fissile <- common <- router, facade, and kernels, common <- worker; and the folders of these
   among each other.
 - Folders that decide do no I/O and read no clock; folders that load with the router know no PyTorch.
 - No ring of imports, neither of modules nor of packages. Within a package, imports follow an order of its folders.
@@ -21,7 +21,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = frozenset({"fissile", "common", "kernels", "router", "worker", "tests", "examples", "deploy", "scripts"})
+OURS = frozenset(
+    {"fissile", "common", "kernels", "router", "worker", "facade", "tests", "examples", "deploy", "scripts"}
+)
 # Package -> our packages that it may import besides itself.
 MAY_IMPORT = {
     "fissile": frozenset[str](),
@@ -29,6 +31,7 @@ MAY_IMPORT = {
     "kernels": frozenset[str](),
     "router": frozenset({"common", "fissile"}),
     "worker": frozenset({"common", "kernels", "fissile"}),
+    "facade": frozenset({"common", "fissile"}),
 }
 
 TORCH = frozenset({"torch", "transformers", "safetensors"})
@@ -67,6 +70,18 @@ RULES = {
         TORCH, {"common/text/tokenizer_reading.py": (names("transformers"), "reads tokenizers, without PyTorch")}
     ),
     "router": Rule(TORCH, {}),
+    "facade": Rule(TORCH, {}),
+    # Translators are pure: bytes and events in, calls and bytes out.
+    "facade/openai": Rule(WORLD | GRPC, {}),
+    "facade/http": Rule(
+        WORLD | GRPC,
+        {
+            "facade/http/errors.py": (GRPC, STATUS),
+            "facade/http/exchange.py": (WORLD | GRPC, EVENT_LOOP),
+            "facade/http/runner.py": (WORLD, EVENT_LOOP),
+            "facade/http/sse.py": (IO, EVENT_LOOP),
+        },
+    ),
     # The engine and the network side of a worker run without PyTorch: a simulated worker, and one whose ranks have it.
     "worker": Rule(
         TORCH,
@@ -220,6 +235,8 @@ BESIDE = {
     "worker/config": names(),
     "worker/simulation": names("config", "engine", "kv_pool.py"),
     "worker/kv_pool.py": names("config"),
+    "facade/http": names(),
+    "facade/openai": names("http"),
 }
 
 # Folders and files of each package, the highest first: one imports only what is below it, for types too.
@@ -287,6 +304,7 @@ ORDER = {
         "progress.py",
         "garbage.py",
     ),
+    "facade": ("__main__.py", "server.py", "app.py", "options.py", "openai", "http"),
     "kernels": (
         "select.py",
         "aiter",

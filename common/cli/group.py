@@ -51,11 +51,13 @@ SUMMARIES = {
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router: the public API in front of the workers.",
     "worker": "Run one worker: an engine with its model.",
+    "http": "Run one HTTP facade: APIs of OpenAI and Anthropic.",
     "version": "Print the versions of Fissile and its dependencies.",
 }
 
 # Arguments of `pip install` in a checkout. They name the client's folder, so that pip asks no package index for it.
 _ROUTER = "./protos '.[router]'"
+_HTTP = "./protos '.[http]'"
 _WORKER = "--extra-index-url https://download.pytorch.org/whl/cpu ./protos '.[router,worker,cpu]'"
 # Top-level module that may be missing -> the arguments that install it.
 INSTALLED_BY = {
@@ -68,6 +70,9 @@ INSTALLED_BY = {
     "jinja2": _ROUTER,
     "regex": _ROUTER,
     "dns": _ROUTER,
+    "starlette": _HTTP,
+    "uvicorn": _HTTP,
+    "msgspec": _HTTP,
 }
 
 

@@ -7,6 +7,7 @@ stays in use, and each such state of the files is logged once.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import ssl
@@ -150,6 +151,34 @@ class ServerTls:
         # None means "no change", which the library's type stubs do not allow.
         follow = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)
         return grpc.dynamic_ssl_server_credentials(_configuration(files.pem), follow, self.client_ca is not None)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Context for a server that is not gRPC's; each handshake follows changes of the files.
+
+        Raises:
+            TlsError: the files cannot be used now.
+        """
+        files = _Files(self.cert, self.key, self.client_ca)
+        current = self._loaded(files.pem)
+
+        def follow(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            nonlocal current
+            if files.refresh():
+                with contextlib.suppress(OSError, ValueError):
+                    current = self._loaded(files.pem)
+                    current.sni_callback = follow
+            connection.context = current
+
+        current.sni_callback = follow
+        return current
+
+    def _loaded(self, pem: _Pem) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.cert, self.key, lambda: _ENCRYPTED_KEYS_HAVE_NO_PASSWORD)
+        if pem.ca is not None:
+            context.load_verify_locations(cadata=pem.ca.decode("ascii"))
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:

@@ -22,12 +22,13 @@ from common.params.options.option import FILE, Option
 from common.params.options.types import Duration, Fraction, Lease, MetadataKey, PerTenant, TenantPriority
 
 ROUTER: Final = "router"
+HTTP: Final = "http"
 _PORT: Final = click.IntRange(0, 65535)
 
 CONFIG_FILE: Final = Option(
     "--config", "FISSILE_CONFIG",
     "YAML file with options, one section per command. Command line and environment override it.",
-    (SERVE, WORKER, ROUTER), FILE, metavar="FILE",
+    (SERVE, WORKER, ROUTER, HTTP), FILE, metavar="FILE",
 )  # fmt: skip
 
 _PLACES: Final = (
@@ -201,7 +202,7 @@ _FAILURES: Final = (
 )  # fmt: skip
 
 
-def _server_tls(prefix: str, *commands: str) -> tuple[Option, ...]:
+def server_tls_rows(prefix: str, *commands: str) -> tuple[Option, ...]:
     """Makes the rows for the TLS of a server's port; the variables begin with `prefix`."""
     return (
         Option(
@@ -233,7 +234,7 @@ def _health_port(prefix: str, command: str) -> Option:
 
 
 _SECURITY: Final = (
-    *_server_tls("FISSILE_WORKER", WORKER),
+    *server_tls_rows("FISSILE_WORKER", WORKER),
     Option(
         "--router-identity", "FISSILE_ROUTER_IDENTITY",
         "With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. All other callers "
@@ -241,7 +242,7 @@ _SECURITY: Final = (
         (WORKER,), parameter="router_identities", metavar="NAME", is_repeatable=True,
     ),
     _health_port("FISSILE_WORKER", WORKER),
-    *_server_tls("FISSILE", SERVE, ROUTER),
+    *server_tls_rows("FISSILE", SERVE, ROUTER),
     Option(
         "--admin-client-ca", "FISSILE_ADMIN_CLIENT_CA",
         "CAs of the callers of AdminService, PEM. Default: those of --tls-client-ca.",
@@ -294,11 +295,11 @@ _PROCESS: Final = (
     ),
     Option(
         "--drain-timeout", "FISSILE_DRAIN_TIMEOUT", "How long streams may continue after SIGTERM or Ctrl-C.",
-        (ROUTER,), Duration(), DRAIN_TIMEOUT_S, "drain_timeout_s",
+        (ROUTER, HTTP), Duration(), DRAIN_TIMEOUT_S, "drain_timeout_s",
     ),
     Option(
         "--log-level", "FISSILE_LOG_LEVEL", "Lowest level that is logged.",
-        (SERVE, WORKER, ROUTER, WARMUP), click.Choice(LEVELS), "info",
+        (SERVE, WORKER, ROUTER, HTTP, WARMUP), click.Choice(LEVELS), "info",
     ),
 )  # fmt: skip
 

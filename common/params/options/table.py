@@ -10,6 +10,7 @@ from typing import Any, Final
 from common.params.options.bench import BENCH, BENCHMARKS
 from common.params.options.clients import CLIENTS, CREDENTIALS
 from common.params.options.engine import ENGINE
+from common.params.options.http import FACADE
 from common.params.options.option import Option
 from common.params.options.services import PLACES, SERVING
 from common.params.sampling_params import PARAMETERS
@@ -30,7 +31,7 @@ SAMPLING: Final = (*(option for row in PARAMETERS.values() for option in row.opt
 """Rows of this file."""
 
 
-OPTIONS: Final = (*PLACES, *ENGINE, *SERVING, *BENCH, *CLIENTS, *SAMPLING, *CREDENTIALS)
+OPTIONS: Final = (*PLACES, *ENGINE, *FACADE, *SERVING, *BENCH, *CLIENTS, *SAMPLING, *CREDENTIALS)
 """Every option of every command, in the order of their help."""
 
 

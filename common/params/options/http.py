@@ -1,0 +1,68 @@
+"""Options of `fissile http` besides those that every server has."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from common.params.options.option import FILE, Option
+from common.params.options.services import HTTP, server_tls_rows
+from common.params.options.types import SHORTEST_S, Duration
+
+_PORT: Final = click.IntRange(0, 65535)
+
+FACADE: Final = (
+    Option(
+        "--routers", "FISSILE_ROUTERS",
+        "Addresses of routers of one fleet, or a name that stands for several: an answer whose router is lost "
+        "continues at the next one.",
+        (HTTP,), default="127.0.0.1:50051", parameter="addresses", metavar="HOST:PORT[,...]",
+    ),
+    Option("--host", "FISSILE_HTTP_HOST", "Address that the facade listens on.", (HTTP,), default="127.0.0.1"),
+    Option("--port", "FISSILE_HTTP_PORT", "Port of the facade; 0 takes any free one.", (HTTP,), _PORT, 8000),
+    *server_tls_rows("FISSILE_HTTP", HTTP),
+    Option(
+        "--router-ca", "FISSILE_ROUTER_CA", "CAs of the routers, PEM; connects to routers with TLS.",
+        (HTTP,), FILE, metavar="FILE",
+    ),
+    Option(
+        "--router-tls-name", "FISSILE_ROUTER_TLS_NAME",
+        "Name that every router's certificate must have. Default: the host of its address.",
+        (HTTP,), default="",
+    ),
+    Option(
+        "--router-client-cert", "FISSILE_ROUTER_CLIENT_CERT",
+        "Certificate chain that the facade shows to routers, PEM (mTLS).",
+        (HTTP,), FILE, metavar="FILE",
+    ),
+    Option(
+        "--router-client-key", "FISSILE_ROUTER_CLIENT_KEY",
+        "Private key of --router-client-cert, PEM, not encrypted.",
+        (HTTP,), FILE, metavar="FILE",
+    ),
+    Option(
+        "--api-key", "FISSILE_HTTP_API_KEY",
+        "API key for callers that send none: whoever reaches the port then uses it. Default: none, so that routers "
+        "with API keys refuse such callers. Better set by the variable: other users of this machine can see command "
+        "lines.",
+        (HTTP,), default="", metavar="KEY",
+    ),
+    Option(
+        "--cors-origin", "FISSILE_HTTP_CORS_ORIGINS",
+        "Origin of web pages that may call from a browser, such as https://chat.example.com; * is every page. "
+        "Repeatable; separated by spaces in the variable. Default: none.",
+        (HTTP,), parameter="origins", metavar="ORIGIN", is_repeatable=True,
+    ),
+    Option(
+        "--timeout", "FISSILE_HTTP_TIMEOUT",
+        "Deadline of requests without the header x-request-timeout-ms.",
+        (HTTP,), Duration(SHORTEST_S), 600.0,
+    ),
+    Option(
+        "--give-up", "FISSILE_HTTP_GIVE_UP",
+        "How long an answer whose router is lost is continued at other routers while nothing arrives; 0s is never.",
+        (HTTP,), Duration(), 30.0,
+    ),
+)  # fmt: skip
+"""Rows of this file."""

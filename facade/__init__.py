@@ -1,0 +1,1 @@
+"""`fissile http`: the HTTP APIs of other services, in front of Fissile's routers."""

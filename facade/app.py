@@ -1,0 +1,123 @@
+"""The ASGI application of the facade: which path is served by which translator, in which form failures are told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fissile.client import AsyncClient
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.limits import CORS_MAX_AGE_S
+from facade.http.errors import ErrorForm, HttpError
+from facade.http.exchange import ClientGoneError, Exchange
+from facade.http.runner import AnswerPlan, AnswerRunner
+from facade.openai import chat
+from facade.openai.sampling import error_body
+
+_REASONS: Final = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
+
+
+@dataclass(slots=True)
+class FacadeHealth:
+    """What `/health` says.
+
+    Attributes:
+        is_ending: True while the process ends: balancers then send no new requests.
+    """
+
+    is_ending: bool = False
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Responds with 200, or with 503 while the process ends."""
+        await exchange.respond_json({"status": "ending" if self.is_ending else "ok"}, 503 if self.is_ending else 200)
+
+
+@dataclass(frozen=True, slots=True)
+class FacadeApp:
+    """What the routes of an application have in common.
+
+    Attributes:
+        client: calls the routers.
+        runner: answers requests for generation.
+        timeout_s: deadline of requests that name none.
+        origins: of web pages that may call, `*` for all.
+    """
+
+    client: AsyncClient
+    runner: AnswerRunner
+    timeout_s: float
+    origins: Sequence[str] = ()
+    health: FacadeHealth = field(default_factory=FacadeHealth)
+
+    def asgi(self, more: Sequence[BaseRoute] = ()) -> ASGIApp:
+        """The application; `more` are further routes, such as those of metrics."""
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
+            max_age=CORS_MAX_AGE_S,
+        )
+        return Starlette(
+            routes=[*self._routes(), *more],
+            middleware=[cors] if self.origins else [],
+            exception_handlers={404: _refuse_path, 405: _refuse_path},
+        )
+
+    def _routes(self) -> list[Route]:
+        return [
+            self._generation("/v1/chat/completions", chat.parse, error_body),
+            Route("/health", Endpoint(self.health.respond, self.timeout_s), methods=["GET"]),
+        ]
+
+    def _generation(self, path: str, parse: Callable[[bytes, int], AnswerPlan], form: ErrorForm) -> Route:
+        """The route of a translator for generation."""
+
+        async def handle(exchange: Exchange) -> None:
+            await self.runner.answer(exchange, parse, form)
+
+        return Route(path, Endpoint(handle, self.timeout_s), methods=["POST"])
+
+
+class Endpoint:
+    """ASGI endpoint that makes an exchange of each request, and writes its log line.
+
+    Args:
+        handle: responds.
+        timeout_s: deadline of requests that name none.
+    """
+
+    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        exchange = Exchange(scope, receive, send, self._timeout_s)
+        crash: BaseException | None = None
+        try:
+            await self._handle(exchange)
+        except ClientGoneError:
+            exchange.facts.setdefault("reason", "CLIENT_GONE")
+        except Exception as error:
+            crash = error
+        finally:
+            exchange.log_end(crash)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = "does not exist" if status == 404 else f"has no method {request.method}"
+    failure = HttpError(status, f"{request.url.path} {what}", _REASONS.get(status, ""))
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(error_body(failure), status, headers)

@@ -1,0 +1,101 @@
+"""Bodies of requests: JSON into msgspec structs. Every refusal names the field, as the caller wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from common.errors import InvalidFieldError, MalformedRequestError, UnservedFieldError
+from common.limits import MAX_JSON_LEVELS
+
+T = TypeVar("T")
+UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+TokenIdList = list[UInt32]
+Names = Mapping[str, str]
+
+_PLACE: Final = re.compile(r"(.*) - at `(key in )?\$?\.?(.*)`", re.DOTALL)
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_EXPECTED: Final = re.compile(r"Expected `(.*?)`(.*)", re.DOTALL)
+_MAX_NAME: Final = 128
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON object of a request; a field that it does not name is refused."""
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Reads a body.
+
+    Raises:
+        ApiError: it is not JSON, or a field is unknown, missing or of another type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise MalformedRequestError(f"the body is not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise MalformedRequestError("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise MalformedRequestError(f"the body is nested too deeply: at most {MAX_JSON_LEVELS} levels") from None
+
+
+def _refusal(message: str) -> Exception:
+    """The error for what msgspec says about a value."""
+    found = _PLACE.fullmatch(message)
+    problem, place = (found[1], found[3]) if found else (message, "")
+    if unknown := _UNKNOWN.fullmatch(problem):
+        return UnservedFieldError(_path(place, unknown[1]))
+    if missing := _MISSING.fullmatch(problem):
+        return InvalidFieldError(_path(place, missing[1]), "is missing", "a value")
+    if expected := _EXPECTED.fullmatch(problem):
+        return _unexpected(place, expected[1], expected[2])
+    return InvalidFieldError(place or "body", "is invalid", problem[0].lower() + problem[1:])
+
+
+def _unexpected(place: str, kind: str, more: str) -> InvalidFieldError:
+    got = re.fullmatch(r", got `(.*)`", more)
+    valid = kind.replace(" | ", " or ")
+    if got:
+        return InvalidFieldError(place or "body", f"is of type {got[1]}", valid)
+    return InvalidFieldError(place or "body", "is out of range", f"{valid}{more}")
+
+
+def _path(place: str, name: str) -> str:
+    return (f"{place}.{name}" if place else name)[:_MAX_NAME]
+
+
+def refuse_given(body: msgspec.Struct, harmless: Mapping[str, Collection[Any] | None]) -> None:
+    """Refuses fields whose value would change the answer, which is not served.
+
+    Args:
+        body: the request.
+        harmless: name of each such field -> values that change nothing; None for any value. None itself is harmless.
+
+    Raises:
+        UnservedFieldError: a field has another value.
+    """
+    for name, values in harmless.items():
+        given = getattr(body, name)
+        if given is not None and values is not None and given not in values:
+            raise UnservedFieldError(name)
+
+
+def param_of(path: str, names: Names) -> str:
+    """The caller's name of a field of fissile.v1, by the longest beginning of its path in `names`.
+
+    Args:
+        path: such as `sampling_params.stop_strings[2]`.
+        names: beginning of a path without indices -> name of the door; a name that ends with `*` keeps the rest.
+    """
+    plain = re.sub(r"\[\d+\]", "", path)
+    for known in sorted(names, key=len, reverse=True):
+        if plain == known or plain.startswith(known + "."):
+            name = names[known]
+            return name[:-1] + path[len(known) :] if name.endswith("*") else name
+    return path
