@@ -305,7 +305,7 @@ TASK_FORGIVEN_S = 60.0
 # Most bytes of the history file of `fissile chat`: about 10,000 lines. A longer file loses its older half.
 MAX_CHAT_HISTORY_BYTES = MIB
 
-# HTTP. A stream with nothing to send gets a comment after this time: proxies close connections that are silent for 30 s
+# HTTP. A silent stream gets a comment after this time: proxies close connections that are silent for 30 s
 # and more. Events of a request that may wait for a caller who does not read; further ones wait in the router.
 SSE_PING_S = 10.0
 MAX_BUFFERED_EVENTS = 256

@@ -59,7 +59,7 @@ class FacadeApp:
     health: FacadeHealth = field(default_factory=FacadeHealth)
 
     def asgi(self, more: Sequence[BaseRoute] = ()) -> ASGIApp:
-        """The application; `more` are further routes, such as those of metrics."""
+        """The application; `more` are further routes, such as one for metrics."""
         cors = Middleware(
             CORSMiddleware,
             allow_origins=self.origins,

@@ -29,7 +29,7 @@ class FacadeOptions:
         api_key: shown to routers for callers that send none.
         origins: of web pages that may call; `*` is all.
         timeout_s: deadline of requests that name none.
-        give_up_s: how long a broken call is made again while nothing arrives.
+        give_up_s: how long a broken call is made again while no message arrives.
         drain_timeout_s: how long streams may continue after SIGTERM.
         log_level: lowest level that is logged.
     """

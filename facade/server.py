@@ -181,7 +181,7 @@ class Facade:
 
 
 def _settings(app: ASGIApp) -> Mapping[str, Any]:
-    """Settings of uvicorn: its bounds, and nothing of its own logs."""
+    """Settings of uvicorn: its bounds, and none of its logs."""
     return {
         "app": app,
         "http": HttpConnection,
@@ -248,7 +248,7 @@ def http(**given: Any) -> None:
         -d '{"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}]}'
 
     An answer continues at the next router, with the same bytes, when its router or worker is lost: name several routers
-    of one fleet. API keys are those of the routers. Callers send them as `Authorization: Bearer KEY`. A request's
+    of one fleet. API keys belong to the routers. Callers send them as `Authorization: Bearer KEY`. A request's
     deadline is its header x-request-timeout-ms.
 
     Ends on SIGTERM or Ctrl-C: /health becomes 503, running streams finish, exit code 0.

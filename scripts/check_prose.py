@@ -35,7 +35,7 @@ _MAX_FIRST_WORDS: Final = 25
 _FIRST_WORDS = frozenset(
     ["What", "Whether", "That", "Those", "Of", "How", "Who", "Which", "Where", "When", "It", "They"]
 )
-_FOLDERS = ("router", "worker", "common", "kernels", "protos/fissile/client", "deploy", "scripts", "examples")
+_FOLDERS = ("router", "worker", "common", "kernels", "facade", "protos/fissile/client", "deploy", "scripts", "examples")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PREDICATE = re.compile(r"_*(is|has|can|needs)_")

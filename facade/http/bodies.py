@@ -75,7 +75,7 @@ def refuse_given(body: msgspec.Struct, harmless: Mapping[str, Collection[Any] | 
 
     Args:
         body: the request.
-        harmless: name of each such field -> values that change nothing; None for any value. None itself is harmless.
+        harmless: name of each such field -> values without effect; None for any value. None itself is harmless.
 
     Raises:
         UnservedFieldError: a field has another value.

@@ -79,7 +79,7 @@ class StructuredOutputs(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name, which changes nothing."""
+    """A schema with its name, which has no effect."""
 
     schema: msgspec.Raw
     name: str | None = None
