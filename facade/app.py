@@ -28,7 +28,7 @@ _REASONS: Final = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
 
 @dataclass(slots=True)
 class FacadeHealth:
-    """What `/health` says.
+    """State of this process for `/health`.
 
     Attributes:
         is_ending: True while the process ends: balancers then send no new requests.
@@ -43,7 +43,7 @@ class FacadeHealth:
 
 @dataclass(frozen=True, slots=True)
 class FacadeApp:
-    """What the routes of an application have in common.
+    """The client, the runner and the options that all routes share.
 
     Attributes:
         client: calls the routers.

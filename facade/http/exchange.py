@@ -100,7 +100,7 @@ class Exchange:
         return int(value) / 1000
 
     def metadata(self, default_key: str = "") -> tuple[tuple[str, str], ...]:
-        """What the router is sent of the headers: key, trace and tenant.
+        """Metadata for the router from the headers: key, trace and tenant.
 
         Args:
             default_key: API key of callers that send none.

@@ -53,7 +53,7 @@ class AnswerEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What a translator makes of a body.
+    """Calls and encoder that a translator has made of a body.
 
     Attributes:
         prompts: of each call the conversation, the text or the token ids.

@@ -95,7 +95,7 @@ class ResponseFormat(Body):
 
 
 class ReceiptField(Body):
-    """What a receipt covers; `receipt: true` is one without logits."""
+    """Coverage of a receipt; `receipt: true` asks for one without logits."""
 
     logits_every: UInt32 = 0
 
