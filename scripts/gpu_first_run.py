@@ -81,7 +81,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RunStage:
     """Parts that run side by side.
 
     Attributes:
@@ -143,7 +143,7 @@ def _excerpt(log: Path, shown: int) -> list[str]:
     return [*failures[:FAILURE_LINES], *lines[-shown:]]
 
 
-def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
+def stages(folders: Folders, is_tiny: bool) -> Iterator[RunStage]:
     """All stages, in their order."""
     device, dtype = ("cpu", "float32") if is_tiny else ("cuda", "bfloat16")
 
@@ -151,7 +151,7 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
         entries = [str(folder), "max_position_embeddings=32768"]
         return ["-m", "tests.checkpoints", *entries, "--device", device, "--dtype", dtype, "--shape", shape]
 
-    yield Stage("machine", [Part("machine", ["-c", _MACHINE], 60)])
+    yield RunStage("machine", [Part("machine", ["-c", _MACHINE], 60)])
     verifiers = [
         Part(
             f"kernels-{number}",
@@ -164,15 +164,15 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
         Part("small-checkpoint", checkpoint(folders.small, "tiny" if is_tiny else "qwen3-0.6b"), 120, 5),
         Part("large-checkpoint", checkpoint(folders.large, "tiny" if is_tiny else "qwen3-8b"), 150, 5),
     ]
-    yield Stage("kernels", [*checkpoints, *verifiers], at_once=2 + VERIFIERS)
+    yield RunStage("kernels", [*checkpoints, *verifiers], at_once=2 + VERIFIERS)
     # Interpreted products depend on the number of rows, so drafts would differ. And no interpreter waits for a GPU.
     ways = [way for way in WAYS if not is_tiny or way not in ("lookup drafts", "model drafts", "forbidden waits")]
-    yield Stage("streams", [_streams(way, folders, is_tiny) for way in ways], at_once=2 if is_tiny else 6)
+    yield RunStage("streams", [_streams(way, folders, is_tiny) for way in ways], at_once=2 if is_tiny else 6)
     files = [str(_streams_file(folders, way)) for way in ways]
-    yield Stage("compared", [Part("compared", ["-m", "tests.kernels.verify_streams", "compare", *files], 30)])
+    yield RunStage("compared", [Part("compared", ["-m", "tests.kernels.verify_streams", "compare", *files], 30)])
     tuning = ["-m", "tests.bench.gpu_tiles", *(["--tiny"] if is_tiny else [])]
     tuners = 1 if is_tiny else TUNERS
-    yield Stage(
+    yield RunStage(
         "tiles",
         [
             Part(
@@ -187,7 +187,7 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
     )
     trace = ["-m", "tests.bench.gpu_trace", "--model", str(folders.large), "--json", str(folders.out / "trace.json")]
     trace += ["--batches", "1", "8", "64", "256"]
-    yield Stage("trace", [Part("trace", trace, 100)])
+    yield RunStage("trace", [Part("trace", trace, 100)])
     # A process for each way: memory of an engine's graphs is freed only when its process ends.
     for name, tiny, limit in (
         ("steps", ["--batches", "1", "--prefill", "16", "--context", "8", "--steps", "3"], 100),
@@ -199,7 +199,7 @@ def stages(folders: Folders, is_tiny: bool) -> Iterator[Stage]:
             command = ["-m", f"tests.bench.gpu_{name}", "--model", str(folders.large), "--ways", way]
             command += ["--json", str(folders.out / f"{title}.json"), *(tiny if is_tiny else [])]
             parts.append(Part(title, command, limit))
-        yield Stage(name, parts)
+        yield RunStage(name, parts)
 
 
 def _streams(way: str, folders: Folders, is_tiny: bool) -> Part:

@@ -16,7 +16,7 @@ from common.text.tokenizer import Tokenizer
 from worker.config.model_config import ModelConfig
 from worker.engine.core import DPEngineCoreProc, EngineCore
 from worker.grammars import grammars_to_check
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology, threads_per_rank
@@ -62,7 +62,7 @@ class BuiltEngine:
 
 
 def build_engine(
-    options: EngineOptions, progress: Progress, clock: Callable[[], float] = time.monotonic
+    options: EngineOptions, progress: StartProgress, clock: Callable[[], float] = time.monotonic
 ) -> BuiltEngine:
     """Loads the model and sizes its KV cache.
 
@@ -84,7 +84,7 @@ def build_engine(
         progress.done()
 
 
-def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
+def _here(options: EngineOptions, progress: StartProgress, clock: Callable[[], float]) -> BuiltEngine:
     progress.stage("loading PyTorch")
     # Simulated workers, and workers whose ranks hold the model, run without PyTorch installed.
     from worker.model.runner_setup import describe, load_runner, make_executor  # noqa: PLC0415
@@ -98,7 +98,7 @@ def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]
     return BuiltEngine(core, lambda: describe(runner))
 
 
-def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
+def _on_ranks(options: EngineOptions, progress: StartProgress, clock: Callable[[], float]) -> BuiltEngine:
     """The ranks end with the engine."""
     topology = options.topology
     threads = threads_per_rank(options.threads, topology.ranks_per_node)

@@ -67,7 +67,7 @@ class CollectionPolicy:
         return Generation.YOUNG
 
 
-class Collector:
+class GarbageCollector:
     """Replaces the automatic collector from `start` to `stop`. For the one thread that makes the steps.
 
     Args:

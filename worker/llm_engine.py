@@ -44,7 +44,7 @@ from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine_factory import EngineOptions, build_engine
 from worker.kv_pool import size_given_pool
-from worker.progress import Progress, Silence
+from worker.progress import Silence, StartProgress
 from worker.ranks.topology import Topology
 from worker.session import request_validation
 
@@ -685,7 +685,7 @@ def _folder(model: str, *, weights: bool) -> str:
 def _loaded_engine(config: Config, model_config: ModelConfig, clock: Callable[[], float]) -> EngineCore:
     """Loads the model into an engine, with ranks if configured, and reports the progress of ranks."""
     topology = Topology(config.tensor_parallel_size)
-    progress = Progress() if topology.has_ranks else Silence()
+    progress = StartProgress() if topology.has_ranks else Silence()
     core = build_engine(EngineOptions(config, model_config, topology=topology), progress, clock).core
     max_model_len, models_own = core.config.max_model_len, model_config.max_position_embeddings
     if max_model_len < models_own:

@@ -16,7 +16,7 @@ _LOG_INTERVAL_S: Final = 2.0
 _MIB: Final = 1 << 20
 
 
-class Progress:
+class StartProgress:
     """Reports the progress of the start. Called on the engine thread only.
 
     Args:
@@ -75,7 +75,7 @@ class Progress:
             self._stream.flush()
 
 
-class Silence(Progress):
+class Silence(StartProgress):
     """Reports nothing, for an engine in a user's own program."""
 
     def stage(self, name: str) -> None:

@@ -42,7 +42,7 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.engine.core import EngineCore
 from worker.engine_factory import EngineOptions, build_engine
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.rank_host import run_node
 from worker.ranks.rank_peers import RankLostError
 from worker.ranks.topology import Topology, threads_per_rank
@@ -271,7 +271,7 @@ class Worker:
                 simulate=options.simulate,
                 takes_memory=True,
             ),
-            Progress(),
+            StartProgress(),
         )
         self._loaded = self._loaded.loaded(built.core.config, built.describe())
         self._core = built.core

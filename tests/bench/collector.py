@@ -24,7 +24,7 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
-from worker.garbage import Collector
+from worker.garbage import GarbageCollector
 from worker.session import engine_thread
 from worker.session.engine_loop import EngineLoop
 from worker.simulation.cost_model import FixedCost
@@ -39,7 +39,7 @@ PARTS = (0.5, 0.999, 1.0)
 CONFIG = Config(max_num_seqs=NUM_SEQS, num_kvcache_blocks=100_000, max_model_len=4096, enable_prefix_caching=True)
 
 
-class Automatic(Collector):
+class Automatic(GarbageCollector):
     """Freezes loaded objects at the start; the interpreter collects the rest by itself."""
 
     def start(self) -> None:
@@ -172,11 +172,11 @@ def report(name: str, runs: list[Measured], seconds: float) -> str:
 def main(seconds: float) -> None:
     """Prints a line for each mode."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    modes: dict[str, type[Collector]] = {"automatic": Automatic, "between steps": Collector}
+    modes: dict[str, type[GarbageCollector]] = {"automatic": Automatic, "between steps": GarbageCollector}
     runs: dict[str, list[Measured]] = {name: [] for name in modes}
     for _ in range(3):
         for name, mode in modes.items():
-            engine_thread.Collector = mode  # type: ignore[attr-defined]
+            engine_thread.GarbageCollector = mode  # type: ignore[attr-defined]
             runs[name].append(asyncio.run(measure(seconds)))
     for name, measured in runs.items():
         print(report(name, measured, seconds))

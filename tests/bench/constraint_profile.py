@@ -25,7 +25,7 @@ import torch
 from kernels.cpu.sampling import CpuSamplingOps
 from tests.bench.constraints import NONE, WAYS, Way, make_runner
 from worker.engine.scheduler import Scheduler
-from worker.garbage import Collector
+from worker.garbage import GarbageCollector
 from worker.llm_engine import LLMEngine
 from worker.model.grammar_masks import GrammarMasks
 from worker.model.model_runner import ModelRunner
@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     config, runner = make_runner(options.folder, max(options.in_flight))
-    profile, collector, rows = Profile(), Collector(), list[dict[str, Any]]()
+    profile, collector, rows = Profile(), GarbageCollector(), list[dict[str, Any]]()
     for in_flight in options.in_flight:
         ways = {
             metric: Way(LLMEngine(config, runner=runner), WAYS[name], in_flight, options.tokens, 0.8)

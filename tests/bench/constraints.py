@@ -31,7 +31,7 @@ from tests.bench.decode_step import SHAPES
 from tests.checkpoints import SPECIAL_TOKENS, make_checkpoint
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
-from worker.garbage import Collector
+from worker.garbage import GarbageCollector
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 
@@ -163,7 +163,7 @@ class Way:
 def measure(ways: dict[str, Way], rounds: int, what: str) -> list[dict[str, Any]]:
     """Rows of figures: tokens per second, the change that each way is of the first, by neighbours, with its standard
     error, and the CPU time that is added to each constrained token."""
-    collector = Collector()
+    collector = GarbageCollector()
     collector.start()
     for _ in range(rounds):
         for way in ways.values():

@@ -22,7 +22,7 @@ from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
 from worker.kv_pool import with_pool
 from worker.model.model_runner import ModelRunner
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader, encode
 from worker.ranks.rank_client import RankGroup
@@ -85,7 +85,7 @@ def engine(folder: Path, ranks: int) -> EngineCore:
         tensor_parallel_size=ranks,
     )
     if ranks > 1:
-        progress = Progress()
+        progress = StartProgress()
         group = RankGroup(Topology(ranks), str(folder), 1, progress)
         config, _ = load_ranks(group, config, model_config, progress)
         return EngineCore(config, group, executor=group)

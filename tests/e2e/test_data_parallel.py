@@ -23,7 +23,7 @@ from worker.config.model_config import ModelConfig
 from worker.engine.core import DPEngineCoreProc
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine, default_config
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
@@ -152,7 +152,7 @@ def answers_ahead(model: Path, meeting: str, rank: int) -> list[list[int]]:
         parallel_config=ParallelConfig(2),
         deferred_output=True,
     )
-    progress = Progress()
+    progress = StartProgress()
     group = RankGroup(Topology(dp_size=2, dp_rank=rank, dist_init=meeting), str(model), 1, progress)
     config, _ = load_ranks(group, config, ModelConfig.from_folder(model), progress)
     core = DPEngineCoreProc(config, group)

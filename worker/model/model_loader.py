@@ -17,7 +17,7 @@ from worker.model.architectures import CausalModel, draft_head_class, model_clas
 from worker.model.layers.build import Build
 from worker.model.models.eagle3 import Eagle3Head
 from worker.model.sharding import Shard
-from worker.weights.checkpoint import Progress, Shape, Weights, load_weights, weight_files, weights_digest
+from worker.weights.checkpoint import LoadProgress, Shape, Weights, load_weights, weight_files, weights_digest
 from worker.weights.weights_cache import Keeper, Key, WeightsCache, WeightsWriter, sources_digest
 
 Made = TypeVar("Made")
@@ -84,7 +84,7 @@ class ModelLoader:
         return weights_digest(self._config.model)
 
     @torch.inference_mode()
-    def load(self, progress: Progress) -> CausalModel:
+    def load(self, progress: LoadProgress) -> CausalModel:
         """The model, from the cache of packed weights if there is one.
 
         Raises:
@@ -99,7 +99,7 @@ class ModelLoader:
         return self._load(architecture, Tensors(expected, optional, kept), progress)
 
     @torch.inference_mode()
-    def load_head(self, progress: Progress) -> Eagle3Head:
+    def load_head(self, progress: LoadProgress) -> Eagle3Head:
         """The draft head of a folder that has one, from the cache of packed weights if there is one.
 
         Raises:
@@ -109,7 +109,7 @@ class ModelLoader:
         optional, kept = architecture.optional_shapes(config), architecture.kept_tensors(config)
         return self._load(architecture, Tensors(architecture.tensor_shapes(config), optional, kept), progress)
 
-    def _load(self, make: Callable[[Build], Made], tensors: Tensors, progress: Progress) -> Made:
+    def _load(self, make: Callable[[Build], Made], tensors: Tensors, progress: LoadProgress) -> Made:
         def build(kept: Keeper) -> Made:
             return self._build(make, tensors, kept, progress)
 
@@ -117,7 +117,7 @@ class ModelLoader:
             return build(WeightsWriter())
         return WeightsCache(Path(self._config.weights_cache)).load(self._key(), build, progress, self._kernels.adopt)
 
-    def _build(self, make: Callable[[Build], Made], tensors: Tensors, kept: Keeper, progress: Progress) -> Made:
+    def _build(self, make: Callable[[Build], Made], tensors: Tensors, kept: Keeper, progress: LoadProgress) -> Made:
         config = self._model_config
         self.mapped_bytes, self.mapped_file = kept.mapped_bytes, kept.mapped_file
         weights = Weights({}, progress)

@@ -46,7 +46,7 @@ from worker.model.speculation.draft_loading import DraftSource
 from worker.model.speculation.draft_proposer import DraftProposer, LaunchedStep, SampledStep
 from worker.model.speculation.rejection_sampler import RejectionSampler
 from worker.model.step_metadata import step_metadata
-from worker.weights.checkpoint import Progress, no_progress
+from worker.weights.checkpoint import LoadProgress, no_progress
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
@@ -118,7 +118,7 @@ class ModelRunner:
         self,
         config: Config,
         model_config: ModelConfig,
-        progress: Progress = no_progress,
+        progress: LoadProgress = no_progress,
         shard: Shard | None = None,
     ) -> None:
         if config.speculative_config is not None and not model_config.generates:
@@ -201,7 +201,7 @@ class ModelRunner:
     def _allocate(self, spec: KVSpec, layers: int, num_blocks: int) -> KVCache:
         return self.kernels.kv_cache.allocate(spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype)
 
-    def touch_kv_cache(self, progress: Progress = no_progress) -> None:
+    def touch_kv_cache(self, progress: LoadProgress = no_progress) -> None:
         """Has the system give the KV pool's memory now, so that no request waits for it."""
         self.kernels.kv_cache.touch(self._kv_cache, progress)
         if self.draft_proposer is not None:

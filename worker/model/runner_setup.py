@@ -23,9 +23,8 @@ from worker.kv_pool import KVMemory, size_kv_pool
 from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
 from worker.model.speculation.verify_check import verifies_exactly
-from worker.progress import Progress
-from worker.weights.checkpoint import Progress as LoadProgress
-from worker.weights.checkpoint import no_progress
+from worker.progress import StartProgress
+from worker.weights.checkpoint import LoadProgress, no_progress
 
 # Sampling that needs most memory: it sorts the logits.
 _SAMPLED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
@@ -77,7 +76,7 @@ _CHECKED_FORCED: Final = 3
 
 
 def load_runner(
-    config: Config, model_config: ModelConfig, threads: int | None, progress: Progress, *, takes_memory: bool
+    config: Config, model_config: ModelConfig, threads: int | None, progress: StartProgress, *, takes_memory: bool
 ) -> tuple[Config, ModelRunner]:
     """Loads and warms up a model. Returns its runner, and `config` with the size of its KV pool.
 

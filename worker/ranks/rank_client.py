@@ -33,7 +33,7 @@ from common.limits import (
 from worker.config.model_config import ModelError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.executor import TimedOutput
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.batch_delta import BatchEncoder
 from worker.ranks.frames import FrameError, encode, receive
 from worker.ranks.rank_calls import RankCall, RankCalls
@@ -63,7 +63,7 @@ class RankGroup:
         topology: Topology,
         model: str,
         threads: int,
-        progress: Progress,
+        progress: StartProgress,
         step_timeout_s: float = STEP_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -30,7 +30,7 @@ from common.telemetry.logs import setup_logging
 from common.telemetry.output import exit_now, guard_standard_streams
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.executor import StepLaunch, TimedOutput, TokenWaiter
-from worker.garbage import Collector
+from worker.garbage import GarbageCollector
 from worker.ranks.batch_delta import BatchDecoder
 from worker.ranks.door import SECRET_VARIABLE, knock_until_admitted
 from worker.ranks.frames import FrameReader, encode, receive
@@ -102,7 +102,7 @@ class Rank:
         self._decoder = BatchDecoder()
         self._runner: ModelRunner | None = None
         self._waiter: TokenWaiter | None = None
-        self._collector = Collector()
+        self._collector = GarbageCollector()
 
     @property
     def runner(self) -> ModelRunner:

@@ -10,12 +10,12 @@ from common.config import Config
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.shares import check_heads
 from worker.kv_pool import KVMemory, size_kv_pool
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.rank_client import RankGroup
 
 
 def load_ranks(
-    group: RankGroup, config: Config, model_config: ModelConfig, progress: Progress
+    group: RankGroup, config: Config, model_config: ModelConfig, progress: StartProgress
 ) -> tuple[Config, dict[str, str]]:
     """Starts the ranks and loads the model on them; ends them when that fails.
 

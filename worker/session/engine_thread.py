@@ -15,7 +15,7 @@ from typing import Final
 from common.errors import EngineError
 from worker.engine.core import EngineCore
 from worker.engine.turns import Command, EngineTurns, Turn
-from worker.garbage import Collector
+from worker.garbage import GarbageCollector
 
 # Wait while the delay gate holds all unfinished sequences.
 _GATED_WAIT_S: Final = 0.001
@@ -47,7 +47,7 @@ class EngineThread:
         self._condition = threading.Condition()
         self._commands: deque[Command] = deque()
         self._stopping = False
-        self._collector = Collector(clock)
+        self._collector = GarbageCollector(clock)
         self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

@@ -22,11 +22,11 @@ from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_ent
 from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
 from worker.weights.tensor_index import CheckpointIndex, some
 
-__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
+__all__ = ["LoadProgress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
 
 _log = structlog.get_logger(__name__)
 
-Progress = Callable[[int, int], None]
+LoadProgress = Callable[[int, int], None]
 
 SINGLE_FILE = "model.safetensors"
 # Files up to this size are hashed whole; of larger ones, DIGEST_SAMPLES windows.
@@ -41,7 +41,7 @@ _UNQUANTIZED = QuantizationConfig()
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Progress for nobody."""
+    """Reports no progress."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Weights:
         use: what became of the quantized tensors that were read.
     """
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], progress: Progress) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], progress: LoadProgress) -> None:
         self._tensors = tensors
         self._progress = progress
         self._whole_bytes = sum(tensor.num_bytes for tensor in tensors.values())
@@ -195,7 +195,7 @@ def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> Index:
 def load_weights(
     folder: Path | str,
     expected: Mapping[str, Shape],
-    progress: Progress = no_progress,
+    progress: LoadProgress = no_progress,
     *,
     optional: Mapping[str, Shape] = MappingProxyType({}),
     kept: tuple[str, ...] = (),

@@ -28,7 +28,7 @@ from common.cli.client.chat_tools import (
     read_tools,
 )
 from common.cli.client.generate import LOGPROB_MODES, given
-from common.cli.core.client import Answer, Credentials, call_failed, client_arguments
+from common.cli.core.client import CommandAnswer, Credentials, call_failed, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
@@ -70,7 +70,7 @@ class Conversation:
     system: str = ""
     turns: list[dict[str, Any]] = field(default_factory=list)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    last: Answer | None = None
+    last: CommandAnswer | None = None
     usage: pb.Usage = field(default_factory=pb.Usage)
     answers: int = 0
 
@@ -79,7 +79,9 @@ class Conversation:
         """Messages in the form of a request."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
-    def answered(self, said: Sequence[dict[str, Any]], answer: Answer, results: Sequence[dict[str, Any]] = ()) -> None:
+    def answered(
+        self, said: Sequence[dict[str, Any]], answer: CommandAnswer, results: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Adds a question, its answer, and the results of the tools that the answer calls.
 
         Calls without results are left out, and nothing is kept where nothing is left of the answer.
@@ -97,7 +99,7 @@ class Conversation:
         if answer.text or results or not answer.tool_calls:
             self.turns += [*said, message, *results]
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: CommandAnswer) -> None:
         self.last, self.answers = answer, self.answers + 1
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             setattr(self.usage, name, getattr(self.usage, name) + getattr(answer.finish.usage, name))
@@ -207,9 +209,9 @@ class Chat:
         results: list[dict[str, Any]] = []
         try:
             self._show(stream)
-            for line in Answer.of(stream).logprob_lines():
+            for line in CommandAnswer.of(stream).logprob_lines():
                 _note(line)
-            results = self._results(Answer.of(stream))
+            results = self._results(CommandAnswer.of(stream))
         except KeyboardInterrupt:
             if not self._on_terminal:
                 raise
@@ -218,12 +220,12 @@ class Chat:
             is_partial = stream.progress.answers[0].has_any
             raise call_failed(error, ",".join(self._client.connection.targets), partial=is_partial) from None
         finally:
-            self._conversation.answered(said, Answer.of(stream), results)
+            self._conversation.answered(said, CommandAnswer.of(stream), results)
         if self._conversation.last and self._conversation.last.finish.reason == pb.FINISH_REASON_LENGTH:
             _note("(the answer ends here because of its length)")
         return [] if results else None
 
-    def _results(self, answer: Answer) -> list[dict[str, Any]]:
+    def _results(self, answer: CommandAnswer) -> list[dict[str, Any]]:
         """Results of the calls of an answer; none where it has no calls, or they are not answered."""
         results = self._tools.results(answer.tool_calls) if can_be_answered(answer) else None
         if answer.tool_calls and results is None:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from fissile.client import tool
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.core.client import Answer
+from common.cli.core.client import CommandAnswer
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
 
@@ -101,7 +101,7 @@ class CallLines:
             self._is_open = False
 
 
-def can_be_answered(answer: Answer) -> bool:
+def can_be_answered(answer: CommandAnswer) -> bool:
     """True if an answer calls tools, and each call is complete with arguments that a router accepts."""
     is_whole = answer.finish.reason == pb.FINISH_REASON_TOOL_CALLS
     return is_whole and all(_is_object(call.arguments_json or "{}") for call in answer.tool_calls)

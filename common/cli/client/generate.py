@@ -16,7 +16,7 @@ from fissile.client import AsyncClient
 from fissile.v1 import inference_pb2 as pb
 
 from common.cli.client.proof import write_proof
-from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
+from common.cli.core.client import CommandAnswer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream, fitted
 from common.cli.core.errors import CommandError
 from common.cli.core.modes import ModalCommand, Mode
@@ -82,7 +82,7 @@ def read_prompt(argument: str | None) -> str:
 
 async def ask_router(
     addresses: Sequence[str], question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
-) -> Answer:
+) -> CommandAnswer:
     """Asks running routers; prints the answer as it streams and its figures, or one JSON object at the end."""
     shown = TextStream(quiet=as_json)
     async with AsyncClient(**client_arguments(addresses, credentials)) as client:
@@ -175,7 +175,7 @@ def generate(
         write_proof(receipt, answer)
 
 
-def _offline_answer(answer: Mapping[str, Any]) -> Answer:
+def _offline_answer(answer: Mapping[str, Any]) -> CommandAnswer:
     """Converts the logprobs of an offline answer into the messages that a router sends."""
 
     def entries(name: str) -> list[pb.TokenLogprobs]:
@@ -190,7 +190,7 @@ def _offline_answer(answer: Mapping[str, Any]) -> Answer:
             for one in answer.get(name, ())
         ]
 
-    return Answer(logprobs=entries("logprobs"), prompt_logprobs=entries("prompt_logprobs"))
+    return CommandAnswer(logprobs=entries("logprobs"), prompt_logprobs=entries("prompt_logprobs"))
 
 
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:

@@ -11,11 +11,11 @@ from fissile.v1 import inference_pb2 as pb
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from common.cli.core.client import Answer
+from common.cli.core.client import CommandAnswer
 from common.cli.core.errors import CommandError
 
 
-def write_proof(path: Path, answer: Answer) -> None:
+def write_proof(path: Path, answer: CommandAnswer) -> None:
     """Writes the proof of an answer that was asked for with a receipt; a new file is for its owner alone.
 
     Raises:

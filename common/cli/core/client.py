@@ -180,8 +180,8 @@ class Question:
 
 
 @dataclass(slots=True)
-class Answer:
-    """Answer of a stream."""
+class CommandAnswer:
+    """Answer to a question of the command line."""
 
     trace_id: str = ""
     request_id: str = ""
@@ -196,7 +196,7 @@ class Answer:
     receipt: Receipt | None = None
 
     @classmethod
-    def of(cls, stream: Stream | AsyncStream) -> Answer:
+    def of(cls, stream: Stream | AsyncStream) -> CommandAnswer:
         """Makes the answer from a stream, complete or not."""
         progress = stream.progress
         came = progress.answers[0]
@@ -280,7 +280,9 @@ def milliseconds(duration: Duration) -> float:
     return duration.seconds * 1e3 + duration.nanos / 1e6
 
 
-async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text: Callable[[str], None]) -> Answer:
+async def ask(
+    client: AsyncClient, question: Question, timeout_s: float, on_text: Callable[[str], None]
+) -> CommandAnswer:
     """Asks a router and streams the answer; a broken stream continues at another router, if there are several.
 
     Args:
@@ -307,7 +309,7 @@ async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text
     except FissileError as error:
         is_partial = stream is not None and stream.progress.answers[0].has_any
         raise call_failed(error, ",".join(client.connection.targets), partial=is_partial) from error
-    return Answer.of(stream)
+    return CommandAnswer.of(stream)
 
 
 def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, chat: bool) -> AsyncStream:

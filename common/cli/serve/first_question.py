@@ -18,7 +18,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.cli.client.texts import usage_line
-from common.cli.core.client import Answer, Question, ask, call_failed, client_arguments, milliseconds
+from common.cli.core.client import CommandAnswer, Question, ask, call_failed, client_arguments, milliseconds
 from common.cli.group import CHECKOUT
 from common.params.options.engine import SERVE
 from common.params.options.table import default_of
@@ -76,7 +76,7 @@ class FirstQuestion:
             return f"{answer.figures()}\n{speculation_line(counts, answer, plain)}", capabilities
 
 
-def speculation_line(counts: Sequence[wpb.DraftCounts], answer: Answer, plain: Answer) -> str:
+def speculation_line(counts: Sequence[wpb.DraftCounts], answer: CommandAnswer, plain: CommandAnswer) -> str:
     """Formats a line with the share of accepted drafts and the speedup.
 
     Args:

@@ -48,7 +48,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 T = TypeVar("T")
 
 
-class _Calls:
+class _AsyncCalls:
     """The calls of one stream, one at a time.
 
     It does not refer to its `AsyncStream`: when that is dropped, the loop ends the generator `events`, which cancels
@@ -130,7 +130,7 @@ class AsyncStream(BaseStream):
         progress: the answers so far.
     """
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: _AsyncCalls) -> None:
         super().__init__(calls)
         self._events = calls.events()
         # Why it has ended before its end: one that is asked again must not look whole.
@@ -216,7 +216,7 @@ class AsyncClient(BaseClient[AsyncStream]):
     ) -> None:
         super().__init__(targets, give_up_s=give_up_s, **connection)
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._running = weakref.WeakSet[_Calls]()
+        self._running = weakref.WeakSet[_AsyncCalls]()
         self._closed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -399,7 +399,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         return self._closed.is_set()
 
     def _begin(self, attempts: StreamAttempts) -> AsyncStream:
-        calls = _Calls(self, attempts)
+        calls = _AsyncCalls(self, attempts)
         self._running.add(calls)
         return AsyncStream(calls)
 

@@ -27,7 +27,7 @@ class Call:
     metadata: SentMetadata
 
 
-class Attempts:
+class CallAttempts:
     """The calls for one request, one after the other.
 
     Args:
@@ -72,7 +72,7 @@ class Attempts:
         return wait_s
 
 
-class StreamAttempts(Attempts):
+class StreamAttempts(CallAttempts):
     """The calls of one stream. Each continues after the tokens received so far."""
 
     def __init__(

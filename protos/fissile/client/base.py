@@ -19,7 +19,7 @@ from fissile.client.arguments import (
     ReceiptArguments,
     spelled_out,
 )
-from fissile.client.attempts import Attempts, StreamAttempts
+from fissile.client.attempts import CallAttempts, StreamAttempts
 from fissile.client.calls import chat_request, embed_request, generate_request, rerank_request, score_request
 from fissile.client.connections import Connection
 from fissile.client.embeddings import Embeddings
@@ -139,8 +139,8 @@ class BaseClient(ABC, Generic[StreamT]):
         sent, end = self.connection.metadata_of(metadata), _end(timeout_s)
         return self._begin(StreamAttempts(request, self._retries(), sent, end, has_receipts=receipt is not False))
 
-    def _attempts(self, call: Unary[Any], timeout_s: float | None) -> Attempts:
-        return Attempts(call.method, call.request, self._retries(), self.connection.metadata_of(), _end(timeout_s))
+    def _attempts(self, call: Unary[Any], timeout_s: float | None) -> CallAttempts:
+        return CallAttempts(call.method, call.request, self._retries(), self.connection.metadata_of(), _end(timeout_s))
 
     def _retries(self) -> Retries:
         return Retries(self.connection.targets, self._give_up_s, next(self._turns))

@@ -44,7 +44,7 @@ def calls_of(part: Response) -> Sequence[pb.ToolCallDelta]:
     return part.delta.tool_calls if isinstance(part, pb.ChatResponse) else ()
 
 
-class _Text:
+class _GrowingText:
     """A text that grows; parts are joined when they are asked for, not one by one."""
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ class Answer:
     finish: pb.Finish | None = None
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     receipt: Receipt | None = None
-    _text: _Text = field(default_factory=_Text)
-    _reasoning: _Text = field(default_factory=_Text)
-    _calls: list[tuple[str, str, _Text]] = field(default_factory=list)
+    _text: _GrowingText = field(default_factory=_GrowingText)
+    _reasoning: _GrowingText = field(default_factory=_GrowingText)
+    _calls: list[tuple[str, str, _GrowingText]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """Shows the shortened texts, the names of called tools, the finish reason and the number of tokens."""
@@ -131,7 +131,7 @@ class Answer:
         self._reasoning.add(reasoning_of(part))
         for call in calls_of(part):
             if call.name:
-                self._calls.append((call.id, call.name, _Text()))
+                self._calls.append((call.id, call.name, _GrowingText()))
             self._calls[call.index][2].add(call.arguments_json)
 
 

@@ -48,7 +48,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 T = TypeVar("T")
 
 
-class _Calls:
+class _SyncCalls:
     """The calls of one stream, one at a time.
 
     It does not refer to its `Stream`: when that is dropped, the generator `events` ends at once, which cancels the
@@ -128,7 +128,7 @@ class Stream(BaseStream):
         progress: the answers so far.
     """
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: _SyncCalls) -> None:
         super().__init__(calls)
         self._events = calls.events()
         # Why it has ended before its end: one that is asked again must not look whole.
@@ -197,7 +197,7 @@ class Client(BaseClient[Stream]):
     ) -> None:
         super().__init__(targets, give_up_s=give_up_s, **connection)
         self._channels: dict[str, grpc.Channel] = {}
-        self._running = weakref.WeakSet[_Calls]()
+        self._running = weakref.WeakSet[_SyncCalls]()
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
@@ -377,7 +377,7 @@ class Client(BaseClient[Stream]):
         return self._closed.is_set()
 
     def _begin(self, attempts: StreamAttempts) -> Stream:
-        calls = _Calls(self, attempts)
+        calls = _SyncCalls(self, attempts)
         with self._lock:
             self._running.add(calls)
         return Stream(calls)

@@ -6,7 +6,7 @@ import io
 
 from structlog.testing import capture_logs
 
-from worker.progress import Progress
+from worker.progress import StartProgress
 
 
 class Terminal(io.StringIO):
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-def load(progress: Progress, clock: Clock) -> None:
+def load(progress: StartProgress, clock: Clock) -> None:
     progress.stage("loading weights")
     for percent in range(0, 101):
         clock.now += 0.0625
@@ -34,7 +34,7 @@ def load(progress: Progress, clock: Clock) -> None:
 def test_one_updating_line_on_a_terminal() -> None:
     terminal, clock = Terminal(), Clock()
     with capture_logs() as logs:
-        load(Progress(terminal, clock), clock)
+        load(StartProgress(terminal, clock), clock)
     shown = terminal.getvalue()
     assert "\n" not in shown
     assert shown.count(" % of 100 MiB\x1b[K") == 50
@@ -45,21 +45,21 @@ def test_one_updating_line_on_a_terminal() -> None:
 def test_progress_is_logged_periodically_without_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     with capture_logs() as logs:
-        load(Progress(stream, clock), clock)
+        load(StartProgress(stream, clock), clock)
     assert stream.getvalue() == ""
     assert [entry["event"] for entry in logs] == ["starting", "loading", "loading", "loading", "starting"]
 
 
 def test_things_are_counted() -> None:
     terminal, clock = Terminal(), Clock()
-    progress = Progress(terminal, clock)
+    progress = StartProgress(terminal, clock)
     for done in (1, 2):
         clock.now += 0.0625
         progress.count(done, 35)
     progress.done()
     assert terminal.getvalue() == "\r2 of 35\x1b[K\r\x1b[K"
     with capture_logs() as logs:
-        progress = Progress(io.StringIO(), clock)
+        progress = StartProgress(io.StringIO(), clock)
         clock.now += 2.5
         progress.count(3, 35)
     assert logs == [{"event": "progress", "done": 3, "total": 35, "log_level": "info"}]

@@ -28,7 +28,7 @@ from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine_factory import EngineOptions, build_engine
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.server import WorkerOptions
 
 
@@ -251,7 +251,8 @@ def test_simulated_engine_uses_each_accepted_option(tmp_path: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
     Recorded.read.clear()
     built = build_engine(
-        EngineOptions(with_special_tokens(config, model_config), model_config, simulate=options.simulate), Progress()
+        EngineOptions(with_special_tokens(config, model_config), model_config, simulate=options.simulate),
+        StartProgress(),
     )
     built.core.add_request(EngineSequence([1, 2, 3], config.kv_cache_block_size, SamplingParams(max_tokens=4)))
     while built.core.has_unfinished():

@@ -21,7 +21,7 @@ from worker.config.model_config import ModelConfig, ModelError
 from worker.config.shares import check_heads
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks import rank_client
 from worker.ranks.batch_delta import BatchDecoder
 from worker.ranks.door import knock
@@ -91,7 +91,7 @@ class FakeRank:
             pass
 
 
-class Recorded(Progress):
+class Recorded(StartProgress):
     """Records every progress report."""
 
     def __init__(self) -> None:

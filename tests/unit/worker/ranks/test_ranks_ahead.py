@@ -22,7 +22,7 @@ from worker.engine.batch import ScheduledBatch
 from worker.engine.executor import TimedOutput
 from worker.engine.sequence import Sequence
 from worker.llm_engine import default_config
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.ranks.rank_client import RankGroup
 from worker.ranks.rank_peers import Peer, RankLostError
 from worker.ranks.rank_setup import load_ranks
@@ -35,7 +35,7 @@ class HeldGroup(RankGroup):
     """One rank, whose tokens come when its folder says (held_rank)."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        super().__init__(Topology(1), str(model), 1, Progress())
+        super().__init__(Topology(1), str(model), 1, StartProgress())
         self.folder = folder
 
     def _spawn(self, rank: int) -> Peer:
@@ -80,7 +80,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[[bool], HeldGroup]]:
         group = HeldGroup(model, tmp_path)
         started.append(group)
         config = replace(default_config(model), num_kvcache_blocks=16, kernels="torch", deferred_output=deferred)
-        load_ranks(group, config, ModelConfig.from_folder(model), Progress())
+        load_ranks(group, config, ModelConfig.from_folder(model), StartProgress())
         group.hold()
         return group
 

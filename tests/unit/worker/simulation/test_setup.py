@@ -14,7 +14,7 @@ from tests.unit.worker.session.support import FACTS
 from worker.config.model_config import ModelConfig
 from worker.engine.sequence import Sequence
 from worker.engine_factory import BuiltEngine, EngineOptions, build_engine
-from worker.progress import Progress
+from worker.progress import StartProgress
 from worker.simulation.presets import cost_model
 
 
@@ -25,7 +25,7 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def build(model_config: ModelConfig, preset: str, **options: object) -> BuiltEngine:
     config = replace(Config(enable_prefix_caching=True), **options)  # type: ignore[arg-type]
-    return build_engine(EngineOptions(config, model_config, simulate=cost_model(preset)), Progress())
+    return build_engine(EngineOptions(config, model_config, simulate=cost_model(preset)), StartProgress())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from common.cli.client.models import as_table, list_models
-from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments, printable
+from common.cli.core.client import CommandAnswer, Credentials, Question, ask, client_arguments, printable
 from common.cli.core.errors import CommandError
 from common.errors import (
     ApiError,
@@ -95,7 +95,7 @@ async def serve(router: ScriptedRouter) -> tuple[grpc.aio.Server, str]:
     return server, f"127.0.0.1:{port}"
 
 
-async def asked(router: ScriptedRouter, question: Question) -> tuple[Answer, str]:
+async def asked(router: ScriptedRouter, question: Question) -> tuple[CommandAnswer, str]:
     """The answer and the streamed text."""
     server, address = await serve(router)
     streamed: list[str] = []
@@ -124,11 +124,11 @@ async def test_streams_an_answer_and_names_its_trace_or_its_request(trace_id: st
 
 def test_json_answer_has_draft_counts_only_with_drafts() -> None:
     drafts = [pb.DraftCounts(verified=9, accepted=7), pb.DraftCounts(verified=7, accepted=2)]
-    assert Answer(finish=pb.Finish(drafts=drafts)).as_dict()["drafts"] == [
+    assert CommandAnswer(finish=pb.Finish(drafts=drafts)).as_dict()["drafts"] == [
         {"verified": 9, "accepted": 7},
         {"verified": 7, "accepted": 2},
     ]
-    assert "drafts" not in Answer().as_dict()
+    assert "drafts" not in CommandAnswer().as_dict()
 
 
 async def test_ask_uses_chat_for_model_with_template() -> None:
