@@ -149,9 +149,10 @@ class UnreadParts:
         """Discards everything unread."""
         self._parts.clear()
         self._ids.clear()
-        self._marks.clear()
         self.num_tokens = 0
+        # Only logprobs need marks.
         if self._logprobs is not None:
+            self._marks.clear()
             self._logprobs.clear()
 
     def _take_early(self, logprobs: AnswerLogprobs, start: FirstTokenInfo | None) -> StreamChunk | None:
@@ -181,7 +182,8 @@ class UnreadParts:
         ending: FinishInfo | None = None,
     ) -> StreamChunk:
         if not self._has_channels:
-            return StreamChunk("".join(part.text for part in parts), token_ids, start, ending, logprobs)
+            text = parts[0].text if len(parts) == 1 else "".join([part.text for part in parts])
+            return StreamChunk(text, token_ids, start, ending, logprobs)
         texts = ("".join(part.text for part in parts if part.channel is channel) for channel in _TEXTS)
         calls = merged(part for part in parts if part.channel is Channel.CALL)
         return StreamChunk(next(texts), token_ids, start, ending, logprobs, next(texts), tuple(calls))
