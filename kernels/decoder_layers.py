@@ -14,7 +14,7 @@ RopeWrite = Callable[[torch.Tensor, DecoderLayer, int], torch.Tensor]
 
 
 class DecoderLayers:
-    """The layers of a model.
+    """Layers of a model, run with single operations.
 
     Args:
         decoder: its weights are packed by `backend`.
@@ -64,7 +64,7 @@ class DecoderLayers:
     def _begin(
         self, x: torch.Tensor, layer: DecoderLayer, embedded: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input of the first layer's attention, and the residual stream."""
+        """Makes the input of the first layer's attention and the residual stream."""
         norm, eps, stream_norm = self._elementwise.rms_norm, self.decoder.eps, self.decoder.stream_norm
         if embedded is None or stream_norm is None:
             return norm(x, layer.input_norm, eps), x

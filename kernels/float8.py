@@ -12,7 +12,7 @@ _VALUES = {
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that can be indexed: bytes for FP8; other dtypes unchanged. Zero stays zero."""
+    """The same memory with a dtype that supports indexing: bytes for FP8, otherwise unchanged. A zero stays zero."""
     return tensor.view(torch.uint8) if tensor.dtype in _VALUES else tensor
 
 

@@ -519,7 +519,8 @@ class StepGraphs(Protocol):
         ...
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Runs `run` and captures it: what does its kernels again, and gives the same tensor with new numbers."""
+        """Runs `run` and captures it. The returned function runs the kernels again and returns the same tensor, with
+        new numbers."""
         ...
 
 
@@ -548,7 +549,7 @@ class RankSums(Protocol):
         ...
 
     def capturing(self) -> AbstractContextManager[None]:
-        """To be held while steps are captured."""
+        """Context manager during the capture of steps."""
         ...
 
     def synchronize(self) -> None:
@@ -556,7 +557,7 @@ class RankSums(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it; all ranks do, when the devices of all have computed their sums."""
+        """Frees the resources of the sums; called by all ranks once their devices have finished all sums."""
         ...
 
 
@@ -775,14 +776,15 @@ class LatentAttentionOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """From logits to tokens on the host."""
+    """Operations that turn logits into tokens on the host."""
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """Column of the largest of each row of logits [S, V], as `LinearOps.argmax` of a product: int64 [S]."""
         ...
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
-        """Begins to copy int64 [S] to the host; the result waits for the numbers, not for later work of the device."""
+        """Starts to copy int64 [S] to the host; the returned function waits for the numbers, not for later work of the
+        device."""
         ...
 
     def sample(
@@ -819,7 +821,7 @@ class SamplingOps(Protocol):
 
 
 class KernelBackend(Protocol):
-    """Groups of operations, and facts that hold for all of them.
+    """A kernel back end: its groups of operations, and facts that hold for all of them.
 
     No operation writes to its inputs, except those called `write` to the cache, and `sample` to the logits. Layers take
     the groups that they need when they are constructed.
@@ -861,11 +863,12 @@ class KernelBackend(Protocol):
         ...
 
     def join_ranks(self, ranks: Ranks) -> RankSums | None:
-        """Sums over the ranks; None leaves them to the caller. All ranks must call it, and get the same."""
+        """Sums over the ranks by the back end; None leaves them to the caller. Every rank must call it and gets the
+        same kind."""
         ...
 
     def adopt(self, packed: Any) -> None:
-        """Tells that a packed object of another process will be used as if this one had packed it."""
+        """Prepares for the use of an object that another process packed, as if this process had packed it."""
         ...
 
     def is_fast(self, dtype: torch.dtype) -> bool:

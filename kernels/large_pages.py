@@ -67,7 +67,7 @@ def touch(memory: torch.Tensor, progress: Callable[[int, int], None]) -> None:
 
 
 def _populate(bounds: tuple[int, int]) -> bool:
-    """True if the system has given the pages from one address to another."""
+    """Asks the system for the pages between two addresses; True if it has given them."""
     begin, end = bounds
     failed: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
     return not failed

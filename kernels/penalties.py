@@ -44,7 +44,7 @@ class SeenIds:
         return other
 
     def add(self, token_id: int) -> None:
-        """One more output token."""
+        """Adds one output token."""
         place = self._places.get(token_id)
         if place is None:
             self._places[token_id] = len(self.ids)
@@ -79,7 +79,7 @@ class Penalties:
     late: torch.Tensor | None = None
 
     def where(self, wanted: npt.NDArray[np.bool_]) -> Penalties:
-        """Penalties of the rows that are wanted, bool [R]; without `late`."""
+        """Penalties of the rows selected by bool [R], without `late`."""
         seen = [one for one, is_wanted in zip(self.seen, wanted.tolist(), strict=True) if is_wanted]
         factors = self.repetition[wanted], self.presence[wanted], self.frequency[wanted]
         return Penalties(self.rows[wanted], seen, *factors)

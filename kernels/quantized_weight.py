@@ -24,7 +24,7 @@ _FP4_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(
 
 
 def as_floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    """A weight [N, K] of floats as it is; a quantized one as float32, each number times its scale, rounded once."""
+    """A weight [N, K] of floats unchanged; a quantized one as float32, each number times its scale, rounded once."""
     return weight if isinstance(weight, torch.Tensor) else _dequantized(weight)
 
 
@@ -54,7 +54,7 @@ def joined_quant_type(types: Sequence[QuantType], rows: Sequence[int]) -> QuantT
 
 
 def joined_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of one dtype of numbers below each other.
+    """Concatenates weights with numbers of one dtype along their rows.
 
     Raises:
         ValueError: their scales do not go together.
@@ -68,7 +68,7 @@ def joined_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def selected_rows(weight: QuantizedWeight, *parts: slice) -> QuantizedWeight:
-    """Rows of the weight, concatenated: those of the first part, of the next, ..."""
+    """Concatenates rows of several weights in order."""
     by_rows = with_row_scales(weight)
     numbers, scales = _below([by_rows.numbers[part] for part in parts]), [by_rows.scales[part] for part in parts]
     return replace(by_rows, numbers=numbers, scales=torch.cat(scales))
@@ -89,7 +89,7 @@ def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _numbers(weight: QuantizedWeight) -> torch.Tensor:
-    """Unscaled numbers, float32 [N, K], newly allocated."""
+    """Unscaled numbers of a quantized weight, float32 [N, K], newly allocated."""
     stored = weight.numbers.cpu()
     if weight.quant_type == "per_1x32":
         return fp4_numbers(stored)

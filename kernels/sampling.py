@@ -95,7 +95,7 @@ def confine(logits: Floats, confined: AllowedBits | None) -> None:
 
 
 def _counting(masked: MaskedIds) -> npt.NDArray[np.bool_]:
-    """Entries whose row's newest token is the one that they require."""
+    """Selects the mask entries whose condition the row's newest token meets."""
     if masked.after is None or masked.late is None:
         return np.ones(len(masked.rows), np.bool_)
     counting: npt.NDArray[np.bool_] = (masked.after == NO_TOKEN) | (masked.after == masked.late.numpy())
@@ -125,7 +125,7 @@ def _approximate_gumbel(words: Words) -> Floats:
 
 
 def _sample_filtered(scaled: Floats, params: SampleParams, rows: Ids, counters: Counters) -> Ids:
-    """Rows with filters: l / T [R, V] of the batch's rows [R] -> [R]."""
+    """Samples rows that have filters, from l / T [R, V] of the rows [R] of the batch."""
     kept = [
         kept_ids(values, int(params.top_k[row]), float(params.top_p[row]), params.min_p[row])
         for row, values in zip(rows, scaled, strict=True)
@@ -140,7 +140,7 @@ def _sample_filtered(scaled: Floats, params: SampleParams, rows: Ids, counters: 
 
 
 def _sample_unfiltered(scaled: Floats, params: SampleParams, rows: Ids, counters: Counters) -> Ids:
-    """Token ids of rows without filters, int64."""
+    """Samples rows without filters; returns token ids int64."""
     words = all_token_words(scaled.shape[1], *(counter[rows] for counter in counters))
     if scaled.shape[1] < _APPROXIMATE_FROM:
         return np.asarray((scaled + gumbel(words)).argmax(axis=1))
@@ -175,7 +175,7 @@ def most_likely(values: Floats, count: int) -> Ids:
 
 
 def _top_p(kept: Ids, scaled: Floats, largest: np.float32, top_p: float) -> Ids:
-    """The smallest prefix of `kept`, in that order, whose integer mass reaches ceil(top_p * total)."""
+    """Smallest prefix of `kept` whose integer mass reaches ceil(top_p * total)."""
     values = scaled[kept]
     masses = np.rint(np.exp((values - largest).astype(np.float64)) * MASS_ONE).astype(np.int64)
     wanted = _ceil_product(top_p, int(masses.sum()))

@@ -58,7 +58,7 @@ def select_backend(
 
 
 def _sees_gpu() -> bool:
-    """True if kernels of GPUs can serve; a GPU without Triton is worth a line."""
+    """True if GPU kernels can be used; logs a line for a GPU without Triton."""
     if not torch.cuda.is_available():
         return False
     has_triton = importlib.util.find_spec("triton") is not None
@@ -68,7 +68,7 @@ def _sees_gpu() -> bool:
 
 
 def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> KernelBackend:
-    """Triton's kernels, or AITER's on top of them: by `name`, or, for `auto`, by what is installed.
+    """Triton's kernels, or AITER's above them: chosen by `name`, or for `auto` by what is installed.
 
     Raises:
         ValueError: they cannot serve here; gives the reason.
@@ -92,7 +92,7 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
 
 
 def _above(own: TritonBackend, expert_parallel: bool) -> KernelBackend:
-    """AITER's kernels, where Triton's do the rest; see AiterBackend."""
+    """AITER's kernels above Triton's, which do what AITER lacks; see AiterBackend."""
     from kernels.aiter.backend import AiterBackend  # noqa: PLC0415
     from kernels.aiter.dispatch import SINCE  # noqa: PLC0415
     from kernels.aiter.library import AiterLibrary  # noqa: PLC0415

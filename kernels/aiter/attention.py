@@ -27,7 +27,7 @@ _LATENT_HEADS: Final = 16
 
 
 class StoredScale:
-    """Factor that AITER multiplies numbers of a cache in FP8 by: 1, since they are stored as they are.
+    """Scale that AITER applies to the numbers of an FP8 KV cache: 1, since they are stored without a scale.
 
     Attributes:
         fp8: the FP8 of the architecture.
@@ -38,12 +38,12 @@ class StoredScale:
         self._one = torch.ones(1, dtype=torch.float32, device=device)
 
     def of(self, cache: DeviceKVCache) -> torch.Tensor | None:
-        """float32 [1]; None for a cache in the model's dtype."""
+        """The scale as float32 [1]; None for a cache in the model's dtype."""
         return self._one if cache.data.dtype == self.fp8 else None
 
 
 class AiterAttentionOps(AttentionOps):
-    """AITER's attention; `other`'s if AITER cannot be used, and for writing: models write in their fused decoder."""
+    """Attention by AITER, or by the back end `other` if AITER lacks it. `other` always writes the KV cache here."""
 
     def __init__(self, library: AiterLibrary, choices: Choices, fp8: torch.dtype, other: KernelBackend) -> None:
         self._aiter = library
@@ -103,7 +103,7 @@ class AiterAttentionOps(AttentionOps):
 
 
 class AiterLatentAttentionOps(LatentAttentionOps):
-    """AITER's where all tokens are attended to; all else is `other`'s: to write, AITER takes a row in two parts."""
+    """Latent attention by AITER for rows that attend to all earlier tokens; `other` does the rest, and all writes."""
 
     def __init__(self, library: AiterLibrary, choices: Choices, fp8: torch.dtype, other: KernelBackend) -> None:
         self._aiter = library
@@ -153,7 +153,7 @@ class AiterLatentAttentionOps(LatentAttentionOps):
     def _decode(
         self, q: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan, scale: float, out: torch.Tensor
     ) -> None:
-        """Keys split among programs; takes it that all sequences have equally many rows."""
+        """Computes a step in which all sequences have equally many rows; the keys are split among programs."""
         self._aiter.call(
             "aiter.ops.triton.attention.mla:mla_decode_fwd",
             q,
@@ -174,7 +174,7 @@ class AiterLatentAttentionOps(LatentAttentionOps):
     def _prefill(
         self, q: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan, scale: float, out: torch.Tensor
     ) -> None:
-        """Any mixture of sequences."""
+        """Computes a step of any mixture of sequences."""
         self._aiter.call(
             "aiter.ops.triton.attention.mla:mla_prefill_fwd",
             q,
@@ -194,7 +194,7 @@ class AiterLatentAttentionOps(LatentAttentionOps):
 
 
 def _max_seqlen_q(shape: Shape) -> int:
-    """1 makes AITER write a row for each sequence, padding included, so there must be as many rows."""
+    """Value of AITER's `max_seqlen_q`. With 1 AITER writes one row per sequence, padding included."""
     return max(2, shape.max_seqlen_q) if shape.seqs > shape.rows else shape.max_seqlen_q
 
 

@@ -40,7 +40,7 @@ SUM_VARIABLES: Final = ("AITER_CUSTOM_AR_MAX_SIZE", "AITER_QUICK_REDUCE_QUANTIZA
 
 
 class AiterBackend(KernelBackend):
-    """AITER, over another back end for what AITER does not do.
+    """Back end of AITER's kernels, with another back end for the operations that AITER lacks.
 
     Args:
         fallback: does the rest. Its KV cache is a DeviceKVCache and its plan a StepPlan, as the Triton back end's are.

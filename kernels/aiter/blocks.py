@@ -28,7 +28,7 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class AiterBlockLinear:
-    """A weight in FP8 as it is stored.
+    """A weight in FP8 in its stored format.
 
     Attributes:
         weight: [N, K], not shuffled, in the FP8 of the architecture.
@@ -58,17 +58,17 @@ class AiterBlocks:
         self._device = device
 
     def takes_linear(self, weight: QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None) -> bool:
-        """True if AITER multiplies rows in `dtype` by a stored weight, if it is not to be packed in another format."""
+        """True if AITER can multiply rows in `dtype` by a stored weight that keeps its format."""
         facts = (dtype, weight.format, packed_format, self._fp8, *weight.shape)
         return self._choices.takes("block_linear", _refuse_linear, *facts)
 
     def pack_linear(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> AiterBlockLinear:
-        """Packs a weight that it takes; see `LinearOps.pack`."""
+        """Packs a weight for which `takes_linear` is true; see `LinearOps.pack`."""
         own_bias = None if bias is None else bias.to(self._device, dtype)
         return AiterBlockLinear(*self._placed(weight), own_bias)
 
     def linear(self, x: torch.Tensor, packed: AiterBlockLinear) -> torch.Tensor:
-        """See `LinearOps.apply`: x [T, K], of one row at least, is rounded to FP8 by groups of 128 numbers."""
+        """Product of x [T, K], T at least 1, with the weight; x is rounded to FP8 in groups of 128 numbers."""
         rounded, scale = self._aiter.call(
             "aiter.ops.quant:per_group_quant_hip", x.contiguous(), quant_dtype=packed.weight.dtype, group_size=_BLOCK
         )
@@ -80,7 +80,7 @@ class AiterBlocks:
     def takes_experts(
         self, model: ExpertWeights, plain: bool, dtype: torch.dtype, packed_format: PackedFormat | None
     ) -> bool:
-        """True if AITER computes a mixture of experts like `model`, one of them.
+        """True if AITER can compute a mixture of experts that are all like `model`.
 
         Args:
             model: one of its weights is quantized at least; a rank's part that cuts blocks is not.
@@ -93,7 +93,7 @@ class AiterBlocks:
         return self._choices.takes("block_moe", _refuse_experts, *facts)
 
     def pack_expert(self, expert: ExpertWeights) -> tuple[torch.Tensor, ...]:
-        """Its two weights, shuffled, each followed by the scales of its blocks; AITER takes them."""
+        """The two weights of one expert, shuffled for AITER, each followed by the scales of its blocks."""
         assert isinstance(expert.gate_up, QuantizedWeight)
         assert isinstance(expert.down, QuantizedWeight)
         gate_up, gate_up_scale = self._placed(expert.gate_up)
@@ -101,7 +101,7 @@ class AiterBlocks:
         return shuffled(self._aiter, gate_up), gate_up_scale, shuffled(self._aiter, down), down_scale
 
     def _placed(self, weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers and scales on the device, in the FP8 of the architecture, worth the same."""
+        """Numbers and scales on the device, converted to the FP8 dtype of the architecture without changing a value."""
         numbers, scales = weight.numbers.to(self._device), weight.scales.to(self._device)
         if numbers.dtype != self._fp8:
             numbers, scales = other_fp8(numbers, scales, self._fp8)

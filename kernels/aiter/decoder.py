@@ -21,7 +21,7 @@ from kernels.triton_backend.plan import StepPlan
 
 
 class AiterDecoder:
-    """A FusedDecoder with the numbers of the single operations, except that AITER's and our Triton rotation may differ.
+    """FusedDecoder with the bits of the single operations; only AITER's rotation and our Triton one may differ.
 
     Args:
         decoder: its weights are packed by `backend`.
@@ -48,7 +48,7 @@ class AiterDecoder:
         metadata: AttentionMetaData,
         embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See FusedDecoder."""
+        """Computes all layers and the last norm for one step; see FusedDecoder.run."""
         facts = (self._norms_heads, x.dtype, cache.data.dtype, 2 * cos.shape[-1], cache.head_dim, cache.block_size)
         if not len(x) or not self._choices.takes("rope_write", _refuse_rope_write, *facts):
             return self._own.run(x, cos, sin, cache, metadata, embedded)
@@ -56,7 +56,7 @@ class AiterDecoder:
         return self._layers.run(x, cache, metadata, rope_write, embedded)
 
     def _rope_write(self, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, plan: StepPlan) -> RopeWrite:
-        """AITER's, over a step with cosines and sines float32 [T, D/2]."""
+        """Rotates by AITER and writes keys and values, in a step with cosines and sines float32 [T, D/2]."""
         # Each row has its own cosines. Made anew in each step, so that a captured step has its own.
         rows, kv_heads = torch.arange(len(cos), device=cos.device), cache.num_kv_heads
 
@@ -89,7 +89,7 @@ class AiterDecoder:
 def _refuse_rope_write(
     norms_heads: bool, dtype: torch.dtype, stored: torch.dtype, rotated: int, head_dim: int, block_size: int
 ) -> str | None:
-    """Why rotation and write are not AITER's: aiter/ops/triton/fusions/fused_kv_cache.py asserts most of it."""
+    """Reason why AITER cannot rotate and write the cache for a model; None if it can."""
     if norms_heads:
         return "AITER's fused norm and rotation of heads has cosines in the model's dtype, not in float32"
     if dtype != torch.bfloat16 or stored != dtype:

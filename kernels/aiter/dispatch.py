@@ -29,7 +29,7 @@ SINCE: Final = {
 
 @dataclass(frozen=True)
 class Operation:
-    """AITER's counterpart of one of our operations.
+    """One of our operations and its counterpart in AITER.
 
     Attributes:
         functions: of AITER that it calls.
@@ -75,7 +75,7 @@ OPERATIONS: Final = {
 
 
 class Choices:
-    """The operations that AITER computes.
+    """Operations that AITER computes for a model.
 
     Args:
         library: the AITER installation.
@@ -90,7 +90,7 @@ class Choices:
         self._logged: set[tuple[str, str | None]] = set()
 
     def takes(self, operation: str, refusal: Callable[..., str | None], *facts: Hashable) -> bool:
-        """True if AITER does an operation on numbers of that kind; the same answer whenever it is asked again.
+        """True if AITER computes an operation on numbers of that kind; the answer never changes.
 
         Args:
             operation: one of OPERATIONS.
@@ -134,7 +134,7 @@ def refuse_stored(dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype) -> 
 def refuse_packed(
     packed_format: PackedFormat | None, fp8: torch.dtype, rows: int, columns: int, shuffled: bool
 ) -> str | None:
-    """Reason why AITER has no such weight [rows, columns]; None for none."""
+    """Reason why AITER cannot pack a weight [rows, columns]; None if it can."""
     if packed_format is not None and packed_format != PackedFormat(fp8, quantizes_rows=True):
         what = "weights and rows" if packed_format.quantizes_rows else "weights only"
         return f"AITER has weights and rows in {text(fp8)}, not {what} in {text(packed_format.dtype)}"
@@ -144,5 +144,5 @@ def refuse_packed(
 
 
 def text(dtype: torch.dtype) -> str:
-    """Name of a dtype, without PyTorch's."""
+    """Name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ _NEOX: Final = 0
 
 
 class AiterElementwiseOps(ElementwiseOps):
-    """AITER's, whose norms leave out the rounding before the weight; `other`'s for what AITER does not do."""
+    """Elementwise operations by AITER, whose norms do not round before the weight; `other` does what AITER lacks."""
 
     def __init__(self, library: AiterLibrary, choices: Choices, other: ElementwiseOps) -> None:
         self._aiter = library

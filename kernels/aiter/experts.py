@@ -57,14 +57,14 @@ class AiterExperts:
 
     @property
     def quant_type(self) -> str:
-        """The member of AITER's QuantType."""
+        """Member of AITER's QuantType for these experts."""
         if self.gate_up_scale is None:
             return "No"
         return "per_Token" if self.gate_up_scale.shape[1] == self.gate_up.shape[1] else "per_128x128"
 
 
 class AiterExpertOps(ExpertOps):
-    """AITER's experts; `other`'s for cases that AITER does not support.
+    """Mixtures of experts by AITER, or by the back end `other` if AITER lacks the case.
 
     Args:
         library: AITER.
@@ -120,7 +120,7 @@ class AiterExpertOps(ExpertOps):
     def _route_by_softmax(
         self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, routing: Routing
     ) -> None:
-        """The softmax over the chosen is that over all, renormalized."""
+        """Routing weights by the softmax over all experts, renormalized over the chosen ones."""
         renormalize = routing.renormalize or routing.scoring == "topk_softmax"
         scratch = torch.empty_like(ids)
         self._aiter.call("aiter.ops.moe_op:topk_softmax", weights, ids, scratch, logits, renormalize)
@@ -152,7 +152,7 @@ class AiterExpertOps(ExpertOps):
         return self._stacked(first, (self._pack_expert(each, dtype, packed_format) for each in experts))
 
     def _stacked(self, first: int, experts: Iterable[tuple[torch.Tensor | None, ...]]) -> AiterExperts:
-        """Two weights of each expert, each followed by its scales."""
+        """Stacks the weights of all experts: both products, each followed by its scales."""
         pairs = list(experts)
         gate_up, gate_up_scale, down, down_scale = (_stacked(parts) for parts in zip(*pairs, strict=True))
         assert gate_up is not None
@@ -162,7 +162,7 @@ class AiterExpertOps(ExpertOps):
     def _pack_expert(
         self, expert: ExpertWeights, dtype: torch.dtype, packed_format: PackedFormat | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Its two weights, shuffled, each followed by the scale of its rows, None if it has none."""
+        """The two weights of one expert, shuffled for AITER, each followed by its row scales or None."""
         weights = [as_floats(weight).to(self._device) for weight in (expert.gate_up, expert.down)]
         if packed_format is None:
             gate_up, down = (shuffled(self._aiter, weight.to(dtype).contiguous()) for weight in weights)
@@ -203,7 +203,7 @@ class AiterExpertOps(ExpertOps):
 
 
 def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen experts by their index among the packed ones, int32, and their weights.
+    """Chosen experts as indices among the packed ones, int32, and their weights.
 
     Experts of other ranks get the index after the last, which is masked. If there can be any, AITER expects one more
     such slot: since 0.1.16 it looks its settings up by one less (aiter/fused_moe.py, `is_ep`). 0.1.13 looks them up by
@@ -218,7 +218,7 @@ def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tu
 
 
 def _stacked(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """Parts of all experts as one tensor; None if they are None."""
+    """Stacks one part of all experts into one tensor; None if the parts are None."""
     tensors = [part for part in parts if part is not None]
     return torch.stack(tensors) if tensors else None
 

@@ -13,7 +13,7 @@ from kernels.interface import Ranks
 
 
 class AiterGroup:
-    """RankSums of AITER: between the GPUs of one machine without RCCL, up to a size.
+    """Sums over the GPUs of one machine by AITER, without RCCL, for tensors up to a size.
 
     The size is AITER's, since 0.1.18 $AITER_CUSTOM_AR_MAX_SIZE bytes.
 
@@ -36,7 +36,7 @@ class AiterGroup:
         library.call("aiter.ops.communication:init_dist_env", ranks.size, ranks.rank, local_rank=ranks.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankSums."""
+        """The sum of all ranks' `x`; see RankSums.all_reduce."""
         if not x.numel():
             return x
         summed: torch.Tensor = self._aiter.call(
@@ -46,17 +46,18 @@ class AiterGroup:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See RankSums. After the capture the ranks exchange the addresses of the tensors that the steps add up."""
+        """Context manager for the capture of steps. At its end the ranks exchange the addresses of the captured sums'
+        tensors."""
         with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
             yield
         # The inputs of steps were written on AITER's stream, and are written on another one from now on.
         self.synchronize()
 
     def synchronize(self) -> None:
-        """See RankSums."""
+        """Waits until this rank's device has computed all sums that were started."""
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """See RankSums: the process group too, and this rank's buffers, which the other GPUs' kernels read."""
+        """Closes the process group and frees this rank's buffers, which kernels of the other GPUs read."""
         self._aiter.call("aiter.ops.communication:destroy_dist_env")

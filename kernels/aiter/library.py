@@ -72,7 +72,7 @@ def _version() -> str:
 
 
 def checked(installation: Installation, signatures: Signatures, since: Mapping[str, str]) -> frozenset[str]:
-    """Our functions that an installation has, each declared as in one of the supported versions.
+    """The AITER functions that we call, as far as the installation declares them as a supported version does.
 
     Args:
         installation: see `find`.
@@ -93,7 +93,7 @@ def checked(installation: Installation, signatures: Signatures, since: Mapping[s
 
 
 def _unlike(found: str, variants: Variants) -> str:
-    """Difference of the parameters from those of the last known version."""
+    """Difference between parameters and those of the newest known version, in words."""
     last = list(variants)[-1]
     found_names, known = _texts(found), _texts(last)
     more = [name for name in found_names if name not in known]
@@ -103,7 +103,7 @@ def _unlike(found: str, variants: Variants) -> str:
 
 
 def _texts(parameters: str) -> list[str]:
-    """Each of the parameters, with its default."""
+    """Text of each parameter, with its default."""
     every = signature(parameters).parameters.values()
     return [each.name if each.default is each.empty else f"{each.name}={each.default}" for each in every]
 
@@ -113,7 +113,7 @@ def _unsupported(version: str, what: str, tags: Iterable[str]) -> AiterUnavailab
 
 
 class AiterLibrary:
-    """AITER's functions, imported.
+    """AITER's imported functions.
 
     Args:
         installation: see `find`.
@@ -138,7 +138,7 @@ class AiterLibrary:
 
     @classmethod
     def load(cls, since: Mapping[str, str]) -> AiterLibrary:
-        """Finds, checks and imports it; see `checked`.
+        """Finds, checks and imports AITER; see `checked`.
 
         Raises:
             AiterUnavailableError: it cannot be used here.
@@ -147,7 +147,8 @@ class AiterLibrary:
         return cls(installation, checked(installation, signatures, since), signatures)
 
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module:function`, which must be a literal: our calls are read from the source (tests/kernels).
+        """Calls the AITER function `module:function`. The name must be a literal, because tests read our calls from the
+        source.
 
         The first call of each is logged, since AITER may compile for minutes then.
         """
@@ -189,7 +190,7 @@ def _imported(function: str, version: str) -> Callable[..., Any]:
 
 
 def _check_schema(function: str, version: str, signatures: Signatures) -> None:
-    """Compares the parameters with PyTorch's registration, which compiled functions have."""
+    """Compares the declared parameters with PyTorch's registration of a compiled function."""
     module, name = function.split(":")
     if not hasattr(torch.ops.aiter, name):
         return

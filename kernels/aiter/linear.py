@@ -16,7 +16,7 @@ from kernels.interface import KernelBackend, LinearOps, PackedFormat, PackedHead
 
 @dataclass(frozen=True)
 class AiterLinear:
-    """A weight [N, K] in the model dtype as it was, and a bias [N] or None."""
+    """A weight [N, K] in the model dtype, unchanged, and a bias [N] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -41,7 +41,7 @@ class AiterScaledLinear:
 
 
 class AiterLinearOps(LinearOps):
-    """AITER's products, except those of heads; `other`'s for cases that AITER does not support.
+    """Matrix products by AITER, except those with a matrix per head; `other` does what AITER lacks.
 
     Args:
         library: AITER.

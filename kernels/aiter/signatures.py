@@ -34,7 +34,7 @@ Variants = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Signatures:
-    """The functions of several versions.
+    """Signatures of AITER's functions in several versions.
 
     Attributes:
         tags: the versions, the oldest first.
@@ -59,11 +59,11 @@ class Signatures:
         path.write_text(json.dumps({"tags": self.tags, "functions": self.functions}, indent=1) + "\n", "utf-8")
 
     def tags_of(self, function: str) -> frozenset[str]:
-        """The versions that have a function."""
+        """Versions of AITER that have a function."""
         return frozenset(tag for tags in self.functions.get(function, {}).values() for tag in tags)
 
     def parameters(self, function: str, tag: str) -> str | None:
-        """A function's parameters in one version; None where it is missing."""
+        """Parameters of a function in one version; None if it lacks the function."""
         variants = self.functions.get(function, {})
         return next((parameters for parameters, tags in variants.items() if tag in tags), None)
 
@@ -85,7 +85,7 @@ class LibraryCall:
     line: int
 
     def problem(self, parameters: str) -> str | None:
-        """Why the call does not fit these parameters; None if it does."""
+        """Reason why the call does not fit these parameters; None if it fits."""
         try:
             signature(parameters).bind(*range(self.positional), **dict.fromkeys(self.keywords))
         except TypeError as error:
@@ -104,7 +104,7 @@ def calls(source: str) -> list[LibraryCall]:
 
 
 def own_calls() -> list[LibraryCall]:
-    """All calls of AITER's functions that we make; see `calls`."""
+    """All calls of AITER's functions in our sources; see `calls`."""
     return [call for path in CALLERS for call in calls(path.read_text("utf-8"))]
 
 
@@ -119,7 +119,7 @@ def _call(node: ast.Call) -> LibraryCall:
 
 
 def signature(parameters: str) -> inspect.Signature:
-    """Parameters as in a `def` to bind arguments to; defaults are their texts."""
+    """Parameters as the signature of a Python function, to bind arguments to; defaults are texts."""
     function = ast.parse(f"def function({parameters}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     return inspect.Signature(list(_parameters(function.args)))
@@ -146,7 +146,7 @@ def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspec
 
 
 def declared(source: Path, functions: Iterable[str]) -> dict[str, str]:
-    """Parameters of those functions that a source tree has; later definitions of a name win, as in Python.
+    """Parameters of the named functions in a source tree; later definitions of a name win, as in Python.
 
     Args:
         source: the folder that holds `aiter/`.
@@ -180,14 +180,14 @@ def _text(arguments: ast.arguments) -> str:
 
 
 def normal(parameters: str) -> str:
-    """Parameters in the form of `declared`."""
+    """Parameters as text in the form that `declared` returns."""
     function = ast.parse(f"def function({parameters}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     return _text(function.args)
 
 
 def from_full(content: Mapping[str, list[dict[str, Any]]], functions: Iterable[str]) -> Signatures:
-    """Selects those functions from a file of all: name -> [{"params": ..., "tags": ["v0.1.13", ...]}, ...]."""
+    """Selects the named functions from a file of all: name -> [{"params": ..., "tags": ["v0.1.13", ...]}, ...]."""
     tags = {tag for variants in content.values() for variant in variants for tag in variant["tags"]}
     chosen = {
         name: {normal(each["params"]): tuple(tag.removeprefix("v") for tag in each["tags"]) for each in content[name]}
@@ -197,7 +197,7 @@ def from_full(content: Mapping[str, list[dict[str, Any]]], functions: Iterable[s
 
 
 def with_version(known: Signatures, tag: str, found: Mapping[str, str], functions: Iterable[str]) -> Signatures:
-    """`known` for those functions, with the signatures that one version was found to declare."""
+    """Signatures of the named functions in `known`, with those of one more version added."""
     chosen: dict[str, Variants] = {}
     for name in sorted(set(functions)):
         others = {text: tuple(t for t in tags if t != tag) for text, tags in known.functions.get(name, {}).items()}

@@ -24,5 +24,5 @@ def scaled(library: AiterLibrary, weight: torch.Tensor, fp8: torch.dtype) -> tup
 
 
 def mark_shuffled(weight: torch.Tensor) -> None:
-    """Sets what `shuffle_weight` puts on its result and AITER asks for; a tensor that was loaded does not have it."""
+    """Sets the attribute that AITER's `shuffle_weight` puts on its result; a loaded tensor lacks it."""
     cast(Any, weight).is_shuffled = True

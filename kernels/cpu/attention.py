@@ -19,7 +19,7 @@ from kernels.torch_backend.backend import TorchBackend
 
 
 class StepArrays:
-    """A step's metadata as the kernels take it, made once per step; keeps the arrays alive.
+    """Metadata of a step as arrays for the native kernels, made once per step; keeps the arrays alive.
 
     Attributes:
         tokens: rows that are tokens.
@@ -58,7 +58,7 @@ class SelectedTokens:
 
 
 class CpuPlan:
-    """One step's arrays for the native kernels, and PyTorch's plan, made when one of its kernels needs it.
+    """Arrays of one step for the native kernels. PyTorch's plan is made when one of its kernels needs it.
 
     Attributes:
         arrays: for the native kernels.
@@ -91,7 +91,7 @@ class CpuKVCacheOps(TorchKVCacheOps):
 
 
 class CpuAttentionOps(AttentionOps):
-    """Native for rows and caches in dtypes that are, PyTorch's for others."""
+    """Attention by native kernels if they support the dtypes of rows and cache, otherwise by PyTorch."""
 
     def __init__(self, library: CDLL, other: TorchBackend) -> None:
         self._library = library
@@ -129,7 +129,7 @@ class CpuAttentionOps(AttentionOps):
 
 
 class CpuLatentAttentionOps(LatentAttentionOps):
-    """Native for rows and caches in dtypes that are, PyTorch's for others."""
+    """Latent attention by native kernels if they support the dtypes of rows and cache, otherwise by PyTorch."""
 
     def __init__(self, library: CDLL, other: TorchBackend) -> None:
         self._library = library
@@ -279,7 +279,8 @@ def select_tokens(
     metadata: AttentionMetaData,
     step: StepArrays,
 ) -> SelectedTokens | None:
-    """By index queries q [T, Hi, Di] and weights float32 [T, Hi]; see LatentAttentionOps.select_tokens."""
+    """Tokens that each row attends to, by index queries q [T, Hi, Di] and weights float32 [T, Hi]; see
+    LatentAttentionOps."""
     spec, index = cache.index_spec, cache.index
     if spec is None or index is None or metadata.seq_lens.max() <= spec.topk:
         return None

@@ -83,7 +83,7 @@ class _DraftsStep(ctypes.Structure):
 
 
 def is_native(head: DraftHead) -> bool:
-    """True if all of it is packed by the native kernels, and is of one rank."""
+    """True if a draft head is packed by the native kernels and not split over ranks."""
     weights, dtype = (head.combine, head.head), head.decoder.norm.dtype
     of_embedding = isinstance(head.embedding, PanelLinear) and head.embedding.code == DTYPES.get(dtype)
     is_embedding = of_embedding or (isinstance(head.embedding, torch.Tensor) and head.embedding.dtype == dtype)
@@ -109,7 +109,7 @@ class NativeDrafts:
         self._state_width = 2 * head.combine.columns
 
     def run(self, step: DraftStep, cache: PagedKVCache) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """See FusedDrafts."""
+        """Computes a draft head for one step, and its drafts; see FusedDrafts.run."""
         tables, states, params = step.block_tables, step.states, step.params
         most = int(step.wanted.max(initial=0))
         ids = np.empty((len(step.asking), most), np.int64)

@@ -86,7 +86,7 @@ def norm(
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Rows in all, rows of an inner dimension, and the strides from one outer and one inner row to the next."""
+    """Shape of x as outer and inner rows: number of rows, inner rows, and strides of both."""
     if x.dim() == 3:
         return x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
     if x.dim() == 2:

@@ -92,7 +92,7 @@ def pack(
     dtype: torch.dtype,
     packed_dtype: torch.dtype | None = None,
 ) -> PanelExperts:
-    """Packs experts as they come, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
+    """Packs experts one by one, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
     gate_up, down, inner = [], [], 0
     for expert in experts:
         gate_up.append(linear.pack(library, as_floats(expert.gate_up), expert.gate_up_bias, dtype, packed_dtype))
@@ -111,7 +111,7 @@ def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
 def moe(
     library: CDLL, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PanelExperts
 ) -> torch.Tensor:
-    """Weighted sum of what this rank's experts make of x [T, H]: [T, H]; other ranks' experts count as zeros."""
+    """Sum of the outputs of this rank's experts for x [T, H], weighted: [T, H]; other ranks' experts count as zeros."""
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=x.dtype)

@@ -23,7 +23,7 @@ class Weight(ctypes.Structure):
 
     @classmethod
     def of(cls, packed: PanelLinear) -> Weight:
-        """The fields of a weight, which has to be kept."""
+        """Addresses and sizes of a packed weight. The weight must stay alive."""
         return cls(
             packed.code,
             packed.panels.data_ptr(),
@@ -48,7 +48,7 @@ class KVCache(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: PagedKVCache) -> KVCache:
-        """The fields of a cache, which has to be kept."""
+        """Addresses and sizes of a KV cache. The cache must stay alive."""
         data = cache.data
         keys = data.data_ptr()
         return cls(
@@ -138,7 +138,7 @@ class _DecoderStep(ctypes.Structure):
 
 
 class _Joiner:
-    """Adds up the ranks' summands from within the native call, which exceptions cannot cross.
+    """Adds the ranks' summands during a native call and keeps exceptions until its end.
 
     Attributes:
         function: for the native call.
@@ -164,7 +164,7 @@ class _Joiner:
 
 
 def is_native(decoder: Decoder) -> bool:
-    """True if all of it is packed by the native kernels."""
+    """True if all layers are packed by the native kernels."""
     weights = (one for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
     return all(isinstance(weight, PanelLinear) for weight in weights)
 
@@ -253,5 +253,5 @@ def _wanted(metadata: AttentionMetaData) -> tuple[int | None, int]:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Address of its numbers."""
+    """Address of a tensor's numbers."""
     return None if tensor is None else tensor.data_ptr()

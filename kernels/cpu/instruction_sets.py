@@ -26,7 +26,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Holder(Protocol):
-    """A back end that computes by one instruction set as long as it lives."""
+    """A back end that uses one instruction set during its whole life."""
 
     instruction_set: str
 
@@ -37,12 +37,12 @@ _choosing = threading.RLock()
 
 
 def in_use() -> str | None:
-    """The instruction set of the back ends in this process; None without any."""
+    """Instruction set that the back ends of this process use; None if there are none."""
     return next((holder.instruction_set for holder in list(_holders)), None)
 
 
 def hold(holder: Holder, library: CDLL, instruction_set: str = AUTO) -> None:
-    """Selects a set for a back end (`take`), and keeps it from being changed as long as that lives.
+    """Selects the instruction set for a back end, and keeps it unchanged during the life of that back end.
 
     Raises:
         LibraryUnavailableError: as `take`.
@@ -53,10 +53,10 @@ def hold(holder: Holder, library: CDLL, instruction_set: str = AUTO) -> None:
 
 
 def take(library: CDLL, instruction_set: str = AUTO) -> str:
-    """Selects the one called `instruction_set`, or the best one; which it is.
+    """Selects an instruction set by name, or the best one for "", and returns its name.
 
-    Beside a back end that lives, `auto` is that one's. Those better than AVX2 are checked first, once in a
-    process. Of `auto` one that fails is logged and left out.
+    Beside a back end that lives, `auto` is that one's. Those better than AVX2 are checked first, once in a process. Of
+    `auto` one that fails is logged and left out.
 
     Raises:
         LibraryUnavailableError: this machine cannot run the one that was asked for, its check failed, or a back end of

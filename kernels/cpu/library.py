@@ -99,7 +99,7 @@ AVX2 = "avx2"
 
 
 class LibraryUnavailableError(Exception):
-    """The native kernels cannot serve here; one line that says why."""
+    """The native kernels cannot be used on this machine; the message is one line."""
 
 
 # A second load chooses `base_set` anew, below what computes by another set.
@@ -107,7 +107,7 @@ _loading = threading.Lock()
 
 
 def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
-    """The library, loaded once in a process, with `base_set` chosen then.
+    """Loads the library, once per process, with the instruction set `base_set`.
 
     Raises:
         LibraryUnavailableError: it was not built, or from other sources, or does not load.
@@ -161,7 +161,7 @@ def abilities(library: ctypes.CDLL) -> dict[str, Ability]:
 
 
 def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
-    """Chooses an instruction set by name, or `base_set`, for all calls from now on; which it is.
+    """Selects an instruction set for all further calls, by name or `base_set`, and returns its name.
 
     Raises:
         LibraryUnavailableError: this machine cannot run it.
@@ -173,7 +173,7 @@ def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
 
 
 def base_set(library: ctypes.CDLL) -> str:
-    """The best one that is trusted without a check (kernels/cpu/self_check.py): AVX2, or what any processor runs."""
+    """Best instruction set that needs no self-check: AVX2, or else the one that every processor has."""
     return AVX2 if abilities(library).get(AVX2) == Ability.USABLE else PLAIN
 
 
@@ -189,7 +189,7 @@ def address(values: npt.NDArray[Any]) -> int:
 
 
 def check(failed: int) -> None:
-    """Turns a call's result into an exception.
+    """Raises an exception for a failed call of the library.
 
     Raises:
         MemoryError: the kernel's own memory could not be had.

@@ -101,7 +101,7 @@ class CpuLinearOps(LinearOps):
 
 
 def packed_dtype(packed_format: PackedFormat | None) -> torch.dtype | None:
-    """The dtype of packed numbers, None for the model's.
+    """Dtype of packed numbers; None for the model's dtype.
 
     Raises:
         ValueError: rows are to be quantized too.
@@ -213,7 +213,7 @@ def gated_linear(library: CDLL, x: torch.Tensor, packed: PanelLinear, readable_r
 
 
 def _checked(x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
-    """x [T, K] with rows in one piece.
+    """Makes each row of x [T, K] contiguous.
 
     Raises:
         ValueError: rows of another length, which the kernels would read past the weight for.

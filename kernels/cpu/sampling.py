@@ -28,7 +28,7 @@ _BIT_COLUMNS = 2
 
 
 class CpuSamplingOps(TorchSamplingOps):
-    """The reference's operations, with native drawing."""
+    """Sampling operations of the reference, with tokens drawn by native kernels."""
 
     def __init__(self, library: CDLL) -> None:
         self._library = library
@@ -55,7 +55,7 @@ class CpuSamplingOps(TorchSamplingOps):
 
 
 def logit_stats(library: CDLL, logits: Floats, tokens: Ids, top: int, given: Ids) -> LogitStats:
-    """See SamplingOps.logit_stats; on the host, with ids for all tokens."""
+    """Statistics of logits for logprobs, on the host; see SamplingOps.logit_stats."""
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
     count, tokens = len(logits), np.ascontiguousarray(tokens, np.int64)
@@ -138,14 +138,14 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
 
 
 def _bit_columns(confined: AllowedBits, rows: int) -> list[npt.NDArray[np.generic]]:
-    """The library's: each row's place among the bits, and these."""
+    """Grammar masks as the library takes them: the index of each row's bits, and the bits."""
     places = np.full(rows, -1, np.int64)
     places[confined.rows] = np.arange(len(confined.rows))
     return [places, np.ascontiguousarray(confined.bits, np.uint32)]
 
 
 def _penalty_columns(penalties: Penalties, rows: int) -> list[npt.NDArray[np.generic]]:
-    """The library's: each row's place among the penalties, then their ids and counts, by address, and their factors."""
+    """Penalties as the library takes them: each row's index, and addresses of ids, counts and factors."""
     places = np.full(rows, -1, np.int64)
     places[penalties.rows] = np.arange(len(penalties.rows))
     ids = np.array([seen.ids.buffer_info() for seen in penalties.seen], np.int64)

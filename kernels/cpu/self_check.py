@@ -119,7 +119,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
 
 
 def _drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal numbers, the same for the same shape."""
+    """Random normal numbers that depend on the shape alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
@@ -252,7 +252,7 @@ def _attention(dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None) ->
 
 
 def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None) -> Check:
-    """The rows as the last ones of a chunk of one sequence, which share keys, and one of which alone is a decode."""
+    """A step whose rows end a chunk of one sequence and share keys, except that one row alone is a decode."""
     k, q = _drawn(_KEYS, 2, dim, dtype=dtype), _drawn(ROWS, 2 * group, dim, dtype=dtype)
     v = _drawn(_KEYS, 2, dim + 1)[..., 1:].to(dtype)
 
@@ -270,7 +270,8 @@ def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None) -> Chec
 
 
 def _latent(dtype: torch.dtype) -> Check:
-    """Latent attention to the tokens that an indexer chose, by whole numbers, so that all choose the same."""
+    """Step of latent attention to tokens that an indexer chose by whole numbers, so that every kernel chooses the same
+    ones."""
     spec = KVSpec(1, 40, latent_value_dim=32, index=IndexSpec(num_heads=3, head_dim=12, topk=90))
     keys, q = _drawn(_KEYS, 1, 40, dtype=dtype)[:, 0], _drawn(ROWS, 4, 40, dtype=dtype)
     index_keys, index_q = (_drawn(*shape).round().to(dtype) for shape in ((_KEYS, 12), (ROWS, 3, 12)))

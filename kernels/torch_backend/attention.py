@@ -104,7 +104,7 @@ class PagedKVCache:
         return [own] if self.index is None else [own, *self.index.contents(block_id)]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """See `KVCacheOps.copy_blocks`."""
+        """Copies blocks in order, in all layers; see KVCacheOps.copy_blocks."""
         pairs = list(pairs)
         data = float8.raw(self.data)
         for source, target in pairs:
@@ -113,7 +113,7 @@ class PagedKVCache:
             self.index.copy_blocks(pairs)
 
     def by_token(self) -> PagedKVCache:
-        """The same memory of a cache of one head as blocks of one token each: block id is slot."""
+        """A cache of one head in the same memory with blocks of one token, so that a block id is a slot."""
         layers, sides, blocks, _, block_size, head_dim = self.data.shape
         slots = self.data.view(layers, sides, blocks * block_size, 1, 1, head_dim)
         return PagedKVCache(slots, self.value_dim)
@@ -128,7 +128,7 @@ class PagedKVCache:
             side.index_copy_(0, slot_rows, float8.raw(stored))
 
     def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as `float8.raw` [granules, granule * D]: by block, head, place in it; the same if latent."""
+        """Keys and values as `float8.raw` [granules, granule * D], ordered by block, head and place in the block."""
         sides = self._granules[layer]
         return sides[0], sides[-1]
 
@@ -176,7 +176,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention of one step in every layer that has the same window.
+    """Plan of one step's attention for all layers with the same window.
 
     Attributes:
         tile_tokens: int64 [query tiles * tokens of a tile], row of the step, or the zero row past the last token.
@@ -322,7 +322,7 @@ class _Planner:
         return Panel(start, stop, torch.from_numpy(item_tiles), counts.tolist(), groups)
 
     def _groups(self, query_tiles: Ints, kv_tiles: Ints) -> list[Group]:
-        """Groups of the items (query_tiles[i], kv_tiles[i])."""
+        """Groups of items; item i is the pair of query_tiles[i] and kv_tiles[i]."""
         granule_rows = self._granule_rows(query_tiles, kv_tiles)
         visible = self._visible(query_tiles, kv_tiles)
         filled = np.minimum(self.tiles.seq_lens[query_tiles] - kv_tiles * KV_TILE, KV_TILE)
@@ -343,7 +343,7 @@ class _Planner:
         return groups
 
     def _granule_rows(self, query_tiles: Ints, kv_tiles: Ints) -> Ints:
-        """[items, Hkv, granules of a tile]"""
+        """Cache rows of each item's granules: [items, Hkv, granules of a tile]."""
         per_tile = KV_TILE // self.cache.granule
         columns = kv_tiles[:, None] * per_tile + np.arange(per_tile)
         head_0 = self.granule_table[self.tiles.sequences[query_tiles][:, None], columns]
@@ -351,7 +351,7 @@ class _Planner:
         return np.asarray(head_0[:, None, :] + heads[None, :, None])
 
     def _visible(self, query_tiles: Ints, kv_tiles: Ints) -> Ints:
-        """[items, rows], rows of `visibility_biases`; rows that pad a product see everything."""
+        """Rows of `visibility_biases` for [items, rows]; rows that pad a product see everything."""
         visible = np.full((len(query_tiles), self.rows), KV_TILE, np.int64)
         ends = self.row_positions[query_tiles] - kv_tiles[:, None] * KV_TILE + 1
         begins = np.clip(ends - self.reach, 0, KV_TILE)
@@ -387,7 +387,7 @@ class Workspace:
 
 
 class PagedAttention:
-    """Runs plans. Keeps its buffers, so one object serves one thread."""
+    """Computes attention by plans. Keeps its buffers, so one object serves one thread."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()
@@ -428,7 +428,7 @@ class PagedAttention:
         panel: Panel,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[query tiles of the panel, Hkv, rows, value width]"""
+        """Attention of one panel: [query tiles of the panel, Hkv, rows, value width]."""
         heads, size = cache.num_kv_heads, plan.group_size
         items = len(panel.item_tiles)
         padded = -(-items // size) * size
@@ -541,7 +541,7 @@ def visibility_biases() -> torch.Tensor:
 
 
 class Gathered:
-    """Keys or values of a group: gathered from the cache, zeroed where not written, widened to float32."""
+    """Keys or values of a group, gathered from the cache: zero where not written, widened to float32."""
 
     def __init__(self, size: int, cache: PagedKVCache) -> None:
         shape = (size, cache.num_kv_heads, KV_TILE, cache.head_dim)

@@ -31,7 +31,7 @@ class TorchStepPlan:
         self._plans: dict[int | None, AttentionPlan] = {}
 
     def attention(self, window: int | None) -> AttentionPlan:
-        """The plan for layers whose rows see the last `window` keys, themselves included; None for all."""
+        """The plan for layers whose rows see the last `window` keys, their own included; None for all keys."""
         if window not in self._plans:
             self._plans[window] = plan(*self._step, window)
         return self._plans[window]

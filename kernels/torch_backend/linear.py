@@ -115,14 +115,14 @@ def multiply(x: torch.Tensor, out: torch.Tensor, weights: Sequence[PackedLinear]
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` as it is if it is contiguous `dtype` in 64-byte aligned memory, else a copy that is."""
+    """`tensor` itself if it is contiguous, in `dtype` and 64-byte aligned; otherwise a copy that is."""
     if tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
         return tensor
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
 
 
 def _padded_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] with zero rows up to a multiple of ROW_TILE, contiguous; x itself when it is that already."""
+    """x [T, K], padded with zero rows to a multiple of ROW_TILE and contiguous; x itself if it is so already."""
     rows, width = x.shape
     padded = -(-rows // ROW_TILE) * ROW_TILE
     if rows == padded and x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:

@@ -21,7 +21,7 @@ Columns = tuple[torch.Tensor, ...]
 
 
 def columns(logits: torch.Tensor, tokens: torch.Tensor, top: int, given: torch.Tensor) -> Columns:
-    """The columns of LogitStats, on the device, of float32 logits [R, V].
+    """Columns of LogitStats for float32 logits [R, V], on the device.
 
     Args:
         logits: float32 [R, V].
@@ -57,7 +57,7 @@ def _of_few(logits: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor, top
 
 
 def _keys(logits: torch.Tensor) -> torch.Tensor:
-    """int32: larger for larger numbers; both zeros have one key."""
+    """Sort keys int32 of numbers: larger for larger numbers, equal for both zeros."""
     bits = logits.view(torch.int32)
     bits = torch.where(bits == _LEAST_KEY, 0, bits)
     return bits ^ ((bits >> 31) & _MOST_ID)

@@ -139,7 +139,7 @@ def _tiled(ids: Ints, num_experts: int) -> _Tiled:
 
 
 def _combined(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 [T, H]; products and sums are separate operations, so that nothing is fused."""
+    """Sums the outputs of each row's experts: float32 [T, H]; no product is fused with a sum."""
     total = outputs.new_zeros(len(places), outputs.shape[1], dtype=torch.float32)
     for slot_places, slot_weights in zip(places.unbind(1), weights.unbind(1), strict=True):
         part = outputs.index_select(0, slot_places).float()
@@ -148,7 +148,7 @@ def _combined(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 
 
 def clamped_swiglu(gate_up: torch.Tensor, clamp: ClampedSwiglu) -> torch.Tensor:
-    """See ClampedSwiglu; in float32, rounded once."""
+    """gpt-oss's activation (`ClampedSwiglu`) in float32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=clamp.limit)
     glu = elementwise.sigmoid(gate * clamp.alpha).mul_(gate)

@@ -14,7 +14,7 @@ from kernels.interface import LogitStats, SampleParams, SamplingOps
 
 
 class TorchSamplingOps(SamplingOps):
-    """The reference's tokens."""
+    """Sampling operations of the reference, on the host."""
 
     @override
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
@@ -46,10 +46,10 @@ class TorchSamplingOps(SamplingOps):
 
 
 def moved(positions: npt.NDArray[np.int64], num_rejected: torch.Tensor | None) -> npt.NDArray[np.int64]:
-    """The positions that `SamplingOps.sample` means."""
+    """Positions of `SamplingOps.sample`, corrected for rejected drafts."""
     return positions if num_rejected is None else positions - num_rejected.numpy()
 
 
 def argmax(logits: torch.Tensor, limit: int) -> torch.Tensor:
-    """int64 [S]: see `SamplingOps.argmax`."""
+    """Column of the largest logit of each row: int64 [S]; see `SamplingOps.argmax`."""
     return torch.from_numpy(sampling.greedy(logits[:, :limit].float().numpy()))

@@ -74,7 +74,7 @@ def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> Se
 
 
 def highest(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """bool [R, W]: of each row of scores [R, W], the highest `topk` (or all) of the first `visible` int64 [R] ones.
+    """Mask bool [R, W] of the `topk` highest of the first `visible` int64 [R] scores in each row of [R, W].
 
     Of equal scores the first ones win. Scores that are NaN or -inf count as equal and lowest.
     """
@@ -103,7 +103,7 @@ class TokenSelector:
         metadata: AttentionMetaData,
         plan: SelectionPlan,
     ) -> AttentionPlan:
-        """The plan of attention to the selected tokens, over `cache.by_token()`; see `LatentAttentionOps`."""
+        """Plan of attention to the selected tokens, over `cache.by_token()`; see `LatentAttentionOps`."""
         positions = self._positions(q, weights, layer, plan)
         selected = AttentionMetaData(
             cu_seqlens_q=np.arange(len(plan.visible) + 1),
@@ -114,7 +114,7 @@ class TokenSelector:
         return attention.plan(selected, cache.by_token(), plan.num_heads)
 
     def _positions(self, q: torch.Tensor, weights: torch.Tensor, layer: int, plan: SelectionPlan) -> Ints:
-        """[tokens, topk], each row's selected positions in ascending order, then zeros."""
+        """Positions that each row selected, ascending, then zeros: [tokens, topk]."""
         tokens = len(plan.visible)
         queries = tiled_queries(q, tokens, 1, plan.scoring, 1.0)
         row_weights = tiled_queries(weights.unsqueeze(-1), tokens, 1, plan.scoring, 1.0)
@@ -133,7 +133,7 @@ class TokenSelector:
     def _scores(
         self, kernel: _ScoreKernel, panel: Panel, queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """[query tiles of the panel * tokens of a tile, positions], LOWEST past the KV tiles of a query tile."""
+        """Scores [query tiles of the panel * tokens of a tile, positions]; LOWEST past the KV tiles of a query tile."""
         counts = torch.tensor(panel.tile_counts)
         kv_tiles = torch.arange(len(counts)).repeat_interleave(counts)
         items = self._workspace.get("items", (len(kv_tiles), kernel.tokens_per_tile, KV_TILE))
@@ -152,7 +152,7 @@ class TokenSelector:
 
 
 def _rows(scoring: AttentionPlan, panel: Panel) -> torch.Tensor:
-    """int64 [query tiles of the panel * tokens of a tile], row of the step; places past a sequence's rows have none."""
+    """Row of the step of each place in the panel's query tiles, int64; padding places have none."""
     size = scoring.tokens_per_tile
     return scoring.tile_tokens[panel.start * size : panel.stop * size]
 

@@ -32,7 +32,7 @@ _MEASURED_TARGETS = frozenset(["sm_90"])
 
 
 class TileAgreement:
-    """Compares tiles when it is first asked about a dtype, and remembers the answer.
+    """Measures whether tiles of different shapes give equal bits, once for each dtype.
 
     Args:
         settings: of the back end.
@@ -46,14 +46,15 @@ class TileAgreement:
         self._attention: dict[tuple[torch.dtype, int], bool] = {}
 
     def of_products(self, dtype: torch.dtype) -> bool:
-        """True if all tiles of the table give the bits of the first one."""
+        """True if products give the same bits with every tile of the table."""
         if dtype not in self._products:
             agrees = self._settings.target.name in _MEASURED_TARGETS and self._compare_products(dtype)
             self._products[dtype] = agrees
         return self._products[dtype]
 
     def of_attention(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """True if tiles of all ROW_SIZES give the same bits in prompts and decodes, whether key tiles are dealt out."""
+        """True if attention gives the same bits with tiles of all ROW_SIZES, in prompts and decodes, with key tiles
+        dealt out or not."""
         key = dtype, head_dim
         if key not in self._attention:
             agrees = self._settings.target.name in _MEASURED_TARGETS and self._compare_attention(dtype, head_dim)

@@ -45,7 +45,7 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first query tile is at most `item`; `seqs` for padding rows.
+    """Index of the sequence of a query tile: the last one whose first tile is at most `item`; `seqs` for padding rows.
 
     Sequence s begins at tile starts[s] // BLOCK_Q + s, because each has at most one tile that is not full. With a
     BLOCK_Q of 0, items are rows.
@@ -113,7 +113,7 @@ def _attend_tile(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """The softmax over keys [start, start + BLOCK_N) of rows at `position` [M]: largest scores, sums, weighted values.
+    """Softmax over the keys [start, start + BLOCK_N) for rows at `position` [M]: largest scores, sums, weighted values.
 
     Without MASKED every row sees every key of the tile.
     """
@@ -368,7 +368,7 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Scores:
-    """Treatment of the products of queries and keys.
+    """Rules by which products of queries and keys become scores.
 
     Attributes:
         scale: they are multiplied by it, above 0.
@@ -384,7 +384,7 @@ class Scores:
 
     @property
     def reach(self) -> int:
-        """Tokens that a row sees."""
+        """Number of tokens that a row sees."""
         return WHOLE if self.window is None else self.window
 
 
@@ -412,7 +412,7 @@ class AttentionTiles:
 
     @property
     def block_q(self) -> int:
-        """Tokens of a program."""
+        """Tokens of one program."""
         return self.block_m // self.heads
 
     def programs(self, rows: int, shape: Shape, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
@@ -423,13 +423,13 @@ class AttentionTiles:
         return query_tiles, num_kv_heads * math.ceil(num_heads // num_kv_heads / self.heads)
 
     def slots(self, shape: Shape, reach: int) -> int:
-        """Key tiles that a query tile sees, at most."""
+        """Most key tiles that a query tile sees."""
         seen = min(shape.max_seqlen_k, reach + self.block_q - 1)
         return max(1, min(math.ceil(shape.max_seqlen_k / self.block_n), (seen - 2) // self.block_n + 2))
 
 
 class TritonAttentionOps(AttentionOps):
-    """Attention by tiles that `settings` choose."""
+    """Attention operations, with tiles chosen by `settings`."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
@@ -481,7 +481,7 @@ def attention(
 
 
 def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> AttentionTiles:
-    """Tiles for a step whose rows see `reach` tokens.
+    """Chooses tiles for a step whose rows see `reach` tokens.
 
     In batch-invariant settings only `dealt` depends on the step, and `block_m` too if tiles agree.
     """
@@ -582,7 +582,7 @@ def attend(
 
 
 def _constants(q: torch.Tensor, scores: Scores, tiles: AttentionTiles) -> dict[str, int | bool]:
-    """Constants of both kernels."""
+    """Constants that both kernels share."""
     return {
         "NUM_HEADS": q.shape[1],
         "D": q.shape[2],

@@ -28,7 +28,7 @@ _W8A8 = "w8a8_"
 
 
 class TritonBackend(KernelBackend):
-    """Our kernels on a GPU. Not for two threads at a time.
+    """Back end of our own Triton kernels on a GPU. Not for two threads at a time.
 
     Args:
         batch_invariant: whether tiles and splits are chosen without looking at how much work there is.

@@ -11,7 +11,7 @@ from kernels.triton_backend.kv_cache import DeviceKVCache
 
 
 class TritonDecoder:
-    """FusedDecoder: norm and rotation of heads and the write to the cache are one kernel.
+    """FusedDecoder that fuses the norm and rotation of heads with the write to the cache.
 
     Args:
         decoder: its weights are packed by `backend`.
@@ -30,7 +30,7 @@ class TritonDecoder:
         metadata: AttentionMetaData,
         embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See FusedDecoder."""
+        """Computes all layers and the last norm for one step; see FusedDecoder.run."""
         eps, plan = self._layers.decoder.eps, metadata.plan
 
         def rope_write(qkv: torch.Tensor, layer: DecoderLayer, index: int) -> torch.Tensor:

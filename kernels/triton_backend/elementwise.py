@@ -21,7 +21,7 @@ _TILE = 1024
 
 
 class TritonElementwiseOps(ElementwiseOps):
-    """The functions of this module."""
+    """Elementwise operations by the functions of this module."""
 
     @override
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _silu_and_mul_kernel(x, out, x_stride, inner, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """See ElementwiseOps; silu is rounded to the model dtype before the product."""
+    """silu(x[:, :I]) * x[:, I:]; silu is rounded to the model dtype before the product."""
     rows, inner = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, inner)
     block = min(1024, triton.next_power_of_2(inner))
@@ -186,7 +186,7 @@ class RowTile:
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [outer, inner, D] whose rows have no gaps; copied only where strides cannot say that."""
+    """x [..., D] as [outer, inner, D] whose rows are contiguous; copied only if strides cannot express that."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if x.dim() == 3:
         return x
@@ -194,7 +194,7 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See ElementwiseOps: x [..., D] in the model dtype, rows of any strides, weight [D]; contiguous [..., D]."""
+    """RMS norm of x [..., D] in the model dtype, with rows of any strides, by weight [D]. The result is contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
@@ -211,7 +211,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ElementwiseOps: x and residual [..., D] in the model dtype, weight [D]; (the norm, the sum), contiguous."""
+    """RMS norm of x + residual, both [..., D], by weight [D]. Returns the norm and the sum, contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
     rows, added = _in_rows(x), _in_rows(residual)
@@ -228,7 +228,7 @@ def add_rms_norm(
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """See ElementwiseOps: x [..., D], rows of any strides, weight and bias [D]; contiguous [..., D]."""
+    """Layer norm of x [..., D], with rows of any strides, by weight and bias [D]. The result is contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
@@ -337,7 +337,7 @@ def _rope_kernel(
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ElementwiseOps: q [T, Hq, D] and k [T, Hkv, D], which may be slices of one tensor; both come back contiguous.
+    """Rotates q [T, Hq, D] and k [T, Hkv, D], which may be slices of one tensor; returns both contiguous.
 
     cos and sin are float32 [T, 1, R/2], R <= D. One launch.
     """

@@ -72,7 +72,7 @@ class PackedExperts:
 
 
 class TritonExpertOps(ExpertOps):
-    """Products by tiles that `settings` choose."""
+    """Mixtures of experts, with tiles chosen by `settings`."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
@@ -155,7 +155,7 @@ def pack(
 
 
 def _in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """All gates, then all ups, as gate, up, gate, up, ..."""
+    """Reorders rows from all gates, then all ups, to alternating gates and ups."""
     return torch.stack(float8.raw(rows).chunk(2), 1).flatten(0, 1).view(rows.dtype)
 
 
@@ -176,7 +176,7 @@ def _stored(
     fp8: torch.dtype,
     device: torch.device,
 ) -> StackedWeights:
-    """Weights of one expert, as a checkpoint has them; scales for whole rows are repeated for each group."""
+    """Weights of one expert as a checkpoint stores them; scales of whole rows are repeated for each group."""
     packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
     scales = packed.scales
     assert scales is not None
@@ -192,7 +192,7 @@ def _packed(
     packed_format: PackedFormat | None,
     device: torch.device,
 ) -> StackedWeights:
-    """Weights of one expert, packed."""
+    """Packs the weights of one expert."""
     bias = None if bias is None else bias.to(device, dtype)
     weight = weight.to(device, dtype)
     if packed_format is None:
@@ -205,7 +205,7 @@ def _packed(
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
-    """One object for all; takes them out of the list, so that memory comes free where another part follows."""
+    """Stacks the packed weights of all experts. Takes them out of the list, so that their memory is freed early."""
     numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
@@ -222,8 +222,7 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of a product. Rows are pairs of one expert; their number per tile does not depend on the weights, and
-    is 64 in batch-invariant mode.
+    """Tiles of a product of experts. Rows of a tile are pairs of one expert; batch-invariant mode always has 64 rows.
 
     Otherwise tiles follow the mean number of pairs per expert: few rows need many bytes of weights in flight, and many
     rows gain from larger tiles.
@@ -285,13 +284,13 @@ def moe(
 
 
 def _x_size(x: torch.Tensor, weights: StackedWeights) -> int:
-    """Bytes of a number of the product's input."""
+    """Bytes of one number of the product's input."""
     return weights.numbers.element_size() if weights.quantizes_rows else x.element_size()
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Pairs in row tiles. A pair is row * k + slot.
+    """Pairs of row and slot (number row * k + slot), sorted into tiles of one expert each.
 
     Attributes:
         experts: int32 [tiles], index of this rank's expert; -1 for tiles without pairs, which come last.
@@ -303,7 +302,7 @@ class _Work:
 
 
 def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """The number of tiles of that many rows that pairs need at most: each expert has one that is not full."""
+    """Most tiles of `rows` rows that the pairs can need: each expert has one that is not full."""
     used = min(num_pairs, num_experts)
     return used + (num_pairs - used) // rows
 
@@ -382,13 +381,13 @@ def _sorted(ids: torch.Tensor, first: int, num_experts: int, rows: int) -> _Work
 
 @triton.jit
 def _silu_and_mul(gate, up, dtype: tl.constexpr):
-    """In float32 of float32; silu is rounded to the model dtype before the product."""
+    """silu(gate) * up in float32; silu is rounded to the model dtype before the product."""
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
 @triton.jit
 def _clamped_swiglu(gate, up, alpha, limit):
-    """See ClampedSwiglu; NaN stays."""
+    """gpt-oss's activation (`ClampedSwiglu`); NaN stays NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
@@ -396,7 +395,8 @@ def _clamped_swiglu(gate, up, alpha, limit):
 
 @triton.jit
 def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
-    """total + numbers [rows, 64] times 64 weights: the lower halves of codes [64, columns], exponents [2, columns]."""
+    """Adds to `total` the product of numbers [rows, 64] with 64 MXFP4 weights: codes [64, columns], exponents [2,
+    columns]."""
     # E2M1 at the begin of float16's bits is 2^-14 of itself, below its normal numbers too. 255 makes a zero a NaN.
     bits = ((codes & 7) << 9) | ((codes & 8) << 12)
     powers = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
@@ -407,8 +407,7 @@ def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
 
 @triton.jit
 def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.constexpr, INNER: tl.constexpr):
-    """total plus the product of INNER numbers of x from `start` on with as many weights: their lower halves, then their
-    upper halves."""
+    """Adds to `total` the product of INNER numbers of x from `start` on with as many MXFP4 weights."""
     codes = tl.load(weight_at + start // 2).to(tl.int16)
     lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
     upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
@@ -575,7 +574,7 @@ def _combine_kernel(outputs, ids, weights, out, first, num_experts, slots, colum
 def _combined(
     outputs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int
 ) -> torch.Tensor:
-    """[T, H]: outputs [T * k, H] weighted by [T, k], without those of other ranks' experts."""
+    """Sums outputs [T * k, H] weighted by [T, k] into [T, H], without the outputs of other ranks' experts."""
     rows, slots = ids.shape
     columns = outputs.shape[1]
     out = outputs.new_empty(rows, columns)

@@ -16,7 +16,7 @@ _WARM_RUNS = 2
 
 
 class TritonGraphs:
-    """StepGraphs on a GPU. With interpreted kernels, a captured step is computed again over the same memory.
+    """StepGraphs for a GPU. With interpreted kernels, a captured step is computed again over the same memory.
 
     Args:
         device: of the tensors.
@@ -28,7 +28,7 @@ class TritonGraphs:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def plan(self, cache: DeviceKVCache, num_heads: int, num_seqs: int, most_rows: int, max_seq_len: int) -> StepPlan:
-        """See StepGraphs: a plan of padding alone."""
+        """A plan that contains only padding."""
         shape = Shape(
             rows=num_seqs * most_rows,
             seqs=num_seqs,
@@ -42,7 +42,8 @@ class TritonGraphs:
         return plan
 
     def write(self, plan: StepPlan, metadata: AttentionMetaData, cache: DeviceKVCache) -> None:
-        """See StepGraphs. Copies only the step's part of the block tables: entries past a sequence's end are not read.
+        """Writes a step into a plan. Copies only the step's part of the block tables: entries after a sequence's end
+        are not read.
 
         Raises:
             ValueError: the step does not fit.
@@ -54,7 +55,7 @@ class TritonGraphs:
         plan.block_tables[:, : shape.blocks].copy_(given.block_tables)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See StepGraphs."""
+        """Captures `run` into a graph; see StepGraphs.capture."""
         if self._device.type != "cuda":
             return run
         warm = torch.cuda.Stream(self._device)

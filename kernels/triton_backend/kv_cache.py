@@ -60,7 +60,7 @@ class DeviceKVCache:
         return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """See `KVCacheOps.copy_blocks`. Allocates nothing, because a measured step may leave no memory."""
+        """Copies blocks. Allocates nothing, because a measured step may leave no free memory."""
         pairs = list(pairs)
         data = self.data.view(torch.uint8)
         for source, target in pairs:
@@ -69,11 +69,11 @@ class DeviceKVCache:
             self.index.copy_blocks(pairs)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, Hkv, D]."""
+        """Keys of one layer: [blocks, block_size, Hkv, D]."""
         return self.data[layer, 0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[blocks, block_size, Hkv, value_dim]; for a latent cache, a part of its keys."""
+        """Values of one layer: [blocks, block_size, Hkv, value_dim]; for a latent cache, a part of its keys."""
         return self.data[layer, -1, ..., : self.value_dim]
 
     def contents(self, block_id: int) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ class DeviceKVCache:
 
 
 class TritonKVCacheOps(KVCacheOps):
-    """Caches on the device."""
+    """Operations on KV caches in device memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

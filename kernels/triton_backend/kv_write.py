@@ -46,7 +46,7 @@ def _store_part(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_rows_kernel(x, out, slots, row_stride, width, largest, CLAMP: tl.constexpr, B: tl.constexpr):
-    """Program (row, part): B of the row's `width` numbers to its slot, if it has one."""
+    """Program (row, part): writes B of the row's `width` numbers to its slot; padding rows have none."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -71,7 +71,7 @@ def _write_kv_kernel(
     CLAMP: tl.constexpr,
     B: tl.constexpr,
 ):
-    """As `_write_rows_kernel`, to both sides of the cache."""
+    """Program (row, part): writes keys and values as `_write_rows_kernel` writes one of them."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
@@ -109,7 +109,7 @@ def write_kv(cache: DeviceKVCache, layer: int, k: torch.Tensor, v: torch.Tensor,
 
 
 def write_rows(cache: DeviceKVCache, layer: int, k: torch.Tensor, plan: StepPlan) -> None:
-    """Stores k [T, D] in a cache of one head and one side (latent, or of index keys), otherwise as `write_kv`."""
+    """Stores k [T, D] in a latent cache, or a cache of index keys, as `write_kv` does."""
     width = cache.head_dim
     launch(
         _write_rows_kernel,

@@ -45,7 +45,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class LatentTiles:
-    """Tile of a program.
+    """Size of a program's tile.
 
     Attributes:
         tokens: neighbouring tokens, at positions from a multiple of this on.
@@ -62,7 +62,7 @@ class LatentTiles:
 
 @triton.jit
 def _split_length(position, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys of each split of a row that sees the keys up to `position`."""
+    """Number of keys in each split of a row that sees the keys up to `position`."""
     length = SPLIT_KEYS
     while length * MAX_SPLITS <= position:
         length *= 2
@@ -181,7 +181,7 @@ def _latent_attention_kernel(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Program (tile, heads, split): of TOKENS tokens HEADS heads; one split, or all of them, merged in their order."""
+    """Program (tile, heads, split): attention of HEADS heads of TOKENS tokens to one split, or to all in order."""
     sequence, tile = sequence_of(cu_seqlens_q, tl.program_id(0), num_seqs, TOKENS)
     first_row = tl.load(cu_seqlens_q + sequence)
     seq_len = tl.load(seq_lens + sequence)
@@ -335,7 +335,7 @@ def latent_attention(
     selection: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """See LatentAttentionOps.apply; padding rows are returned as zeros.
+    """Latent attention by these kernels; padding rows give zeros. See LatentAttentionOps.apply.
 
     Args:
         q: [T, Hq, D] in the model dtype; the last stride is 1.
@@ -387,29 +387,29 @@ def latent_attention(
 
 
 def _splits_pay(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, tiles: LatentTiles, splits: int) -> bool:
-    """True if a program takes one split: there are few rows, and room for what becomes of them."""
+    """True if each program should take one split: there are few rows, and memory for the parts."""
     working = max(triton.cdiv(shape.rows, tiles.tokens), shape.seqs) * triton.cdiv(q.shape[1], tiles.heads)
     part_bytes = 4 * q.shape[0] * q.shape[1] * cache.value_dim * splits
     return bool(working < FULL_GRID and part_bytes <= PARTS_BYTES)
 
 
 def _padded(width: int) -> int:
-    """A power of two that a matrix instruction takes."""
+    """Next power of two that a matrix instruction accepts."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _rest_pad(cache: DeviceKVCache) -> int:
-    """The width of a tile of what keys hold beside the value."""
+    """Padded number of key components after those that are the value."""
     return _padded(cache.head_dim - cache.value_dim)
 
 
 def _is_wide(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """True if products are in float32, since the model dtype does not have all numbers of the cache's."""
+    """True if products are in float32, because the model dtype cannot represent all numbers of the cache dtype."""
     return cache_dtype.itemsize > 1 and cache_dtype != dtype
 
 
 def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settings) -> LatentTiles:
-    """Tiles whose rows are tokens times heads.
+    """Chooses tiles whose rows are tokens times heads.
 
     With an indexer, a program takes one token, which has keys of its own; also without a selection, so that a row that
     selects all has the bits of a row without a selection.

@@ -368,7 +368,7 @@ def _quantize_kernel(
 
 
 class TritonLinearOps(LinearOps):
-    """Products by tiles that `settings` choose; of `argmax` only some columns are ever in memory."""
+    """Matrix products, with tiles chosen by `settings`; `argmax` never holds all columns in memory."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings = settings
@@ -514,7 +514,7 @@ def _check(x: torch.Tensor, packed: PackedWeight) -> None:
 
 
 def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, plan: Cut, settings: Settings) -> None:
-    """x [T, H, K] into out [T, H * N] or [T, H, N], contiguous."""
+    """Multiplies x [T, H, K] by the packed weight into contiguous out [T, H * N] or [T, H, N]."""
     num_rows, heads, inner = x.shape
     x, x_scales = _operand(x, packed)
     width = heads * packed.columns
@@ -542,7 +542,7 @@ def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, plan: Cu
 
 
 def _operand(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x as the kernel takes it, each row in one piece: as it is, or quantized, with its scales."""
+    """x as the kernel takes it, with contiguous rows: unchanged, or quantized with its scales."""
     if packed.quantizes_rows:
         numbers, scales = quantize_rows(x.flatten(1), packed.numbers.dtype)
         return numbers.view(x.shape), scales

@@ -18,7 +18,7 @@ _UPWARD = (0.75, 1.75, 3.5)
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers uint8 [N, K' / 2] and scales uint8 [N, K' / 32] of a weight [N, K], K' being the next multiple of 128.
+    """Quantizes a weight [N, K] to numbers uint8 [N, K' / 2] and scales uint8 [N, K' / 32]; K' is K rounded up to 128.
 
     A scale is an exponent of 2 with a bias of 127, the largest that its numbers need, as in section 6.3 of the
     specification. So a weight that was MXFP4 once is kept exactly. A group with a number that is not finite is NaN.
@@ -36,7 +36,7 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _codes(multiples: torch.Tensor) -> torch.Tensor:
-    """The nearest of E2M1, uint8: the sign, and the index of the size."""
+    """Codes uint8 of the nearest E2M1 values: sign, and index of the magnitude."""
     borders = torch.tensor(_BORDERS)
     upward = torch.isin(borders, torch.tensor(_UPWARD))
     borders = torch.where(upward, torch.nextafter(borders, torch.zeros(())), borders).to(multiples.device)

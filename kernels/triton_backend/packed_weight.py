@@ -115,7 +115,7 @@ def kept(
     packed_format: PackedFormat | None,
     target: CompileTarget,
 ) -> torch.Tensor | QuantizedWeight:
-    """A weight packed for models in `dtype`: stored numbers only if they stay, floats otherwise."""
+    """Packs a weight for models in `dtype`: as stored if `keeps` allows it, otherwise as floats."""
     if isinstance(weight, QuantizedWeight) and packed_format is None and keeps(weight.format, dtype, target):
         return weight
     return as_floats(weight)
@@ -124,7 +124,7 @@ def kept(
 def from_quantized(
     weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, fp8: torch.dtype, device: torch.device
 ) -> PackedWeight:
-    """Packs a weight that `keeps` is true of as it is; see `from_numbers`."""
+    """Packs a weight for which `keeps` is true in its stored format; see `from_numbers`."""
     if weight.quant_type == "per_1x32":
         return from_mxfp4(weight.numbers, weight.scales, bias, dtype, device)
     return from_numbers(weight.numbers, weight.scales, bias, dtype, fp8, device)
@@ -184,7 +184,7 @@ def from_mxfp4(
 
 
 def quantized(weight: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [N, K] as multiples [N, K] of scales float32 [N, groups], each for a row and `group` numbers of K.
+    """Quantizes a weight [N, K]: multiples [N, K] of scales float32 [N, groups], one per row and `group` numbers of K.
 
     A scale is the largest number divided by the largest of `dtype`; int8 goes from -127 to 127. A group with a number
     that is not finite has no finite scale.
@@ -210,7 +210,7 @@ def _quantized_piece(weight: torch.Tensor, dtype: torch.dtype, group: int) -> tu
 
 
 def _placed(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On the device, and rounded there."""
+    """Moves a weight to the device and rounds it there."""
     return weight.to(device).to(dtype).contiguous()
 
 
@@ -219,7 +219,7 @@ def _packed_bias(bias: torch.Tensor | None, dtype: torch.dtype, device: torch.de
 
 
 def other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same values in the other FP8. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
+    """The same values in the other FP8 dtype. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
 
     In the other direction some numbers below 2^-6 lose half a step, because E4M3FN has fewer there; all others are
     exact.
@@ -232,7 +232,7 @@ def other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> 
 
 
 def _laid_out(scales: torch.Tensor, rows: int, inner: int) -> tuple[int, torch.Tensor]:
-    """The rows that share a scale, and scales as `PackedWeight` has them."""
+    """Number of rows that share a scale, and the scales in the layout of `PackedWeight`."""
     groups = -(-inner // GROUP)
     if scales.numel() == 1:
         return 1, scales.reshape(1).expand(rows).contiguous()

@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of each tensor, in the order in which they lie in memory."""
+        """Number of int32 values of each tensor, in their order in memory."""
         return (self.seqs + 1, self.seqs, self.rows, self.seqs * self.blocks)
 
 
@@ -78,14 +78,14 @@ class StepPlan:
 
     @classmethod
     def over(cls, memory: torch.Tensor, shape: Shape) -> StepPlan:
-        """The plan whose numbers lie, or will lie, in `memory` int32 [sum(shape.sizes)]."""
+        """The plan over `memory` int32 [sum(shape.sizes)], which may be filled later."""
         borders = np.cumsum([0, *shape.sizes]).tolist()
         cu_seqlens_q, seq_lens, slots, tables = (memory[start:end] for start, end in pairwise(borders))
         return cls(memory, shape, cu_seqlens_q, seq_lens, slots, tables.view(shape.seqs, shape.blocks))
 
 
 def staged(metadata: AttentionMetaData, shape: Shape) -> Staged:
-    """The numbers of a plan of that shape, int32 [sum(shape.sizes)], on the host.
+    """Values of a plan of that shape on the host, int32 [sum(shape.sizes)].
 
     Raises:
         ValueError: the step does not fit.
@@ -105,7 +105,7 @@ def staged(metadata: AttentionMetaData, shape: Shape) -> Staged:
 
 
 def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, block_size: int) -> StepPlan:
-    """A plan of that shape with a step's numbers; the copy to the device is asynchronous.
+    """A plan of that shape with a step's values; the copy to the device is asynchronous.
 
     Raises:
         ValueError: the step does not fit.
@@ -122,7 +122,8 @@ def on_device(metadata: AttentionMetaData, shape: Shape, device: torch.device, b
 
 
 def _move(plan: StepPlan, rows: torch.Tensor, num_rejected: torch.Tensor, block_size: int) -> None:
-    """Moves each sequence's rows to positions that are `num_rejected` lower: its keys end there, in other slots.
+    """Moves each sequence's rows to positions lower by `num_rejected`, with the slots and key counts of these
+    positions.
 
     Args:
         plan: changed.
@@ -138,5 +139,5 @@ def _move(plan: StepPlan, rows: torch.Tensor, num_rejected: torch.Tensor, block_
 
 
 def plan(metadata: AttentionMetaData, device: torch.device, block_size: int) -> StepPlan:
-    """The plan of one step over blocks of that size."""
+    """Makes the plan of one step for a block size."""
     return on_device(metadata, Shape.of(metadata), device, block_size)

@@ -15,7 +15,7 @@ _NONE = tl.constexpr(1 << 30)
 
 @triton.jit
 def _first_of_best(choice, place, free):
-    """The lowest of the free places with the largest number, which may be minus infinity."""
+    """Lowest of the free places with the largest number, which may be minus infinity."""
     best = tl.max(tl.where(free, choice, float("-inf")))
     return tl.min(tl.where(free & (choice == best), place, _NONE))
 
@@ -37,7 +37,7 @@ def _in_best_groups(choice, there, open_groups, GROUPS: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def _sortable(number):
-    """NaN as infinity: it comes first, as in PyTorch's order, and no comparison loses it."""
+    """NaN as infinity, so that it sorts first as in PyTorch and no comparison loses it."""
     return tl.where(number <= float("inf"), number, float("inf"))
 
 
@@ -100,7 +100,7 @@ def _route_kernel(
 def route(
     logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ExpertOps.route; rows of `logits` may lie apart.
+    """Chooses the experts of each row; rows of `logits` may have gaps between them. See ExpertOps.route.
 
     Args:
         logits: float32 [T, E].

@@ -70,7 +70,7 @@ class SampleTensors:
     masked: DeviceMaskedIds | None
 
     def moved(self, num_rejected: torch.Tensor) -> SampleTensors:
-        """A copy with positions that are `num_rejected` lower, int64 [S]."""
+        """A copy whose positions are lower by `num_rejected`, int64 [S]."""
         positions = self.rows.positions - num_rejected.to(torch.int32)
         return replace(self, rows=replace(self.rows, positions=positions))
 
@@ -82,7 +82,7 @@ def prepare(
     choices: npt.NDArray[np.int64],
     device: torch.device,
 ) -> SampleTensors:
-    """The arguments of SamplingOps.sample but the logits, in one asynchronous copy to the device."""
+    """Copies the arguments of SamplingOps.sample except the logits to the device, in one asynchronous copy."""
     rows = _row_columns(params, seeds, positions, choices)
     masked = [] if params.masked is None else _masked_columns(params.masked)
     moved = columns_to_device([*rows, *masked], device)
@@ -148,7 +148,7 @@ def mask_others(logits: torch.Tensor, allowed: AllowedIds | None) -> None:
 
 
 def columns_to_device(columns: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
-    """Copies of one-dimensional arrays, moved together; each begins at a multiple of _ALIGNMENT."""
+    """Copies one-dimensional arrays to the device together; each begins at a multiple of _ALIGNMENT."""
     ends = np.cumsum([-(-column.nbytes // _ALIGNMENT) * _ALIGNMENT for column in columns]).tolist()
     memory = np.zeros(max(ends[-1], _ALIGNMENT), np.uint8)
     starts = [0, *ends[:-1]]

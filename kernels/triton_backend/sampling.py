@@ -406,7 +406,8 @@ def _decide_kernel(best, drawn, state, out, chunks, CHUNKS: tl.constexpr):
 
 
 class TritonSamplingOps(SamplingOps):
-    """Draws tokens on the device, and fetches them on a stream of its own, so that later steps do not delay them."""
+    """Draws tokens on the device, and copies them to the host on a separate stream, so that later steps do not delay
+    them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -436,7 +437,7 @@ class TritonSamplingOps(SamplingOps):
         return lambda: LogitStats(*(column.numpy() for column in fetched()))
 
     def _fetch(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Begins to copy tensors to the host; the result waits for them, not for later work of the device."""
+        """Starts to copy tensors to the host; the returned function waits for them, not for later work."""
         if self._copies is None:
             return lambda: tensors
         hosts = tuple(torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors)
@@ -506,7 +507,7 @@ def _greedy(best: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(logits: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates int64 [S, chunks], and whether a chunk has a NaN, int32 [S, chunks]."""
+    """Candidates for the largest logit, int64 [S, chunks], and whether a chunk has a NaN, int32 [S, chunks]."""
     rows, chunks = logits.shape[0], triton.cdiv(vocab, _CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     nans = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
@@ -515,7 +516,7 @@ def _largest(logits: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def sample(logits: torch.Tensor, tensors: SampleTensors) -> torch.Tensor:
-    """Ids int64 [S] from float32 logits [S, V] on the device, of which a row's numbers lie side by side.
+    """Samples ids int64 [S] from float32 logits [S, V] on the device; each row of logits is contiguous.
 
     See SamplingOps.sample: masks are written into `logits`.
     """
@@ -566,7 +567,7 @@ def _apply_masks(logits: torch.Tensor, masked: DeviceMaskedIds | None) -> None:
 
 
 def _find_borders(logits: torch.Tensor, tensors: SampleTensors, largest: torch.Tensor, state: torch.Tensor) -> None:
-    """Brings `state` from the border by min_p to that by top_k and top_p."""
+    """Raises the border in `state`, first that of min_p, to those of top_k and top_p."""
     if not (tensors.any_top_k or tensors.any_top_p):
         return
     bins = torch.zeros(len(logits), 1 << _BITS, dtype=torch.int64, device=logits.device)
@@ -593,7 +594,7 @@ def _narrow(
     shift: int,
     wanted: int,
 ) -> None:
-    """Finds the bits from `shift` up to `above` of the borders; int64 bins [S, 2^_BITS] are zeros before and after."""
+    """Finds the bits of the borders from `shift` up to `above`; int64 bins [S, 2^_BITS] are zeros before and after."""
     rows, vocab = logits.shape
     launch(
         _histogram_kernel,

@@ -35,7 +35,7 @@ _LEAST_ORDER = tl.constexpr(-(2**31))
 
 @triton.jit
 def _order(score):
-    """int32: greater for a higher score; NaN and -inf are equal and lowest."""
+    """Sort key int32 of a score: greater for a higher score; NaN and -inf have the lowest."""
     score = tl.where(score > -3.0e38, score, -3.0e38)
     # One zero, not two.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -44,7 +44,7 @@ def _order(score):
 
 @triton.jit
 def _visible(cu_seqlens_q, seq_lens, row, num_seqs):
-    """The sequence of a row, and how many of its tokens the row sees; none for a row of padding."""
+    """Sequence of a row, and the number of its tokens that the row sees; 0 for a padding row."""
     sequence, _ = sequence_of(cu_seqlens_q, row, num_seqs, 1)
     end = tl.load(cu_seqlens_q + sequence + 1)
     return sequence, tl.where(row < end, tl.load(seq_lens + sequence) - end + row + 1, 0)
@@ -79,7 +79,7 @@ def _order_kernel(
     KEYS: tl.constexpr,
     PROGRAM_KEYS: tl.constexpr,
 ):
-    """Program (row of the panel, z of Z): orders of the tokens that the row sees, of parts z, z + Z, ... of them.
+    """Program (row of the panel, z of Z): sort keys of the tokens in parts z, z + Z, ... that the row sees.
 
     A part has PROGRAM_KEYS tokens; all index heads are rows of one product.
     """
@@ -117,7 +117,7 @@ def _order_kernel(
 
 @triton.jit
 def _next_bits(orders, visible, known, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Eight bits more of the highest order that `wanted` of those with the known bits reach, and how many of them."""
+    """Next eight bits of the `wanted`-th highest sort key with the known bits, and how many keys are still wanted."""
     bins = tl.arange(0, 256)
     counts = tl.zeros([256], tl.int32)
     for first in range(0, visible, BLOCK):
@@ -141,7 +141,7 @@ def _next_bits(orders, visible, known, wanted, SHIFT: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _border(orders, visible, topk, BLOCK: tl.constexpr):
-    """The `topk`-th highest of a row's orders, of which there are more, and how many that equal it are selected."""
+    """The `topk`-th highest sort key of a row, and how many keys equal to it are selected."""
     known, wanted = _next_bits(orders, visible, 0, topk, 24, BLOCK)
     known, wanted = _next_bits(orders, visible, known, wanted, 16, BLOCK)
     known, wanted = _next_bits(orders, visible, known, wanted, 8, BLOCK)
@@ -154,7 +154,7 @@ def _border(orders, visible, topk, BLOCK: tl.constexpr):
 def _select_kernel(
     orders, cu_seqlens_q, seq_lens, selection, first_row, num_seqs, width, topk, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (row of the panel): positions of its `topk` highest orders, ascending, then -1."""
+    """Program (row of the panel): positions of the `topk` highest sort keys, ascending, then -1."""
     row = first_row + tl.program_id(0)
     _, visible = _visible(cu_seqlens_q, seq_lens, row, num_seqs)
     own = orders + tl.program_id(0).to(tl.int64) * width
@@ -184,7 +184,7 @@ def _select_kernel(
 def select_tokens(
     q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan
 ) -> torch.Tensor | None:
-    """See LatentAttentionOps.select_tokens; the result is for `latent.latent_attention`.
+    """Selects the tokens that each row attends to, for `latent.latent_attention`; see LatentAttentionOps.select_tokens.
 
     Args:
         q: [T, Hi, Di] in the model dtype; the last stride is 1.
@@ -218,8 +218,8 @@ def select_tokens(
 def _orders(
     q: torch.Tensor, weights: torch.Tensor, index: DeviceKVCache, layer: int, plan: StepPlan, start: int, count: int
 ) -> torch.Tensor:
-    """Orders (scores as sortable int32) of the rows from `start` on, [count, longest sequence]. Entries past a row's
-    own token are left unwritten."""
+    """Sort keys of the rows from `start` on, [count, longest sequence]. Entries after a row's own token are not
+    written."""
     keys, width = index.keys(layer), plan.shape.max_seqlen_k
     orders = torch.empty(count, width, dtype=torch.int32, device=q.device)
     parts = min(triton.cdiv(width, PROGRAM_KEYS), max(1, PROGRAMS // count))

@@ -1,4 +1,4 @@
-"""Search for a program's sequence of the step, on the device: grids know no more than how many rows there are."""
+"""Finds the sequence of a tile on the device, because the grid depends only on the number of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
-    """The sequence of a tile, and the tile's place among the sequence's.
+    """Sequence of a tile, and index of the tile within the sequence.
 
     Tiles are of TOKENS tokens at positions that are multiples of it, so that r rows lie in up to r // TOKENS + 2. The
     places past a sequence's last tile belong to it too.
@@ -29,5 +29,5 @@ def sequence_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
 
 
 def num_tiles(rows: int, seqs: int, tokens: int) -> int:
-    """Tiles of `tokens` tokens that a step may have, see `sequence_of`."""
+    """Most tiles of `tokens` tokens in a step; see `sequence_of`."""
     return rows if tokens == 1 else rows // tokens + 2 * seqs

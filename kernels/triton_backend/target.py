@@ -18,7 +18,7 @@ _FIRST_FP8 = 89
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """An architecture, or the interpreter.
+    """GPU architecture that kernels are compiled for, or the interpreter.
 
     Attributes:
         name: `gfx942`, `gfx950`, `sm_90`, ...; or `interpreter`.
@@ -74,22 +74,22 @@ class Settings:
     agreement: Agreement | None = field(default=None, compare=False)
 
     def products_agree(self, dtype: torch.dtype) -> bool:
-        """True if tiles of any shape give the same bits in products of this dtype."""
+        """True if products of this dtype give the same bits with tiles of any shape."""
         return self.agreement is not None and self.agreement.of_products(dtype)
 
     def attention_agrees(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """True if tiles of any number of rows give the same bits in attention."""
+        """True if attention gives the same bits with tiles of any number of rows."""
         return self.agreement is not None and self.agreement.of_attention(dtype, head_dim)
 
 
 def interpreted() -> bool:
-    """True if kernels run in Triton's interpreter, on tensors of the CPU."""
+    """True if kernels run in Triton's interpreter on CPU tensors."""
     return bool(knobs.runtime.interpret)
 
 
 @functools.cache
 def current() -> CompileTarget:
-    """The target of this process; an architecture that we have no figures of is taken for the smallest of its maker.
+    """Target of this process; an architecture without measured figures gets the smallest tiles of its maker.
 
     Raises:
         RuntimeError: there is no GPU, and kernels are not interpreted.
@@ -100,7 +100,7 @@ def current() -> CompileTarget:
 
 
 def of(gpu: GPUTarget) -> CompileTarget:
-    """The target of Triton's name for a GPU, as in `current`; an unknown GPU gets the name of its own architecture."""
+    """Target for Triton's name of a GPU; an unknown GPU gets the name of its own architecture."""
     if gpu.backend == "hip":
         name = str(gpu.arch)
         least = replace(TARGETS["gfx942"], name=name, has_fp8=False)

@@ -20,7 +20,7 @@ Operands = Literal["half", "single", "widened", "eight"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile of a program, and how it computes it.
+    """Tile that one program computes, and its compiler settings.
 
     Attributes:
         rows: of x, at least 16 for matrix instructions.
@@ -211,7 +211,8 @@ def _programs(tiles: Tiles, rows: int, columns: int, heads: int) -> int:
 
 
 def _parts(programs: int, processors: int, inner: int, tile: int) -> int:
-    """The least power of two that gives every processor about a program, while parts are long enough."""
+    """Number of parts of K: the least power of two that gives every processor about one program, if parts stay long
+    enough."""
     parts = 1
     while parts < _MOST_PARTS and programs * parts * 10 < processors * 9 and inner >= 2 * parts * _LEAST_TILES * tile:
         parts *= 2
@@ -219,7 +220,7 @@ def _parts(programs: int, processors: int, inner: int, tile: int) -> int:
 
 
 def compiler_options(tiles: Tiles, target: CompileTarget) -> dict[str, int]:
-    """Compiler options beside a kernel's constants."""
+    """Compiler options of a kernel with these tiles."""
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if target.is_amd:
         # Matrix instructions of 16 x 16, and on gfx942 two of them for each wide read from the chip's memory.
