@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from fissile.client import AsyncClient
 from starlette.applications import Starlette
@@ -17,10 +17,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.limits import CORS_MAX_AGE_S
+from facade.anthropic import messages
+from facade.anthropic.message_events import error_form
 from facade.http.errors import ErrorForm, HttpError
 from facade.http.exchange import ClientGoneError, Exchange
-from facade.http.runner import AnswerPlan, AnswerRunner
-from facade.openai import chat
+from facade.http.runner import AnswerPlan, AnswerRunner, QuestionPlan
+from facade.openai import chat, responses
 from facade.openai.sampling import error_body
 
 _REASONS: Final = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
@@ -77,6 +79,9 @@ class FacadeApp:
     def _routes(self) -> list[Route]:
         return [
             self._generation("/v1/chat/completions", chat.parse, error_body),
+            self._generation("/v1/responses", responses.parse, error_body),
+            self._generation("/v1/messages", messages.parse, error_form),
+            self._question("/v1/messages/count_tokens", messages.parse_count, error_form),
             Route("/health", Endpoint(self.health.respond, self.timeout_s), methods=["GET"]),
         ]
 
@@ -85,6 +90,14 @@ class FacadeApp:
 
         async def handle(exchange: Exchange) -> None:
             await self.runner.answer(exchange, parse, form)
+
+        return Route(path, Endpoint(handle, self.timeout_s), methods=["POST"])
+
+    def _question(self, path: str, parse: Callable[[bytes], QuestionPlan[Any]], form: ErrorForm) -> Route:
+        """The route of a translator for calls with one answer."""
+
+        async def handle(exchange: Exchange) -> None:
+            await self.runner.ask(exchange, parse, form)
 
         return Route(path, Endpoint(handle, self.timeout_s), methods=["POST"])
 

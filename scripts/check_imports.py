@@ -73,6 +73,7 @@ RULES = {
     "facade": Rule(TORCH, {}),
     # Translators are pure: bytes and events in, calls and bytes out.
     "facade/openai": Rule(WORLD | GRPC, {}),
+    "facade/anthropic": Rule(WORLD | GRPC, {}),
     "facade/http": Rule(
         WORLD | GRPC,
         {
@@ -237,6 +238,7 @@ BESIDE = {
     "worker/kv_pool.py": names("config"),
     "facade/http": names(),
     "facade/openai": names("http"),
+    "facade/anthropic": names("http"),
 }
 
 # Folders and files of each package, the highest first: one imports only what is below it, for types too.
@@ -304,7 +306,7 @@ ORDER = {
         "progress.py",
         "garbage.py",
     ),
-    "facade": ("__main__.py", "server.py", "app.py", "options.py", "openai", "http"),
+    "facade": ("__main__.py", "server.py", "app.py", "options.py", "anthropic", "openai", "http"),
     "kernels": (
         "select.py",
         "aiter",

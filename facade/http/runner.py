@@ -11,9 +11,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from fissile.client import AsyncClient, AsyncStream, Event, Result
+from fissile.client.messages import Unary
 from fissile.client.progress import Progress
 
 from common.errors import MalformedRequestError
@@ -22,6 +23,8 @@ from facade.http import sse
 from facade.http.bodies import Names
 from facade.http.errors import ErrorForm, HttpError, http_error, server_ending
 from facade.http.exchange import ClientGoneError, Exchange
+
+T = TypeVar("T")
 
 
 class AnswerEncoder(Protocol):
@@ -62,6 +65,7 @@ class AnswerPlan:
         encoder: makes the response.
         is_stream: True answers with server-sent events.
         names: of fields in errors of the router, as for `param_of`.
+        ping: sent while a stream has no frames.
     """
 
     prompts: Sequence[Any]
@@ -69,6 +73,22 @@ class AnswerPlan:
     arguments: Mapping[str, Any]
     encoder: AnswerEncoder
     is_stream: bool
+    names: Names = field(default_factory=dict)
+    ping: bytes = sse.PING
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionPlan(Generic[T]):
+    """Call that a translator has made of a body that asks for no generated text.
+
+    Attributes:
+        asked: the call with one answer.
+        shown: makes the JSON of the answer.
+        names: of fields in errors of the router, as for `param_of`.
+    """
+
+    asked: Unary[T]
+    shown: Callable[[T], Mapping[str, Any]]
     names: Names = field(default_factory=dict)
 
 
@@ -114,10 +134,36 @@ class AnswerRunner:
         except ClientGoneError:
             raise
         except Exception as error:
-            failure = http_error(error, names)
-            await exchange.fail(failure, form(failure))
-            if failure.reason == "FACADE_ERROR":
-                raise
+            await self._refuse(exchange, error, names, form)
+
+    async def ask(self, exchange: Exchange, parse: Callable[[bytes], QuestionPlan[Any]], form: ErrorForm) -> None:
+        """Reads the body, makes its call with one answer, and responds.
+
+        Args:
+            exchange: the request.
+            parse: translator of the door. Raises ApiError, and ValueError for an argument.
+            form: makes the body of a failure.
+
+        Raises:
+            ClientGoneError: the client has closed the connection, or does not read.
+        """
+        names: Names = {}
+        try:
+            plan = _question(parse, await exchange.body())
+            names = plan.names
+            metadata = exchange.metadata(self._default_key)
+            answer = await self._client.ask(plan.asked, exchange.timeout_s, metadata)
+            await exchange.respond_json(plan.shown(answer))
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            await self._refuse(exchange, error, names, form)
+
+    async def _refuse(self, exchange: Exchange, error: Exception, names: Names, form: ErrorForm) -> None:
+        failure = http_error(error, names)
+        await exchange.fail(failure, form(failure))
+        if failure.reason == "FACADE_ERROR":
+            raise error
 
     def _open(self, exchange: Exchange, plan: AnswerPlan) -> list[AsyncStream]:
         call: Any = self._client.chat_stream if plan.is_chat else self._client.generate_stream
@@ -147,6 +193,14 @@ class AnswerRunner:
             self._writers.discard(writer)
             await writer.close()
             exchange.facts.update(_usage(streams))
+
+
+def _question(parse: Callable[[bytes], QuestionPlan[Any]], body: bytes) -> QuestionPlan[Any]:
+    try:
+        return parse(body)
+    except ValueError as error:
+        # The client library names the argument.
+        raise MalformedRequestError(str(error)) from None
 
 
 class _StreamWriter:
@@ -200,7 +254,7 @@ class _StreamWriter:
             frames = b"".join(self._frames(number, event) for number, event in events)
             now = time.monotonic()
             if not frames and now - self._written_at >= SSE_PING_S:
-                frames = sse.PING
+                frames = self._plan.ping
             if frames:
                 await self._exchange.write(frames)
                 self._written_at = time.monotonic()

@@ -13,6 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.errors import InvalidFieldError, UnservedFieldError
 from facade.http.bodies import Body, UInt32, decode
 from facade.http.errors import HttpError
+from facade.http.parts import fissile_facts
 from facade.http.runner import AnswerPlan
 from facade.http.sse import data_frame
 from facade.openai.sampling import (
@@ -22,7 +23,6 @@ from facade.openai.sampling import (
     call_arguments,
     error_body,
     finish_reason,
-    fissile_facts,
     json_text,
     sampling_params,
     stop_reason,
@@ -239,7 +239,7 @@ class ChatEncoder:
             self._usage.add(number, event.finish.usage)
             choice["finish_reason"] = finish_reason(event.finish)
             choice["stop_reason"] = stop_reason(event.finish)
-            choice["fissile"] = fissile_facts(event)
+            choice["fissile"] = fissile_facts(event.finish)
         if isinstance(event, Delta) and self._has_token_ids:
             choice["token_ids"] = event.token_ids
         return data_frame(self._chunk([choice]))
@@ -272,7 +272,7 @@ class ChatEncoder:
                 "logprobs": None,
                 "finish_reason": finish_reason(answer.finish),
                 "stop_reason": stop_reason(answer.finish),
-                "fissile": fissile_facts(Finished(answer.index, answer.finish)),
+                "fissile": fissile_facts(answer.finish),
             }
             if self._has_token_ids:
                 choice["token_ids"] = answer.token_ids

@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
-from fissile.client import Finished
 from fissile.client.progress import finish_name
 from fissile.v1 import inference_pb2 as pb
-from google.protobuf.json_format import MessageToDict
 
 from common.errors import InvalidFieldError, UnservedFieldError
 from facade.http.bodies import Body, TokenIdList, UInt32, refuse_given
 from facade.http.errors import HttpError
+from facade.http.parts import ReceiptField, receipt_argument
 
 # Field -> values that do not change the answer; None for any value.
 HARMLESS: Final[Mapping[str, Collection[Any] | None]] = {
@@ -92,12 +91,6 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-
-
-class ReceiptField(Body):
-    """Coverage of a receipt; `receipt: true` asks for one without logits."""
-
-    logits_every: UInt32 = 0
 
 
 class AnswerBody(Body, kw_only=True):
@@ -238,7 +231,6 @@ def call_arguments(body: AnswerBody, output: pb.OutputOptions) -> dict[str, Any]
         output.prompt_logprobs = body.prompt_logprobs
     if body.skip_special_tokens is not None:
         output.keep_special_tokens = not body.skip_special_tokens
-    receipt = body.receipt
     given = {
         "model": body.model,
         "request_id": body.request_id,
@@ -246,7 +238,7 @@ def call_arguments(body: AnswerBody, output: pb.OutputOptions) -> dict[str, Any]
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "output_options": output,
-        "receipt": {"logits_every": receipt.logits_every} if isinstance(receipt, ReceiptField) else bool(receipt),
+        "receipt": receipt_argument(body.receipt),
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -261,15 +253,6 @@ def stop_reason(finish: pb.Finish) -> str | int | None:
     if finish.stop.WhichOneof("matched") == "stop_string":
         return finish.stop.stop_string
     return finish.stop.stop_token_id if finish.stop.WhichOneof("matched") == "stop_token_id" else None
-
-
-def fissile_facts(event: Finished) -> dict[str, Any]:
-    """Fissile's own field of a choice: what proves the answer."""
-    finish = event.finish
-    facts: dict[str, Any] = {"exact": finish.exact, "weights_digest": finish.weights_digest}
-    if finish.HasField("receipt"):
-        facts["receipt"] = MessageToDict(finish.receipt, preserving_proto_field_name=True)
-    return facts
 
 
 class UsageSum:

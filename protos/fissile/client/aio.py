@@ -18,6 +18,7 @@ from fissile.client.arguments import (
     EmbedArguments,
     GenerateArguments,
     Messages,
+    Metadata,
     Prompt,
     RerankArguments,
     ScoreArguments,
@@ -409,13 +410,13 @@ class AsyncClient(BaseClient[AsyncStream]):
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, credentials, options=options)
 
-    async def ask(self, asked: Unary[T], timeout_s: float | None) -> T:
+    async def ask(self, asked: Unary[T], timeout_s: float | None, metadata: Metadata = ()) -> T:
         """Makes a call with one answer, until it has worked.
 
         Raises:
             FissileError: it has failed for good.
         """
-        attempts = self._attempts(asked, timeout_s)
+        attempts = self._attempts(asked, timeout_s, metadata)
         while True:
             call = attempts.next(time.monotonic())
             method = getattr(self.stub(call.target), call.method)

@@ -139,8 +139,9 @@ class BaseClient(ABC, Generic[StreamT]):
         sent, end = self.connection.metadata_of(metadata), _end(timeout_s)
         return self._begin(StreamAttempts(request, self._retries(), sent, end, has_receipts=receipt is not False))
 
-    def _attempts(self, call: Unary[Any], timeout_s: float | None) -> CallAttempts:
-        return CallAttempts(call.method, call.request, self._retries(), self.connection.metadata_of(), _end(timeout_s))
+    def _attempts(self, call: Unary[Any], timeout_s: float | None, metadata: Metadata) -> CallAttempts:
+        sent = self.connection.metadata_of(metadata)
+        return CallAttempts(call.method, call.request, self._retries(), sent, _end(timeout_s))
 
     def _retries(self) -> Retries:
         return Retries(self.connection.targets, self._give_up_s, next(self._turns))

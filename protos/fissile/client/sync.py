@@ -18,6 +18,7 @@ from fissile.client.arguments import (
     EmbedArguments,
     GenerateArguments,
     Messages,
+    Metadata,
     Prompt,
     RerankArguments,
     ScoreArguments,
@@ -388,13 +389,13 @@ class Client(BaseClient[Stream]):
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, credentials, options=options)
 
-    def ask(self, asked: Unary[T], timeout_s: float | None) -> T:
+    def ask(self, asked: Unary[T], timeout_s: float | None, metadata: Metadata = ()) -> T:
         """Makes a call with one answer, until it has worked.
 
         Raises:
             FissileError: it has failed for good.
         """
-        attempts = self._attempts(asked, timeout_s)
+        attempts = self._attempts(asked, timeout_s, metadata)
         while True:
             call = attempts.next(time.monotonic())
             method = getattr(self.stub(call.target), call.method)

@@ -1,0 +1,1 @@
+"""Anthropic's API: translators between its bodies and the client library's calls and events."""
