@@ -36,7 +36,7 @@ from worker.ranks.rank_peers import RankLostError
 
 
 class EngineTarget:
-    """An engine in this process.
+    """Benchmark target: an engine in this process.
 
     Args:
         config: of the engine.

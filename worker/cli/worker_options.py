@@ -43,7 +43,7 @@ def worker_options(
     dist_secret: Path | None,
     **others: Any,
 ) -> WorkerOptions:
-    """Makes WorkerOptions of the values of the command's options.
+    """Makes WorkerOptions from the values of the options of `fissile worker`.
 
     Raises:
         CommandError: a value is not allowed, or some do not fit together.
@@ -92,7 +92,8 @@ def engine_options(given: Mapping[str, Any]) -> WorkerOptions:
 
 
 def _config(folder: str, topology: Topology, options: dict[str, Any], *, is_simulated: bool) -> Config:
-    """Makes the Config; takes the engine's options out of `options`. Absent ones have the defaults of the kernels."""
+    """Makes the Config from the engine's options, which it removes from `options`. Absent ones have the kernels'
+    defaults."""
     rows = {name: row for name, row in options_of(WORKER).items() if row.field and name in options}
     given = {row.field: options.pop(name) for name, row in rows.items()}
     kernels = given["kernels"]
@@ -113,7 +114,7 @@ def _config(folder: str, topology: Topology, options: dict[str, Any], *, is_simu
 
 
 def _secret(file: Path | None) -> str:
-    """The secret of the ranks; empty for none."""
+    """Reads the secret of the ranks from its file; empty without one."""
     if file is None:
         return os.environ.get(SECRET_VARIABLE, "")
     try:
@@ -126,7 +127,7 @@ def _secret(file: Path | None) -> str:
 
 
 def _weights_cache(given: str | None) -> str:
-    """The folder; empty for none."""
+    """Folder of packed weights; an empty path turns the cache off."""
     if given == "off":
         return ""
     return str(Path(given).absolute()) if given else default_weights_cache()

@@ -28,7 +28,7 @@ draft_head_arch_dict: dict[str, str] = {
 
 
 def parted(architecture: str) -> tuple[str, Head]:
-    """The generating decoder's name and the head of an architecture.
+    """Splits an architecture's name into the name of its generating decoder and its head.
 
     `Qwen3Model` and `Qwen3ForSequenceClassification` give `Qwen3ForCausalLM`. An unknown name is returned as it is,
     with the output head.

@@ -158,13 +158,13 @@ class ModelConfig:
 
     @property
     def longest_len(self) -> int:
-        """Greatest allowed `max_model_len`, tokens: as in vLLM, the length after linear or yarn scaling."""
+        """Largest allowed `max_model_len`: as in vLLM, the length after linear or yarn scaling."""
         base = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}
         scaled = min(base.get(self.rope.type, 0) * self.rope.factor, _MOST)
         return max(self.max_position_embeddings, int(scaled))
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of config.json, for what only one architecture knows; `default` where it has none.
+        """Reads an integer of config.json that only one architecture uses; `default` if it is absent.
 
         Raises:
             ModelError: it is missing without a default, or not a whole number of at least `least`.
@@ -191,7 +191,7 @@ class ModelConfig:
         return bool(types[layer] == SLIDING_ATTENTION)
 
     def listed(self, key: str, kind: type[Entry]) -> list[Entry] | None:
-        """A list of config.json whose entries are all of a kind; None where it has none.
+        """Reads a list of config.json whose entries all have one type; None if it is absent.
 
         Raises:
             ModelError: it is another one.
@@ -202,7 +202,7 @@ class ModelConfig:
         return value
 
     def number(self, key: str) -> float:
-        """A real number of config.json.
+        """Reads a real number of config.json.
 
         Raises:
             ModelError: it is not one.
@@ -211,7 +211,7 @@ class ModelConfig:
             return _number(self.source, key)
 
     def positive(self, key: str) -> float:
-        """A finite number of config.json above 0.
+        """Reads a finite number above 0 of config.json.
 
         Raises:
             ModelError: it is not one.
@@ -327,20 +327,19 @@ def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
 
 
 def _have_heads(architectures: Collection[str]) -> bool:
-    """True if other heads may take the place of these models' own ones; drafts have no others."""
+    """True if checkpoints of these architectures may have another head. Draft models may not."""
     return all(name in support_model_arch_dict for name in architectures)
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:
-    """Labels of a classifier: as many as have names; two where nothing says it, as in `transformers`."""
+    """Number of a classifier's labels: as many as have names; 2 without names, as in `transformers`."""
     names = config.get("id2label")
     return len(names) if isinstance(names, Mapping) and names else _count(config, "num_labels", 2)
 
 
 def _is_decoder_alone(folder: Path) -> bool:
-    """True if the weights are a decoder's without any head, whatever config.json calls it: no name of a tensor has the
-    prefix `model.`, by which a decoder is part of a model with a head.
-    """
+    """True if the weights are a decoder without a head, whatever config.json names: no tensor has the prefix `model.`,
+    which a decoder has inside of a model with a head."""
     names = stored_names(folder)
     return _EMBEDDING in names and _OUTPUT not in names
 
@@ -375,7 +374,8 @@ def rope_config(settings: Mapping[str, Any]) -> RopeConfig:
 
 
 def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RopeConfig:
-    """As transformers reads it: without `factor` the two lengths say it, without `attention_factor` the mscales do."""
+    """Reads yarn as transformers does: both lengths replace a missing `factor`, both mscales a missing
+    `attention_factor`."""
     if rope.theta <= 1.0:
         raise ValueError(f"rope_theta is {rope.theta:g}; it must be above 1 with yarn")
     original = _count(parameters, "original_max_position_embeddings")
@@ -420,7 +420,7 @@ def _count(settings: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def _positive(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0, and finite: others make NaN of everything that is computed with it."""
+    """Checks that a number is finite and above 0: others make every result NaN."""
     value = _given(settings, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
         raise ValueError(f"{key} is {value!r}; it must be a number above 0")

@@ -48,7 +48,7 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _fp8(spec: Spec) -> QuantizationConfig:
-    """DeepSeek's and Qwen's own, and transformers' `FineGrainedFP8Config`; blocks, or else one scale per tensor."""
+    """Reads FP8 of DeepSeek, Qwen or transformers' `FineGrainedFP8Config`: scales of blocks, or one per tensor."""
     if spec.get("fmt", "e4m3") != "e4m3":
         raise ValueError(f"fp8 weights with fmt {spec['fmt']!r} are not supported; supported: e4m3")
     block = spec.get("weight_block_size")
@@ -58,7 +58,7 @@ def _fp8(spec: Spec) -> QuantizationConfig:
 
 
 def _mxfp4(spec: Spec) -> QuantizationConfig:
-    """gpt-oss: the experts, as blocks of 32 numbers with a power of two."""
+    """Reads MXFP4 of gpt-oss: the experts, as blocks of 32 numbers with a power of two."""
     return QuantizationConfig(LayerQuantConfig("per_1x32", "fp4x2", True, "mxfp4"), (), _excluded(spec))
 
 
@@ -75,7 +75,8 @@ def _excluded(spec: Spec) -> tuple[str, ...]:
 
 
 def _names(spec: Spec, key: str) -> tuple[str, ...]:
-    """A list of names, which may be absent. A single name would be taken for a list of its letters."""
+    """Reads a list of names, which may be absent. A single name is refused, because its letters would be taken as
+    names."""
     names = spec.get(key)
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"{key} is {names!r}; it must be a list of names")

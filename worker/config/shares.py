@@ -6,7 +6,7 @@ from worker.config.model_config import ModelConfig, ModelError
 
 
 def check_share(count: int, what: str, size: int) -> None:
-    """Refuses `count` things that `size` ranks cannot share out evenly; `what` names them.
+    """Refuses a number of things, called `what`, that `size` ranks cannot share equally.
 
     Raises:
         ModelError: they cannot.
@@ -16,7 +16,7 @@ def check_share(count: int, what: str, size: int) -> None:
 
 
 def check_kv_share(num_kv_heads: int, size: int) -> None:
-    """Refuses key/value heads of which neither each rank gets as many, nor as many ranks hold each.
+    """Refuses a number of key/value heads that ranks can neither share equally nor copy equally often.
 
     Raises:
         ModelError: neither of the two numbers is a multiple of the other.
@@ -28,7 +28,7 @@ def check_kv_share(num_kv_heads: int, size: int) -> None:
 
 
 def check_heads(config: ModelConfig, size: int) -> None:
-    """Refuses heads that `size` ranks cannot share; what else they share, each finds out when it loads the model.
+    """Refuses numbers of heads that `size` ranks cannot share. Other shares are checked when the model is loaded.
 
     Raises:
         ModelError: they cannot.

@@ -12,7 +12,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 def stored_names(folder: Path) -> frozenset[str]:
-    """Names of a checkpoint's tensors, of its index or the headers of its files.
+    """Names of a checkpoint's tensors, from its index or the headers of its files.
 
     What cannot be read has none here; loading says why.
     """

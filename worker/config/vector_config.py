@@ -1,4 +1,4 @@
-"""Says what a checkpoint was trained for besides generation: vectors of texts, and how relevant documents are.
+"""Reads what a checkpoint was trained for besides generation: vectors of texts, and relevance of documents.
 
 Both are said in files of sentence-transformers beside config.json: `modules.json`, `1_Pooling/config.json`,
 `1_LogitScore/config.json`.
@@ -40,8 +40,8 @@ class RelevanceTokens:
 
 
 def checkpoint_pooling(folder: str | Path) -> Pooling | None:
-    """The way in which a checkpoint's hidden states become a vector: `LAST` where it does not say, None where it is
-    another one than these, or something is done to vectors that is not done here.
+    """Pooling by which a checkpoint's hidden states become a vector: `LAST` if it names none, None if it names an
+    unsupported pooling or a further unsupported module.
 
     Raises:
         ModelError: one of its files is not what it has to be.
@@ -59,7 +59,7 @@ def checkpoint_pooling(folder: str | Path) -> Pooling | None:
 
 
 def relevance_tokens(folder: str | Path, source: Mapping[str, Any], vocab_size: int) -> RelevanceTokens | None:
-    """Tokens by which a checkpoint says how relevant a document is; None where it was not trained for that.
+    """Tokens by which a checkpoint says whether a document is relevant; None if it was not trained for that.
 
     Args:
         folder: of the checkpoint.
@@ -83,7 +83,7 @@ def relevance_tokens(folder: str | Path, source: Mapping[str, Any], vocab_size: 
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """Kinds of the modules that `modules.json` lists, and their folders; empty where there is no such file.
+    """Kinds and folders of the modules in `modules.json`; empty without that file.
 
     Raises:
         ModelError: it is no list of modules.
@@ -103,7 +103,7 @@ def _modules(folder: Path) -> dict[str, str]:
 
 
 def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
-    """Ids of the tokens of yes and no, which config.json names in the other order."""
+    """Ids of the tokens for yes and no; config.json lists them as no, yes."""
     if not (isinstance(texts, list) and len(texts) == 2 and all(isinstance(text, str) for text in texts)):
         raise ModelError(f'config.json: {_CLASSIFIER} is {texts!r}; the texts of two tokens, ["no", "yes"], are needed')
     tokenizer = Tokenizer.from_folder(folder)
@@ -112,7 +112,7 @@ def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Reads a JSON object from a file; empty without the file."""
     if not path.exists():
         return {}
     try:

@@ -370,7 +370,7 @@ class ScheduledBatch:
 
     @staticmethod
     def _targets(seq: Sequence, start: int, end: int) -> list[int]:
-        """Given tokens behind the rows [start, end) of a sequence, if their logprobs are wanted."""
+        """Given tokens after the rows [start, end) of a sequence, if their logprobs are wanted."""
         if seq.logprobs_from > seq.num_given_tokens:
             return []
         return seq.token_ids[max(start + 1, int(seq.logprobs_from)) : min(end + 1, seq.num_given_tokens)]

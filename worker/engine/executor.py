@@ -70,7 +70,7 @@ class InlineExecutor:
         return future
 
     def failure(self) -> Exception | None:
-        """None: only a batch can fail."""
+        """Always None: this executor fails only by batch."""
         return None
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class ThreadExecutor:
         return self._pool.submit(_execute, self._forward, batch, self._clock)
 
     def failure(self) -> Exception | None:
-        """None: only a batch can fail."""
+        """Always None: this executor fails only by batch."""
         return None
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class PipelinedExecutor:
         return self._waiter.submit(self._launching.submit(self._begin, batch).result)
 
     def failure(self) -> Exception | None:
-        """None: only a batch can fail."""
+        """Always None: this executor fails only by batch."""
         return None
 
     def close(self) -> None:

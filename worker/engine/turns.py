@@ -83,7 +83,7 @@ Command = Submit | Cancel | SetDeadline | EndAll | Flush | WatchBlocks
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Result of one turn.
+    """Result of one turn of the engine: outputs, changes of the cache, and a load report.
 
     `seen` has the receipts of the groups added before its step, `granules` the changes of the prefix cache
     (`PrefixCache.take_granule_changes`), `kv_digests` the names and digests of cached blocks, `flushed` the callbacks
@@ -123,7 +123,7 @@ class EngineTurns:
         return self.core.has_unfinished()
 
     def run(self, commands: Iterable[Command]) -> Turn:
-        """One turn.
+        """Runs one turn.
 
         Raises:
             EngineDeadError: the runner failed; what the engine holds is lost.

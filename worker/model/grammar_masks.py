@@ -59,7 +59,7 @@ _QUICK_S: Final = 6e-5
 
 
 class _Ended(Exception):
-    """No token can come; says why, `COMPLETE` for a grammar that allows nothing more."""
+    """A row can get no token; the message is the reason, `COMPLETE` if the grammar allows nothing more."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)

@@ -22,7 +22,7 @@ MOST_IDLE: Final = 512
 
 @dataclass(slots=True)
 class _TokenCounts:
-    """A sequence's list of tokens, how much of its output is counted, the counts, and its three penalties."""
+    """Token list of a sequence, how much of its output is counted, the counts, and its three penalties."""
 
     tokens: list[int]
     count: int

@@ -94,7 +94,7 @@ class TokenLogprobsMaker:
     def _fetched(
         self, places: Ints, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[Iterable[npt.NDArray[np.float32]], Callable[[], list[int]]]:
-        """Copies rows of logits to the host, for which a step on a GPU waits, and the tokens, for which it does not."""
+        """Copies rows of logits and tokens to the host. On a GPU a step waits for the logits, not for the tokens."""
         rows = logits.index_select(0, to_device(places, self._device)).cpu().numpy()
         return rows, self._sampling.fetch(tokens)
 
@@ -128,7 +128,7 @@ def _ids(every: list[SamplingParams]) -> Ints:
 
 
 def _split(stats: LogitStats, every: list[SamplingParams], places: list[int]) -> dict[int, bytes]:
-    """The rows of raw logprobs by place; rows of equal length are made together."""
+    """Raw logprob rows by index; rows of equal length are made together."""
     made: dict[int, bytes] = {}
     layouts = [params.logprob_layout for params in every]
     for layout in dict.fromkeys(layouts):

@@ -306,8 +306,7 @@ class ModelRunner:
         last: SampledTokens,
         hidden: torch.Tensor,
     ) -> None:
-        """Lets a draft model propose behind the tokens: where they stay on the device, without them, unless what it
-        draws behind one sequence follows from them in other ways; else the launch waits for all of them."""
+        """Runs the draft model after the step's tokens. Waits for the tokens if penalties or masks change the drafts."""
         total = step.metadata.num_tokens
         token_ids, states, kv_cache_data = step.token_ids[:total], hidden[:total], self._pool.draft_data
         if self.sampler.waits_for_tokens and not _steers_drafts(batch):
@@ -402,7 +401,8 @@ class ModelRunner:
         return None if data is None else DPMetadata.make(DPMetadata.num_tokens_across_dp(num_rows, data))
 
     def dummy_run(self) -> None:
-        """A step on a row that nobody asked for, in a KV pool of its own: this engine's part of the others' experts.
+        """Computes a step on a made-up row in a separate KV pool, so that this engine takes part in the others'
+        experts.
 
         The pool is kept: an idle engine makes such a step for each of the others'.
         """

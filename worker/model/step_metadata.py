@@ -1,4 +1,4 @@
-"""Rows of a step, of each sequence a run of positions, as attention takes them."""
+"""Metadata of a step for attention: each sequence's rows are a run of positions."""
 
 from __future__ import annotations
 

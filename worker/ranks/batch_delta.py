@@ -1,4 +1,4 @@
-"""Batches as an engine sends them to its ranks: what changed since the batch before. Pure.
+"""Encodes batches for an engine's ranks as changes since the batch before. Pure.
 
 A decode step of 256 sequences with 8000 tokens each has half a megabyte of block tables, of which 16 numbers are new.
 Both ends keep the tables that have been sent. A table only grows at its end, or is replaced by another list
@@ -17,7 +17,7 @@ _BATCHES_KEPT: Final = 64
 
 
 class BatchEncoder:
-    """The engine's end. Every batch it encodes must be decoded, in the same order."""
+    """The engine's end of the encoding. Every encoded batch must be decoded, in the same order."""
 
     def __init__(self, batches_kept: int = _BATCHES_KEPT) -> None:
         self._batches_kept = batches_kept
@@ -30,14 +30,15 @@ class BatchEncoder:
         self._histories = HistoryEncoder()
 
     def encode(self, batch: ScheduledBatch) -> tuple[Any, ...]:
-        """Columns or None, sequences whose tables to drop, grown tables, histories, fields: all that ranks need."""
+        """Encodes a batch: columns or None, sequences whose tables to drop, grown tables, histories, other fields."""
         columns = None if batch.columns is self._columns else batch.columns.values()
         self._columns = batch.columns
         dropped = self._drop(batch)
         return columns, dropped, self._grown(batch), self._histories.encode(batch), batch.fields()
 
     def _drop(self, batch: ScheduledBatch) -> list[int]:
-        """Now and then, forgets the sequences that have not come for long: most of them have ended."""
+        """Forgets sequences that have not occurred for long, because most of them have ended. Does so only now and
+        then."""
         self._seen.update(batch.req_ids)
         self._num_batches += 1
         if self._num_batches % self._batches_kept:
@@ -49,7 +50,7 @@ class BatchEncoder:
         return dropped
 
     def _grown(self, batch: ScheduledBatch) -> dict[int, tuple[int, list[int]]]:
-        """By sequence: how much of its table stays, and what follows."""
+        """Growth of each block table: the number of kept blocks, and the blocks after them."""
         grown = {}
         size = batch.block_size
         rows = zip(batch.req_ids, batch.tables, batch.context_lens, strict=True)
@@ -67,7 +68,7 @@ class BatchEncoder:
 
 
 class BatchDecoder:
-    """A rank's end."""
+    """A rank's end of the encoding."""
 
     def __init__(self) -> None:
         self._columns = SequenceColumns([])
@@ -75,7 +76,7 @@ class BatchDecoder:
         self._histories = HistoryDecoder()
 
     def decode(self, columns: Any, dropped: Any, grown: Any, histories: Any, fields: Any) -> ScheduledBatch:
-        """The batch of what `BatchEncoder.encode` gave."""
+        """Restores the batch that `BatchEncoder.encode` encoded."""
         if columns is not None:
             self._columns = SequenceColumns.restored(columns)
         for seq_id in dropped:

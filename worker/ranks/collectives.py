@@ -33,7 +33,7 @@ _SLICED_FROM = 1 << 18
 
 
 def open_store(host: str, port: int = 0) -> tuple[Any, int]:
-    """A store where ranks find each other, which this rank holds, and its port. It listens on `host` alone.
+    """Opens a store on `host` in which ranks find each other. Returns the store and its port.
 
     Without `master_listen_fd` torch would listen on all interfaces, whatever `host` is.
     """
@@ -46,7 +46,7 @@ def open_store(host: str, port: int = 0) -> tuple[Any, int]:
 
 
 def reach_store(host: str, port: int, within: datetime.timedelta = _PATIENCE) -> Any:
-    """The store that another rank holds.
+    """Connects to the store of another rank.
 
     Raises:
         RuntimeError: it cannot be reached within this time.
@@ -57,12 +57,12 @@ def reach_store(host: str, port: int, within: datetime.timedelta = _PATIENCE) ->
 
 
 def part_of_store(name: str, store: Any) -> Any:
-    """A part of the store for one group of several."""
+    """Part of the store for one of several groups."""
     return _dist.PrefixStore(name, store)
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which it reaches `host`."""
+    """Address of this machine on the route to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Sends nothing; only looks up the route.
         probe.connect((socket.gethostbyname(host), 9))
@@ -70,7 +70,7 @@ def address_towards(host: str) -> str:
 
 
 def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> GroupCollectives:
-    """The collectives of `size` ranks, for tensors of CPUs and of GPUs; returns when all have joined.
+    """Joins the group of `size` ranks, for CPU and GPU tensors. Returns its collectives once all ranks have joined.
 
     Args:
         store: the one that all of them use.
@@ -122,7 +122,7 @@ class GroupCollectives:
         return self._join_gpus()
 
     def use(self, kernels: KernelBackend) -> bool:
-        """Leaves sums to a back end that has a way of its own; True if it has one. Every rank has the same one."""
+        """Lets a back end add across ranks if it can; True if it does. Every rank has the same back end."""
         rank, size = self._cpus.rank(), self._cpus.size()
         # A CPU has no number, and every rank may be on it.
         number = rank if kernels.device.index is None else kernels.device.index
@@ -131,7 +131,7 @@ class GroupCollectives:
         return self._sums is not None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`: the kernels' own, or added in float32 from rank 0 on and rounded once."""
+        """Sum of all ranks' `x`: by the kernels, or in float32 from rank 0 on and rounded once."""
         if self._sums is not None:
             with _with_peers("sums over ranks failed"):
                 return self._sums.all_reduce(x)
@@ -142,12 +142,12 @@ class GroupCollectives:
         return _in_order_of_ranks(self._parts(x)).to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
+        """All ranks' `x` [..., N], concatenated along the last dimension in rank order."""
         return torch.cat(self._parts(x), dim=-1)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """To be held while steps are captured. What these raise is not changed."""
+        """Context manager during the capture of steps; errors of the steps pass unchanged."""
         with ExitStack() as stack:
             if self._sums is not None:
                 with _with_peers("sums over ranks failed"):
@@ -157,7 +157,7 @@ class GroupCollectives:
                 stack.close()
 
     def close(self) -> None:
-        """Ends what the kernels do between the ranks, when all of them have called it and their devices are done.
+        """Ends the kernels' operations between ranks, once all ranks have called it and their devices have finished.
 
         A rank's device reads the memory of the others, so none may give it up while another one still computes.
         """
@@ -190,7 +190,7 @@ class GroupCollectives:
 
 
 def _in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in float32, from rank 0 on."""
+    """Sum in float32, from rank 0 on."""
     total = parts[0].to(torch.float32, copy=True)
     for other in parts[1:]:
         total.add_(other)
@@ -199,8 +199,7 @@ def _in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def _with_peers(failed: str) -> Iterator[None]:
-    """Attributes a failure within to the end of another rank, which it most likely is; a lack of memory is this
-    one's own."""
+    """Reports a failure in the block as the loss of another rank, its most likely cause, except a lack of memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -210,12 +209,12 @@ def _with_peers(failed: str) -> Iterator[None]:
 
 
 def in_order(places: list[list[int]]) -> bool:
-    """True if all ranks share one host and rank i uses device i; `places` has the host and the device of each."""
+    """True if all ranks run on one host and rank i uses device i; `places` has host and device of each rank."""
     return all(place == [places[0][0], rank] for rank, place in enumerate(places))
 
 
 def _machine() -> int:
-    """A number of the running machine, the same in all of its processes."""
+    """Number of the running machine, equal in all of its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname() + (boot.read_text("ascii") if boot.exists() else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

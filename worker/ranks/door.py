@@ -76,11 +76,11 @@ class Door:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
+        """Port that the door listens on."""
         return int(self._listener.getsockname()[1])
 
     def admit(self, missing: Container[int], timeout_s: float) -> Guest | None:
-        """Waits at most `timeout_s` for one of the missing ranks; the caller owns its socket, which blocks."""
+        """Waits up to `timeout_s` for a missing rank. Returns its blocking socket, which the caller owns."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._open()
@@ -141,7 +141,7 @@ class Door:
 
 
 def check_hello(message: Any, missing: Container[int], nonce: bytes, secret: str) -> int:
-    """The rank that a hello proves.
+    """Rank that a hello proves, or an error.
 
     Raises:
         FrameError: the message is no hello, its rank is not missing, or its proof is of another secret.
@@ -164,7 +164,7 @@ def prove(secret: str, nonce: bytes, rank: int) -> bytes:
 
 
 def knock(sock: socket.socket, rank: int, secret: str) -> FrameReader:
-    """Answers the challenge of a door, and waits until it admits this rank. Returns the reader of further messages.
+    """Answers a door's challenge and waits until it admits this rank. Returns the reader of further messages.
 
     Raises:
         OSError: the connection broke, or the door does not answer within the socket's timeout.
@@ -206,13 +206,13 @@ def knock_until_admitted(host: str, port: int, rank: int, secret: str) -> tuple[
 
 
 def _messages(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
-    """Messages of a connection; its end raises."""
+    """Messages of a connection; raises when the connection ends."""
     while True:
         yield from receive(sock, reader)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on this address alone.
+    """Opens a listening socket on this address only.
 
     Raises:
         OSError: the address cannot be listened on.

@@ -53,7 +53,7 @@ class FrameError(Exception):
 
 
 def encode(message: object) -> bytes:
-    """A frame. Lists and tuples both arrive as tuples.
+    """Encodes a message as a frame. Lists and tuples both arrive as tuples.
 
     Raises:
         TypeError: the message holds something that must not cross.
@@ -63,7 +63,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(body: bytes) -> Any:
-    """The message of a frame without its length.
+    """Decodes the message of a frame without its length.
 
     Raises:
         FrameError: it is damaged.
@@ -91,7 +91,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes.
+        """Adds received bytes. Returns the messages that they complete.
 
         Raises:
             FrameError: a frame is damaged or too long.
@@ -110,7 +110,7 @@ class FrameReader:
 
 
 def receive(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
-    """The messages that one read of the socket completes.
+    """Reads once from the socket. Returns the messages that the bytes complete.
 
     Raises:
         EOFError: the other end is gone.

@@ -1,4 +1,4 @@
-"""Histories of penalized rows as an engine sends them to its ranks: the tokens that are new. Pure.
+"""Encodes histories of penalized rows for an engine's ranks as new tokens. Pure.
 
 Both ends keep the outputs that have been told: an output only grows, so that a step of 256 sequences with 8000 tokens
 each tells 256 tokens.
@@ -22,7 +22,7 @@ _News = tuple[_Once | None, int, list[int]]
 
 
 class HistoryEncoder:
-    """The engine's end. All that it encodes must be decoded, in the same order."""
+    """The engine's end of the encoding. Everything encoded must be decoded, in the same order."""
 
     def __init__(self) -> None:
         # By sequence: its list of tokens, and how much of its output has been told.
@@ -50,13 +50,13 @@ class HistoryEncoder:
 
 
 class HistoryDecoder:
-    """A rank's end."""
+    """A rank's end of the encoding."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[_Once, list[int]]] = {}
 
     def decode(self, seq_ids: list[int], told: Any) -> dict[int, TokenHistory]:
-        """The histories of a batch of these sequences, from what `HistoryEncoder.encode` gave."""
+        """Restores the histories of a batch of these sequences that `HistoryEncoder.encode` encoded."""
         forget, news = told
         if forget:
             self._told.clear()

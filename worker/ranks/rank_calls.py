@@ -1,4 +1,4 @@
-"""Keeps the calls of ranks that are in flight, and what is missing of each.
+"""Calls of ranks that are in flight, and the answers that each still lacks.
 
 Invariant: every call ends, with all answers that it waits for or with the error of the group; after that error none
 begins.
@@ -18,7 +18,7 @@ from worker.ranks.rank_peers import RankLostError
 
 @dataclass(slots=True)
 class RankCall:
-    """A call in flight. `began` is when it became the oldest one."""
+    """A call in flight; `began` is the time at which it became the oldest call."""
 
     serial: int
     name: str
@@ -29,7 +29,7 @@ class RankCall:
 
 
 class RankCalls:
-    """The calls in flight, oldest first. For any threads.
+    """Calls in flight, oldest first. Safe for any threads.
 
     Args:
         clock: monotonic seconds.
@@ -47,7 +47,7 @@ class RankCalls:
         return self._error
 
     def begin(self, call: RankCall) -> None:
-        """A call is about to be sent.
+        """Adds a call before it is sent.
 
         Raises:
             Exception: the error that has ended all calls.
@@ -59,7 +59,7 @@ class RankCalls:
             self._calls.append(call)
 
     def answered(self, rank: int, serial: int, answer: Any) -> None:
-        """A rank has answered a call.
+        """Notes the answer of a rank.
 
         Raises:
             RankLostError: it was not asked.
@@ -78,7 +78,7 @@ class RankCalls:
         call.future.set_result(call.answers)
 
     def oldest(self) -> RankCall | None:
-        """The call that all ranks are in, or have not come to."""
+        """The oldest call in flight; None without calls."""
         with self._lock:
             return self._calls[0] if self._calls else None
 

@@ -94,7 +94,7 @@ class RankGroup:
         return {rank: peer.process.pid for rank, peer in self._peers.items() if peer.process is not None}
 
     def start(self) -> None:
-        """Starts this machine's ranks, waits for those of the others, and joins all.
+        """Starts this machine's ranks, waits for those of other machines, and lets all join one group.
 
         Raises:
             RankLostError: one has ended meanwhile.
@@ -132,7 +132,7 @@ class RankGroup:
         return bool(self.call("any_has_work", has_work, only=0)[0])
 
     def call(self, name: str, *arguments: object, only: int | None = None) -> dict[int, Any]:
-        """Calls a method of every rank, or of one. The answers, by rank.
+        """Calls a method of every rank, or of one. Returns the answers by rank.
 
         Raises:
             RankLostError: a rank is lost.
@@ -142,7 +142,7 @@ class RankGroup:
         return self._call_each(name, dict.fromkeys(ranks, arguments))
 
     def set_ready(self, shares_sums: bool) -> None:
-        """The ranks have loaded: from now on silence is noticed within seconds.
+        """Notes that the ranks have loaded, after which their silence counts as a fault within seconds.
 
         Args:
             shares_sums: whether their devices share memory for sums, which they have to give up together.
@@ -150,7 +150,7 @@ class RankGroup:
         self._is_ready, self._shares_sums = True, shares_sums
 
     def submit(self, batch: ScheduledBatch) -> Future[TimedOutput]:
-        """Computes a batch after those submitted before; its duration is what rank 0 measures."""
+        """Computes a batch after those submitted before; rank 0 measures its duration."""
         result: Future[TimedOutput] = Future()
         try:
             answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
@@ -169,7 +169,7 @@ class RankGroup:
         return self.submit(batch).result().output
 
     def failure(self) -> Exception | None:
-        """Why the ranks are lost; None while they are there."""
+        """Reason why the ranks are lost; None while they run."""
         return self._calls.error
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class RankGroup:
             peer.end()
 
     def _leave(self) -> None:
-        """Lets ranks end what they share on their devices, for RANK_END_S at most."""
+        """Gives ranks up to RANK_END_S to end the operations that they share on their devices."""
 
         def call() -> None:
             with contextlib.suppress(RankLostError, ModelError):
@@ -203,7 +203,7 @@ class RankGroup:
         return self._send(name, arguments, set(arguments)).result()
 
     def _send(self, name: str, arguments: dict[int, tuple[object, ...]], wanted: set[int]) -> Future[dict[int, Any]]:
-        """Sends one call. Arguments that are one object for several ranks are encoded once."""
+        """Sends one call. An argument that several ranks share is encoded once."""
         with self._sending:
             self._serial += 1
             call = RankCall(self._serial, name, wanted)
@@ -269,7 +269,8 @@ class RankGroup:
         return RankLostError(f"rank {rank} failed: {kind}: {message}" if gone is None else gone.how_lost())
 
     def _check(self) -> None:
-        """Once per heartbeat. Silence is counted in the watcher's turns, so that its own pause is no rank's silence."""
+        """Checks the ranks once per heartbeat. Counts their silence in checks, so that a pause of this process is no
+        silence."""
         most_silent = RANK_MISSED_HEARTBEATS if self._is_ready else RANK_MISSED_HEARTBEATS_LOADING
         for peer in self._peers.values():
             peer.silent += 1

@@ -1,4 +1,4 @@
-"""Ranks as their engine has them: how their processes are started and found, and how they have ended."""
+"""An engine's view of its ranks: how their processes start, are found and end."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Peer:
 
     @property
     def has_ended(self) -> bool:
-        """True if its process was on this machine and is gone."""
+        """True if the rank's process ran on this machine and has ended."""
         return self.process is not None and self.process.poll() is not None
 
     def how_lost(self) -> str:
-        """One line about a rank whose connection has ended."""
+        """Describes in one line how a rank was lost whose connection has ended."""
         if self.process is None:
             return f"rank {self.rank} on another machine has closed its connection"
         try:
@@ -64,7 +64,7 @@ class Peer:
         return f"rank {self.rank} (process {self.process.pid}) {how}"
 
     def end(self) -> None:
-        """Waits for the end of its process, and closes the connection."""
+        """Waits for the end of the rank's process and closes the connection."""
         if self.process is not None:
             self.process.wait()
         self.sock.close()
@@ -82,7 +82,7 @@ def spawn_local(rank: int, topology: Topology, model: str, threads: int) -> Peer
 def spawn_rank(
     rank: int, target: str, topology: Topology, model: str, threads: int, pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Starts the process of a rank, bound to this thread."""
+    """Starts the process of a rank, which ends with this thread."""
     own = str(os.getpid())
     command = [
         sys.executable,
@@ -105,7 +105,7 @@ def spawn_rank(
 
 
 def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[], float]) -> None:
-    """Waits for the ranks of other machines, for as long as it takes, and adds them to `peers`.
+    """Waits without a limit for the ranks of other machines and adds them to `peers`.
 
     Raises:
         RankLostError: one of `peers` has ended meanwhile.
@@ -132,7 +132,7 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
 
 
 def ended_soon(peers: Iterable[Peer], clock: Callable[[], float]) -> Peer | None:
-    """A rank of this machine whose process has ended, which may take a moment to show."""
+    """Finds a rank of this machine whose process has ended; waits a moment for the exit to show."""
     peers, end = list(peers), clock() + _GONE_S
     while clock() < end:
         for peer in peers:

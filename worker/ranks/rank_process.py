@@ -46,7 +46,7 @@ _ENGINE_GONE: Final = 3
 
 
 class Link:
-    """The rank's end of the connection with its engine. Threads send: what calls answer, and heartbeats."""
+    """A rank's end of the connection to its engine. Several threads send: answers of calls, and heartbeats."""
 
     def __init__(self, sock: socket.socket, reader: FrameReader) -> None:
         self._sock = sock
@@ -61,7 +61,7 @@ class Link:
         return str(self._sock.getsockname()[0]) if self._sock.family != socket.AF_UNIX else "127.0.0.1"
 
     def send(self, *message: object) -> None:
-        """Sends a frame; ends the process when the engine is gone."""
+        """Sends a frame; ends the process if the engine is gone."""
         frame = encode(message)
         try:
             with self._lock:
@@ -70,7 +70,7 @@ class Link:
             exit_now(_ENGINE_GONE)
 
     def messages(self) -> Iterator[Any]:
-        """Messages of the engine, to its end."""
+        """Messages of the engine, until it closes the connection."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 yield from receive(self._sock, self._reader)
@@ -110,14 +110,14 @@ class Rank:
         return self._runner
 
     def open_store(self, host: str) -> int:
-        """Opens the store where the ranks find each other; its port. Rank 0 only."""
+        """Opens the store where the ranks find each other and returns its port. Rank 0 only."""
         from worker.ranks.collectives import open_store  # noqa: PLC0415
 
         self._store, port = open_store(host)
         return port
 
     def join(self, host: str, port: int, size: int, address: str) -> None:
-        """Joins the others. `address` is this machine's own where the connection does not say it."""
+        """Joins the other ranks. `address` is this machine's own, if the connection does not show it."""
         from worker.ranks.collectives import join, reach_store  # noqa: PLC0415
 
         if size > 1:
@@ -126,7 +126,7 @@ class Rank:
             self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
 
     def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
-        """Joins the ranks of the other engines.
+        """Joins the ranks of the other engines in lockstep.
 
         The first rank of all engines holds the store. It opens a door at `host` and `port`, where the others learn the
         store's port.
@@ -191,14 +191,14 @@ class Rank:
         return self._runner.kv_block_bytes
 
     def share_sums(self) -> bool:
-        """Leaves sums over the ranks to the kernels; True if these have a way of their own, which `leave` ends.
+        """Lets the kernels add across ranks if they can; True if they do, until `leave`.
 
         A call of its own, since all ranks take part: one whose load fails would leave the others waiting.
         """
         return self.runner.shard.collectives.use(self.runner.kernels)
 
     def kv_memory(self) -> tuple[Any, ...]:
-        """Fields of the KVMemory that is left now that all ranks have loaded."""
+        """Free memory for the KV cache after all ranks have loaded, as fields of KVMemory."""
         from worker.model.runner_setup import kv_memory  # noqa: PLC0415
 
         return astuple(kv_memory(self.runner))
@@ -211,14 +211,14 @@ class Rank:
         take_kv_memory(self.runner, num_blocks)
 
     def warmup(self) -> bool:
-        """Warms up; True if decode steps are captured next."""
+        """Runs the first steps; True if decode steps are captured next."""
         from worker.model.runner_setup import warm_up  # noqa: PLC0415
 
         warm_up(self.runner)
         return self.runner.captures_graphs
 
     def capture_graphs(self) -> None:
-        """Captures decode steps. Rank 0 says how far it is; all take the same steps."""
+        """Captures decode steps, the same on all ranks. Rank 0 reports the progress."""
         if self._rank:
             self.runner.capture_graphs()
         else:
@@ -233,10 +233,10 @@ class Rank:
         return known
 
     def forward(self, *sent: Any) -> Future[TimedOutput] | TimedOutput | None:
-        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds.
+        """Computes one step, which BatchEncoder has encoded. Rank 0 answers with its output and duration in seconds.
 
-        Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the
-        step is launched.
+        Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the step
+        is launched.
         """
         begin = time.perf_counter()
         launched = StepLaunch(begin, self.runner.launch(self._decoder.decode(*sent)))
@@ -247,16 +247,16 @@ class Rank:
         return TimedOutput(launched.tokens(), time.perf_counter() - begin)
 
     def collect_garbage(self) -> None:
-        """Collects a little when enough has been allocated. Not a call: after a step, when its answer is out."""
+        """Collects some garbage if enough objects were allocated. Called after a step's answer, not by the engine."""
         self._collector.between_steps()
 
     def answer_launched(self) -> None:
-        """Rank 0 answers the steps that it has launched, for RANK_END_S at most: one may hang. Not a call."""
+        """Answers the launched steps on rank 0, for at most RANK_END_S: one may hang. Not called by the engine."""
         if self._waiter is not None:
             self._waiter.drain(RANK_END_S)
 
     def leave(self) -> None:
-        """Ends what the ranks share on their devices, when these have computed their steps; no call may follow."""
+        """Ends the operations that ranks share on their devices, after the last steps. No call may follow."""
         self.answer_launched()
         self.runner.shard.collectives.close()
 
@@ -319,7 +319,7 @@ def _answer_failed(link: Link, serial: int, error: BaseException) -> None:
 
 
 def _connect(target: str, rank: int) -> tuple[socket.socket, FrameReader]:
-    """The inherited connection, or one to the engine's machine once its door admits this rank."""
+    """Uses the inherited connection, or connects to the engine's machine, whose door admits this rank."""
     if target.startswith("fd:"):
         return socket.socket(fileno=int(target.removeprefix("fd:"))), FrameReader()
     host, _, port = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""Loads a model on ranks, each a process that holds its part of it. No PyTorch in this process."""
+"""Loads a model on ranks, processes that each hold a part of it. No PyTorch in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.ranks.rank_client import RankGroup
 def load_ranks(
     group: RankGroup, config: Config, model_config: ModelConfig, progress: StartProgress
 ) -> tuple[Config, dict[str, str]]:
-    """Starts the ranks and loads the model on them; ends them when that fails.
+    """Starts the ranks and loads the model on them; ends them if that fails.
 
     The ranks' pools have the same number of blocks, that of the rank with the least room.
 
@@ -61,7 +61,7 @@ def load_ranks(
 
 
 def _kv_memory(group: RankGroup) -> KVMemory:
-    """Memory that each rank's KV cache may take: that of the rank with the least; ranks share a machine's memory."""
+    """Memory for each rank's KV cache: that of the rank with least; ranks of one machine share its memory."""
     memories = [KVMemory(*answer) for answer in group.call("kv_memory").values()]
     free_bytes = min(memory.num_bytes for memory in memories)
     if all(memory.is_device for memory in memories):
@@ -70,7 +70,7 @@ def _kv_memory(group: RankGroup) -> KVMemory:
 
 
 def _agreed(answers: dict[int, dict[str, str]]) -> dict[str, str]:
-    """Facts of the model on which all ranks agree.
+    """Checks that all ranks report the same facts of the model, and returns them.
 
     Raises:
         ModelError: two of them differ; they would compute different tokens.

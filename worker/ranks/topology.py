@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r"tcp://(\[[^\]]+\]|[^:/\[\]]+):(\d{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Tensor-parallel ranks on one or several machines, as many on each, in the order of the machines.
+    """Tensor-parallel ranks on one or several machines: equally many on each, numbered machine by machine.
 
     Attributes:
         tp_size: ranks that share the model.
@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def has_ranks(self) -> bool:
-        """True if the model runs in processes of its own."""
+        """True if the model runs in separate processes."""
         return self.tp_size > 1 or self.dp_size > 1
 
     @property

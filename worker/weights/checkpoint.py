@@ -57,14 +57,14 @@ class QuantizedUse:
     dequantized: dict[str, str] = field(default_factory=dict)
 
     def log(self) -> None:
-        """One line, where there were any."""
+        """Logs one line if there were quantized tensors."""
         if self.kept or self.dequantized:
             _log.info(
                 "quantized weights", kept=len(self.kept), dequantized=len(self.dequantized), reasons=self.reasons()
             )
 
     def reasons(self) -> str:
-        """Why tensors were dequantized: each reason with their number and the first of them."""
+        """Reasons for which tensors were dequantized, each with their number and the first tensor."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.dequantized.items():
             by_reason.setdefault(reason, []).append(name)
@@ -72,7 +72,7 @@ class QuantizedUse:
 
 
 class Weights:
-    """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
+    """Tensors of a checkpoint. Each rank reads its parts in pieces, and releases their pages from memory.
 
     Quantized tensors look like others, what is read is dequantized; `take_quantized` gives them as they are.
 
@@ -104,7 +104,7 @@ class Weights:
         return self._tensors[name].shape
 
     def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
-        """The shape of what `take` would give."""
+        """Shape of the part that `take` would return."""
         return tuple(part.stop - part.start for part in _index(self.shape(name), rows, columns, middle))
 
     def take(
@@ -115,7 +115,7 @@ class Weights:
         middle: slice = _ALL,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A tensor or a part of it, of which nothing else is read.
+        """Reads a tensor or a part of it, and nothing else.
 
         Args:
             name: of the tensor.
@@ -135,7 +135,7 @@ class Weights:
     def copy_to(
         self, out: torch.Tensor, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL
     ) -> None:
-        """Like `take`, into memory that is there already, of any float dtype: nothing is held twice.
+        """Copies a tensor or part into existing memory of any float dtype, so that it is never held twice.
 
         Raises:
             ValueError: `out` has not the part's shape.
@@ -151,12 +151,12 @@ class Weights:
         self._count(name, math.prod(shape))
 
     def quantized(self, name: str) -> QuantizedTensor | None:
-        """Quantization of a tensor; None where it is stored as floats."""
+        """Quantization of a tensor; None if it is stored as floats."""
         tensor = self._tensors[name]
         return tensor if isinstance(tensor, QuantizedTensor) else None
 
     def take_quantized(self, part: MatrixPart) -> QuantizedWeight:
-        """A part of a quantized tensor as it is stored, the caller's own.
+        """Reads a part of a quantized tensor in its stored format, into new memory.
 
         Raises:
             ValueError: it cannot be had so.
@@ -224,17 +224,17 @@ def load_weights(
 
 
 def _is_decoder_alone(expected: Mapping[str, Shape], entries: Mapping[str, Entry]) -> bool:
-    """True if a checkpoint names its tensors as a decoder that is part of no model with a head."""
+    """True if a checkpoint's tensor names are those of a decoder that is not part of a model with a head."""
     whole, alone = f"{_DECODER}{_EMBEDDING}", _EMBEDDING
     return whole in expected and whole not in entries and alone in entries
 
 
 def weights_digest(folder: Path | str) -> str:
-    """sha256 (hex) that tells checkpoints apart, part of the numerics class and never migrated across.
+    """sha256 (hex) that identifies a checkpoint. It is part of the numerics class, and no stream moves to another one.
 
-    Covers config.json; each safetensors file's name, size and header; and its data: all of a file of up to 64 MiB,
-    else 256 windows of 64 KiB spread evenly from the first byte to the last. A change in a large file that misses
-    every window goes unseen.
+    Covers config.json; each safetensors file's name, size and header; and its data: all of a file of up to 64 MiB, else
+    256 windows of 64 KiB spread evenly from the first byte to the last. A change in a large file that misses every
+    window goes unseen.
     """
     digest = hashlib.sha256()
     files = _files(Path(folder))
@@ -253,7 +253,8 @@ def weights_digest(folder: Path | str) -> str:
 
 
 def weight_files(folder: Path | str) -> tuple[tuple[str, int, int], ...]:
-    """Name, bytes and time of the last change, in ns, of each safetensors file: sees what `weights_digest` may not.
+    """Name, size and modification time in ns of each safetensors file, which show changes that `weights_digest` may
+    miss.
 
     Raises:
         ModelError: there are none.
@@ -284,7 +285,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _regular(files: list[Path]) -> list[Path]:
-    """The files, if all are regular: a device has no end, and a named pipe waits for a writer for ever."""
+    """Checks that files are regular: a device has no end, and a named pipe waits for a writer for ever."""
     for file in files:
         if not is_regular(file):
             raise ModelError(f"{file} is not a regular file; download the checkpoint again")

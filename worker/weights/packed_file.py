@@ -1,4 +1,4 @@
-"""A file of packed weights: what the layers of one rank keep, as the kernel back end laid it out, to be mapped.
+"""A file of packed weights: the objects that one rank's layers keep, in the kernels' layout, to be mapped.
 
     magic, 8 bytes | length of the header, 8 bytes | blake2b of the header, 16 bytes | header, JSON | tensors
 
@@ -37,11 +37,11 @@ Json = Any
 
 
 class DamagedFileError(Exception):
-    """A file is not what it should be; one line that says how."""
+    """A file is damaged; the message is one line that says how."""
 
 
 class UnkeptObjectError(Exception):
-    """A packed object holds what no file can keep."""
+    """A packed object has a field that no file can hold."""
 
 
 class FlatTensors:
@@ -106,7 +106,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements fill its memory, in whatever order of dimensions."""
+    """True if a tensor's elements fill its memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -141,7 +141,7 @@ def write(file: BinaryIO, key: str, objects: Mapping[str, Any], progress: Callab
 
 
 class _Pieces:
-    """Writes what comes one after the other in pieces that begin at multiples of their size.
+    """Writes bytes in pieces that begin at multiples of the piece size.
 
     A file system that can keeps these in large pages, and a process that maps the file gets those. Written tensor by
     tensor, 22 % of a file of 1.1 GiB had small ones: around each place where one tensor ends and another begins.
@@ -168,11 +168,11 @@ class _Pieces:
                 self._write(_PIECE_BYTES)
 
     def pad_to(self, place: int) -> None:
-        """Zeros up to there."""
+        """Writes zeros up to a position."""
         self.put(bytes(place - self._place))
 
     def finish(self) -> None:
-        """Writes what is left."""
+        """Writes the last, incomplete piece."""
         self._write(self._place % _PIECE_BYTES)
 
     def _write(self, count: int) -> None:
@@ -216,7 +216,7 @@ class PackedFile:
                 self._map.madvise(getattr(mmap, advice))
 
     def restored(self, name: str) -> Any:
-        """The packed object, its tensors in the file's memory: to be read only.
+        """Restores a packed object whose tensors lie in the read-only memory of the file.
 
         Raises:
             KeyError: there is none of that name.
@@ -264,7 +264,7 @@ def _header(file: BinaryIO, num_bytes: int) -> tuple[Json, int]:
 
 
 def _class(name: str) -> Callable[..., Any]:
-    """The dataclass of the kernels that a file names.
+    """Finds the kernels' dataclass that a file names.
 
     Raises:
         DamagedFileError: it names something else.

@@ -1,4 +1,4 @@
-"""One safetensors file: its header checked, its tensors mapped, and pages given back as soon as they are copied.
+"""One safetensors file: its header is checked, its tensors are mapped, and copied pages are released at once.
 
 Clean pages of a mapped file count as resident memory of the process until the kernel needs them for others. So a copy
 goes in pieces, and the pages of each piece are let go behind it (`MADV_DONTNEED`: they stay in the page cache).
@@ -88,7 +88,7 @@ class MappedFile:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """A tensor as it lies in the file, of which nothing is read yet. May be unaligned."""
+        """A tensor in the mapped file; nothing is read yet. It may be unaligned."""
         dtype = DTYPES[entry.dtype]
         count = entry.num_bytes // dtype.itemsize
         if not count:
@@ -96,7 +96,7 @@ class MappedFile:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def release(self, part: torch.Tensor) -> None:
-        """Lets go of the pages of a part of this file that has been copied."""
+        """Releases the pages of a part of this file that was copied."""
         if not part.numel():
             return
         offset = part.data_ptr() - self._bytes.data_ptr()
@@ -112,7 +112,7 @@ class MappedFile:
 
 
 def spanned_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of a (strided) tensor to the end of its last."""
+    """Number of bytes from the first byte of a strided tensor to its last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -122,7 +122,7 @@ def spanned_bytes(tensor: torch.Tensor) -> int:
 def pieces(
     stored: torch.Tensor, out: torch.Tensor, piece_bytes: int = PIECE_BYTES
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Splits both in the same places, so that each part of `stored` spans at most `piece_bytes`.
+    """Splits two tensors at the same places, so that each part of `stored` spans at most `piece_bytes`.
 
     A single element along the last dimension is never split.
     """

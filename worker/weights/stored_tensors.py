@@ -24,24 +24,24 @@ PIECE_NUMBERS = 1 << 20
 
 
 class Files:
-    """The files of a checkpoint, mapped when they are first read."""
+    """Files of a checkpoint, which are mapped on first use."""
 
     def __init__(self) -> None:
         self._files: dict[Path, MappedFile] = {}
 
     def of(self, entry: Entry) -> MappedFile:
-        """The file of a tensor."""
+        """The file that holds a tensor."""
         if entry.file not in self._files:
             self._files[entry.file] = MappedFile(entry.file)
         return self._files[entry.file]
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """A tensor as it lies in its file."""
+        """A tensor as its file stores it."""
         return self.of(entry).tensor(entry)
 
 
 class MatrixPart(NamedTuple):
-    """A part of a matrix [N, K] of the checkpoint, by which inputs of K numbers are multiplied.
+    """Part of a checkpoint's matrix [N, K]: some rows, some columns.
 
     Attributes:
         name: of the tensor.
@@ -63,12 +63,12 @@ class StoredTensor(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """As the model knows it."""
+        """Shape of the tensor in the model."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The float dtype in which nothing is lost."""
+        """Float dtype that represents every value exactly."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class FloatTensor:
         return self.entry.num_bytes
 
     def copy(self, files: Files, index: Index, out: torch.Tensor) -> None:
-        """See StoredTensor."""
+        """Copies the part `index` of the tensor into `out`; see StoredTensor.copy."""
         files.of(self.entry).copy(files.tensor(self.entry)[index], out)
 
 
@@ -134,7 +134,7 @@ class QuantizedTensor:
 
     @property
     def quant_type(self) -> QuantType:
-        """The granularity of the scales; one for all rows, or all columns, counts as one for each row."""
+        """Granularity of the scales; one scale for all rows or all columns counts as one for each row."""
         if self.packed:
             return "per_1x32"
         rows, columns = self.grain
@@ -148,7 +148,7 @@ class QuantizedTensor:
         return DTYPES[self.values.dtype]
 
     def refusal(self, part: MatrixPart) -> str | None:
-        """Why a part cannot be had as it is stored; None if it can."""
+        """Reason why a part cannot keep its stored format; None if it can."""
         if part.transposed != self.transposed:
             return "stored the other way round"
         every = range(matrix_shape(self.shape, self.transposed)[1])
@@ -164,7 +164,7 @@ class QuantizedTensor:
         return len(range(matrix_shape(self.shape, self.transposed)[0])[part.rows])
 
     def part_quant_type(self, part: MatrixPart) -> QuantType:
-        """The granularity of a part: blocks stay blocks where it has whole ones only, or all of the matrix.
+        """Granularity of the scales of a part: blocks, if the part consists of whole blocks or is the whole matrix.
 
         So ranks with equal shares of the rows have one granularity, also where the first share begins at a whole block.
         """
@@ -175,7 +175,7 @@ class QuantizedTensor:
         return self.quant_type
 
     def quantized(self, files: Files, part: MatrixPart) -> QuantizedWeight:
-        """A part that `refusal` has nothing against, as it is stored."""
+        """Reads a part for which `refusal` is None in its stored format."""
         sizes = matrix_shape(self.shape, self.transposed)
         wanted = zip((part.rows, part.columns), sizes, strict=True)
         rows, columns = (slice(*each.indices(size)[:2]) for each, size in wanted)
@@ -189,7 +189,7 @@ class QuantizedTensor:
         return QuantizedWeight(numbers, self._row_scales(files, scales, rows, quant_type), quant_type)
 
     def _row_scales(self, files: Files, stored: torch.Tensor, rows: slice, quant_type: QuantType) -> torch.Tensor:
-        """Scales of the rows, of stored ones [n, k], as QuantizedWeight has them."""
+        """Scales of some rows, from stored scales [n, k], in the form of QuantizedWeight."""
         # Copied before it is released; else float32 scales would be the file's own pages.
         scales = stored.view(torch.uint8).clone() if self.packed else stored.to(torch.float32, copy=True)
         files.of(self.scales).release(stored)
@@ -200,7 +200,7 @@ class QuantizedTensor:
         return spread.flatten() if quant_type == "per_token" else spread
 
     def copy(self, files: Files, index: Index, out: torch.Tensor) -> None:
-        """See StoredTensor."""
+        """Copies the part `index` of the tensor, dequantized, into `out`; see StoredTensor.copy."""
         values, scales = self._matrices(files)
         *experts, rows, columns = index
         if self.transposed:
@@ -212,7 +212,7 @@ class QuantizedTensor:
             self._copy_matrix(files, values[expert], scales[expert], (rows, columns), place)
 
     def _matrices(self, files: Files) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [E, N, K or K / 2] and scales [E, n, k], as they are stored; E is 1 for one matrix."""
+        """Stored values [E, N, K or K / 2] and scales [E, n, k]; E is 1 for a single matrix."""
         num_rows, num_columns = matrix_shape(self.shape, self.transposed)
         values = files.tensor(self.values).view(-1, num_rows, num_columns // 2 if self.packed else num_columns)
         scales = files.tensor(self.scales)
@@ -236,7 +236,7 @@ class QuantizedTensor:
             out[piece.start - rows.start : piece.stop - rows.start].copy_(numbers)
 
     def _numbers(self, files: Files, values: torch.Tensor, columns: slice) -> torch.Tensor:
-        """The columns of some rows, unscaled, float32, in memory of their own."""
+        """Unscaled numbers of some columns of some rows, float32, in new memory."""
         if not self.packed:
             stored = values[:, columns]
             numbers = torch.empty(stored.shape)
@@ -261,7 +261,7 @@ def scales_shape(matrix: tuple[int, int], grain: tuple[int, int]) -> tuple[int, 
 
 
 def _spread(scales: torch.Tensor, dim: int, part: slice, grain: int) -> torch.Tensor:
-    """The scale of each row or column of `part`; where there is only one, it stays one."""
+    """Scale of each row or column of `part`; a single scale stays single."""
     if scales.shape[dim] == 1:
         return scales
     return scales.index_select(dim, torch.arange(part.start, part.stop) // grain)

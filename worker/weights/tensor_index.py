@@ -1,4 +1,4 @@
-"""Finds each tensor that a model expects among those of a checkpoint, and names everything that does not fit."""
+"""Finds the tensors that a model expects in a checkpoint, and names every one that does not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMES_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class _Layout:
-    """Names of a stored tensor: the model's own with these endings; `transposed` as in QuantizedTensor."""
+    """Endings of the names under which a checkpoint may store a tensor; `transposed` as in QuantizedTensor."""
 
     values: str
     scales: tuple[str, ...]
@@ -54,7 +54,7 @@ _LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
 
 
 class CheckpointIndex:
-    """The search for a model's tensors.
+    """Search for a model's tensors in a checkpoint.
 
     Args:
         entries: every tensor of the checkpoint.
@@ -72,7 +72,7 @@ class CheckpointIndex:
         self._mistyped: list[str] = []
 
     def stored(self, name: str) -> str:
-        """Name that the checkpoint has for a tensor of the model, or for the beginning of such names."""
+        """Name in the checkpoint for a name, or the beginning of a name, in the model."""
         return name.removeprefix(self._lacks)
 
     def find(self, expected: Mapping[str, Shape], kept: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
@@ -153,7 +153,7 @@ class CheckpointIndex:
 
 
 def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
-    """Name, safetensors' dtype and shape of what a checkpoint may have for a tensor: quantized wherever it can be.
+    """Names, safetensors dtypes and shapes that a checkpoint may have for a tensor, quantized if that is possible.
 
     Also where checkpoints have floats, as for embeddings and routers, which are dequantized when they are read.
     """
@@ -173,7 +173,7 @@ def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict
 
 
 def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Lists the first names, and the number of others."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 

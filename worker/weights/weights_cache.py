@@ -1,4 +1,4 @@
-"""The folder of packed weights: the first start of a model packs and writes, every other start maps what is there.
+"""Folder of packed weights: the first start of a model writes its packed weights, later starts map them.
 
 Invariants:
   * An entry's name is a digest of all that its bytes are a function of (`Key`), and its header says the key again. An
@@ -59,7 +59,7 @@ class _LockState(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that decides about the bytes of a rank's packed weights.
+    """Facts that determine the bytes of a rank's packed weights.
 
     Attributes:
         weights: digest of the checkpoint (worker/weights/checkpoint.py), which sees no more than samples of large
@@ -84,21 +84,21 @@ class Key:
 
     @property
     def text(self) -> str:
-        """The key as it stands in the header."""
+        """The key as text, as the file's header has it."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def name(self) -> str:
-        """The entry's name in the folder, without its ending."""
+        """File name of the entry, without its ending."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:32]
 
 
 class Keeper(Protocol):
-    """Store from which layers get what they keep."""
+    """Gives layers their packed objects: made from the checkpoint, or mapped from a file."""
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the file that what is kept lies in; 0 where it lies in memory of this process."""
+        """Size of the mapped file that holds the objects; 0 if they lie in memory of this process."""
         ...
 
     @property
@@ -108,11 +108,11 @@ class Keeper(Protocol):
 
     @property
     def needs_weights(self) -> bool:
-        """True if `keep` makes things, for which the checkpoint is read."""
+        """True if `keep` makes objects, so that the checkpoint is needed."""
         ...
 
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
-        """Result of `make`: tensors or packed objects. A layer changes them only in `make`.
+        """Returns the tensors or packed objects of `make`, made or mapped. Only `make` may change them.
 
         Raises:
             ValueError: the name was used before.
@@ -121,7 +121,7 @@ class Keeper(Protocol):
 
 
 class WeightsWriter:
-    """Keeper that makes everything, and remembers it.
+    """Keeper that makes all objects and keeps them for writing.
 
     Attributes:
         objects: what was made, by name.
@@ -135,7 +135,7 @@ class WeightsWriter:
         self.objects: dict[str, Any] = {}
 
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
-        """See Keeper."""
+        """Makes an object and keeps it."""
         if name in self.objects:
             raise ValueError(f"{name} is kept twice")
         made = self.objects[name] = make()
@@ -143,7 +143,7 @@ class WeightsWriter:
 
 
 class WeightsMap:
-    """Keeper that takes everything from a mapped file.
+    """Keeper that takes all objects from a mapped file.
 
     Args:
         file: of the same model.
@@ -160,14 +160,14 @@ class WeightsMap:
         self.mapped_bytes = file.num_bytes
 
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
-        """See Keeper."""
+        """Takes the object of that name from the file."""
         kept: Made = self._file.restored(name)
         self._adopt(kept)
         return kept
 
 
 class WeightsCache:
-    """A folder of packed weights.
+    """Cache folder of packed weights.
 
     Args:
         folder: made when something is written.
@@ -189,7 +189,7 @@ class WeightsCache:
         progress: Progress,
         adopt: Callable[[Any], None],
     ) -> Model:
-        """The model, on mapped weights where that is possible.
+        """Loads the model, with mapped weights if possible.
 
         Args:
             key: of its weights.
@@ -214,7 +214,7 @@ class WeightsCache:
         return build(WeightsWriter())
 
     def path(self, key: Key) -> Path:
-        """Path of the entry."""
+        """Path of an entry's file."""
         return self._folder / f"{key.name}{_ENTRY}"
 
     def _open(self, key: Key) -> PackedFile | None:
@@ -263,7 +263,7 @@ class WeightsCache:
         return file
 
     def _remove_old(self) -> None:
-        """Removes what a writer left that is gone, and unused entries, oldest use first, down to the limit."""
+        """Removes files of dead writers, and unused entries beyond the size limit, least recently used first."""
         with contextlib.suppress(OSError):
             for part in self._folder.glob(f"*{_PART}"):
                 _remove_unused(part)
@@ -280,7 +280,7 @@ class WeightsCache:
 
     @contextlib.contextmanager
     def _packing(self, key: Key) -> Iterator[None]:
-        """Held by the one process that may pack; without locks, or after the longest wait, by all."""
+        """Lock for the one process that may pack. Without file locks, or after the longest wait, every process may."""
         with contextlib.ExitStack() as stack:
             stream = self._lock_file(key)
             if stream is not None:
@@ -320,7 +320,7 @@ _PACKING_MODULES: Final = (
 
 
 def packing_sources() -> list[Path]:
-    """Files on which the content of an entry depends; a change of others packs nothing anew."""
+    """Source files that determine the content of an entry; other changes leave entries valid."""
     top = Path(__file__).resolve().parents[2]
     packages = [path for package in _PACKING_PACKAGES for path in (top / package).rglob("*.py")]
     return sorted([*packages, *(top / f"{name}.py" for name in _PACKING_MODULES)])
@@ -337,7 +337,7 @@ def sources_digest() -> str:
 
 
 def _lock(stream: BinaryIO, kind: int) -> _LockState:
-    """Takes a lock that goes with the file's end: LOCK_SH needs a file open for reading, LOCK_EX for writing (NFS)."""
+    """Locks an open file until it is closed: LOCK_SH needs a file open for reading, LOCK_EX for writing (NFS)."""
     try:
         fcntl.flock(stream.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -347,7 +347,7 @@ def _lock(stream: BinaryIO, kind: int) -> _LockState:
 
 
 def _opened_in_use(path: Path) -> BinaryIO | None:
-    """The file, locked against its removal where there are locks; None when another keeps it locked for long.
+    """Opens the file and locks it against removal; None if another process keeps it locked for long.
 
     Raises:
         OSError: it is not there or cannot be read.
@@ -365,7 +365,7 @@ def _opened_in_use(path: Path) -> BinaryIO | None:
 
 
 def _new_part(path: Path) -> tuple[Path, BinaryIO]:
-    """A file to write an entry to, of a name that nobody else takes, locked to say that it is being written.
+    """Creates a file with a unique name for a new entry, locked while it is written.
 
     Raises:
         OSError: it cannot be made or locked.
@@ -396,7 +396,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _is_at(path: Path, stream: BinaryIO) -> bool:
-    """True if the path still leads to the open file."""
+    """True if the path still names the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -404,7 +404,7 @@ def _is_at(path: Path, stream: BinaryIO) -> bool:
 
 
 def _warn_of_others(*paths: Path) -> None:
-    """Warns if another user can change one of the paths: an entry decides the model's answers and has no checksum."""
+    """Warns if other users can change a path: an entry determines the model's answers and has no checksum."""
     for path in paths:
         with contextlib.suppress(OSError):
             found = path.stat()
@@ -418,7 +418,7 @@ def _warn_of_others(*paths: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Makes a rename last."""
+    """Makes a rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -427,7 +427,7 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """One line of it."""
+    """First line of an error message."""
     if isinstance(error, OSError):
         return os.strerror(error.errno or 0)
     if isinstance(error, DamagedFileError | UnkeptObjectError):
