@@ -41,7 +41,7 @@ _MARK = "fissile-sources:"
 
 
 class BuildError(Exception):
-    """Compilation of the native kernels failed; the message is one line."""
+    """The kernels could not be compiled; one line."""
 
 
 class NoCompilerError(BuildError):
