@@ -109,7 +109,7 @@ class AttentionMetaData:
         return np.repeat(np.arange(len(self.seq_lens)), np.diff(self.cu_seqlens_q))
 
     def positions(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """int64 [tokens]: the position of each row by the arrays, given `sequences`."""
+        """int64 [tokens]: the position of each row, whose sequence `sequences` names."""
         return np.arange(self.num_tokens) + (self.seq_lens - self.cu_seqlens_q[1:])[sequences]
 
     def moved(self, block_size: int) -> AttentionMetaData:

@@ -99,7 +99,7 @@ class GarbageCollector:
         self._collect(idle=False)
 
     def while_idle(self) -> None:
-        """Collects everything, now and then."""
+        """Runs a full collection if the last one was long enough ago."""
         self._collect(idle=True)
 
     def _collect(self, *, idle: bool) -> None:

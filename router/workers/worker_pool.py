@@ -255,7 +255,7 @@ class WorkerPool:
         if not worker.is_parting:
             worker.last_error = why
 
-    # Joining and parting.
+    # Workers that join and leave.
 
     def _add(self, address: str) -> None:
         """Dials a worker, or keeps one that was about to part."""

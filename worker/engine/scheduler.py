@@ -337,7 +337,7 @@ class Scheduler:
         """Gives up a batch that was interrupted, in place of `postprocess`: its tokens are still to be computed."""
         self.postprocessor.discard(seqs, batch)
 
-    # Entrances and exits.
+    # Sequences that enter and leave.
 
     def validate(self, seq: Sequence) -> None:
         """Checks that `seq` can be run.

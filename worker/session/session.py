@@ -178,7 +178,7 @@ class WorkerSession:
         """Seconds until the router counts as gone."""
         return self._heard + self.lease_s - now
 
-    # Writing.
+    # Frames to write.
 
     def next_frame(self, now: float) -> wpb.SessionResponse | None:
         """The frame to write next; None if there is nothing to send.

@@ -355,7 +355,7 @@ def _opened_in_use(path: Path) -> BinaryIO | None:
     deadline = time.monotonic() + _SHORT_WAIT_S
     while True:
         stream = path.open("rb")
-        # Between the two it may have been removed, or another may have come in its place.
+        # Another process may have removed or replaced the file between `open` and the lock.
         if _lock(stream, fcntl.LOCK_SH) is not _LockState.BUSY and _is_at(path, stream):
             return stream
         stream.close()

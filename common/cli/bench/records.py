@@ -16,7 +16,7 @@ INTERRUPTED: Final = "INTERRUPTED"
 
 @dataclass(slots=True)
 class Record:
-    """One request.
+    """Times and counts of one request of a benchmark.
 
     Attributes:
         index: number of the request in its run, from 0.

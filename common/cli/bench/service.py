@@ -22,7 +22,7 @@ GONE_AFTER: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms that all requests of a benchmark have in common.
+    """Model, sampling parameters and other fields that all requests of a benchmark share.
 
     Attributes:
         model: its name; empty takes the router's only one.

@@ -55,7 +55,7 @@ def _strict_json(text: str, arguments: Arguments) -> str:
 
 
 def part_value(text: str, parser: Mapping[str, Any] | None) -> Any:
-    """Parses a text within a region."""
+    """Parses a text of an answer with a parser of the response template; None keeps it as text."""
     return text if parser is None else PARSERS[parser.get("name", "text")](text, parser.get("args", {}))
 
 
