@@ -306,7 +306,7 @@ class ModelRunner:
         last: SampledTokens,
         hidden: torch.Tensor,
     ) -> None:
-        """Runs the draft model after the step's tokens. Waits for the tokens if penalties or masks change the drafts."""
+        """Runs the draft model after the step's tokens. Waits for the tokens if penalties or masks change drafts."""
         total = step.metadata.num_tokens
         token_ids, states, kv_cache_data = step.token_ids[:total], hidden[:total], self._pool.draft_data
         if self.sampler.waits_for_tokens and not _steers_drafts(batch):
