@@ -188,7 +188,7 @@ class Tokenizer:
         self._unknown = self._parsing.token_to_id(names.get("unk_token", ""))
         self.bos_token_id: int | None = self._parsing.token_to_id(names.get("bos_token", ""))
         self._newline = self._ids(self._parsing, "\n")
-        self._bytes = TokenBytes(self._parsing)
+        self.pieces = TokenBytes(self._parsing)
         content = json.loads(written)
         self._floor = TokenFloor(content)
         self._spells_special = _spells_special(content, special)
@@ -292,17 +292,17 @@ class Tokenizer:
         self, *, skip_special: bool = True, keep: Set[int] = frozenset(), behind: Sequence[int] = ()
     ) -> Detokenizer:
         """Returns an incremental decoder of a text behind the ids `behind`; special ids in `keep` stay in the text."""
-        return Detokenizer(self._bytes, skip=self.special_ids - keep if skip_special else frozenset(), behind=behind)
+        return Detokenizer(self.pieces, skip=self.special_ids - keep if skip_special else frozenset(), behind=behind)
 
     def token_bytes(self) -> list[bytes]:
         """Returns the bytes of each token inside a text, by id."""
-        return [self._bytes.inner(id) for id in range(self.vocab_size)]
+        return [self.pieces.inner(id) for id in range(self.vocab_size)]
 
     @property
     def hides_first_space(self) -> bool:
         """True if decoding drops the space of a text's first token, as with SentencePiece."""
         first = self._ids(self._plain, "a")[:1]
-        return any(self._bytes.first(id) != self._bytes.inner(id) for id in first)
+        return any(self.pieces.first(id) != self.pieces.inner(id) for id in first)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Returns the vocabulary entry of each id, for display; empty for an unknown id."""

@@ -19,6 +19,7 @@ from common.params.sampling_masks import check_tokens_left
 from common.params.sampling_params import SamplingParams
 from common.telemetry import names
 from common.text.answer_text import AnswerText
+from common.text.detokenizer import TokenBytes
 from common.text.stop_strings import StopStrings
 from common.wire.adoption import AdoptionKeys
 from common.wire.block_hash import GRANULE_BLOCKS
@@ -139,6 +140,7 @@ class RequestBuilder:
             else None,
             prompt_text=prompt_text,
             keeps_special_tokens=request.output_options.keep_special_tokens,
+            token_bytes=_token_bytes(request.output_options, model),
             reading=prompt.reading,
         )
 
@@ -281,6 +283,19 @@ class RequestBuilder:
             return True
         few = len(point.token_ids.ids) <= MAX_SENT_LOGPROBS
         return answer.params.wants_logprobs and few and self._requests.may_adopt(answer.adoption_key)
+
+
+def _token_bytes(options: pb.OutputOptions, model: ServedModel) -> TokenBytes | None:
+    """Bytes of the tokens of logprobs; None if they are not requested.
+
+    Raises:
+        NoTokenizerError: the model has no tokenizer.
+    """
+    if not options.token_bytes:
+        return None
+    if model.text.tokenizer is None:
+        raise NoTokenizerError(model.name)
+    return model.text.tokenizer.pieces
 
 
 def receipt_terms(

@@ -10,6 +10,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.params.sampling_params import DISTRIBUTION_FIELDS
 from common.rpc.durations import to_duration
 from common.telemetry.request_record import RequestTimes
+from common.text.detokenizer import TokenBytes
 from common.wire.heads import public_pooling
 from common.wire.logprob_rows import unpack
 from router.answers.answer_logprobs import ChunkLogprobs, LogprobRows
@@ -47,7 +48,7 @@ def fill_response(
     if part.token_ids:
         message.token_ids.extend(part.token_ids)
     if part.logprobs is not None:
-        _fill_logprobs(message, part.logprobs)
+        _fill_logprobs(message, part.logprobs, stream.request.token_bytes)
     if has_info:
         message.prompt_info.CopyFrom(_prompt_info(stream, clock()))
     elif message.HasField("prompt_info"):
@@ -65,12 +66,19 @@ def _fill_calls(delta: pb.ChatDelta, calls: Sequence[ChannelPart], stream: Reque
         delta.tool_calls.add(index=part.call, id=call_id, name=part.name, arguments_json=part.text)
 
 
-def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs) -> None:
+def _fill_logprobs(
+    message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs, token_bytes: TokenBytes | None
+) -> None:
     """Replaces the logprobs of a message. Either all parts of an answer have logprobs, or none has."""
     for entries, rows in ((message.logprobs, logprobs.generated), (message.prompt_logprobs, logprobs.prompt)):
         del entries[:]
         if rows:
             entries.extend(token_logprobs(rows))
+        if token_bytes is not None:
+            for entry in entries:
+                entry.token_bytes = token_bytes.inner(entry.token_id)
+                for top in entry.top:
+                    top.token_bytes = token_bytes.inner(top.token_id)
 
 
 def token_logprobs(rows: LogprobRows) -> list[pb.TokenLogprobs]:

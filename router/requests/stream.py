@@ -22,6 +22,7 @@ from common.params.pooling import MEAN, Pooling
 from common.params.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
+from common.text.detokenizer import TokenBytes
 from common.wire.adoption import delivered_digest
 from common.wire.heads import worker_pooling
 from common.wire.sampling_protos import sampling_to_proto
@@ -89,6 +90,7 @@ class RoutedRequest:
         resumed_from: see `Attempts`.
         prompt_text: text to send before the answer; None for none.
         keeps_special_tokens: True if special tokens are part of the text.
+        token_bytes: bytes of the tokens of logprobs; None if they are not requested.
         receipt: first part of the answer's receipt; None for no receipt.
         only_worker: address of the one worker that may serve it, "" for any.
         pooling: how the prompt becomes a vector; None for generation.
@@ -118,6 +120,7 @@ class RoutedRequest:
     resumed_from: str | None = None
     prompt_text: str | None = None
     keeps_special_tokens: bool = False
+    token_bytes: TokenBytes | None = None
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
     pooling: Pooling | None = None

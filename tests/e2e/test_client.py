@@ -25,7 +25,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.cli.client.generate import generate as generate_command
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.router_bench import FILES, Bench, bench, until
+from tests.e2e.router_bench import FILES, TOKENIZER, Bench, bench, until
 from tests.e2e.service import REPOSITORY, Process, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model
 
@@ -51,6 +51,24 @@ async def test_answers_and_events() -> None:
             assert isinstance(mine[-1], Finished)
         assert stream.progress.is_whole
         await b.empty()
+
+
+async def test_tokens_text_and_prompt_of_a_client_are_those_of_the_router() -> None:
+    async with bench(FakeWorker(FILES)) as b, client_of(b) as client:
+        ids = [*(await client.tokenize("say é")).token_ids]
+        assert ids == TOKENIZER.encode("say é")
+        assert await client.detokenize(ids) == "say é"
+        rendered = await client.render_prompt("hi", metadata={"x-fissile-tenant": "t"})
+        assert len(rendered.token_ids) == await client.count_tokens("hi")
+        assert "hi" in rendered.text
+
+        def same_in_a_thread() -> None:
+            with Client(b.router.server.address) as other:
+                assert [*other.tokenize("say é").token_ids] == ids
+                assert other.detokenize(ids) == "say é"
+                assert other.render_prompt("hi") == rendered
+
+        await asyncio.to_thread(same_in_a_thread)
 
 
 async def test_client_error_has_reason_field_and_advice() -> None:

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2
 
 from common.errors import DOMAIN
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.router_bench import FILES, bench, detail, error_of
+from tests.e2e.router_bench import FILES, TOKENIZER, bench, detail, error_of
 from tests.e2e.router_bench import request as text_request
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
@@ -97,6 +97,26 @@ def test_stream_resumes_after_each_message(simulated: Service, prompt_logprobs: 
         assert logprobs_of(whole[:count]) + logprobs_of(rest) == logprobs_of(whole)
         assert rest[-1].finish.logprob == whole[-1].finish.logprob
         assert prompt_logprobs_of(rest) == ([] if ids else given)
+
+
+@pytest.mark.proto_field("OutputOptions.token_bytes", "TokenLogprobs.token_bytes", "TopLogprob.token_bytes")
+def test_token_bytes_are_the_text_and_absent_without_the_option(simulated: Service) -> None:
+    prompt = [*TOKENIZER.encode("say é")]
+    options = {"logprobs": 2, "prompt_logprobs": 0, "token_bytes": True}
+    parts = list(simulated.stub.Generate(request(prompt, options=options), timeout=60))
+    assert b"".join(entry.token_bytes for entry in prompt_logprobs_of(parts)) == "say é".encode()[1:]
+    for entry in logprobs_of(parts):
+        assert [each.token_bytes for each in (entry, *entry.top)] == [
+            TOKENIZER.pieces.inner(token) for token in (entry.token_id, *(each.token_id for each in entry.top))
+        ]
+    assert any(entry.token_bytes for entry in logprobs_of(parts))
+    plain = logprobs_of(list(simulated.stub.Generate(request(prompt), timeout=60)))
+    assert not any(entry.token_bytes or any(each.token_bytes for each in entry.top) for entry in plain)
+    for entry in (given := logprobs_of(parts)):
+        entry.token_bytes = b""
+        for each in entry.top:
+            each.token_bytes = b""
+    assert given == plain
 
 
 def text_of(parts: list[Any]) -> str:

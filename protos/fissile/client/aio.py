@@ -20,6 +20,7 @@ from fissile.client.arguments import (
     Messages,
     Metadata,
     Prompt,
+    PromptArguments,
     RerankArguments,
     ScoreArguments,
     spelled_out,
@@ -32,11 +33,14 @@ from fissile.client.base import (
     BaseStream,
     begin_verification,
     count_tokens,
+    detokenize,
     embed,
     get_model,
     list_models,
+    render_prompt,
     rerank,
     score,
+    tokenize,
 )
 from fissile.client.calls import Event, Result, result_of
 from fissile.client.embeddings import Embeddings
@@ -258,31 +262,92 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         return await self.generate_stream(prompt, **arguments).result()
 
-    async def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> list[pb.Model]:
+    async def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S, metadata: Metadata = ()) -> list[pb.Model]:
         """The models that can be asked for.
 
         Raises:
             FissileError: no router answers.
         """
-        return await self.ask(list_models(), timeout_s)
+        return await self.ask(list_models(), timeout_s, metadata)
 
-    async def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
+    async def model(
+        self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S, metadata: Metadata = ()
+    ) -> pb.Model:
         """Describes a model; "" means the only one that is served.
 
         Raises:
             FissileError: the name is unknown, or no router answers.
         """
-        return await self.ask(get_model(name), timeout_s)
+        return await self.ask(get_model(name), timeout_s, metadata)
 
     async def count_tokens(
-        self, messages: Messages, *, model: str = "", timeout_s: float | None = QUESTION_TIMEOUT_S
+        self,
+        messages: Messages,
+        *,
+        model: str = "",
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
     ) -> int:
         """Prompt tokens of a conversation.
 
         Raises:
             FissileError: the conversation is refused, or no router answers.
         """
-        return await self.ask(count_tokens(messages, model), timeout_s)
+        return await self.ask(count_tokens(messages, model), timeout_s, metadata)
+
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+    ) -> pb.TokenizeResponse:
+        """Turns a text into the token ids that `generate` would use: `token_ids`, and `tokens` for people to read.
+
+        Raises:
+            FissileError: the text is refused, or no router answers.
+        """
+        return await self.ask(tokenize(text, model), timeout_s, metadata)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special_tokens: bool = False,
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+    ) -> str:
+        """Turns token ids into text.
+
+        Raises:
+            FissileError: an id is refused, or no router answers.
+        """
+        asked = detokenize(token_ids, model, keep_special_tokens=keep_special_tokens)
+        return await self.ask(asked, timeout_s, metadata)
+
+    @spelled_out(PromptArguments)
+    async def render_prompt(
+        self,
+        messages: Messages,
+        *,
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+        **arguments: Unpack[PromptArguments],
+    ) -> pb.RenderPromptResponse:
+        """Renders a conversation with the model's chat template: `text`, and its `token_ids`.
+
+        Args:
+            messages: as for `chat`.
+            timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
+            arguments: fields of ChatRequest that the prompt depends on, by name.
+
+        Raises:
+            FissileError: the conversation is refused, or no router answers.
+        """
+        return await self.ask(render_prompt(messages, arguments), timeout_s, metadata)
 
     @spelled_out(EmbedArguments)
     async def embed(
@@ -290,6 +355,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         inputs: Sequence[Prompt],
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[EmbedArguments],
     ) -> Embeddings:
         """Turns texts, or lists of token ids, into vectors, in the order of `inputs`.
@@ -297,12 +363,13 @@ class AsyncClient(BaseClient[AsyncStream]):
         Args:
             inputs: at most 2,048.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of EmbedRequest, by name.
 
         Raises:
             FissileError: the request is refused or has failed, or no router answers.
         """
-        return await self.ask(embed(inputs, arguments), timeout_s)
+        return await self.ask(embed(inputs, arguments), timeout_s, metadata)
 
     @spelled_out(RerankArguments)
     async def rerank(
@@ -311,6 +378,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         documents: Sequence[str],
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[RerankArguments],
     ) -> pb.RerankResponse:
         """Orders documents by their relevance to a query: `documents`, the best one first.
@@ -319,12 +387,13 @@ class AsyncClient(BaseClient[AsyncStream]):
             query: the query.
             documents: at most 1,024.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of RerankRequest, by name.
 
         Raises:
             FissileError: the model is not a reranker, the request is refused or has failed, or no router answers.
         """
-        return await self.ask(rerank(query, documents, arguments), timeout_s)
+        return await self.ask(rerank(query, documents, arguments), timeout_s, metadata)
 
     @spelled_out(ScoreArguments)
     async def score(
@@ -333,6 +402,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         context: Prompt | None = None,
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
         """Computes how likely continuations, texts or token ids, are after a context: `scores`, in their order.
@@ -341,12 +411,13 @@ class AsyncClient(BaseClient[AsyncStream]):
             continuations: at most 128; each is scored separately.
             context: a text if they are texts, otherwise token ids; None scores whole texts.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of ScoreRequest, by name.
 
         Raises:
             FissileError: the request is refused or has failed, or no router answers.
         """
-        return await self.ask(score(continuations, context, arguments), timeout_s)
+        return await self.ask(score(continuations, context, arguments), timeout_s, metadata)
 
     async def verify(
         self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float | None = ANSWER_TIMEOUT_S

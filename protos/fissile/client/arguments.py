@@ -113,6 +113,7 @@ class OutputArguments(TypedDict, total=False):
     prompt_logprobs_start: int | None
     echo: bool | None
     keep_special_tokens: bool | None
+    token_bytes: bool | None
 
 
 class AnyRequestArguments(TypedDict, total=False):
@@ -144,6 +145,15 @@ class ChatArguments(AnswerArguments, total=False):
     parallel_tool_calls: bool | None
     template_arguments_json: Json | None
     reasoning: pb.ReasoningOptions | ReasoningArguments | None
+
+
+class PromptArguments(TypedDict, total=False):
+    """Fields of ChatRequest that the prompt depends on, besides the messages."""
+
+    model: str | None
+    tools: Sequence[pb.Tool | Mapping[str, Any]] | None
+    tool_choice: pb.ToolChoice | ToolChoiceArguments | None
+    template_arguments_json: Json | None
 
 
 class EmbedArguments(AnyRequestArguments, total=False):

@@ -174,6 +174,22 @@ def count_tokens(messages: Messages, model: str) -> Unary[int]:
     return Unary("CountTokens", asked, lambda answer: int(answer.prompt_tokens))
 
 
+def tokenize(text: str, model: str) -> Unary[pb.TokenizeResponse]:
+    """Asks for the tokens of a text."""
+    return Unary("Tokenize", fill(pb.TokenizeRequest(), {"model": model, "text": text}), lambda answer: answer)
+
+
+def detokenize(token_ids: Sequence[int], model: str, *, keep_special_tokens: bool) -> Unary[str]:
+    """Asks for the text of token ids."""
+    fields = {"model": model, "token_ids": token_ids, "keep_special_tokens": keep_special_tokens}
+    return Unary("Detokenize", fill(pb.DetokenizeRequest(), fields), lambda answer: str(answer.text))
+
+
+def render_prompt(messages: Messages, fields: Mapping[str, Any]) -> Unary[pb.RenderPromptResponse]:
+    """Asks for the prompt of a conversation."""
+    return Unary("RenderPrompt", pb.RenderPromptRequest(chat=chat_request(messages, fields)), lambda answer: answer)
+
+
 def embed(inputs: Sequence[Prompt], fields: Mapping[str, Any]) -> Unary[Embeddings]:
     """Asks for vectors."""
     return Unary("Embed", embed_request(inputs, fields), Embeddings)

@@ -106,11 +106,15 @@ class Connection:
     def metadata_of(self, call: Metadata = ()) -> SentMetadata:
         """All metadata to send with a call: the API key, the connection's metadata, and `call`.
 
+        An `authorization` of the call replaces the API key.
+
         Raises:
             ValueError: a pair cannot be sent.
         """
-        key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-        return (*key, *sendable(self.metadata), *sendable(call))
+        own = sendable(call)
+        has_own_key = not self.api_key or any(name == "authorization" for name, _ in own)
+        key = () if has_own_key else (("authorization", f"Bearer {self.api_key}"),)
+        return (*key, *sendable(self.metadata), *own)
 
 
 def is_target(text: str) -> bool:

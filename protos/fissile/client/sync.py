@@ -20,6 +20,7 @@ from fissile.client.arguments import (
     Messages,
     Metadata,
     Prompt,
+    PromptArguments,
     RerankArguments,
     ScoreArguments,
     spelled_out,
@@ -32,11 +33,14 @@ from fissile.client.base import (
     BaseStream,
     begin_verification,
     count_tokens,
+    detokenize,
     embed,
     get_model,
     list_models,
+    render_prompt,
     rerank,
     score,
+    tokenize,
 )
 from fissile.client.calls import Event, Result, result_of
 from fissile.client.embeddings import Embeddings
@@ -241,29 +245,92 @@ class Client(BaseClient[Stream]):
         """
         return self.generate_stream(prompt, **arguments).result()
 
-    def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> list[pb.Model]:
+    def models(self, *, timeout_s: float | None = QUESTION_TIMEOUT_S, metadata: Metadata = ()) -> list[pb.Model]:
         """The models that can be asked for.
 
         Raises:
             FissileError: no router answers.
         """
-        return self.ask(list_models(), timeout_s)
+        return self.ask(list_models(), timeout_s, metadata)
 
-    def model(self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S) -> pb.Model:
+    def model(
+        self, name: str = "", *, timeout_s: float | None = QUESTION_TIMEOUT_S, metadata: Metadata = ()
+    ) -> pb.Model:
         """Describes a model; "" means the only one that is served.
 
         Raises:
             FissileError: the name is unknown, or no router answers.
         """
-        return self.ask(get_model(name), timeout_s)
+        return self.ask(get_model(name), timeout_s, metadata)
 
-    def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float | None = QUESTION_TIMEOUT_S) -> int:
+    def count_tokens(
+        self,
+        messages: Messages,
+        *,
+        model: str = "",
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+    ) -> int:
         """Prompt tokens of a conversation.
 
         Raises:
             FissileError: the conversation is refused, or no router answers.
         """
-        return self.ask(count_tokens(messages, model), timeout_s)
+        return self.ask(count_tokens(messages, model), timeout_s, metadata)
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+    ) -> pb.TokenizeResponse:
+        """Turns a text into the token ids that `generate` would use: `token_ids`, and `tokens` for people to read.
+
+        Raises:
+            FissileError: the text is refused, or no router answers.
+        """
+        return self.ask(tokenize(text, model), timeout_s, metadata)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special_tokens: bool = False,
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+    ) -> str:
+        """Turns token ids into text.
+
+        Raises:
+            FissileError: an id is refused, or no router answers.
+        """
+        asked = detokenize(token_ids, model, keep_special_tokens=keep_special_tokens)
+        return self.ask(asked, timeout_s, metadata)
+
+    @spelled_out(PromptArguments)
+    def render_prompt(
+        self,
+        messages: Messages,
+        *,
+        timeout_s: float | None = QUESTION_TIMEOUT_S,
+        metadata: Metadata = (),
+        **arguments: Unpack[PromptArguments],
+    ) -> pb.RenderPromptResponse:
+        """Renders a conversation with the model's chat template: `text`, and its `token_ids`.
+
+        Args:
+            messages: as for `chat`.
+            timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
+            arguments: fields of ChatRequest that the prompt depends on, by name.
+
+        Raises:
+            FissileError: the conversation is refused, or no router answers.
+        """
+        return self.ask(render_prompt(messages, arguments), timeout_s, metadata)
 
     @spelled_out(EmbedArguments)
     def embed(
@@ -271,6 +338,7 @@ class Client(BaseClient[Stream]):
         inputs: Sequence[Prompt],
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[EmbedArguments],
     ) -> Embeddings:
         """Turns texts, or lists of token ids, into vectors, in the order of `inputs`.
@@ -278,12 +346,13 @@ class Client(BaseClient[Stream]):
         Args:
             inputs: at most 2,048.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of EmbedRequest, by name.
 
         Raises:
             FissileError: the request is refused or has failed, or no router answers.
         """
-        return self.ask(embed(inputs, arguments), timeout_s)
+        return self.ask(embed(inputs, arguments), timeout_s, metadata)
 
     @spelled_out(RerankArguments)
     def rerank(
@@ -292,6 +361,7 @@ class Client(BaseClient[Stream]):
         documents: Sequence[str],
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[RerankArguments],
     ) -> pb.RerankResponse:
         """Orders documents by their relevance to a query: `documents`, the best one first.
@@ -300,12 +370,13 @@ class Client(BaseClient[Stream]):
             query: the query.
             documents: at most 1,024.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of RerankRequest, by name.
 
         Raises:
             FissileError: the model is not a reranker, the request is refused or has failed, or no router answers.
         """
-        return self.ask(rerank(query, documents, arguments), timeout_s)
+        return self.ask(rerank(query, documents, arguments), timeout_s, metadata)
 
     @spelled_out(ScoreArguments)
     def score(
@@ -314,6 +385,7 @@ class Client(BaseClient[Stream]):
         context: Prompt | None = None,
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
         **arguments: Unpack[ScoreArguments],
     ) -> pb.ScoreResponse:
         """Computes how likely continuations, texts or token ids, are after a context: `scores`, in their order.
@@ -322,12 +394,13 @@ class Client(BaseClient[Stream]):
             continuations: at most 128; each is scored separately.
             context: a text if they are texts, otherwise token ids; None scores whole texts.
             timeout_s: deadline.
+            metadata: of this call, such as `traceparent`.
             arguments: fields of ScoreRequest, by name.
 
         Raises:
             FissileError: the request is refused or has failed, or no router answers.
         """
-        return self.ask(score(continuations, context, arguments), timeout_s)
+        return self.ask(score(continuations, context, arguments), timeout_s, metadata)
 
     def verify(
         self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float | None = ANSWER_TIMEOUT_S

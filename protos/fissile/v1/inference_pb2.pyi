@@ -596,6 +596,7 @@ class OutputOptions(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     return_token_ids: _builtins.bool
     """True: responses carry `token_ids`. Default false."""
     logprobs: _builtins.int
@@ -616,6 +617,8 @@ class OutputOptions(_message.Message):
     """
     keep_special_tokens: _builtins.bool
     """True: special tokens (end of sequence, for example) stay in the text. Default false."""
+    token_bytes: _builtins.bool
+    """True: entries of logprobs carry the bytes of their tokens. For models with CAPABILITY_TEXT. Default false."""
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Logprobs of these token ids too, at each position. At most 128."""
@@ -636,10 +639,11 @@ class OutputOptions(_message.Message):
         echo: _builtins.bool | None = ...,
         keep_special_tokens: _builtins.bool | None = ...,
         receipt: Global___ReceiptOptions | None = ...,
+        token_bytes: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_keep_special_tokens", b"_keep_special_tokens", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_logprobs_start", b"_prompt_logprobs_start", "_return_token_ids", b"_return_token_ids", "_token_bytes", b"_token_bytes", "echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "receipt", b"receipt", "return_token_ids", b"return_token_ids", "token_bytes", b"token_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
@@ -653,6 +657,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__prompt_logprobs_start: _TypeAlias = _typing.Literal["_prompt_logprobs_start", b"_prompt_logprobs_start"]  # noqa: Y015
     _WhichOneofReturnType__return_token_ids: _TypeAlias = _typing.Literal["return_token_ids"]  # noqa: Y015
     _WhichOneofArgType__return_token_ids: _TypeAlias = _typing.Literal["_return_token_ids", b"_return_token_ids"]  # noqa: Y015
+    _WhichOneofReturnType__token_bytes: _TypeAlias = _typing.Literal["token_bytes"]  # noqa: Y015
+    _WhichOneofArgType__token_bytes: _TypeAlias = _typing.Literal["_token_bytes", b"_token_bytes"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__echo) -> _WhichOneofReturnType__echo | None: ...
     @_typing.overload
@@ -665,6 +671,8 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs_start) -> _WhichOneofReturnType__prompt_logprobs_start | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_token_ids) -> _WhichOneofReturnType__return_token_ids | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_bytes) -> _WhichOneofReturnType__token_bytes | None: ...
 
 Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
@@ -967,6 +975,7 @@ class TokenLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     GIVEN_FIELD_NUMBER: _builtins.int
     KEPT_MASS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token there: generated, or of the prompt."""
     logprob: _builtins.float
@@ -975,6 +984,8 @@ class TokenLogprobs(_message.Message):
     """Number of tokens that are at least as likely, including itself; ties are ordered by id. 1 is the most likely token."""
     kept_mass: _builtins.float
     """Probability mass that top_k, top_p and min_p have kept, in (0, 1], with LOGPROBS_KIND_PROCESSED."""
+    token_bytes: _builtins.bytes
+    """UTF-8 of the token inside a text, if requested. One token may be a part of a character."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most likely tokens, best first, ties in order of their ids."""
@@ -992,10 +1003,11 @@ class TokenLogprobs(_message.Message):
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
         given: _abc.Iterable[_builtins.float] | None = ...,
         kept_mass: _builtins.float | None = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_mass", b"_kept_mass", "kept_mass", b"kept_mass"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_mass", b"_kept_mass", "given", b"given", "kept_mass", b"kept_mass", "logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_mass", b"_kept_mass", "given", b"given", "kept_mass", b"kept_mass", "logprob", b"logprob", "rank", b"rank", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kept_mass: _TypeAlias = _typing.Literal["kept_mass"]  # noqa: Y015
     _WhichOneofArgType__kept_mass: _TypeAlias = _typing.Literal["_kept_mass", b"_kept_mass"]  # noqa: Y015
@@ -1011,19 +1023,23 @@ class TopLogprob(_message.Message):
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     logprob: _builtins.float
     """Natural logarithm of its probability."""
+    token_bytes: _builtins.bytes
+    """As in TokenLogprobs."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_bytes", b"token_bytes", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,7 @@ def test_connection_arguments_are_the_attributes_of_a_connection() -> None:
         ("embed", given.EmbedArguments),
         ("rerank", given.RerankArguments),
         ("score", given.ScoreArguments),
+        ("render_prompt", given.PromptArguments),
         ("__init__", given.ConnectionArguments),
     ],
 )
@@ -181,3 +182,17 @@ def test_pyright_finds_wrong_arguments_and_no_others() -> None:
         pytest.skip("pyright is not installed: make setup does so where its package can be had")
     options = ["--pythonpath", sys.executable, "--project", str(USES / "pyrightconfig.json")]
     assert checked([str(pyright), *options]) == wrong_lines()
+
+
+def test_prompt_arguments_are_fields_of_a_conversation() -> None:
+    assert {*given.PromptArguments.__annotations__} < {*pb.ChatRequest.DESCRIPTOR.fields_by_name}
+
+
+def test_key_of_a_call_replaces_that_of_the_connection() -> None:
+    connection = Connection(["127.0.0.1:1"], api_key="ours", metadata={"x-a": "1"})
+    assert connection.metadata_of() == (("authorization", "Bearer ours"), ("x-a", "1"))
+    assert connection.metadata_of({"x-b": "2"}) == (("authorization", "Bearer ours"), ("x-a", "1"), ("x-b", "2"))
+    assert connection.metadata_of({"authorization": "Bearer theirs"}) == (
+        ("x-a", "1"),
+        ("authorization", "Bearer theirs"),
+    )
