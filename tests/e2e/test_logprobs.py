@@ -106,16 +106,15 @@ def test_token_bytes_are_the_text_and_absent_without_the_option(simulated: Servi
     parts = list(simulated.stub.Generate(request(prompt, options=options), timeout=60))
     assert b"".join(entry.token_bytes for entry in prompt_logprobs_of(parts)) == "say é".encode()[1:]
     for entry in logprobs_of(parts):
-        assert [each.token_bytes for each in (entry, *entry.top)] == [
-            TOKENIZER.pieces.inner(token) for token in (entry.token_id, *(each.token_id for each in entry.top))
-        ]
+        assert entry.token_bytes == TOKENIZER.pieces.inner(entry.token_id)
+        assert all(top.token_bytes == TOKENIZER.pieces.inner(top.token_id) for top in entry.top)
     assert any(entry.token_bytes for entry in logprobs_of(parts))
     plain = logprobs_of(list(simulated.stub.Generate(request(prompt), timeout=60)))
-    assert not any(entry.token_bytes or any(each.token_bytes for each in entry.top) for entry in plain)
+    assert not any(entry.token_bytes or any(top.token_bytes for top in entry.top) for entry in plain)
     for entry in (given := logprobs_of(parts)):
         entry.token_bytes = b""
-        for each in entry.top:
-            each.token_bytes = b""
+        for top in entry.top:
+            top.token_bytes = b""
     assert given == plain
 
 
