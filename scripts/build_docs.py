@@ -54,8 +54,10 @@ _CSS = """\
 [data-md-color-scheme="slate"] img[src$=".svg"] { filter: invert(.9) hue-rotate(180deg); }
 .md-typeset table:not([class]) td { min-width: 3rem; }
 .md-typeset table td:has(code) { min-width: 8.5rem; }
-.md-typeset table:not([class]) td:last-child { min-width: 11rem; }
+.md-typeset table:not([class]):not(:has(th:nth-child(6))) td:last-child { min-width: 11rem; }
 .md-typeset table td code { overflow-wrap: anywhere; }
+/* Names of options and of their variables stay whole. */
+.md-typeset table td:has(br) code { white-space: nowrap; }
 /* On a phone cells wrap, so that a table of a few columns fits; a wider one scrolls. */
 @media screen and (max-width: 44.98em) {
   .md-typeset table:not([class]) { font-size: .6rem; }

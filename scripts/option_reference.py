@@ -28,7 +28,7 @@ The command line overrides the variable, and the variable overrides the file.
 `fissile COMMAND --help` shows the options of one command, `fissile config show COMMAND` their values in force. An
 option of `serve` that a router or worker has too is passed on to it.
 """
-_COLUMNS: Final = "| option | variable | default | commands | meaning |\n| --- | --- | --- | --- | --- |\n"
+_COLUMNS: Final = "| option, variable | default | commands | meaning |\n| --- | --- | --- | --- |\n"
 
 
 def page(rows: Sequence[Option] = OPTIONS) -> str:
@@ -52,7 +52,7 @@ def _line(row: Option) -> str:
     names = ", ".join(f"`{_with_value(name, row)}`" for name in row.names.split())
     commands = ", ".join(row.commands) if len(row.commands) < _MANY else "all that call a router"
     default = f"`{row.default_text}`" if row.default_text else ""
-    cells = (names, f"`{row.variable}`", default, commands, row.help)
+    cells = (f"{names}<br>`{row.variable}`", default, commands, row.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
