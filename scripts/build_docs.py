@@ -57,13 +57,13 @@ _CSS = """\
 .md-typeset table:not([class]):not(:has(th:nth-child(6))) td:last-child { min-width: 11rem; }
 .md-typeset table td code { overflow-wrap: anywhere; }
 /* Room for the name of an option above that of its variable. */
-.md-typeset table:not([class]) td:has(br) { min-width: 13rem; }
+.md-typeset table:not([class]) td:has(br) { min-width: 12rem; }
 /* Many columns are figures, which need less room. */
 .md-typeset table:has(th:nth-child(6)) :is(th, td) { padding: .6em .7em; }
 /* On a phone cells wrap, so that a table of a few columns fits; a wider one scrolls. */
 @media screen and (max-width: 44.98em) {
   .md-typeset table:not([class]) { font-size: .6rem; }
-  .md-typeset table:not([class]) :is(th, td) { min-width: 0 !important; overflow-wrap: anywhere; padding: .4em .5em; }
+  .md-typeset table:not([class]) :is(th, td) { min-width: 0 !important; overflow-wrap: break-word; padding: .4em .5em; }
   .md-typeset table:not([class]) td:has(br) { min-width: 8rem !important; }
   .md-typeset table:has(th:nth-child(5)) :is(th, td) { min-width: 3.6rem !important; }
 }
