@@ -117,6 +117,8 @@ MAX_SIDE_STREAMS_PER_CONNECTION = 128
 MAX_SIDE_UNACCEPTED_CALLS = 2000
 MAX_SIDE_UNACCEPTED_CALLS_HARD = 4000
 MAX_SIDE_UNREAD_CALLS = 512
+# Requests of one ModelStreamInfer that run at a time; later ones stay unread.
+MAX_STREAM_ITEMS = 256
 # Health: watches of one process (one more ends the oldest), characters of a service's name, and bytes of a message to a
 # port that has health alone.
 MAX_HEALTH_WATCHES = 512

@@ -16,6 +16,7 @@ import click
 import structlog
 import uvloop
 from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
+from fissile.peers.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from grpc_channelz.v1 import channelz
 
@@ -39,9 +40,10 @@ from common.telemetry.output import guard_standard_streams
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from common.text.tokenizer_reading import import_transformers
-from router.api import admin
+from router.api import admin, open_inference
 from router.api.answer_call import AnswerBackend
 from router.api.call_admission import CallAdmission
+from router.api.open_inference import OpenInferenceService
 from router.api.replay import Replayer
 from router.api.request_builder import RequestBuilder
 from router.api.rpc_scope import SERVICE
@@ -160,7 +162,11 @@ class Router:
             self.requests, self.pool.expected, self.registry, builder, self._tracing, time.monotonic, observers
         )
         self._encoder.set_weights(self._options.tenants.weights)
-        return InferenceService(self._admission, backend, replayer, self._encoder, self._metrics)
+        service = InferenceService(self._admission, backend, replayer, self._encoder, self._metrics)
+        add_InferenceServiceServicer_to_server(service, self.server.server)
+        others = OpenInferenceService(service, backend, self._encoder, self._calls)
+        add_GRPCInferenceServiceServicer_to_server(others, self.server.server)
+        return service
 
     async def start(self) -> None:
         """Listens, and starts to dial the workers. Health becomes SERVING with the first ready worker.
@@ -172,7 +178,6 @@ class Router:
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)
-        add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
             shown = admin.shown_options(self._options)
@@ -309,7 +314,7 @@ def _public_server(options: RouterOptions) -> GrpcServer:
     return GrpcServer(
         options.host,
         options.port,
-        [SERVICE],
+        [SERVICE, open_inference.SERVICE],
         tls=security.tls,
         access=security.access,
         max_connection_age_s=options.max_connection_age_s,

@@ -33,19 +33,21 @@ class MessageReads:
 
     Args:
         limit: most unfinished reads; one more ends the oldest, which bounds the memory of calls without a message.
+        timeout_s: longest time of a read; None is REQUEST_READ_TIMEOUT_S.
     """
 
-    def __init__(self, limit: int = MAX_UNREAD_CALLS) -> None:
+    def __init__(self, limit: int = MAX_UNREAD_CALLS, timeout_s: float | None = None) -> None:
         self._limit = limit
+        self._timeout_s = REQUEST_READ_TIMEOUT_S if timeout_s is None else timeout_s
         # Read to its deadline, the earliest first.
         self._ends: dict[Interruptible, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def read(self, context: _Context) -> Any:
-        """The next message of a call.
+    async def wait(self, message: Awaitable[Any]) -> Any:
+        """Waits for the next message of a call.
 
         Raises:
-            RequestTimeoutError: it has not arrived within REQUEST_READ_TIMEOUT_S.
+            RequestTimeoutError: it has not arrived within `timeout_s`.
             ApiError: RESOURCE_EXHAUSTED: `limit` later calls wait for their message too.
         """
         work, loop = Interruptible(), asyncio.get_running_loop()
@@ -53,9 +55,9 @@ class MessageReads:
             with work:
                 if len(self._ends) >= self._limit:
                     self._end_oldest()
-                self._ends[work] = loop.time() + REQUEST_READ_TIMEOUT_S
+                self._ends[work] = loop.time() + self._timeout_s
                 self._look_later(loop)
-                return await context.read()
+                return await message
         except InterruptedWorkError:
             raise self._why_ended(work) from None
         finally:
@@ -68,7 +70,7 @@ class MessageReads:
 
     def _why_ended(self, work: Interruptible) -> ApiError:
         if work in self._ends:
-            return RequestTimeoutError(REQUEST_READ_TIMEOUT_S)
+            return RequestTimeoutError(self._timeout_s)
         message = f"{self._limit} later calls wait for their message; this one's has not arrived"
         return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_after_s=1.0, reason="REQUEST_TIMEOUT")
 
@@ -161,7 +163,7 @@ async def _messages(context: _Context, reads: MessageReads) -> AsyncIterator[Any
     """The messages of a call's stream; a stream that pauses for too long ends."""
     while True:
         try:
-            message = await reads.read(context)
+            message = await reads.wait(context.read())
         except ApiError as error:
             await abort(context, error)
         if message is grpc.aio.EOF:
@@ -172,7 +174,7 @@ async def _messages(context: _Context, reads: MessageReads) -> AsyncIterator[Any
 async def _request(context: _Context, parse: Any, reads: MessageReads) -> Any:
     """The call's message; ends the call without one."""
     try:
-        data = await reads.read(context)
+        data = await reads.wait(context.read())
     except ApiError as error:
         await abort(context, error)
     if data is grpc.aio.EOF:

@@ -27,7 +27,13 @@ _MAX_FIELDS: Final = 4
 _LATE_S: Final = 0.02
 _LATE_SHARE: Final = 0.01
 # Calls that last until the client has had enough. Such an end is not a failure.
-_ENDLESS: Final = ("Health/Watch", "AdminService/WatchLoad", "WorkerService/Session", "/ServerReflectionInfo")
+_ENDLESS: Final = (
+    "Health/Watch",
+    "AdminService/WatchLoad",
+    "WorkerService/Session",
+    "/ServerReflectionInfo",
+    "GRPCInferenceService/ModelStreamInfer",
+)
 _ENOUGH: Final = frozenset(
     {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
 )
@@ -167,7 +173,7 @@ class RequestRecord:
         """Log level of the end: error for a fault of this process, debug for a success without an answer."""
         if self.code in _OURS:
             return "error"
-        if self.code in _ENOUGH and self.method.endswith(_ENDLESS):
+        if not self.generates and self.code in _ENOUGH and self.method.endswith(_ENDLESS):
             return "debug"
         return "info" if self.generates or self.code is not grpc.StatusCode.OK else "debug"
 

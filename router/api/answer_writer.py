@@ -110,7 +110,7 @@ class AnswerWriter:
             if prompt_written is not None and not stream.assembly.unread.has_prompt_logprobs:
                 prompt_written.set()
             if part.ending is not None:
-                call.record.finish = finish_name(part.ending)
+                call.record.finish = finish_name(part.ending.reason)
                 self._measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
                 return
 

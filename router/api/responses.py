@@ -152,9 +152,9 @@ def one_of_each_prompt(streams: Sequence[RequestStream]) -> list[RequestStream]:
     return [*{id(stream.request.token_ids): stream for stream in reversed(streams)}.values()][::-1]
 
 
-def finish_name(ending: FinishInfo) -> str:
-    """Short name of the finish reason, such as `stop` or `length`."""
-    return pb.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
+def finish_name(reason: pb.FinishReason.ValueType) -> str:
+    """Short name of a finish reason, such as `stop` or `length`."""
+    return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def decode_s(stream: RequestStream) -> float:

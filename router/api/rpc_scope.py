@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import grpc
 
-from common.errors import ApiError, RouterFailedError
+from common.errors import ApiError, RouterFailedError, SlowClientError
 from common.rpc.errors import Metadata, abort
 from common.telemetry.logs import current_request_id
-from common.telemetry.request_record import current_record, shown
+from common.telemetry.request_record import RequestRecord, begin_record, current_record, shown
 from common.telemetry.tracing import RequestSpan, SpanFactory
 
 SERVICE = "fissile.v1.InferenceService"
@@ -41,6 +42,8 @@ class RpcScope:
         service: full name of the RPC's service.
 
     Attributes:
+        method: name of the RPC.
+        operation: its name in traces; "" for an RPC that runs no requests.
         span: the call's span.
         record: the content of its log line.
     """
@@ -55,6 +58,7 @@ class RpcScope:
         service: str = SERVICE,
     ) -> None:
         self._context = context
+        self.method, self.operation = method, operation
         self.record = current_record()
         self.record.request_id = request_id or uuid.uuid4().hex
         self.record.generates = bool(operation)
@@ -116,6 +120,63 @@ class RpcScope:
     async def _refuse(self, error: ApiError) -> None:
         self.span.fail(error)
         await abort(self._context, error, self._trailing, behind=self._first_write)
+
+
+class StreamItemScope(RpcScope):
+    """Scope of one request among those of a call that takes a stream of them.
+
+    It has a span and a log line of its own. An ApiError ends the request and not the call; a client that reads too
+    slowly is for the call to end.
+
+    Args:
+        tracing: makes the span.
+        context: the call.
+        method: name of the RPC.
+        request_id: the request's id.
+        operation: its name in traces.
+        service: full name of the RPC's service.
+        refuse: tells the client that the request has failed.
+    """
+
+    def __init__(
+        self,
+        tracing: SpanFactory,
+        context: Context,
+        method: str,
+        request_id: str,
+        operation: str,
+        service: str,
+        refuse: Callable[[ApiError], Awaitable[None]],
+    ) -> None:
+        call = current_record()
+        begin_record(RequestRecord(call.method, call.peer, time.monotonic(), key=call.key, report=call.report))
+        super().__init__(tracing, context, method, request_id, operation, service)
+        self._tell_client = refuse
+
+    def add_trailing(self, key: str, value: str | bytes) -> None:
+        """Does nothing: trailing metadata is the call's."""
+
+    async def __aenter__(self) -> RequestSpan:
+        current_request_id.set(shown(self.record.request_id))
+        return self.span.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the span and the record, and tells the client of an error."""
+        if error is None:
+            self.record.succeed()
+        try:
+            await super().__aexit__(kind, error, traceback)
+        finally:
+            self.record.close()
+
+    async def _refuse(self, error: ApiError) -> None:
+        self.span.fail(error)
+        self.record.fail(error)
+        self.record.close()
+        if not isinstance(error, SlowClientError):
+            await self._tell_client(error)
 
 
 async def _write(context: Context, message: object) -> bool:

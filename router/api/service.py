@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -44,7 +45,7 @@ from router.validation import (
 )
 
 # Requests of the RPCs that run requests on workers.
-_WorkRequest: TypeAlias = AnswerRequest | pb.ScoreRequest | pb.EmbedRequest | pb.RerankRequest
+WorkRequest: TypeAlias = AnswerRequest | pb.ScoreRequest | pb.EmbedRequest | pb.RerankRequest
 _SALT_BYTES = 16
 # For the type checker, which thinks that the context manager of a call may swallow an error.
 _REFUSED = "a refused call ends in its scope"
@@ -230,24 +231,29 @@ class InferenceService(InferenceServiceServicer):
                     await self._expected.wait_for_model(request.model)
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
+    def _call(
+        self, method: str, operation: str, request: WorkRequest, context: Context, *, is_streamed: bool = True
+    ) -> AbstractAsyncContextManager[AnswerCall]:
+        """Opens the scope of an RPC of this service and admits its call."""
+        scope = RpcScope(self._tracing, context, method, request.request_id or uuid.uuid4().hex, operation)
+        return self.admit(scope, request, context, is_streamed=is_streamed)
+
     @contextlib.asynccontextmanager
-    async def _call(
-        self, method: str, operation: str, request: _WorkRequest, context: Context, *, is_streamed: bool = True
+    async def admit(
+        self, scope: RpcScope, request: WorkRequest, context: Context, *, is_streamed: bool = True
     ) -> AsyncIterator[AnswerCall]:
         """Admits a call, which the block runs.
 
         Args:
-            method: name of the RPC.
-            operation: its name in traces and metrics.
-            request: the request.
+            scope: of the call; entered here.
+            request: the request; its id is that of the scope.
             context: of the call.
             is_streamed: False if the answers are sent as one message.
         """
         arrival = self._clock()
-        request_id = request.request_id or uuid.uuid4().hex
-        scope = RpcScope(self._tracing, context, method, request_id, operation)
+        request_id = scope.record.request_id
         scope.record.model = request.model
-        measured = self._metrics.request(operation, arrival, self._clock, scope.cancel)
+        measured = self._metrics.request(scope.operation, arrival, self._clock, scope.cancel)
         async with scope, measured as measure:
             check_request_id(request_id)
             _check(request, is_streamed=is_streamed)
@@ -259,7 +265,7 @@ class InferenceService(InferenceServiceServicer):
             call = AnswerCall(
                 request_id=request_id,
                 tenant=tenant,
-                method=method,
+                method=scope.method,
                 model=request.model,
                 priority=self._admission.priority(request.priority, tenant),
                 cache_salt=self._admission.cache_salt(request.cache_salt, tenant),
@@ -282,7 +288,7 @@ class InferenceService(InferenceServiceServicer):
             return await self._backend.builder.prompt(request, unbounded, tenant, b""), model
 
 
-def _check(request: _WorkRequest, *, is_streamed: bool | None = None) -> None:
+def _check(request: WorkRequest, *, is_streamed: bool | None = None) -> None:
     """Checks what needs no model.
 
     Args:

@@ -317,7 +317,7 @@ class WorkerService(WorkerServiceServicer):
         """Reads Hello and opens the Session. A router's newest stream fences its older ones (S4)."""
         try:
             async with asyncio.timeout(LEASE_S):
-                frame = await self._hellos.read(context)
+                frame = await self._hellos.wait(context.read())
         except TimeoutError:
             raise ApiError(grpc.StatusCode.ABORTED, "no Hello in time", reason="LEASE_EXPIRED") from None
         if frame is grpc.aio.EOF:

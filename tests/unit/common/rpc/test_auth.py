@@ -11,6 +11,7 @@ import grpc
 import pytest
 import structlog
 from fissile.admin.v1 import admin_pb2
+from fissile.peers.inference import open_inference_pb2
 from fissile.v1 import inference_pb2
 from fissile.worker.v1 import worker_pb2, worker_pb2_grpc
 from google.rpc import error_details_pb2
@@ -42,7 +43,7 @@ def shown(role: Role) -> list[tuple[str, str]]:
     return [("other", "1"), ("authorization", f"Bearer {KEYS[role][0]}")]
 
 
-@pytest.mark.parametrize("module", [inference_pb2, admin_pb2, reflection_pb2, channelz_pb2])
+@pytest.mark.parametrize("module", [inference_pb2, admin_pb2, open_inference_pb2, reflection_pb2, channelz_pb2])
 def test_every_method_of_every_service_is_listed(module: Any) -> None:
     """A new method of the protos is refused until it has roles here."""
     services = module.DESCRIPTOR.services_by_name.values()

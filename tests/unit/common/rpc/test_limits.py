@@ -307,16 +307,15 @@ class SilentContext:
         return await self.given
 
 
-async def test_one_timer_ends_all_overdue_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_timer_ends_all_overdue_reads() -> None:
     """Regression: the read bound cost a timer per call."""
-    monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.1)
-    reads, answered = request_reader.MessageReads(), SilentContext()
-    task = asyncio.create_task(reads.read(answered))  # type: ignore[arg-type]
+    reads, answered = request_reader.MessageReads(timeout_s=0.1), SilentContext()
+    task = asyncio.create_task(reads.wait(answered.read()))
     await asyncio.sleep(0)
     answered.given.set_result(b"message")
     assert await task == b"message"
     for _ in range(2):
-        late = [asyncio.create_task(reads.read(SilentContext())) for _ in range(3)]  # type: ignore[arg-type]
+        late = [asyncio.create_task(reads.wait(SilentContext().read())) for _ in range(3)]
         async with asyncio.timeout(60):
             ends = await asyncio.gather(*late, return_exceptions=True)
         assert [type(end) for end in ends] == [RequestTimeoutError] * 3
@@ -328,7 +327,7 @@ async def test_calls_without_message_beyond_limit_end_oldest() -> None:
     reads, contexts = request_reader.MessageReads(2), [SilentContext() for _ in range(4)]
     tasks = []
     for context in contexts:
-        tasks.append(asyncio.create_task(reads.read(context)))  # type: ignore[arg-type]
+        tasks.append(asyncio.create_task(reads.wait(context.read())))
         await asyncio.sleep(0)
     for context in contexts[2:]:
         context.given.set_result(b"message")
