@@ -225,6 +225,7 @@ def test_outputs_are_those_named_or_asked_for() -> None:
         "text_output",
         "num_output_tokens",
     )
+    assert outputs(inputs={"return_cumulative_logprob": True})[-1] == "cumulative_logprob"
     assert outputs(outputs=[{"name": "cumulative_logprob"}]) == ("cumulative_logprob",)
     assert read(infer_request(outputs=[{"name": "cumulative_logprob"}])).output_options.HasField("logprobs")
 
