@@ -79,7 +79,8 @@ def is_last(message: oip.ModelStreamInferResponse) -> bool:
 
 def test_answers_are_those_of_generate(service: Service) -> None:
     stub = GRPCInferenceServiceStub(service.channel)
-    for params in ({"seed": 7, "n": 2}, {"seed": 7, "temperature": "0.5", "stop": ["e"]}, {}):
+    given: tuple[dict[str, Any], ...] = ({"seed": 7, "n": 2}, {"seed": 7, "temperature": "0.5", "stop": ["e"]}, {})
+    for params in given:
         asked = pb.GenerateRequest(text="the cat sat", request_id="same")
         for name, value in {"max_tokens": 12, **params}.items():
             if name == "stop":
@@ -125,7 +126,8 @@ def test_outputs_count_and_rate_the_tokens(service: Service) -> None:
 def test_vectors_are_those_of_embed(service: Service) -> None:
     texts = ["a cat", "the dog sat"]
     embedded = service.stub.Embed(pb.EmbedRequest(inputs=[pb.TextOrTokens(text=text) for text in texts]), timeout=60)
-    request = oip.ModelInferRequest(outputs=[{"name": "embedding"}])
+    request = oip.ModelInferRequest()
+    request.outputs.add(name="embedding")
     made = request.inputs.add(name="text_input", datatype="BYTES", shape=[2])
     made.contents.bytes_contents.extend(text.encode() for text in texts)
     response = GRPCInferenceServiceStub(service.channel).ModelInfer(request, timeout=60)
@@ -247,7 +249,7 @@ async def test_idle_stream_ends_with_the_router() -> None:
 
 async def test_malformed_message_ends_the_stream() -> None:
     async with bench() as made:
-        method = made.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        method: Any = made.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         call = method(timeout=60)
         await call.write(b"\xff")
         assert (await error_of(call)).code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -56,18 +56,17 @@ def refused(message: oip.ModelInferRequest, *, embeds: bool = False) -> ApiError
 def values_of(response: oip.ModelInferResponse, name: str) -> list[Any]:
     """Elements of an output tensor, from contents."""
     (tensor,) = [tensor for tensor in response.outputs if tensor.name == name]
-    ((_, values),) = tensor.contents.ListFields() or [(None, [])]
-    return list(values)
+    return [element for _, elements in tensor.contents.ListFields() for element in elements]
 
 
-elements = {
+ELEMENTS = {
     BYTES: st.binary(max_size=9),
     BOOL: st.booleans(),
     FP32: st.floats(width=32, allow_nan=False),
     UINT32: st.integers(0, 2**32 - 1),
 }
 tensors = st.sampled_from(sorted(TYPES)).flatmap(
-    lambda name: st.tuples(st.just(name), st.lists(elements[TYPES[name]], max_size=6))
+    lambda name: st.tuples(st.just(name), st.lists(ELEMENTS[TYPES[name]], max_size=6))
 )
 
 
