@@ -47,11 +47,13 @@ class MessageEncoder:
     Args:
         model: name that the request gives.
         max_tokens: of the request.
+        shows_thinking: False sends blocks of reasoning without their text.
     """
 
-    def __init__(self, model: str, max_tokens: int) -> None:
+    def __init__(self, model: str, max_tokens: int, *, shows_thinking: bool) -> None:
         self._model = model
         self._max_tokens = max_tokens
+        self._shows_thinking = shows_thinking
         # Index and kind of the open block; text of an open block of reasoning, which its signature needs.
         self._num_blocks = 0
         self._kind = ""
@@ -74,7 +76,8 @@ class MessageEncoder:
         if event.reasoning:
             frames.append(self._begin_block("thinking", {"thinking": "", "signature": ""}))
             self._thinking.append(event.reasoning)
-            frames.append(self._delta("thinking_delta", thinking=event.reasoning))
+            if self._shows_thinking:
+                frames.append(self._delta("thinking_delta", thinking=event.reasoning))
         if event.text:
             frames.append(self._begin_block("text", {"text": "", "citations": None}))
             frames.append(self._delta("text_delta", text=event.text))
@@ -103,7 +106,8 @@ class MessageEncoder:
         blocks: list[dict[str, Any]] = []
         if result.reasoning:
             signature = _signature(result.reasoning)
-            blocks.append({"type": "thinking", "thinking": result.reasoning, "signature": signature})
+            thinking = result.reasoning if self._shows_thinking else ""
+            blocks.append({"type": "thinking", "thinking": thinking, "signature": signature})
         if result.text:
             blocks.append({"type": "text", "text": result.text, "citations": None})
         blocks += [

@@ -212,7 +212,8 @@ def parse(data: bytes, _created: int) -> AnswerPlan:
         "constraint": _constraint(body),
         "reasoning": _reasoning(body.thinking),
     }
-    encoder = MessageEncoder(body.model, body.max_tokens)
+    shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+    encoder = MessageEncoder(body.model, body.max_tokens, shows_thinking=shows_thinking)
     return AnswerPlan([_messages(body)], True, arguments, encoder, bool(body.stream), NAMES, PING)
 
 
@@ -370,8 +371,8 @@ def _template_arguments(body: PromptBody) -> dict[str, Any] | None:
     if thinking is not None:
         if thinking.type not in ("enabled", "disabled", "adaptive"):
             raise InvalidFieldError("thinking.type", f"is {thinking.type[:64]!r}", "enabled, disabled or adaptive")
-        if thinking.display not in (None, "summarized"):
-            raise UnservedFieldError("thinking.display")
+        if thinking.display not in (None, "summarized", "omitted"):
+            raise InvalidFieldError("thinking.display", f"is {thinking.display[:64]!r}", "summarized or omitted")
         if thinking.type == "disabled":
             found["enable_thinking"] = False
     if effort is not None:

@@ -42,6 +42,8 @@ class ConversationBuilder:
 
     def add_reasoning(self, text: str) -> None:
         """Adds reasoning; after a text or a call it begins a new turn of the assistant."""
+        if not text:
+            return
         turn = self._turn()
         if turn["content"] or turn["tool_calls"]:
             turn = self._begin_turn()

@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# Program -> the address that it calls by default; others call a router.
+DEFAULTS = {
+    "messages_client.py": "http://127.0.0.1:8000",
+    "print_traces.py": "127.0.0.1:4317",
+    "responses_client.py": "http://127.0.0.1:8000",
+}
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
@@ -32,7 +38,7 @@ def test_help_teaches(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert code == 0
     first = (EXAMPLES / name).read_text().split('"""')[1].splitlines()[0]
     assert first in said
-    assert ("127.0.0.1:4317" if name == "print_traces.py" else "127.0.0.1:50051") in said
+    assert DEFAULTS.get(name, "127.0.0.1:50051") in said
 
 
 @pytest.mark.parametrize("name", ["async_client.py", "library_client.py", "tools_client.py"])

@@ -112,6 +112,18 @@ def test_stop_reason_says_why_the_answer_ended(
     assert (change["stop_reason"], change["stop_sequence"]) == (expected_reason, stop_string or None)
 
 
+def test_omitted_thinking_leaves_a_block_with_a_signature() -> None:
+    body = json.loads(BODY) | {"thinking": {"type": "adaptive", "display": "omitted"}}
+    one = messages.parse(json.dumps(body).encode(), 1).encoder
+    events: list[Event] = [Delta(0, "", reasoning="so"), Delta(0, "la"), finished()]
+    data = one.begin(0, progress_of([])) + b"".join(one.event(0, event) for event in events) + one.end()
+    message = rebuilt([event for _, event in frames(data)])
+    whole = one.whole([result_of(events)])
+    assert message["content"][0] == whole["content"][0]
+    assert whole["content"][0]["thinking"] == ""
+    assert whole["content"][0]["signature"]
+
+
 def test_call_that_is_cut_has_an_empty_input() -> None:
     part = pb.ToolCallDelta(index=0, id="c", name="look", arguments_json='{"a')
     result = result_of([Delta(0, "", tool_calls=(part,)), finished(pb.FINISH_REASON_LENGTH)])

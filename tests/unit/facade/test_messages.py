@@ -155,7 +155,7 @@ def test_neighbouring_turns_of_the_user_are_one() -> None:
         ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {"type": "enabled", "display": "all"}}, "thinking.display"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [{**LOOK, "input_schema": "x"}]}, "tools[0].input_schema"),
