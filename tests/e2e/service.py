@@ -20,6 +20,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.serve.ports import free_ports
+from tests.e2e.forked import ForkedProcess, can_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -49,7 +50,7 @@ class Process:
     environment: dict[str, str] = field(default_factory=dict)
     # Of health in plain text, where the port itself speaks TLS.
     health_port: int | None = None
-    child: subprocess.Popen[bytes] | None = None
+    child: subprocess.Popen[bytes] | ForkedProcess | None = None
     host: str = "127.0.0.1"
 
     @property
@@ -58,17 +59,17 @@ class Process:
         return f"{self.host}:{self.port}"
 
     def start(self) -> None:
+        environment = {**os.environ, **small_pool(self.arguments), **self.environment}
+        if can_fork(self.arguments, environment):
+            self.child = ForkedProcess(self.arguments, REPOSITORY, environment, self.log)
+            return
         with self.log.open("ab") as log:
             self.child = subprocess.Popen(
-                [sys.executable, "-m", *self.arguments],
-                cwd=REPOSITORY,
-                env={**os.environ, **small_pool(self.arguments), **self.environment},
-                stdout=log,
-                stderr=log,
+                [sys.executable, "-m", *self.arguments], cwd=REPOSITORY, env=environment, stdout=log, stderr=log
             )
 
     @property
-    def running(self) -> subprocess.Popen[bytes]:
+    def running(self) -> subprocess.Popen[bytes] | ForkedProcess:
         """The child, which must have been started."""
         assert self.child is not None
         return self.child
