@@ -73,7 +73,7 @@ def _check_kind(path: str | Path, descriptor: int) -> None:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return
-    # The shell made a pipe that has no name; such a pipe has its writer.
+    # A pipe without a name was made by the shell, which writes to it.
     if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):
         return
     if stat.S_ISDIR(mode):

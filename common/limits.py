@@ -7,7 +7,7 @@ MAX_FRAME_BYTES = MIB
 MAX_FRAME_TOKENS = 16_384
 TOKENIZER_CHUNK_BYTES = 512 * 1024
 MAX_END_MESSAGE_BYTES = 512
-# What has not come whole, per Session: groups, their records, and the tokens of prompts whose last Extend is missing.
+# Unfinished input of a Session: groups, their records, and the tokens of prompts whose last Extend is missing.
 MAX_OPEN_GROUPS = 64
 MAX_ASSEMBLING_BYTES = 128 * MIB
 MAX_ASSEMBLING_TOKENS = 1 << 24
@@ -23,8 +23,8 @@ MAX_TAILS = 1024
 MAX_TAIL_TOKENS = 1 << 18
 # Tokens of a live sequence whose logprobs and digests a worker keeps after they were sent, for the same case.
 MAX_SENT_LOGPROBS = 1 << 10
-# Sequences that outlive their router (S12): names of them in one frame; those that a router remembers; how long a
-# request that goes on with a broken stream waits for the worker to name its own.
+# Sequences that outlive their router (S12): names of them in one frame; most that a router remembers; how long a
+# request that resumes a broken stream waits until the worker has named its sequence.
 MAX_ORPHANS_PER_FRAME = 8192
 MAX_ORPHANS = 1 << 16
 ORPHAN_WAIT_S = 0.05
@@ -52,7 +52,7 @@ MAX_BAD_WORD_BYTES = 256
 # One of each byte, and of the blank before it.
 MAX_BAD_WORD_TOKENS = MAX_BAD_WORD_BYTES + 1
 MAX_ALLOWED_TOKEN_IDS = 4096
-# Of a constraint, as it comes and as workers get it: what the stack of who compiles it has room for.
+# Bytes of a constraint, from clients and to workers: as much as the compiler's stack has room for.
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
 # Results of checked constraints that a router keeps, by tokenizer: how many, and their bytes together.
@@ -216,7 +216,7 @@ PROBATION_SEQS = 2
 DNS_MIN_REFRESH_S = 0.5
 DNS_MAX_REFRESH_S = 10.0
 DNS_TIMEOUT_S = 3.0
-# A name that has had no addresses for so long has none: until then they may come back.
+# Time without addresses after which a name counts as empty; addresses may return earlier.
 DNS_EMPTY_S = 600.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
@@ -243,9 +243,8 @@ STALL_PREFILLS = 10
 VIOLATION_MEMORY_S = 10.0
 SESSION_GOODBYE_S = 0.25
 
-# KV events (docs/explanation/architecture.md): the time between two frames of a Session, the changes that a frame
-# brings, and those that a worker remembers for routers that come back or are slow. Who needs older ones gets a
-# snapshot.
+# KV events (docs/explanation/architecture.md): the time between two frames of a Session, the changes in a frame, and
+# those that a worker remembers for routers that return or are slow. A router that needs older ones gets a snapshot.
 KV_EVENTS_S = 0.05
 MAX_KV_FRAME_CHANGES = 4096
 MAX_KV_LOG = 1 << 16
@@ -253,8 +252,8 @@ MAX_KV_LOG = 1 << 16
 MAX_KV_DIGEST_LOG = 1 << 10
 MAX_KV_DIGESTS = 1 << 15
 
-# Failover. Attempts of a request that bring no token, one after the other; all of its attempts; deaths of workers that
-# may meet it; and deaths within its first tokens there, after which it runs alone for as long or as many tokens.
+# Failover. Consecutive attempts of a request without a token; all of its attempts; worker deaths that it may meet;
+# and deaths within its first tokens, after which it runs alone for this time or number of tokens.
 MAX_ATTEMPTS = 8
 MAX_ATTEMPTS_IN_ALL = 64
 MAX_DEATHS = 8
@@ -268,7 +267,7 @@ WORKER_WAIT_S = 5.0
 MAX_WAITING_CALLS = 4096
 # Ids of ended requests that a worker's doors keep, to tell an abort that is late from one of an unknown id.
 MAX_ENDED_IDS = 16_384
-# Engine. In steps that mix both, prompts have this share of the tokens for certain, whatever decodes beside them.
+# Engine. In steps that mix prompts and decodes, prompts get at least this share of the tokens.
 PREFILL_SHARE = 0.125
 MAX_CACHE_SALTS = 4096
 MAX_KV_BLOCKS = 1 << 20
@@ -279,7 +278,7 @@ RANK_HEARTBEAT_S = 0.5
 RANK_MISSED_HEARTBEATS = 8
 RANK_MISSED_HEARTBEATS_LOADING = 120
 STEP_TIMEOUT_S = 30.0
-# How long a rank may take to end by itself.
+# Time for a rank to end after it was asked to.
 RANK_END_S = 2.0
 MAX_RANK_FRAME_BYTES = 256 * MIB
 # A host that is gone without a word, seconds.
@@ -298,8 +297,8 @@ MAX_OUTPUT_PIECES = 16_384
 MAX_OUTPUT_BYTES = 4 * MIB
 OUTPUT_DRAIN_S = 1.0
 
-# A long-lived task that failed begins anew after this time, growing up to the longest; one that has run for so long
-# without failing is forgiven.
+# A background task that failed starts again after this time, which grows up to the longest. It is reset after a run
+# of this length without a failure.
 TASK_RESTART_S = 0.1
 TASK_RESTART_MAX_S = 10.0
 TASK_FORGIVEN_S = 60.0
@@ -327,8 +326,8 @@ SESSION_FLUSH_S = 1.0
 # How long the process waits for the step or the load that the engine thread is in.
 ENGINE_JOIN_S = 0.5
 TELEMETRY_SHUTDOWN_S = 1.0
-# How long a server that stops goes on to accept calls that come one after the other, to refuse them with a status.
-# A burst of 5,000 takes 3 to 5 s on two cores that have much else to do; one that never ends may not keep a server.
+# Time in which a stopping server still accepts calls to refuse them with a status. A burst of 5,000 takes 3 to 5 s on
+# two busy cores; an endless burst must not keep a server.
 STOP_ACCEPTING_S = 10.0
 # How long after the last call's end its status may take to go out.
 STATUS_FLUSH_S = 1.0
@@ -336,8 +335,8 @@ STATUS_FLUSH_S = 1.0
 # Texts in the router: bytes of those that wait for the tokenizer or are in it, and of a part that cannot be cut.
 MAX_QUEUED_TEXT_BYTES = 64 * MIB
 MAX_UNCUT_TEXT_BYTES = MIB
-# An answer of Tokenize or Detokenize, so that clients take it without a setting of their own; and a text of Tokenize,
-# whose answer has up to 11 bytes for one of the text.
+# Largest answer of Tokenize or Detokenize, which clients accept without a setting; and largest text of Tokenize,
+# whose answer has up to 11 bytes for each byte of the text.
 MAX_TEXT_ANSWER_BYTES = 4 * MIB - 1024
 MAX_TOKENIZE_TEXT_BYTES = 256 * 1024
 # Characters and entries of all values that a chat template makes for one prompt.

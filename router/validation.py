@@ -288,7 +288,7 @@ def check_rerank(request: pb.RerankRequest) -> None:
     check_text("query", request.query)
     for i, document in enumerate(request.documents):
         check_text(f"documents[{i}]", document)
-    # The query stands in each of the prompts.
+    # Each of the prompts contains the query.
     sizes = len(request.query.encode()) * count, len(request.instruction.encode()) * count
     _check_bytes("documents", request.ByteSize() + sum(sizes), MAX_PROMPT_TEXT_BYTES)
 
@@ -327,7 +327,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             _check_digest(f"{path}.text", point.text)
             _check_delivered_tokens(f"{path}.text.tokens", point.text, request)
         most = request.sampling_params.max_tokens
-        # Those of an echoed prompt do not count, and how many these are is not known yet.
+        # Ids of an echoed prompt do not count, but their number is not known yet.
         is_clear = request.sampling_params.HasField("max_tokens") and not request.output_options.echo
         if is_clear and len(point.token_ids.ids) > most:
             raise InvalidFieldError(
@@ -347,7 +347,7 @@ def _check_digest(path: str, digest: pb.TextDigest) -> None:
 
 
 def _check_delivered_tokens(path: str, digest: pb.TextDigest, request: pb.GenerateRequest | pb.ChatRequest) -> None:
-    """Checks the number of tokens that have come with a text: a client knows it who has their ids or logprobs."""
+    """Checks the number of tokens of a delivered text, which clients must send that have the ids or logprobs."""
     options, most = request.output_options, request.sampling_params.max_tokens
     beside = "return_token_ids" if options.return_token_ids else "logprobs" if options.HasField("logprobs") else ""
     if beside and not digest.tokens:

@@ -26,7 +26,8 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 _BYTES_PER_SECOND: Final = 250e6
 # Bytes charged for each grammar, besides its text and the CPU time spent on it.
 _LEAST_BYTES: Final = 1 << 16
-# While all grammars hold too much together, one above 1 / _LARGE_SHARE of the limit is compiled anew for its sequences.
+# If all grammars together take too much memory, one above 1 / _LARGE_SHARE of the limit is compiled again for its
+# sequences.
 _LARGE_SHARE: Final = 8
 _COMPILE_THREADS: Final = 2
 # Letters, digits and blanks, as bytes. Every byte of another alphabet's characters counts as a letter.

@@ -25,7 +25,7 @@ COMMANDS = "fissile.commands"
 OFFLINE = "fissile.offline"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-# Name -> one line for the list of commands. Here, so that listing them imports none of them.
+# Name -> one line for the list of commands. Kept here, so that the list imports no command.
 SUMMARIES = {
     "serve": "Serve a model on this machine: one router and its workers.",
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
@@ -219,7 +219,7 @@ def _never_fail_on_characters() -> None:
 
 
 def _refuse(message: str, exit_code: int) -> int:
-    # The exit code says it too, when nobody can be told.
+    # Standard error may be closed; the exit code still tells the failure.
     with contextlib.suppress(OSError):
         click.echo("error: " + " ".join(message.split()), err=True)
     return exit_code

@@ -13,7 +13,7 @@ PROCESSED: Final = "processed"
 LOGPROBS_KINDS: Final = (RAW, PROCESSED)
 
 _WORD_BYTES: Final = 4
-# Words of a row before those of further tokens.
+# Words of a row's own token; those of further tokens follow.
 HEAD_WORDS: Final = 4
 
 

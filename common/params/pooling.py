@@ -16,7 +16,7 @@ MEAN: Final = "mean"
 LABELS: Final = "labels"
 # Those that give vectors.
 VECTORS: Final = (LAST, MEAN)
-# Of a sequence that is embedded: it ends with one token, whatever that is.
+# Parameters of an embedded sequence, which ends with one token of any id.
 EMBED_PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 Vectors: TypeAlias = npt.NDArray[np.float32]

@@ -10,10 +10,10 @@ from typing import Final
 
 from common.params.config_parts import MIXED, PREFILL_FIRST
 
-# Arithmetic is a CPU's limit from some dozen tokens on: larger steps are no quicker per token, and all prompts of a
+# CPU arithmetic is the limit from some dozen tokens on: larger steps are no faster per token, and all prompts of a
 # step wait for the last one.
 BUDGET_ON_CPU: Final = 512
-# On a GPU, real or simulated. Config has 16384, for who knows that the memory for such a step is there.
+# On a GPU, real or simulated. Config's own default of 16384 needs memory that may not be there.
 BUDGET_ON_GPU: Final = 2048
 # A step of prompts has read the weights that answers need too. On a GPU, steps of answers alone are captured graphs.
 POLICY_ON_CPU: Final = MIXED

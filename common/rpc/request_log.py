@@ -84,7 +84,7 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class RequestLog(grpc.aio.ServerInterceptor):
-    """Gives each call a record and writes its line.
+    """Gives each call a record, and writes the log line of the call.
 
     Attributes:
         arrived: number of calls so far.

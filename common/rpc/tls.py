@@ -81,7 +81,7 @@ class _Files:
             _check_ca(self._ca, pem.ca)
         if self._cert is not None and self._key is not None:
             _check_pair(self._cert, self._key)
-            # The check has read the files by itself, perhaps after another change.
+            # gRPC's check has read the files itself, maybe after another change.
             if self._contents() != pem:
                 raise TlsError(f"{self._cert} changes while it is read")
         return pem

@@ -26,7 +26,7 @@ _MAX_FIELDS: Final = 4
 # A client's own timer ends a call slightly before the server's, because the deadline is rounded up on its way.
 _LATE_S: Final = 0.02
 _LATE_SHARE: Final = 0.01
-# Calls that last until the client has had enough. Such an end is not a failure.
+# Calls that last until the client ends them. Such an end is not a failure.
 _ENDLESS: Final = (
     "Health/Watch",
     "AdminService/WatchLoad",

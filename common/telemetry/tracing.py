@@ -311,7 +311,7 @@ class RequestSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Not reset(token): a generator may be closed from a context other than the one it was entered in.
+        # Not reset(token): a generator may be closed in another context than the one that entered it.
         current_trace_id.set(self._outer_trace_id)
         if error is None:
             self.fail(grpc.StatusCode.OK)

@@ -39,7 +39,7 @@ TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# Folder of named chat templates that have files of their own.
+# Folder of named chat templates, each in a separate file.
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
 _TEMPLATE_FILE: Final = re.compile(rf"{TEMPLATE_FOLDER}/[^/\0]{{1,128}}\.jinja")
 NAMED_TOKENS: Final = (

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-# A change of what is digested needs another number, because routers of two versions serve at once.
+# A change of the digested data needs another number, because routers of two versions serve at once.
 _DOMAIN: Final = b"fissile adoption 1\n"
 KEY_BYTES: Final = 16
 _OF_THE_ATTEMPT: Final = ("rid", "traceparent", "tracestate", "keep", "deadline_left_ms", "adoption_key")

@@ -21,7 +21,7 @@ from typing import Final
 
 import xxhash
 
-# Domain of the names. A change of the KV blocks' layout in memory, or of what is digested, needs another number,
+# Domain of the names. A change of the KV blocks' layout in memory, or of the digested data, needs another number,
 # because workers of both versions may serve at once.
 _DOMAIN: Final = b"fissile kv digest 2\n"
 NAME_BYTES: Final = 16

@@ -57,7 +57,7 @@ class AiterDecoder:
 
     def _rope_write(self, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, plan: StepPlan) -> RopeWrite:
         """Rotates by AITER and writes keys and values, in a step with cosines and sines float32 [T, D/2]."""
-        # Each row has its own cosines. Made anew in each step, so that a captured step has its own.
+        # Each row has its own cosines. They are made in each step, so that a captured step contains them.
         rows, kv_heads = torch.arange(len(cos), device=cos.device), cache.num_kv_heads
 
         def rope_write(qkv: torch.Tensor, layer: DecoderLayer, index: int) -> torch.Tensor:

@@ -183,7 +183,7 @@ def _imported(function: str, version: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = importlib.import_module(module).__dict__[name]
     except Exception as error:
-        # Whatever its import runs into: a missing ROCm is a RuntimeError, a missing compiler an OSError.
+        # The import may raise anything: a missing ROCm is a RuntimeError, a missing compiler an OSError.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise AiterUnavailableError(f"aiter {version} cannot be imported here: {module}: {reason}") from error
     return found

@@ -66,7 +66,7 @@ class CpuBackend(KernelBackend):
     @property
     @override
     def numerics(self) -> tuple[object, ...]:
-        # Threads and PyTorch count only where its kernels take part.
+        # Threads and PyTorch change bits only if PyTorch's kernels compute something.
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._fallback.backend.numerics) if self._fallback.used else own
 

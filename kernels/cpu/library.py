@@ -87,7 +87,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Formats of packed weights.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
-# Dtypes of a KV cache; `DTYPES` has those of models.
+# Dtypes of a KV cache; `DTYPES` are those of models.
 KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.
 PANEL = 16
@@ -102,7 +102,7 @@ class LibraryUnavailableError(Exception):
     """The native kernels cannot be used on this machine; the message is one line."""
 
 
-# A second load chooses `base_set` anew, below what computes by another set.
+# Without the lock a second load could select `base_set` again, although a back end computes by another set.
 _loading = threading.Lock()
 
 

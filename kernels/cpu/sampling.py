@@ -21,9 +21,8 @@ from kernels.torch_backend.sampling import TorchSamplingOps, moved
 
 # Result for a row that the library has no memory for.
 _LEFT = -2
-# Arguments of the library that tell of penalties.
+# Arguments of the library for penalties, and for grammar masks.
 _PENALTY_COLUMNS = 6
-# Likewise of bits.
 _BIT_COLUMNS = 2
 
 

@@ -63,7 +63,7 @@ class TorchExpertOps(ExpertOps):
     ) -> TorchPackedExperts:
         linear.require_float(packed_format)
         packed = TorchPackedExperts(first, [], [], clamp)
-        # As they come, so that only one is held in two copies.
+        # One by one, so that only one expert is held twice.
         for expert in weights:
             packed.gate_up.append(linear.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
             packed.down.append(linear.pack(as_floats(expert.down), expert.down_bias, dtype))

@@ -275,7 +275,7 @@ def moe(
         for weights in (packed.gate_up, packed.down)
     )
     work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
-    # Quantizing covers all rows, also those of other ranks' pairs, which nothing writes to.
+    # Quantizing reads all rows, also those of other ranks' pairs, which no program writes.
     activated = (x.new_zeros if packed.down.quantizes_rows else x.new_empty)(ids.numel(), inner)
     _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
@@ -470,7 +470,7 @@ def _grouped_product_kernel(
     k = tl.arange(0, INNER // 2 if FP4 else INNER)
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
-    # Where there are no scales, these are not read.
+    # Without scales these addresses are not read.
     scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
     scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty

@@ -30,8 +30,8 @@ from kernels.triton_backend.target import Settings
 # A split's keys: the first of SPLIT_KEYS, 2 SPLIT_KEYS, 4 SPLIT_KEYS, ... at which a row has MAX_SPLITS or fewer.
 SPLIT_KEYS = 256
 MAX_SPLITS = 32
-# From this number of programs on, each takes all splits of its rows, because there are enough for all processors of a
-# GPU; also if the splits of all rows would take more memory than this.
+# From this number of programs on, each program takes all splits of its rows, because they fill a GPU; also if the
+# splits of all rows would take more memory than this.
 FULL_GRID = 256
 PARTS_BYTES = 256 << 20
 # Heads of a program that merges splits.

@@ -362,7 +362,7 @@ def _quantize_kernel(
         value = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
         value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
         if ROUND:
-            # To the nearest integer, even ones in the middle: there are no others beyond 2^23.
+            # Rounds to the nearest integer, halves to even: beyond 2^23 a float32 has no other values.
             value = (value + 12582912.0) - 12582912.0
         tl.store(numbers + row * inner + column, value.to(numbers.dtype.element_ty), mask=column < inner)
 

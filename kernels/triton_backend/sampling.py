@@ -177,7 +177,7 @@ def _of_chunks(candidates, row, chunks, CHUNKS: tl.constexpr):
     return tl.load(candidates + row * chunks + chunk, mask=chunk < chunks, other=_LEAST)
 
 
-# The `count`-th largest key of a row's candidates, of which there are at least `count`: by bisection.
+# Finds the `count`-th largest key of a row's candidates, at least `count` of them, by bisection.
 @triton.jit
 def _nth_key(candidates, count):
     keys = candidates >> 32
@@ -268,7 +268,7 @@ def _histogram_kernel(
             weight = tl.full((CHUNK,), 1, tl.int64)
             if WANTED == _WANTED_MASS:
                 weight = _mass(x, highest)
-            # Sums of integers: exact, whatever their order.
+            # Sums of integers are exact in any order.
             tl.atomic_add(bins + row * BINS + digit, weight, mask=counted, sem="relaxed")
 
 

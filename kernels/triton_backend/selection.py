@@ -25,7 +25,7 @@ PANEL_BYTES = 256 << 20
 # Tokens that a program scores before it takes others, and of those at a time.
 PROGRAM_KEYS = 512
 TILE_KEYS = 64
-# Number of scoring programs, unless there are more rows.
+# Number of scoring programs, or the number of rows if that is larger.
 PROGRAMS = 2048
 # Tokens of a row that are looked at in one go when the selected ones are found.
 SELECT_BLOCK = 2048

@@ -13,8 +13,8 @@ from typing import Literal
 from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.target import INTERPRETER, CompileTarget, Settings
 
-# What is multiplied: floats of 2 bytes; float32 in full precision; floats of 2 bytes by numbers that must become such
-# first; numbers of 8 bits on both sides.
+# Operands of a product: floats of 2 bytes; float32 in full precision; floats of 2 bytes times numbers that are first
+# converted to such floats; numbers of 8 bits on both sides.
 Operands = Literal["half", "single", "widened", "eight"]
 
 

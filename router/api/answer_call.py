@@ -192,7 +192,7 @@ class AnswerCall(InFlightCall):
         """Writes the outcome of the call into its record, its measure and its span."""
         record, span, streams, now = self.record, self.span, self.streams, self.backend.clock()
         written = sum(stream.written_tokens for stream in streams)
-        # Of several answers the one that began first tells where the time went.
+        # The answer that began first shows where the time was spent.
         first = min(streams, key=lambda stream: stream.assembly.first_token_time or now)
         assembly = first.assembly
         prompts = one_of_each_prompt(streams)

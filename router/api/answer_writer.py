@@ -50,7 +50,7 @@ class AnswerWriter:
         self._clock = clock
         # Held by the answer that writes a message, where several share the call.
         self._turn = asyncio.Lock() if len(streams) > 1 else None
-        # Set when the logprobs of the prompt were written, which one answer of several brings, before any text.
+        # Set when the logprobs of the prompt are written: only one of several answers has them, before any text.
         self._prompt_written: asyncio.Event | None = None
         if len(streams) > 1 and streams[0].request.params.prompt_logprobs is not None:
             self._prompt_written = asyncio.Event()

@@ -151,7 +151,7 @@ class Replayer:
     def _model(self, request: AnswerRequest, receipt: pb.Receipt) -> ServedModel:
         """The model with the weights of a receipt and its tokenizer, which finds stop strings."""
         model = self._registry.resumable(request.model, receipt.weights_digest, receipt.numerics)
-        # `resumable` takes "" as any digest. A receipt without digests is forged, or of a worker that has none.
+        # `resumable` accepts any digest for "". A receipt without digests is forged, or of a worker without digests.
         if model.weights_digest != receipt.weights_digest:
             raise OtherModelStateError("weights_digest", "none", model.weights_digest)
         if not (receipt.numerics or self._requests.running.workers_of(model.identity, "")):

@@ -184,7 +184,7 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
     )
 
 
-# Capabilities that a model without an output head lacks, whatever its files say.
+# Capabilities that a model without an output head lacks, even if its files suggest them.
 _OF_OUTPUT_HEAD: Final = frozenset(
     {
         pb.CAPABILITY_GENERATE,

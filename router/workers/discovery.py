@@ -211,7 +211,7 @@ class Discovery:
             again.clear()
             wait_s = await resolver.ask()
             self._learn(target, resolver.known.workers)
-            # A name server is not asked more often, whatever the number of refreshes.
+            # Bounds the queries to a name server, for any number of refreshes.
             await asyncio.sleep(DNS_MIN_REFRESH_S)
             await _until(again, wait_s - DNS_MIN_REFRESH_S)
 

@@ -36,7 +36,8 @@ log = structlog.get_logger(__name__)
 NO_DESCRIPTORS = os.strerror(errno.EMFILE)
 
 _SessionCall = grpc.aio.StreamStreamCall[wpb.SessionRequest, wpb.SessionResponse]
-# A channel of its own per dial: no back-off of an earlier attempt delays a worker that has just come up.
+# Each dial has a separate channel, so that the back-off of an earlier attempt does not delay a worker that has just
+# started.
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),

@@ -36,7 +36,7 @@ _IDLE_CHECK_S: Final = 0.5
 _LOCKSTEP_CHECK_S: Final = 0.02
 _LOCKSTEP_REST_S: Final = 0.1
 _LOCKSTEP_AWAKE_ROUNDS: Final = 250
-# Message of a sequence that is returned to its router; a cancel by the router has none.
+# Message of a sequence that is returned to its router; a cancel by the router has no message.
 _OVERLOAD: Final = "the worker has no room for it"
 
 

@@ -165,7 +165,7 @@ class Postprocessor:
                 self._compare(seq.draft_history, sampled)
             seq.num_inflight_tokens -= 1
             seq.num_placeholder -= 1
-            # The first new token stands at the first position whose KV is not computed.
+            # The first new token is at the first position whose KV is not computed.
             position = computed = seq.num_computed_tokens + 1
             new = [token_id]
             if drafts and seq_id in drafts:

@@ -36,7 +36,7 @@ from worker.engine.sequence import Sequence
 
 # Node ids of roots are at most 0, those of blocks are above 0.
 UNSALTED_ROOT: Final = 0
-# Node before a tail, and the tail's tokens, packed as those of a block.
+# Node before a tail, and the tokens of the tail, packed as tokens of a block are.
 Tail: TypeAlias = tuple[int, bytes]
 # Hashes of blocks, and tails, that running prompts compute next, by their place in the prompt.
 Fronts: TypeAlias = dict[int, set[int]]

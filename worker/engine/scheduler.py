@@ -193,7 +193,7 @@ class Scheduler:
             if lookups <= 0 or not self._has_place(step):
                 break
             if seq.num_inflight_tokens:
-                # Preempted with a step in flight: its late token belongs to what has to be computed.
+                # Preempted with a step in flight: its late token is a token to compute too.
                 break
             if seq.waits_for_grammar or self._prefixes.follows(seq, step.fronts):
                 continue
@@ -233,7 +233,7 @@ class Scheduler:
                 # It needs a further block only if all of its drafts in flight are right.
                 continue
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
-                # Victims come from the end of the order, so none of them is in the step already.
+                # Victims are taken from the end of the order, so none of them is in the step already.
                 self.preempt(self.running.last())
                 step.has_preempted = True
             if seq.status is SequenceStatus.RUNNING:

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Context:
-    """Rows of the step.
+    """Description of the step's rows that layers may read.
 
     Attributes:
         positions: int64 [T], absolute positions; 0 for padding rows.

@@ -84,7 +84,7 @@ class BatchDecoder:
         for seq_id, (stays, follows) in grown.items():
             table = self._tables.get(seq_id, [])
             if table and stays == len(table):
-                # The same list, as at the other end: the runner looks only at what is new in it
+                # The same list object as in the encoder: the runner looks only at its new entries
                 # (worker/model/block_tables).
                 table.extend(follows)
             else:

@@ -81,7 +81,7 @@ def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> Gr
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     options = _dist.ProcessGroupGloo._Options()
-    # Without an address gloo takes the one of the host's name, which other machines may not reach.
+    # Without an address gloo uses the address of the host name, which other machines may not reach.
     options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
     options._timeout = timeout
 

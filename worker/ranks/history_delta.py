@@ -14,7 +14,7 @@ import numpy.typing as npt
 from common.params.sampling_params import SamplingParams
 from worker.engine.batch import ScheduledBatch, TokenHistory
 
-# Tokens that are kept, or twice those of a batch if that is more; beyond them both ends begin anew.
+# Number of tokens kept, or twice those of a batch if that is more; beyond it both ends start again.
 _MAX_TOKENS: Final = 1 << 20
 # News of a history: facts sent once per sequence, the end of its output, and the new tokens.
 _Once = tuple[SamplingParams, npt.NDArray[np.int64], bytes]

@@ -46,7 +46,7 @@ def load_ranks(
         block_bytes = max(group.call("load", config, group.threads, settings).values())
         shares_sums = any(group.call("share_sums").values())
         memory = _kv_memory(group)
-        # On GPUs a step is launched before the tokens of the one before have come.
+        # On GPUs a step is launched before the tokens of the previous step have arrived.
         config = replace(config, deferred_output=config.deferred_output or memory.is_device)
         config = size_kv_pool(config, model_config, block_bytes, memory)
         group.call("allocate", config.num_kvcache_blocks)

@@ -185,7 +185,7 @@ class KvCursor:
     def _take_changes(self) -> wpb.KvEvents:
         frame = wpb.KvEvents(after=self._seq, epoch=self._epoch)
         changes = self._log.after(self._seq, MAX_KV_FRAME_CHANGES)
-        # A granule appears and disappears in turns, so every second change undoes the one before.
+        # A granule alternately appears and disappears, so every second change undoes the one before.
         net: dict[int, bool] = {}
         for change in changes:
             granule = change if change >= 0 else ~change

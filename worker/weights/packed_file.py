@@ -211,7 +211,7 @@ class PackedFile:
         self._objects, self._tensors = header["objects"], header["tensors"]
         self._map = mmap.mmap(file.fileno(), self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         for advice in ("MADV_HUGEPAGE", "MADV_WILLNEED"):
-            # Not every system has them, and file systems differ in what they can do.
+            # Some systems lack the call, and file systems differ in what they support.
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 self._map.madvise(getattr(mmap, advice))
 
@@ -242,7 +242,7 @@ class PackedFile:
         if not count:
             return torch.empty(shape, dtype=dtype)
         with warnings.catch_warnings():
-            # Read-only memory, which nobody writes to.
+            # Memory is read-only, and no code writes to it.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._begin + entry["offset"])
         return flat.as_strided(shape, stride)

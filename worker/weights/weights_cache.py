@@ -373,7 +373,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     for _ in range(_PART_TRIES):
         # Not by the process id: that of a container's process is 1 in all containers which share the folder.
         part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
-        # Only this user can write to the file, whatever the umask.
+        # Only this user can write to the file, for any umask.
         stream = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb")
         # Before it is locked, another may take it for one that was left.
         if _lock(stream, fcntl.LOCK_EX) is not _LockState.BUSY and _is_at(part, stream):

@@ -12,7 +12,7 @@ from common.cli.bench.records import INTERRUPTED, Record
 from common.cli.bench.statistics import Summary
 
 _MS: Final = 1e3
-# Metric of an objective -> a request's value in seconds; None where it has none, and then it is met.
+# Metric of an objective -> a request's value in seconds; None without a value, which meets the objective.
 _OBJECTIVE_VALUES: Final[dict[str, Callable[[Record], float | None]]] = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,

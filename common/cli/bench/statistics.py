@@ -22,7 +22,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     below, above = ordered[low], ordered[high]
-    # Never beyond the two, whatever the rounding.
+    # Rounding must not move the result beyond the two values.
     return min(max(below + (above - below) * (place - low), below), above)
 
 

@@ -25,7 +25,7 @@ def write_proof(path: Path, answer: CommandAnswer) -> None:
         raise CommandError("the answer has no receipt: workers of two numerics classes have made it", 1)
     text = json_format.MessageToJson(answer.receipt.proof, preserving_proto_field_name=True, indent=1)
     try:
-        # It has the prompt and the answer, which are nobody else's.
+        # The file has the prompt and the answer, which other users must not read.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text + "\n")
     except OSError as error:

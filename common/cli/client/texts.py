@@ -24,7 +24,7 @@ _Command: TypeAlias = Callable[..., Any]
 # A text's place in its call, as a status names it.
 _PLACE: Final = re.compile(r"\b(inputs|documents|continuations)\[(\d+)\]")
 _SHOWN_CHARACTERS: Final = 100
-# Control characters that JSON leaves as they are.
+# Control characters that JSON does not escape.
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
 # Of a text in a request, beside itself; more than protobuf takes.
 _FRAME_BYTES: Final = 32

@@ -37,7 +37,7 @@ _CHANGE_THE_REQUEST = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
     }
 )
-# Part of what gRPC says -> what it means, and what to do.
+# Part of a gRPC error text -> its meaning, and what to do.
 _TLS_TROUBLES = (
     ("WRONG_VERSION_NUMBER", "it speaks plain text", "leave --tls and --tls-ca away"),
     ("certificate has expired", "its certificate has expired", "renew it"),
@@ -70,7 +70,7 @@ def call_failed(
         reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
         reason = reason or details.rpartition(": ")[2]
         return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
-    # Made by gRPC, in words of its own.
+    # A DEADLINE_EXCEEDED of gRPC itself has no reason.
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         details = f"{address} has not answered in time (--timeout)"
     if code is grpc.StatusCode.UNIMPLEMENTED and not failure.reason:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MOST_POSITIONS: Final = 4096
 # Most visits to nodes for one grammar, about a microsecond each.
 _MOST_LOOKS: Final = 3_000_000
-# Stands for the first byte of a special token: no text has the byte 0xFF.
+# Represents the first byte of a special token: no text has the byte 0xFF.
 _TOKEN_BYTE: Final = 1 << 0xFF
 # Per length in UTF-8: first and last code point, the first byte's marker, and the bits that this byte leaves out.
 _LENGTHS: Final = ((0, 0x7F, 0, 0), (0x80, 0x7FF, 0xC0, 6), (0x800, 0xFFFF, 0xE0, 12), (0x10000, 0x10FFFF, 0xF0, 18))
@@ -42,7 +42,7 @@ class Looks:
         self._left = most
 
     def take(self, number: int) -> None:
-        """Counts looks.
+        """Counts steps of the search against its limit.
 
         Raises:
             TooMuchWorkError: there are more than `most` in all.

@@ -13,7 +13,7 @@ from common.params.options.types import SHORTEST_S, Duration, ToolCommand
 
 _ANSWERS: Final = ("generate", "chat")
 _TEXTS: Final = ("embed", "rerank", "score")
-# Commands that call one router, and those of its operators.
+# Commands that call one router: those of users, and those of operators.
 _ONE_ROUTER: Final = ("verify", BENCH_SERVE, "models", "health")
 _ADMIN: Final = (
     "workers", "cordon", "uncordon", "drain", "flush", "routing", "reload", "requests", "cancel", "info",

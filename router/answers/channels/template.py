@@ -19,7 +19,7 @@ from router.answers.channels.values import PARSERS, has_mixed_text, placeholder,
 REASONING_FIELDS: Final = frozenset({"thinking", "reasoning_content", "reasoning"})
 CONTENT_FIELD: Final = "content"
 CALLS_FIELD: Final = "tool_calls"
-# Time limit of one search for a delimiter, in seconds: a checkpoint may bring a slow pattern.
+# Time limit of one search for a delimiter, in seconds: the pattern of a checkpoint may be slow.
 _SEARCH_S: Final = 1.0
 _TEMPLATE_KEYS: Final = frozenset({"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"})
 _FIELD_KEYS: Final = frozenset(

@@ -28,8 +28,8 @@ _CONTEXT: Final = 32
 # Steps of each size in a row. The shortest of all rounds counts: other programs and steps of another size before
 # lengthen a step, and nothing shortens it. The first round takes each size once, in case time runs out.
 _IN_A_ROW: Final = 3
-# Fewest and most rounds, and the seconds within which others than the fewest start. On a busy machine five rounds
-# found half of what a draft model's work takes.
+# Fewest and most rounds, and the seconds after which no round beyond the fewest starts. On a busy machine five rounds
+# found half of a draft model's time.
 _FEWEST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 5, 64, 0.5
 # Seconds after which no further step is measured.
 _MOST_S: Final = 3.0

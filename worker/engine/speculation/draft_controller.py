@@ -65,11 +65,12 @@ class DraftController:
         self._rates = DraftRates()
         # Steps left without a look for drafts; True if a draft model's drafts paid at the last look.
         self._rest, self._pays = 0, False
-        # Plain steps saved, bounded; and what a token of the newest step is worth, in plain steps.
+        # Plain steps saved, bounded; and the worth of one token of the newest step, in plain steps.
         self._credit, self._per_token = _STAKE, 0.0
         # Steps with drafts since a counted plain one, counted plain steps since drafts, plain steps left not to count.
         self._num_drafting, self._num_plain, self._settling = 0, _LONGEST_RUN, 0
-        # The last run of steps with drafts: the credit before, and, in plain steps, what it output and what it took.
+        # The last run of steps with drafts: the credit before it, and, in plain steps, the worth of its tokens and
+        # its duration.
         self._before, self._worth, self._spent = 0.0, 0.0, 0.0
         # Seconds of its last two steps.
         self._last_s = 0.0, 0.0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 # Weight of the newest plain step in the level and in the time between steps: a changed speed is known after ten steps.
 _WEIGHT: Final = 0.25
-# No step takes no time, even by a clock that stands still.
+# Shortest duration of a step, because a clock may stand still.
 _SHORTEST_S = sys.float_info.epsilon
 
 

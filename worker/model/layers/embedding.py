@@ -127,7 +127,7 @@ class LMHead:
     def _own_best(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """float32 [T, 2]: the largest of this rank's logits below `limit` and its id; NaN counts as the lowest."""
         logits = self._linear.apply(hidden, self.packed)[:, : max(0, limit - self._first)].float()
-        # A rank without such an id gets a number too.
+        # A rank without an id below the limit gets a number too.
         lowest = logits.new_full((len(logits), 1), -torch.inf)
         logits = torch.cat((logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), lowest), dim=1)
         values, places = logits.max(dim=1)

@@ -25,7 +25,7 @@ from worker.weights.checkpoint import Shape
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
-# The attention's norms have their own epsilon, whatever rms_norm_eps is.
+# Epsilon of the attention's norms, which ignore rms_norm_eps.
 _NORM_EPS = 1e-6
 
 
@@ -141,7 +141,7 @@ class Indexer:
         self._queries = ColumnLinear(build, {f"{prefix}.wq_b": WHOLE})
         self._keys = ColumnLinear(build, {f"{prefix}.wk": WHOLE})
         self._key_norm = LayerNorm(build, f"{prefix}.k_norm", _NORM_EPS)
-        # In float32, whatever the model's dtype: the weights decide which of two near scores is higher.
+        # In float32 for every model dtype: the weights decide which of two close scores is higher.
         self._weights = build.kept.keep(f"{prefix}.weights_proj", lambda: self._pack_weights(build, prefix))
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 

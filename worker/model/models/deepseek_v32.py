@@ -15,7 +15,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if `mlp_layer_types` makes the layer a mixture of experts."""
-        # Checked too, because the config class derives the types from this entry if config.json has none.
+        # Checked although types are given: the config class derives them from this entry if config.json has none.
         config.count("first_k_dense_replace", least=0)
         types = config.listed("mlp_layer_types", str) or []
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
