@@ -24,7 +24,7 @@ from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.http_bench import facade_of
 from tests.e2e.router_bench import Bench, bench, collect, until
 from tests.e2e.test_contract import admin_of
-from tests.e2e.test_http_responses import ARGUMENTS, DESCRIPTION, FILES, TOKENIZER, answer
+from tests.e2e.test_http_responses import ARGUMENTS, DESCRIPTION, FILES, answer, submitted
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
@@ -39,10 +39,6 @@ class Served:
     router: Bench
     url: str
     client: anthropic.AsyncAnthropic
-
-    @property
-    def prompts(self) -> list[str]:
-        return [TOKENIZER.decode(list(one.token_ids)) for one in self.router.workers[0].submitted]
 
 
 def client_of(url: str, key: str = "none") -> anthropic.AsyncAnthropic:
@@ -111,7 +107,7 @@ async def test_synchronous_client_streams(served: Served) -> None:
     assert await asyncio.to_thread(read) == EXPECTED
 
 
-async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served) -> None:
+async def test_session_of_a_coding_agent_is_the_request_of_grpc(served: Served) -> None:
     """Sends what Claude Code sends: beta headers, marks of the prompt cache, and the result of the call."""
     cached = {"cache_control": {"type": "ephemeral"}}
     system = [{"type": "text", "text": "You are a coding agent.", **cached}, {"type": "text", "text": "Be brief."}]
@@ -119,6 +115,8 @@ async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served)
         "model": "m",
         "max_tokens": 300,
         "system": system,
+        "stop_sequences": ["so so"],
+        "extra_body": {"seed": 7, "temperature": 0.5, "top_k": 3},
         "tools": [{**LOOK, **cached}],
         "metadata": {"user_id": "user_1_account__session_1"},
         "thinking": {"type": "enabled", "budget_tokens": 100},
@@ -146,14 +144,16 @@ async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served)
     tool = pb.Tool(
         name="look", description="looks", parameters_json='{"type":"object","properties":{"at":{"type":"string"}}}'
     )
-    request = pb.ChatRequest(tools=[tool], sampling_params=pb.SamplingParams(max_tokens=300))
+    params = pb.SamplingParams(max_tokens=300, temperature=0.5, top_k=3, stop_strings=["so so"], seed=7)
+    request = pb.ChatRequest(tools=[tool], sampling_params=params, reasoning=pb.ReasoningOptions(max_tokens=100))
     request.messages.add(role="system", content="You are a coding agent.\n\nBe brief.")
     request.messages.add(role="user", content="weather?")
     turn = request.messages.add(role="assistant", reasoning="so lo", content="la la")
     turn.tool_calls.add(id=call["id"], name="look", arguments_json=ARGUMENTS)
     request.messages.add(role="tool", tool_call_id=call["id"], name="look", content="sunny")
     await collect(served.router.stub.Chat(request))
-    assert served.prompts[2] == served.prompts[1]
+    [_, second_turn, by_grpc] = submitted(served.router)
+    assert by_grpc == second_turn
 
 
 async def test_count_equals_the_tokens_of_the_prompt(served: Served) -> None:

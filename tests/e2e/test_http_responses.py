@@ -61,8 +61,13 @@ class Served:
         return self.http.openai
 
     @property
-    def prompts(self) -> list[str]:
-        return [TOKENIZER.decode(list(one.token_ids)) for one in self.router.workers[0].submitted]
+    def submitted(self) -> list[tuple[str, wpb.SamplingParams, int]]:
+        """Prompt, parameters and seed of each sequence that the worker got."""
+        return submitted(self.router)
+
+
+def submitted(router: Bench) -> list[tuple[str, wpb.SamplingParams, int]]:
+    return [(TOKENIZER.decode(list(one.token_ids)), one.params, one.seed) for one in router.workers[0].submitted]
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ async def test_ids_are_functions_of_the_request_id(served: Served) -> None:
     assert first.output[2].call_id == second.output[2].call_id
 
 
-async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served) -> None:
+async def test_session_of_a_coding_agent_is_the_request_of_grpc(served: Served) -> None:
     """Sends what Codex sends: all items of the answer and the result of its call."""
     agent: Any = {
         "model": "m",
@@ -152,6 +157,8 @@ async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served)
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "session",
         "stream": True,
+        "temperature": 0.5,
+        "extra_body": {"seed": 7},
     }
     items: list[Any] = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
@@ -169,13 +176,13 @@ async def test_session_of_a_coding_agent_has_the_prompts_of_grpc(served: Served)
     turn = pb.ChatMessage(role="assistant", reasoning="so lo", content="la la")
     turn.tool_calls.add(id=call["call_id"], name="look", arguments_json=ARGUMENTS)
     tool = pb.Tool(name="look", description="looks", parameters_json=_parameters())
-    request = pb.ChatRequest(tools=[tool], sampling_params=pb.SamplingParams(max_tokens=300))
+    request = pb.ChatRequest(tools=[tool], sampling_params=pb.SamplingParams(temperature=0.5, seed=7))
     request.messages.add(role="system", content="You are a coding agent.\n\nBe brief.")
     request.messages.add(role="user", content="weather?")
     request.messages.append(turn)
     request.messages.add(role="tool", tool_call_id=call["call_id"], name="look", content="sunny")
     await collect(served.router.stub.Chat(request))
-    assert served.prompts[2] == served.prompts[1]
+    assert served.submitted[2] == served.submitted[1]
 
 
 def _parameters() -> str:
