@@ -242,7 +242,7 @@ def said(b: Bench) -> list[str]:
 
 
 async def test_paste_of_several_lines_sends_one_message() -> None:
-    """A paste of three lines sent three messages."""
+    """Former fault: a paste of three lines sent three messages."""
     async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b, kind="xterm", columns=80) as chat:
         for pasted in (
             "one\ntwo\nthree",

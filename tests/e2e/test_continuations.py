@@ -51,7 +51,7 @@ async def text_of(call: Any) -> str:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
 async def test_generate_continues_the_prompt_and_chat_begins_a_message(tokens_per_step: int) -> None:
-    """Generate lost the space before its first word."""
+    """Former fault: the text of Generate lacked the space before its first word."""
     expected = " sat on the mat 中文"
     once = params(len(WORDS))
     async with bench(worker(tokens_per_step=tokens_per_step)) as b:

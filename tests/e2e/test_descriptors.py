@@ -53,7 +53,7 @@ def end(process: Process) -> None:
 
 @pytest.mark.slow
 def test_idle_connections_do_not_shut_a_router_out_from_its_own_workers(tmp_path: Path) -> None:
-    """With all descriptors taken by idle connections a worker that was restarted could not be dialled any more."""
+    """Former fault: with all descriptors taken by idle connections, the router could not dial a restarted worker."""
     model = simulated_model(tmp_path / "model")
     ports = free_port(), free_port()
     arguments = ["worker", "--model", str(model), "--model-name", "test", "--port", str(ports[0]), *OPTIONS]

@@ -29,7 +29,7 @@ async def test_direct_call_streams_start_tokens_and_end(site: Site) -> None:
 
 
 async def test_direct_call_without_seed_derives_seed_from_id(site: Site) -> None:
-    """The seed was 0, so that one prompt had one "random" answer for everybody."""
+    """Former fault: the seed was 0, so that one prompt had one "random" answer for all callers."""
     call = request(20, request_id="mine")
     call.ClearField("seed")
     first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
@@ -45,7 +45,7 @@ async def test_direct_call_without_seed_derives_seed_from_id(site: Site) -> None
 
 
 async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of direct calls waited, each with its prompt."""
+    """Former fault: any number of direct calls could wait, each with its prompt."""
     monkeypatch.setattr("worker.session.service.MAX_WAITING_CALLS", 2)
     given = options(folder)
     async with running(Worker(replace(given, config=replace(given.config, max_num_seqs=1)))) as site:

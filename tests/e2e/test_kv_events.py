@@ -112,7 +112,7 @@ def test_routers_know_of_evictions(fleet: Fleet) -> None:
 
 @pytest.mark.slow
 def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -> None:
-    """A change of placement broke the Session with every worker. Here none breaks, and prefixes are found."""
+    """No Session breaks, and prefixes are found. Formerly a change of placement broke the Session with every worker."""
     model, port = simulated_model(tmp_path / "model"), free_port()
     options = ["--placement", "round_robin", "--admin-port", str(port)]
     worker_options = [*OPTIONS, "--kv-cache-memory", "16MiB"]

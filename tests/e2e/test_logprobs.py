@@ -150,7 +150,7 @@ def test_stream_resumes_after_text_and_token_count(simulated: Service) -> None:
 
 
 def test_stream_resumes_after_tokens_without_text(simulated: Service) -> None:
-    """A client could resume behind tokens without text only if it had their ids."""
+    """Former fault: after tokens without text, a client could resume only if it had their ids."""
     found = 0
     for seed in range(40):
         asked = request([seed + 1, 5, 9], max_tokens=8)
@@ -327,7 +327,7 @@ async def test_resume_by_text_with_logprobs_needs_token_count() -> None:
 
 
 def test_generate_and_chat_with_logprobs_show_them(simulated: Service) -> None:
-    """Both commands ended with a traceback, because the client library had no argument `logprobs`."""
+    """Former fault: both commands ended with a traceback, because the client library had no argument `logprobs`."""
     options = ["--address", simulated.router.address, "--max-tokens", "5", "--logprobs", "2"]
     for arguments in (["generate", *options, "--logprobs-kind", "processed", "hi"], ["chat", *options]):
         code, _, err = asyncio.run(command(*arguments, text="hi\n"))

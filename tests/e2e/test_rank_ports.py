@@ -65,7 +65,7 @@ def wait_for(text: str, process: Process) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_one_machine_listen_on_loopback_alone(model: Path, tmp_path: Path) -> None:
-    """The store of the ranks listened on all interfaces."""
+    """Former fault: the store of the ranks listened on all interfaces."""
     worker = made("worker", model, tmp_path, "--tp-size", "2")
     worker.start()
     try:
@@ -77,7 +77,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_engines_in_lockstep_listen_where_they_meet(experts: Path, tmp_path: Path) -> None:
-    """The store of engines listened on all interfaces, at the known port of --dist-init."""
+    """Former fault: the store of engines listened on all interfaces, at the known port of --dist-init."""
     port = free_port()
     common = ["--enable-expert-parallel", "--dp-size", "2", "--dist-init", f"tcp://127.0.0.1:{port}"]
     first, second = (
@@ -99,7 +99,7 @@ def test_engines_in_lockstep_listen_where_they_meet(experts: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_fuzzed_frames_at_dist_init_end_no_process(model: Path, tmp_path: Path) -> None:
-    """One frame ended the worker that waited for ranks of other machines."""
+    """Former fault: one frame ended the worker that waited for ranks of other machines."""
     port, secret = free_port(), tmp_path / "secret"
     secret.write_text("the secret of both machines\n")
     common = ["--tp-size", "2", "--nnodes", "2", "--dist-init", f"tcp://127.0.0.1:{port}"]

@@ -23,7 +23,7 @@ UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
 
 
 async def test_fields_of_a_later_version_are_refused_by_number() -> None:
-    """They were accepted and ignored."""
+    """Former fault: such fields were accepted and ignored."""
     async with bench(FakeWorker(FILES)) as b:
         made = request()
         made.sampling_params.MergeFromString(UNKNOWN)
@@ -88,7 +88,7 @@ async def busy_text_threads(encoder: PromptEncoder) -> AsyncIterator[None]:
 
 
 async def test_tokenize_and_detokenize_count_for_their_tenant() -> None:
-    """They were outside of all tenants' limits."""
+    """Former fault: the two calls were outside of all tenants' limits."""
     async with bench(FakeWorker(FILES)) as b:
         b.router.service.set_tenants(TenantPolicy(concurrency=1))
         async with busy_text_threads(b.router._encoder):

@@ -61,7 +61,7 @@ def num_dropped(service: Service) -> int:
 
 
 def test_client_dropped_before_first_message_gets_status(service: Service) -> None:
-    """With the first message under way no status could be sent: one frame of data, and then nothing for ever."""
+    """Former fault: while the first message was written no status could be sent; the client waited for ever."""
     client = Unread(service.router.address)
     for i in range(CALLS):
         client.begin("/fissile.v1.InferenceService/Generate", request(i, 1000).SerializeToString())

@@ -388,7 +388,8 @@ async def test_invalid_hello_is_refused(site: Site) -> None:
 
 
 async def test_refused_session_with_pending_welcome_has_status(site: Site) -> None:
-    """With the first frame under way no status could be sent, and some streams stayed open for ever."""
+    """Former fault: while the first frame was being written no status could be sent, and some streams stayed open for
+    ever."""
 
     async def refused(i: int) -> grpc.StatusCode:
         call = site.stub.Session()
@@ -407,7 +408,7 @@ async def test_refused_session_with_pending_welcome_has_status(site: Site) -> No
 
 
 async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site) -> None:
-    """One whose router did not read outlived the engine, and knew the cache of the old one."""
+    """Former fault: a Session whose router did not read outlived the engine, and knew the cache of the old one."""
     router = await site.router()
     site.worker.service.break_sessions()
     try:
@@ -451,7 +452,7 @@ async def test_worker_unable_to_deliver_output_exits(folder: Path, monkeypatch: 
 
 @pytest.mark.slow
 async def test_failed_lease_end_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop told its own log alone; the worker goes on."""
+    """Former fault: only the event loop's own log told of such an error. The worker must go on."""
     router = await site.router(lease_ms=300)
     await router.submit(1, sequence(1, max_tokens=ENDLESS))
     await router.read_until(lambda: len(router.tokens[1]) > 5)

@@ -170,7 +170,7 @@ async def statuses(calls: dict[str, Any]) -> dict[str, grpc.StatusCode]:
 
 @pytest.mark.parametrize("model", ["", pytest.param("m", marks=pytest.mark.slow)])
 async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
-    """GetModel and Tokenize failed at once, but Generate waited."""
+    """Former fault: GetModel and Tokenize failed at once, while Generate waited."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
         calls = calls_that_need_a_model(b, model)

@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 def test_absent_keys_default_as_in_transformers(
     architecture: str, shape: dict[str, Any], absent: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """DeepSeek without n_group or routed_scaling_factor gave other numbers without an error."""
+    """Former fault: DeepSeek without n_group or routed_scaling_factor gave other numbers without an error."""
     folder = make_checkpoint(tmp_path, architecture, tokenizer=False, **shape)
     path = folder / "config.json"
     config = json.loads(path.read_text())

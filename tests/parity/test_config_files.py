@@ -188,7 +188,7 @@ def test_settings_sent_as_json_equal_those_read_from_folder(
 def test_rope_in_both_spellings_equals_transformers(
     tmp_path: Path, architecture: str, scaling: dict[str, Any] | None
 ) -> None:
-    """`rope_scaling` beside `rope_parameters` changed the numbers of transformers, but not ours."""
+    """Former fault: `rope_scaling` beside `rope_parameters` changed the numbers of transformers, but not ours."""
     shape = {**DEFAULT_SHAPE, **ARCHITECTURES[architecture][1]}
     named = {"architectures": [f"{ARCHITECTURES[architecture][0]}ForCausalLM"], "model_type": architecture}
     for parameters in ROPES:
@@ -277,7 +277,7 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "name", [pytest.param(name, marks=() if name.startswith("yarn") else pytest.mark.slow) for name in EDITS]
 )
 def test_logits_with_two_spellings_equal_transformers(tmp_path: Path, name: str) -> None:
-    """Log-probabilities differed by up to 7.7."""
+    """Former fault: log-probabilities differed by up to 7.7."""
     architecture, changes = EDITS[name]
     folder = make_checkpoint(tmp_path, architecture, tokenizer=False)
     path = folder / "config.json"

@@ -36,7 +36,7 @@ def test_both_engines_give_equal_answers(pair: tuple[LLMEngine, Transformers]) -
 
 
 def test_tokens_are_counted(pair: tuple[LLMEngine, Transformers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each request failed at once, no tokens would look like a high rate."""
+    """Requests that fail at once must not look like a high rate."""
     engine, peer = pair
     monkeypatch.setattr("tests.bench.gpu_transformers.own_answers", lambda engine, prompts, tokens: [[1], [], [1]])
     with pytest.raises(RuntimeError, match=re.escape("fissile gave 3 answers of [0, 1] tokens, not 3 of 5")):

@@ -50,7 +50,7 @@ def step(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torc
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
 def test_clamp_limit_of_0_or_less_is_refused(limit: float) -> None:
-    """Native kernels read such a limit as "no clamp" and computed another activation."""
+    """Former fault: native kernels read such a limit as "no clamp" and computed another activation."""
     with pytest.raises(ValueError, match="it must be above 0"):
         ClampedSwiglu(alpha=1.702, limit=limit)
 

@@ -219,7 +219,7 @@ def test_answer_text_continues_prompt(folder: Path, asked: Continuation) -> None
 
 
 def test_text_prompt_is_continued_like_token_prompt(folder: Path) -> None:
-    """The space before the first word of an answer was lost."""
+    """Former fault: the space before the first word of an answer was lost."""
     tokenizer = TOKENIZERS["sentencepiece"]
     io = InputOutputProcessor(tokenizer, ModelConfig.from_folder(folder), block_size=16)
     first_token, *ids = tokenizer.encode("cat")
@@ -466,7 +466,7 @@ def beyond(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLMEngine, Tokeniz
 def test_token_beyond_model_vocabulary_is_refused_alone(
     beyond: tuple[LLMEngine, Tokenizer],
 ) -> None:
-    """A text with such a token killed the engine, and every other request in it."""
+    """Former fault: a text with such a token killed the engine, and every other request in it."""
     engine, tokenizer = beyond
     engine.add_request("hello", {"max_tokens": 3})
     with pytest.raises(InvalidFieldError, match="prompt has a part that the model's tokenizer makes token 401 of"):
@@ -508,7 +508,7 @@ def test_token_beyond_model_vocabulary_is_refused_alone(
 def test_engine_refuses_fields_refused_by_service(
     beyond: tuple[LLMEngine, Tokenizer], prompt: Any, params: Any, path: str
 ) -> None:
-    """Some of it ran, some raised other errors than documented, or inside the engine's step."""
+    """Former fault: some of these requests ran, others raised undocumented errors or failed inside a step."""
     engine, _ = beyond
     with pytest.raises(InvalidFieldError) as refused:
         engine.generate([prompt], params)
@@ -517,7 +517,7 @@ def test_engine_refuses_fields_refused_by_service(
 
 
 def test_lists_of_different_length_are_refused(beyond: tuple[LLMEngine, Tokenizer]) -> None:
-    """A string was taken for a list of its characters."""
+    """Former fault: a string was taken as a list of its characters."""
     engine, _ = beyond
     for arguments, path in [
         ({"prompts": "Tell me"}, "prompts"),
@@ -537,7 +537,7 @@ def test_lists_of_different_length_are_refused(beyond: tuple[LLMEngine, Tokenize
 
 
 def test_integers_of_numpy_are_integers(folder: Path, greedy: list[dict[str, Any]]) -> None:
-    """`max_tokens` of that kind was taken, and failed inside the step of all requests."""
+    """Former fault: a `max_tokens` of that type was accepted, and failed inside the step of all requests."""
     engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96))
     own, count, prompt = greedy[0]["token_ids"], np.int64(3), np.array(PROMPTS[0])
     params = {**asdict(GREEDY), "max_tokens": count, "top_k": count, "seed": np.uint64(7), "stop_token_ids": [count]}
@@ -545,7 +545,7 @@ def test_integers_of_numpy_are_integers(folder: Path, greedy: list[dict[str, Any
 
 
 def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict[str, Any]]) -> None:
-    """They were replaced by the model's."""
+    """Former fault: the model's ids replaced those of the config."""
     ends = greedy[0]["token_ids"][3]
     params = replace(GREEDY, ignore_eos=False)
     for ids in ({"eos_token_id": ends}, {"stop_token_ids": (ends,)}):
@@ -590,7 +590,7 @@ def test_prompt_of_scaled_rope_length_is_served(tmp_path: Path) -> None:
 
 
 def test_calibrated_scales_of_the_kv_cache_log_one_warning(tmp_path: Path) -> None:
-    """The worker served the checkpoint at scale 1, without a log line."""
+    """Former fault: the worker served the checkpoint at scale 1, without a log line."""
     folder = make_checkpoint(tmp_path, num_hidden_layers=1)
     content = json.loads((folder / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}

@@ -117,7 +117,7 @@ def test_chunks_before_nan_are_not_shared(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_startup_probe_refuses_nan_model(folder: Path, tmp_path: Path, name: str, value: float) -> None:
-    """It served id 0 for ever, with status OK."""
+    """Former fault: such a model served id 0 for ever, with status OK."""
     bad = spoiled(folder, tmp_path / "bad", name, slice(None), value)
     runner = ModelRunner(Config(model=str(bad), max_model_len=128), ModelConfig.from_folder(bad))
     with pytest.raises(ModelError, match=f"^{bad} gives no numbers: its weights or its config.json make NaN or inf"):
@@ -233,7 +233,7 @@ def test_nan_end_has_metric_and_log_line() -> None:
 
 
 def test_masks_without_allowed_ids_give_no_token() -> None:
-    """An emptied row gave id 0."""
+    """Former fault: a row without allowed ids gave id 0."""
     from kernels.torch_backend.backend import TorchBackend
 
     assert TorchBackend().sampling.argmax(torch.full((1, 5), -torch.inf), 5).tolist() == [NO_TOKEN]

@@ -310,7 +310,8 @@ def check_a_long_sequence_beside_short_ones() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
 @pytest.mark.usefixtures("native")
 def test_long_sequence_beside_short_ones_uses_little_memory() -> None:
-    """Each tile had as many states as the longest one needs, of as many rows as a full one has: 797 MB, kept.
+    """Former fault: each tile had as many states as the longest tile, of as many rows as a full one: 797 MB, never
+    freed.
 
     In a process of its own: 64 helpers stay as long as their process, and each call of any later test wakes them.
     """

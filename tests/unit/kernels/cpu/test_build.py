@@ -89,7 +89,7 @@ hatch_build.KernelsBuildHook().initialize("editable", {})
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_install_exit_follows_build_exit(code: int) -> None:
-    """`pip install` continued after a failed compiler. Hatchling exists only in a package's build."""
+    """Former fault: `pip install` continued after a failed compiler. Hatchling exists only in a package's build."""
     root = build.FOLDER.parents[1]
     assert subprocess.run([sys.executable, "-c", HOOK, str(code)], cwd=root, check=False).returncode == code
 

@@ -68,7 +68,7 @@ async def test_blocked_loop_is_measured() -> None:
 
 
 async def test_idle_loop_is_rarely_woken() -> None:
-    """A hundred wake-ups per second took 1.2 % of a core."""
+    """Former fault: a hundred wake-ups per second took 1.2 % of a core."""
     told, began = list[float](), time.monotonic()
     watch = LoopLag(told.append)
     watch.start()

@@ -36,7 +36,7 @@ def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
 def test_tokenizer_eos_token_is_added_to_the_models_ids(
     tmp_path: Path, config_json: int | None, generation: Any, own: int | None, expected: list[int]
 ) -> None:
-    """A fine-tune that names its end of turn only in tokenizer_config.json never stopped."""
+    """Former fault: a fine-tune that names its end of turn only in tokenizer_config.json never stopped."""
     model = model_of(tmp_path, eos_token_id=config_json, generation={"eos_token_id": generation})
     write_tokenizer(tmp_path, 300)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -109,7 +109,7 @@ def turns(core: DPEngineCoreProc, mine: list[Sequence], count: int) -> None:
 
 
 def test_idle_lockstep_engines_synchronize_less_often() -> None:
-    """Asking every 20 ms took 6 % of a core of each worker, for ever. All count the same rounds, and rest together."""
+    """Former fault: polls every 20 ms took 6 % of a core of each idle worker. All engines count the same rounds."""
     cores, _ = engines()
     with ThreadPoolExecutor(ENGINES) as pool:
         list(pool.map(lambda core: turns(core, [], engine_core._LOCKSTEP_AWAKE_ROUNDS - 1), cores))

@@ -122,7 +122,7 @@ class TestAdmission:
         assert step(sched).req_ids == [burst[1].id]
 
     def test_long_hits_admitted_per_step_are_bounded(self) -> None:
-        """One step looked up the prefixes of all that waited, while decodes stood still."""
+        """Former fault: one step looked up the prefixes of all waiting sequences, and decodes waited for it."""
         sched = scheduler(num_kvcache_blocks=1000, max_num_seqs=64, max_num_batched_tokens=5000)
         shared = list(range(100, 4100))
         sched.add_group([Sequence(shared, 16, SamplingParams(max_tokens=1))])
@@ -221,7 +221,7 @@ class TestMixed:
             sched.take_outputs()
 
     def test_prompt_has_budget_share_beside_decodes(self) -> None:
-        """A prompt got one token of a step beside 15 decodes of a budget of 16."""
+        """Former fault: a prompt got one token of a step beside 15 decodes with a budget of 16."""
         sched = self.mixed(max_num_batched_tokens=16, max_num_seqs=16)
         sched.add_group([prompt(1, 100 + i, max_tokens=1000) for i in range(15)])
         step(sched)
@@ -304,7 +304,7 @@ class TestOverdue:
             assert follower.num_cached_tokens == 192
 
     def test_every_class_is_looked_at(self) -> None:
-        """While a young sequence of a higher class waited, no other was ever returned."""
+        """Former fault: while a new sequence of a higher class waited, no other sequence was ever returned."""
         sched = scheduler(max_num_seqs=1)
         sched.add_group([prompt(5, 900)])
         step(sched)
@@ -522,7 +522,7 @@ class TestOutputs:
         assert (sched.load().room_tokens, sched.load().room_seqs) == (64 - 53, 1)
 
     def test_decodes_reduce_room_for_prompts(self) -> None:
-        """Routers counted room that decodes already used."""
+        """Former fault: routers counted room that decodes already used."""
         sched = scheduler(scheduling_policy="mixed", max_num_batched_tokens=64, max_num_seqs=64, num_kvcache_blocks=200)
         assert sched.load().room_tokens == 64
         sched.add_group([prompt(1, 100 + i) for i in range(50)])

@@ -40,7 +40,7 @@ def test_table_shorter_than_sequence_is_refused() -> None:
 
 
 def test_one_long_sequence_does_not_widen_other_tables() -> None:
-    """One of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
+    """Former fault: one table of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
     tables, step = BlockTables(), [[7] * 65_536, *([i] * 4 for i in range(255))]
     before = resident_bytes()
     found = tables.of_step(step, np.array([len(table) for table in step]))

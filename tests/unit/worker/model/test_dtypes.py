@@ -27,7 +27,7 @@ LAYER = "model.layers.0.self_attn"
 def test_calibrated_scales_of_the_kv_cache_log_their_names_once(
     tmp_path: Path, names: tuple[str, ...], quantization: dict[str, Any], tensors: int, settings: list[str]
 ) -> None:
-    """The worker served a checkpoint with scales of 0.02 at scale 1, without a log line."""
+    """Former fault: the worker served a checkpoint with scales of 0.02 at scale 1, without a log line."""
     save_file({name: torch.ones(1) for name in (*names, f"{LAYER}.k_proj.weight")}, tmp_path / "model.safetensors")
     with capture_logs() as logs:
         warn_of_kv_scales(tmp_path, {"quantization_config": quantization}, torch.float8_e4m3fn)

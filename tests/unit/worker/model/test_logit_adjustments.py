@@ -442,7 +442,7 @@ def test_penalized_launches_do_not_wait_for_tokens(
     steering: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One penalized row made every launch on a GPU wait for the previous step, for all rows."""
+    """Former fault: one penalized row made every launch on a GPU wait for the previous step, for all rows."""
     params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in steering]
     expected = streams(engine, prompts(), params)
     deferred = make_engine(folder, deferred_output=True)

@@ -346,7 +346,7 @@ def test_empty_token_tensor_is_on_device(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each made a KV pool, once per round of the other engines."""
+    """Former fault: each dummy step made a KV pool, once per round of the other engines."""
     runner = make_runner(folder)
     runner.allocate_kv_cache(8)
     pool, made, allocate = runner._kv_cache, [], runner.kernels.kv_cache.allocate

@@ -157,7 +157,7 @@ def test_unchanged_batch_fields_are_not_resent() -> None:
 
 
 def test_penalty_histories_are_sent_once() -> None:
-    """A frame had the whole output of every penalized sequence, 10 MB of 256 rows of 8,000 tokens."""
+    """Former fault: a frame had the whole output of every penalized sequence, 10 MB for 256 rows of 8,000 tokens."""
     seqs, pair = sequences(), Pair()
     columns = SequenceColumns(seqs)
     for seq in seqs:

@@ -90,7 +90,7 @@ def stranger_bytes(rnd: random.Random) -> bytes:
 
 
 def test_fuzzed_frames_are_refused_and_ranks_join() -> None:
-    """One frame ended the process that waited, by SIGSEGV or exit code 2."""
+    """Former fault: one frame ended the waiting process, by SIGSEGV or exit code 2."""
     rnd = random.Random(3)
     frames = [stranger_bytes(rnd) for _ in range(FUZZED)]
 
@@ -133,7 +133,7 @@ def test_proof_of_another_challenge_is_refused() -> None:
 
 
 def test_silent_connections_do_not_delay_ranks() -> None:
-    """Each silent connection delayed the others by 8 s."""
+    """Former fault: each silent connection delayed the others by 8 s."""
     with contextlib.ExitStack() as stack:
         door, admitted = stack.enter_context(opened())
         silent = [

@@ -98,7 +98,7 @@ def nested(depth: int) -> bytes:
 
 @pytest.mark.parametrize("depth", [4, 300, 2000, 100_000])
 def test_nested_extensions_are_refused(depth: int) -> None:
-    """300 nested extensions ended the process by SIGSEGV."""
+    """Former fault: 300 nested extensions ended the process by SIGSEGV."""
     with pytest.raises(FrameError, match="extensions in each other"):
         list(FrameReader().feed(nested(depth)))
 
@@ -115,7 +115,7 @@ REFUSED_VALUES: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(("name", "values"), REFUSED_VALUES)
 def test_invalid_field_values_are_frame_errors(name: str, values: tuple[Any, ...], depth: int) -> None:
-    """The error named an option that the operator had not given, and ended the process."""
+    """Former fault: the error named an option that the operator had not given, and ended the process."""
     body: bytes = msgpack.packb([name, *values])
     for level in range(depth):
         body = msgpack.packb(msgpack.ExtType(1, body) if level == 0 else [msgpack.ExtType(1, body)])

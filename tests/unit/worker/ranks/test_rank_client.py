@@ -211,7 +211,7 @@ def test_captured_steps_of_rank_0_are_counted(captures: bool, tmp_path: Path) ->
     ],
 )
 def test_indivisible_heads_are_refused_before_ranks_start(changes: dict[str, Any], message: str) -> None:
-    """It was said when all had started, after 9 to 50 s, and as what rank 1 says."""
+    """Former fault: the error came after all ranks had started, after 9 to 50 s, as an error of rank 1."""
     group, folder = Group(), Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
     with pytest.raises(ModelError, match=f"^{message}"):
         load_ranks(group, Config(), replace(ModelConfig.from_folder(folder), **changes), group.progress)

@@ -365,7 +365,8 @@ class Failing(Listener):
 
 @pytest.mark.parametrize("kind", ["output", "end", "step"])
 async def test_undeliverable_output_fails_engine(site: Site, kind: str) -> None:
-    """The rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
+    """Former fault: the rest of the turn was lost silently, and sequences with output in it never ended, with health
+    SERVING."""
     bad, others = sequence(max_tokens=3), [sequence(max_tokens=500) for _ in range(3)]
     submit_group(site.engine, Failing(kind), 1, [bad])
     submit_group(site.engine, site.listener, 2, others)
@@ -402,7 +403,7 @@ async def test_failed_engine_does_not_affect_new_engine(site: Site) -> None:
 
 
 async def test_direct_sequence_waits_for_delay_gate() -> None:
-    """For as long as the last prompt took, while others decode."""
+    """The sequence waits as long as the last prompt took, while others decode."""
     site, config = Site(), replace(CONFIG, scheduler_delay_factor=1.0)
     site.engine.start(lambda: site.core(config))
     await asyncio.wait_for(site.engine.wait_started(), 60)
@@ -427,7 +428,8 @@ async def test_direct_sequence_waits_for_delay_gate() -> None:
 
 
 async def test_failed_engine_start_ends_submitted_sequences(site: Site) -> None:
-    """Sequences submitted during the restart of a failed engine stayed live for ever if the restart failed."""
+    """Former fault: sequences submitted during the restart of a failed engine stayed live for ever if the restart
+    failed."""
     site.runner.fail = True
     site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.wait_for(site.engine.wait_failed(), 60)

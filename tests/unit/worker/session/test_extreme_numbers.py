@@ -82,7 +82,7 @@ def frames(state: WorkerSession, world: World) -> list[wpb.SessionResponse]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_extreme_numbers_of_one_router_spare_other_sessions(seed: int) -> None:
-    """Two Lane frames broke all Sessions of a worker."""
+    """Former fault: two Lane frames broke all Sessions of a worker."""
     rnd, world, hello = random.Random(seed), World(), wpb.Hello()
     honest = session_of(world, "honest")
     fill(hello, rnd)

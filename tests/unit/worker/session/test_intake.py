@@ -62,7 +62,7 @@ def test_salt_and_class_reach_the_sequence() -> None:
 
 
 def test_prompt_is_hashed_once() -> None:
-    """The event loop made all hashes to check the last one, and the engine thread made them again."""
+    """Former fault: the event loop made all hashes to check the last one, and the engine thread made them again."""
     box = inbox()
     box.submit(submit(1, record(1, range(100))).submit, 0.0)
     [group] = box.take_groups()

@@ -290,7 +290,7 @@ def test_kv_events_precede_steps_and_replace_no_heartbeat() -> None:
 
 
 def test_router_gets_cache_snapshot_on_open_stream() -> None:
-    """It had to break the stream for that."""
+    """Former fault: a router had to break the stream to get a snapshot."""
     world = World()
     state, _ = opened(world, "r")
     world.engine.kv_log.append([1, 2])
@@ -375,7 +375,7 @@ def test_reading_router_may_send_unlimited_sequences(monkeypatch: pytest.MonkeyP
 
 
 def test_endless_groups_close_largest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each Session had a bound, but all Sessions together had none."""
+    """Former fault: each Session had a bound, but all Sessions together had none."""
     monkeypatch.setattr(fleet_backlog, "MAX_ALL_ASSEMBLING_BYTES", 20_000)
     world = World()
     honest, _ = opened(world, "honest")

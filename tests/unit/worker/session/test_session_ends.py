@@ -153,7 +153,7 @@ def test_drain_end_returns_unstarted_and_cancels_running() -> None:
 
 
 def test_cancelled_sequence_is_not_returned_at_drain_end() -> None:
-    """Cancels in the same turn as the end of all had its message."""
+    """Cancels arrive in the same turn in which all sequences end."""
     world, router = full_world()
     router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[3, 50])))
     world.engine.end_all("drained")

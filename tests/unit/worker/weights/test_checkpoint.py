@@ -233,7 +233,7 @@ def test_digest_samples_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "sub/inside.safetensors", "..", ""])
 def test_index_with_files_outside_folder_is_refused(tmp_path: Path, name: str) -> None:
-    """The worker served with weights from outside the checkpoint."""
+    """Former fault: the worker served with weights from outside the checkpoint."""
     folder, shapes = make(tmp_path / "model")
     (tmp_path / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (folder / "sub").mkdir()
@@ -247,7 +247,7 @@ def test_index_with_files_outside_folder_is_refused(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_non_regular_weight_files_are_refused(tmp_path: Path, kind: str) -> None:
-    """A link to /dev/zero took 8.7 GB, a named pipe waited for ever."""
+    """Former fault: a link to /dev/zero took 8.7 GB, and a named pipe waited for ever."""
     folder, shapes = make(tmp_path)
     for file in ("model.safetensors", "model.safetensors.index.json"):
         path = folder / file

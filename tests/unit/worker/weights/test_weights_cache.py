@@ -437,7 +437,7 @@ def test_cache_writable_by_others_is_warned(tmp_path: Path) -> None:
 
 
 def test_damaged_packed_weights_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
-    """The error blamed the checkpoint, at every start."""
+    """Former fault: the error blamed the checkpoint, at every start."""
     folder = checkpoints("qwen3")
     started(folder, tmp_path)
     (entry,) = tmp_path.glob("*.weights")
@@ -580,7 +580,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_source_digest_covers_exactly_packing_code() -> None:
-    """A comment in worker/session/outbox.py had all cached models of a host packed anew."""
+    """Former fault: a comment in worker/session/outbox.py caused all cached models of a host to be packed again."""
     paths = weights_cache.packing_sources()
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     needed = {module for path in paths for module in imported(path)} - PACKS_NOTHING

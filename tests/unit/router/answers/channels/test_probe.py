@@ -101,7 +101,7 @@ def test_all_family_answers_are_read_back_in_any_pieces(frame: str) -> None:
 @pytest.mark.parametrize("frame", ["chatml", "llama"])
 @pytest.mark.parametrize("calls", UNREAD_CALLS)
 def test_unread_calls_get_no_form(frame: str, calls: str) -> None:
-    """Earlier one word in such published templates was enough to read them as Qwen's or Llama's."""
+    """Former fault: one word in such published templates was enough to read them as Qwen's or Llama's."""
     text = source(frame, "", UNREAD_CALLS[calls])
 
     assert find_form(chat_template(text)) is None
