@@ -221,8 +221,18 @@ DNS_EMPTY_S = 600.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
-# How often a router takes its figures for the metrics.
-FIGURES_EVERY_S = 0.5
+# How often a router takes its figures for the metrics; and how old the text is at most that scrapers get.
+FIGURES_EVERY_S = 0.1
+SCRAPE_EVERY_S = 0.1
+# Series of one metric: of a histogram, beyond which new ones are dropped; and of a gauge that OTLP exports.
+MAX_HISTOGRAM_SERIES = 2000
+MAX_EXPORTED_SERIES = 1 << 14
+# The port for scrapers: connections (one more ends the one that has been quiet longest), bytes of a request, how long
+# a request, TLS or the reading of an answer may take, and how long a connection may be idle between two requests.
+MAX_SCRAPE_CONNECTIONS = 64
+MAX_SCRAPE_REQUEST_BYTES = 16 * 1024
+SCRAPE_TIMEOUT_S = 10.0
+SCRAPE_IDLE_S = 150.0
 
 # AdminService.
 MIN_WATCH_INTERVAL_S = 0.1

@@ -31,6 +31,7 @@ from common.limits import (
 )
 from common.process.tasks import keep_running
 from common.rpc.descriptors import raise_descriptor_limit
+from common.rpc.scrape_port import scrape_port
 from common.rpc.server import SIDE_PORT, GrpcServer, PortTakenError
 from common.rpc.tls import Dialer, TlsError
 from common.telemetry.exporter import ExportError
@@ -92,6 +93,7 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None if it is off.
+        scrapes: port of its metrics, None if it is off.
         configuration: settings that may change while the router runs.
 
     Args:
@@ -115,8 +117,12 @@ class Router:
         self._calls = OpenCalls()
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance)
-        self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
+        is_scraped = options.metrics_port is not None
+        self._metrics = RouterMetrics(setup_metrics("fissile-router", instance, is_scraped=is_scraped))
         self.server, self.admin = _public_server(options), _admin_server(options)
+        self.scrapes = scrape_port(
+            options.host, options.metrics_port, self._metrics.table, self.server, options.security.tls
+        )
         self.registry = ModelRegistry()
         self.dispatcher = _dispatcher(options)
         self._placement, self._log_level = options.placement, options.log_level
@@ -190,6 +196,8 @@ class Router:
             await self.admin.start()
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
+        if self.scrapes is not None:
+            self.scrapes.start()
         self._health = asyncio.create_task(keep_running("health", self._follow_workers), name="health")
         if self._metrics.enabled:
             self._loop_lag.start()
@@ -271,6 +279,7 @@ class Router:
         return RouterSnapshot(
             in_flight=self.service.in_flight,
             queues=tuple(requests.waiting()),
+            waiting=requests.waiting_of_models(),
             lanes=requests.lanes(),
             workers=tuple(self.pool.workers()),
             tables={**requests.tables(), **self.pool.tables(), **self._admission.tables()},
@@ -281,6 +290,7 @@ class Router:
             unadopted=running.num_unadopted,
             failed=dict(self._metrics.failed),
             usage=dict(self._metrics.usage),
+            finished=dict(self._metrics.finished),
             config_version=self.configuration.version,
             audits={} if self._auditor is None else dict(self._auditor.counts),
             kv_digests={} if self._kv_auditor is None else dict(self._kv_auditor.check.counts),
@@ -292,6 +302,8 @@ class Router:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         self._metrics.take(self._snapshot())
+        if self.scrapes is not None:
+            await asyncio.to_thread(self.scrapes.stop)
         await asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S)
 
     def _refresh(self) -> None:

@@ -27,11 +27,12 @@ from common.limits import (
 )
 from common.process.restart_policy import GiveUp, RestartPolicy
 from common.rpc.auth import PeerAccess
+from common.rpc.scrape_port import scrape_port
 from common.rpc.server import GrpcServer, HealthServer, PortTakenError
 from common.rpc.tls import ServerTls, TlsError
 from common.telemetry import names
 from common.telemetry.exporter import ExportError
-from common.telemetry.metrics import setup_metrics
+from common.telemetry.metrics import setup_metrics, show_engine_as_vllm
 from common.telemetry.output import exit_now
 from common.telemetry.tracing import setup_tracing
 from common.text.chat_template import ChatTemplate
@@ -76,6 +77,7 @@ class WorkerOptions:
         tls: of its port; None is plain text.
         access: admits or refuses every call; None admits all.
         health_port: of health in plain text; 0 for any free one, None for no such port.
+        metrics_port: of metrics for scrapers; likewise.
     """
 
     config: Config
@@ -91,6 +93,7 @@ class WorkerOptions:
     tls: ServerTls | None = None
     access: PeerAccess | None = None
     health_port: int | None = None
+    metrics_port: int | None = None
 
 
 class Worker:
@@ -100,6 +103,7 @@ class Worker:
         server: its gRPC server.
         engine: its engine.
         service: its service.
+        scrapes: port of its metrics, None if it is off.
 
     Raises:
         ModelError: the checkpoint's configuration cannot be served.
@@ -115,7 +119,8 @@ class Worker:
         _check_text_files(files)
         self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
-        self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
+        is_scraped = options.metrics_port is not None
+        self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id, is_scraped=is_scraped)
         self.server = GrpcServer(
             options.host,
             options.port,
@@ -124,6 +129,7 @@ class Worker:
             access=options.access,
             health_port=options.health_port,
         )
+        self.scrapes = scrape_port(options.host, options.metrics_port, self._metrics.table, self.server, options.tls)
         self._policy = RestartPolicy()
         self._core: EngineCore | None = None
         self.engine = EngineLoop()
@@ -143,6 +149,10 @@ class Worker:
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
         labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
         self._metrics.observe_engine(lambda: self.engine.figures, labels)
+        if self._metrics.table is not None:
+            show_engine_as_vllm(self._metrics.table, lambda: self.engine.figures, self._loaded.model)
+        if self.scrapes is not None:
+            self.scrapes.start()
         self.engine.start(self._build)
 
     async def wait_ready(self) -> None:
@@ -220,6 +230,8 @@ class Worker:
         """Ends everything at once. May be called at any time, also twice."""
         self.engine.stop()
         await self.server.stop(0)
+        if self.scrapes is not None:
+            await asyncio.to_thread(self.scrapes.stop)
         await asyncio.gather(
             asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S),
             asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S),

@@ -28,6 +28,7 @@ from common.limits import (
     MAX_METADATA_BYTES,
     MAX_REQUEST_BYTES,
     MAX_SERVICE_NAME_CHARS,
+    MAX_SIDE_CONNECTIONS,
     MAX_SIDE_STREAMS_PER_CONNECTION,
     MAX_SIDE_UNACCEPTED_CALLS,
     MAX_SIDE_UNACCEPTED_CALLS_HARD,
@@ -444,6 +445,28 @@ def _listen(
         return server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
     except RuntimeError:
         raise PortTakenError(_why_not(host, port, option)) from None
+
+
+def bound_socket(host: str, port: int, option: str) -> socket.socket:
+    """A listening socket that is no gRPC server's.
+
+    Args:
+        host: address to listen on.
+        port: TCP port; 0 for any free one.
+        option: names the port on the command line.
+
+    Raises:
+        PortTakenError: the address is in use or is not one of this machine.
+    """
+    name = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server((name, port), family=family, backlog=MAX_SIDE_CONNECTIONS, dualstack_ipv6=both)
+    except OSError:
+        raise PortTakenError(_why_not(host, port, option)) from None
+    listener.setblocking(False)
+    return listener
 
 
 def _join(host: str, port: int) -> str:

@@ -18,7 +18,7 @@ import grpc
 import structlog
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics import MeterProvider, ObservableGauge
 from opentelemetry.sdk.metrics.export import (
     MetricExporter,
     MetricExportResult,
@@ -29,6 +29,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from common.limits import MAX_EXPORTED_SERIES
 from common.version import fissile_version
 
 log = structlog.get_logger(__name__)
@@ -110,7 +111,10 @@ class MetricExport:
 
     def __init__(self, service_name: str, instance_id: str) -> None:
         self._exporter = _MetricExporter()
-        reader = PeriodicExportingMetricReader(self._exporter)
+        # The SDK never forgets the labels of a worker that left. Beyond its limit, 2,000 by default, every new worker
+        # would be merged into one overflow series.
+        limits: dict[type, int] = {ObservableGauge: MAX_EXPORTED_SERIES}
+        reader = PeriodicExportingMetricReader(self._exporter, cardinality_limits=limits)
         self.provider = MeterProvider([reader], _resource(service_name, instance_id), shutdown_on_exit=False)
 
     def shutdown(self, timeout_s: float) -> None:
@@ -298,6 +302,17 @@ def _resource(service_name: str, instance_id: str) -> Resource:
     return Resource.create(
         {"service.name": name, "service.instance.id": instance_id, "service.version": fissile_version()}
     )
+
+
+def resource_labels(service_name: str, instance_id: str) -> dict[str, str]:
+    """Attributes of this process as OTLP sends them, without the SDK's own.
+
+    Args:
+        service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
+        instance_id: `service.instance.id`.
+    """
+    attributes = _resource(service_name, instance_id).attributes
+    return {name: str(value) for name, value in attributes.items() if not name.startswith("telemetry.sdk.")}
 
 
 def _bounded(shutdown: Callable[[], None], timeout_s: float, abandon: Callable[[], None]) -> None:

@@ -1,11 +1,13 @@
 """OpenTelemetry's instruments, and a snapshot of a worker's engine that they read. The snapshot is pure.
 
 The exporting thread reads the snapshot that the engine's last turn left, which is replaced, never changed. So nothing
-is counted on the engine's thread. Metrics are off unless an OTLP endpoint is set, like traces.
+is counted on the engine's thread. Metrics are off unless an OTLP endpoint is set or scrapers have a port; each works
+without the other, and both read the same functions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -18,6 +20,7 @@ from common.process.tasks import task_failures
 from common.telemetry import exporter, names
 from common.telemetry.failures import failures, harmless
 from common.telemetry.output import dropped_pieces
+from common.telemetry.prometheus import HistogramPoint, Kind, Labels, Observed, SeriesHistogram, SeriesTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,6 @@ class EngineFigures:
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
-Labels = Mapping[str, str]
-# Values with their labels. Labels that are missing from the next reading are no longer exported.
-Observed = Iterable[tuple[float, Labels]]
-Record = Callable[[float, Labels], None]
 ReadFigures = Callable[[], EngineFigures | None]
 
 
@@ -99,20 +98,46 @@ _OF_DRAFTS: Final = (
     _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
     _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
 )
+# vLLM's names for these figures.
+_VLLM_GAUGES: Final = (
+    _Instrument(names.VLLM_RUNNING, "", "Sequences in the running set", lambda f: f.running),
+    _Instrument(names.VLLM_WAITING, "", "Sequences that wait for a step", lambda f: f.waiting),
+    _Instrument(names.VLLM_KV_USAGE, "", "Part of the KV blocks that sequences hold", lambda f: f.kv_usage),
+)
+_VLLM_COUNTERS: Final = (
+    _Instrument(names.VLLM_PROMPT_TOKENS, "", "Prompt tokens", lambda f: f.prompt_tokens),
+    _Instrument(names.VLLM_GENERATION_TOKENS, "", "Tokens delivered", lambda f: f.generated_tokens),
+    _Instrument(names.VLLM_CACHE_QUERIES, "", "Prompt tokens looked up in the prefix cache", lambda f: f.prompt_tokens),
+    _Instrument(names.VLLM_CACHE_HITS, "", "Prompt tokens found in the prefix cache", lambda f: f.cached_tokens),
+    _Instrument(names.VLLM_PREEMPTIONS, "", "Sequences put back for blocks", lambda f: f.preemptions),
+    _Instrument(names.VLLM_DRAFT_TOKENS, "", "Draft tokens verified", lambda f: f.draft_tokens),
+    _Instrument(names.VLLM_ACCEPTED_TOKENS, "", "Draft tokens accepted", lambda f: f.accepted_tokens),
+)
+# Reasons of a sequence's end in vLLM; all others are `error`.
+_VLLM_REASONS: Final = {
+    "eos": "stop",
+    "stop_token": "stop",
+    "stop_sequence": "stop",
+    "constraint": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "deadline": "abort",
+}
 
 
-def setup_metrics(service_name: str, instance_id: str) -> Metrics:
-    """Metrics by the environment's settings: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
+def setup_metrics(service_name: str, instance_id: str, *, is_scraped: bool = False) -> Metrics:
+    """Metrics by the environment's settings: sent by OTLP if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Args:
         service_name: `service.name`, unless OTEL_SERVICE_NAME is set.
         instance_id: `service.instance.id`, unique per process start.
+        is_scraped: True if the process has a port for scrapers.
     """
-    if not exporter.endpoint("metrics"):
-        return Metrics()
-    export = exporter.MetricExport(service_name, instance_id)
-    metrics = Metrics(export.provider, export)
-    _observe_process(metrics)
+    table = SeriesTable(exporter.resource_labels(service_name, instance_id)) if is_scraped else None
+    export = exporter.MetricExport(service_name, instance_id) if exporter.endpoint("metrics") else None
+    metrics = Metrics(None if export is None else export.provider, export, table)
+    if metrics.enabled:
+        _observe_process(metrics)
     return metrics
 
 
@@ -140,16 +165,31 @@ class _MeterShutdown(Protocol):
 
 
 class Metrics:
-    """The instruments of one process. Without a provider nothing is recorded."""
+    """The instruments of one process. Without a provider and a table nothing is recorded.
 
-    def __init__(self, provider: MeterProvider | None = None, export: _MeterShutdown | None = None) -> None:
+    Args:
+        provider: makes the instruments that OTLP exports.
+        export: ends the export.
+        table: shows the same figures to scrapers, and those under other servers' names.
+
+    Attributes:
+        table: see above; None without a port for scrapers.
+    """
+
+    def __init__(
+        self,
+        provider: MeterProvider | None = None,
+        export: _MeterShutdown | None = None,
+        table: SeriesTable | None = None,
+    ) -> None:
+        self.table = table
         self._meter = provider.get_meter(names.METER) if provider is not None else None
         self._export = export
 
     @property
     def enabled(self) -> bool:
-        """True if metrics are exported."""
-        return self._meter is not None
+        """True if metrics are exported or scraped."""
+        return self._meter is not None or self.table is not None
 
     def observe_engine(self, read: ReadFigures, labels: Labels) -> None:
         """Exports an engine's figures from now on.
@@ -158,35 +198,41 @@ class Metrics:
             read: returns the newest figures, None before the engine has started; called on the exporting thread.
             labels: attributes of every figure: few, and with constant values (`names.REQUEST_MODEL`, ...).
         """
-        if self._meter is None:
-            return
         for one in _GAUGES:
-            self._meter.create_observable_gauge(one.name, [_callback(read, one, labels)], one.unit, one.description)
+            self.gauge(one.name, one.unit, one.description, _figure(read, one, labels))
         for one in _COUNTERS:
-            self._meter.create_observable_counter(one.name, [_callback(read, one, labels)], one.unit, one.description)
+            self.counter(one.name, one.unit, one.description, _figure(read, one, labels))
         for place, one in enumerate(_OF_DRAFTS):
-            observed = _drafts(read, one, place, labels)
-            self._meter.create_observable_counter(one.name, [observed], one.unit, one.description)
-        self._meter.create_observable_counter(
-            names.ENGINE_ENDED, [_ended(read, labels)], "{sequence}", "Sequences that have ended, by the reason"
-        )
+            self.counter(one.name, one.unit, one.description, _drafts(read, one, place, labels))
+        self.counter(names.ENGINE_ENDED, "{sequence}", "Sequences that have ended, by the reason", _ended(read, labels))
 
     def gauge(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
         """Exports current values from now on; `read` is called on the exporting thread."""
         if self._meter is not None:
             self._meter.create_observable_gauge(name, [_observer(read)], unit, description)
+        self._show(name, "gauge", unit, description, read)
 
     def counter(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
         """Exports totals from now on; `read` is called on the exporting thread."""
         if self._meter is not None:
             self._meter.create_observable_counter(name, [_observer(read)], unit, description)
+        self._show(name, "counter", unit, description, read)
 
-    def histogram(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> Record:
-        """Makes a function that records values into the buckets between `bounds`; any thread may call it."""
-        if self._meter is None:
-            return _ignore
-        made = self._meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=list(bounds))
-        return _harmless_record(made)
+    def _show(self, name: str, kind: Kind, unit: str, description: str, read: Callable[[], Observed]) -> None:
+        if self.table is not None:
+            self.table.add(name, kind, unit, description, read)
+
+    def histogram(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> MetricHistogram:
+        """Makes a histogram with the buckets between `bounds`."""
+        exported = shown = None
+        if self._meter is not None:
+            exported = self._meter.create_histogram(
+                name, unit, description, explicit_bucket_boundaries_advisory=list(bounds)
+            )
+        if self.table is not None:
+            shown = SeriesHistogram(bounds)
+            self.table.add_histogram(name, unit, description, bounds, shown.points)
+        return MetricHistogram(bounds, exported, shown)
 
     def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
         """Sends the last figures, within `timeout_s` seconds."""
@@ -194,54 +240,94 @@ class Metrics:
             self._export.shutdown(timeout_s)
 
 
-def _harmless_record(histogram: Histogram) -> Record:
+class MetricHistogram:
+    """A histogram for OTLP, for scrapers, for both or for neither; any thread may call it to record a value.
+
+    Attributes:
+        bounds: upper bounds of its buckets, ascending.
+    """
+
+    def __init__(self, bounds: Sequence[float], exported: Histogram | None, shown: SeriesHistogram | None) -> None:
+        self.bounds = bounds
+        self._exported, self._shown = exported, shown
+
     @harmless("metrics")
-    def record(value: float, labels: Labels) -> None:
-        histogram.record(value, labels)
+    def __call__(self, value: float, labels: Labels) -> None:
+        """Records a value."""
+        if self._shown is not None:
+            self._shown.record(value, labels)
+        if self._exported is not None:
+            self._exported.record(value, labels)
 
-    return record
+    def points(self) -> list[HistogramPoint]:
+        """The values that scrapers see."""
+        return [] if self._shown is None else self._shown.points()
 
 
-_Callback = Callable[[CallbackOptions], Iterable[Observation]]
-
-
-def _callback(read: ReadFigures, one: _Instrument, labels: Labels) -> _Callback:
-    def observe(_: CallbackOptions) -> Iterable[Observation]:
+def _figure(read: ReadFigures, one: _Instrument, labels: Labels) -> Callable[[], Observed]:
+    def observe() -> Observed:
         figures = read()
-        return [] if figures is None else [Observation(one.value(figures), labels)]
+        return [] if figures is None else [(one.value(figures), labels)]
 
     return observe
 
 
-def _drafts(read: ReadFigures, one: _Instrument, place: int, labels: Labels) -> _Callback:
-    def observe(_: CallbackOptions) -> Iterable[Observation]:
+def _drafts(read: ReadFigures, one: _Instrument, place: int, labels: Labels) -> Callable[[], Observed]:
+    def observe() -> Observed:
         figures = read()
         if figures is None:
             return []
         if not figures.drafts:
-            return [Observation(one.value(figures), labels)]
+            return [(one.value(figures), labels)]
         return [
-            Observation(counts[place], {**labels, names.DRAFT_METHOD: method, names.DRAFT_POSITION: str(position)})
+            (counts[place], {**labels, names.DRAFT_METHOD: method, names.DRAFT_POSITION: str(position)})
             for (method, position), counts in figures.drafts.items()
         ]
 
     return observe
 
 
-def _observer(read: Callable[[], Observed]) -> _Callback:
-    def observe(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(value, labels) for value, labels in read()]
+def _ended(read: ReadFigures, labels: Labels) -> Callable[[], Observed]:
+    def observe() -> Observed:
+        figures = read() or EngineFigures()
+        return [(count, {**labels, names.END_REASON: why}) for why, count in figures.ended.items()]
 
     return observe
 
 
-def _ignore(value: float, labels: Labels) -> None:
-    pass
+def show_engine_as_vllm(table: SeriesTable, read: ReadFigures, model: str) -> None:
+    """Adds vLLM's names for an engine's figures to a table.
+
+    Args:
+        table: of the metrics for scrapers.
+        read: returns the newest figures, None before the engine has started.
+        model: the model's name.
+    """
+    labels = {names.VLLM_MODEL: model}
+
+    def cache_config() -> Observed:
+        figures = read()
+        if figures is None:
+            return []
+        blocks, size = str(figures.total_blocks), str(figures.block_size)
+        return [(1, {**labels, "block_size": size, "num_gpu_blocks": blocks})]
+
+    def successes() -> Observed:
+        totals = Counter[str]()
+        for reason, count in (read() or EngineFigures()).ended.items():
+            totals[_VLLM_REASONS.get(reason, "error")] += count
+        return [(count, {**labels, names.VLLM_REASON: reason}) for reason, count in totals.items()]
+
+    for one in _VLLM_GAUGES:
+        table.add(one.name, "gauge", "", one.description, _figure(read, one, labels))
+    for one in _VLLM_COUNTERS:
+        table.add(one.name, "counter", "", one.description, _figure(read, one, labels))
+    table.add(names.VLLM_CACHE_CONFIG, "gauge", "", "KV blocks", cache_config)
+    table.add(names.VLLM_SUCCESS, "counter", "", "Sequences that have ended, by the reason", successes)
 
 
-def _ended(read: ReadFigures, labels: Labels) -> _Callback:
+def _observer(read: Callable[[], Observed]) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
-        figures = read() or EngineFigures()
-        return [Observation(count, {**labels, names.END_REASON: why}) for why, count in figures.ended.items()]
+        return [Observation(value, labels) for value, labels in read()]
 
     return observe

@@ -38,6 +38,7 @@ from common.params.sampling_params import SamplingParams
 from common.telemetry import exporter, names
 from common.telemetry.failures import count_failure, harmless
 from common.telemetry.logs import current_trace_id
+from common.telemetry.prometheus import current_traceparent
 from common.wire.draft_counts import Counts
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -249,7 +250,7 @@ class RequestSpan:
     def __init__(self, traceparent: str = "", tracestate: str = "") -> None:
         self.traceparent = traceparent
         self.tracestate = tracestate
-        self._outer_trace_id = ""
+        self._outer = ("", "")
 
     @property
     def trace_id(self) -> str:
@@ -304,15 +305,18 @@ class RequestSpan:
         """Ends the span: the RPC ends with this error."""
 
     def __enter__(self) -> Self:
-        self._outer_trace_id = current_trace_id.get()
+        self._outer = current_trace_id.get(), current_traceparent.get()
         current_trace_id.set(self.trace_id)
+        current_traceparent.set(self.traceparent)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # Not reset(token): a generator may be closed in another context than the one that entered it.
-        current_trace_id.set(self._outer_trace_id)
+        trace_id, traceparent = self._outer
+        current_trace_id.set(trace_id)
+        current_traceparent.set(traceparent)
         if error is None:
             self.fail(grpc.StatusCode.OK)
         elif isinstance(error, ApiError):

@@ -111,7 +111,8 @@ class AnswerWriter:
                 prompt_written.set()
             if part.ending is not None:
                 call.record.finish = finish_name(part.ending.reason)
-                self._measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
+                tokens = message.finish.usage.completion_tokens
+                self._measure.finished(decode_s(stream), tokens, call.record.finish)
                 return
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -162,6 +163,10 @@ class RequestRouter:
     def waiting(self) -> list[ClassLoad]:
         """Load of each priority class."""
         return self._dispatcher.waiting(self._clock())
+
+    def waiting_of_models(self) -> dict[str, int]:
+        """Number of waiting requests of each model that has any."""
+        return Counter(self._streams[queued.key].request.model for queued in self._dispatcher.queued())
 
     def lanes(self) -> LaneCounts:
         """Number of idle, open and held lanes."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
@@ -136,6 +136,10 @@ class Dispatcher:
             ClassLoad(CLASS_NAMES[priority], len(each), now - min(each, default=now))
             for priority, each in arrivals.items()
         ]
+
+    def queued(self) -> Iterable[QueuedRequest]:
+        """The waiting requests."""
+        return self._queue
 
     # Requests.
 

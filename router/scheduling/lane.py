@@ -33,7 +33,7 @@ class LaneRecord:
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """A lane as operators see it; fields as in the admin proto's Worker."""
+    """A lane as operators see it; fields as in the admin proto's Worker and the worker proto's Load."""
 
     queued: int
     decoding_seqs: int
@@ -41,6 +41,8 @@ class LaneStatus:
     outstanding_tokens: int
     prefill_rate: float
     report_age_ms: int
+    free_blocks: int = 0
+    total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class Lane:
             outstanding_tokens=self.outstanding_tokens,
             prefill_rate=report.prefill_rate,
             report_age_ms=max(0, round(1000 * (now - report.time))),
+            free_blocks=min(report.free_blocks, report.total_blocks),
+            total_blocks=report.total_blocks,
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:

@@ -35,6 +35,8 @@ class LoadReport:
     fleet_tokens: int = 0
     submit_seen: int = 0
     prefill_samples: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

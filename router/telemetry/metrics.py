@@ -1,7 +1,8 @@
 """A router in figures: what is counted where it happens, and snapshots of the rest for the exporting thread.
 
 Labels are bounded: models that are served, the workers that there are, and names of our own. Nothing that a client
-makes up (tenants, sessions, request ids, models that are not served) becomes one. Off unless an OTLP endpoint is set.
+makes up (tenants, sessions, request ids, models that are not served) becomes one. Off unless an OTLP endpoint is set or
+scrapers have a port.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import grpc
 from common.errors import ApiError
 from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
-from common.telemetry.metrics import Labels, Metrics, Observed
+from common.telemetry.metrics import Metrics
+from common.telemetry.prometheus import Observed, SeriesTable
 from router.scheduling.dispatcher import ClassLoad
 from router.scheduling.lanes import LaneCounts
+from router.telemetry.model_loads import ModelLoad, model_loads, show_as_vllm
 from router.workers.session import WorkerState
 from router.workers.worker_record import KnownWorker
 
@@ -49,6 +52,7 @@ class RouterSnapshot:
     Attributes:
         in_flight: Generate and Chat requests that have not ended.
         queues: what waits, by priority class.
+        waiting: number of waiting requests of each model that has any.
         lanes: what the workers' lanes do.
         workers: all workers.
         tables: entries of every table that grows, by name.
@@ -59,6 +63,7 @@ class RouterSnapshot:
         unadopted: those that meant to, and began anew.
         failed: requests that have failed, by the reason.
         usage: what answers have come to, by model and status.
+        finished: complete answers, by model and finish reason.
         config_version: of the configuration in force.
         audits: answers that were chosen to be audited, by what came of it.
         kv_digests: digests of KV blocks that workers have sent, by what came of their comparison.
@@ -67,6 +72,7 @@ class RouterSnapshot:
 
     in_flight: int = 0
     queues: tuple[ClassLoad, ...] = ()
+    waiting: Mapping[str, int] = field(default_factory=dict)
     lanes: LaneCounts = field(default_factory=LaneCounts)
     workers: tuple[KnownWorker, ...] = ()
     tables: Mapping[str, int] = field(default_factory=dict)
@@ -77,6 +83,7 @@ class RouterSnapshot:
     unadopted: int = 0
     failed: Mapping[str, int] = field(default_factory=dict)
     usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
+    finished: Mapping[tuple[str, str], int] = field(default_factory=dict)
     config_version: int = 1
     audits: Mapping[str, int] = field(default_factory=dict)
     kv_digests: Mapping[str, int] = field(default_factory=dict)
@@ -108,8 +115,15 @@ class RequestMeasure:
         """The request has come to an end, perhaps a bad one, with so many tokens."""
         self.used = Usage(prompt, cached, generated)
 
-    def finished(self, seconds: float, tokens: int) -> None:
-        """The answer is complete: from its first token to its last, and how many there are."""
+    def finished(self, seconds: float, tokens: int, reason: str) -> None:
+        """Counts a complete answer.
+
+        Args:
+            seconds: from its first token to its last.
+            tokens: of the answer.
+            reason: why it ended, such as `stop`.
+        """
+        self._metrics.finished[self.labels[names.REQUEST_MODEL], reason] += 1
         if tokens > 1:
             self._metrics.tpot(seconds / (tokens - 1), dict(self.labels))
 
@@ -123,10 +137,12 @@ class RouterMetrics:
     Attributes:
         failed: requests that have failed, by the reason.
         usage: what answers have come to, by model and status.
+        finished: complete answers, by model and finish reason.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.failed: Counter[str] = Counter()
+        self.finished: Counter[tuple[str, str]] = Counter()
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
         self._snapshot = RouterSnapshot()
@@ -142,6 +158,8 @@ class RouterMetrics:
         self._lag = metrics.histogram(names.ROUTER_LOOP_LAG, "s", "How late the router's event loop is", _LAG_BOUNDS)
         self._observe_gauges()
         self._observe_counters()
+        if metrics.table is not None:
+            self._show_as_vllm(metrics.table)
 
     @contextlib.asynccontextmanager
     async def request(
@@ -179,15 +197,20 @@ class RouterMetrics:
 
     @property
     def enabled(self) -> bool:
-        """True if anything is exported."""
+        """True if metrics are exported or scraped."""
         return self._metrics.enabled
+
+    @property
+    def table(self) -> SeriesTable | None:
+        """All metrics for scrapers; None without a port for them."""
+        return self._metrics.table
 
     def lag(self, seconds: float) -> None:
         """The event loop was late."""
         self._lag(seconds, {})
 
     async def watch(self, read: Callable[[], RouterSnapshot]) -> None:
-        """Takes figures again and again; not when nothing is exported."""
+        """Takes figures again and again while metrics are on."""
         while self.enabled:
             self.take(read())
             await asyncio.sleep(FIGURES_EVERY_S)
@@ -203,23 +226,64 @@ class RouterMetrics:
         gauge(names.ROUTER_OLDEST_AGE, "s", "Age of the oldest request that waits in the router", self._oldest_ages)
         gauge(names.ROUTER_LANES, "{lane}", "Lanes of workers, by what they do", self._lanes)
         gauge(names.ROUTER_WORKERS, "{worker}", "Workers of this router", self._workers)
-        gauge(names.ROUTER_TABLES, "{entry}", "Entries of the router's tables", self._tables)
-        gauge(names.ROUTER_CONFIG_VERSION, "1", "Version of the configuration", self._one(lambda f: f.config_version))
+        gauge(
+            names.ROUTER_TABLES,
+            "{entry}",
+            "Entries of the router's tables",
+            self._counts(lambda f: f.tables, names.TABLE),
+        )
+        gauge(
+            names.ROUTER_CONFIG_VERSION,
+            "{version}",
+            "Version of the configuration",
+            self._one(lambda f: f.config_version),
+        )
+        gauge(names.MODEL_WAITING, "{request}", "Requests that wait here, by model", self._model(lambda m: m.waiting))
+        gauge(names.MODEL_RUNNING, "{request}", "Requests on workers, by model", self._model(lambda m: m.running))
+        gauge(names.MODEL_KV_USAGE, "1", "Part of a model's KV blocks in use", self._model(lambda m: m.kv_usage))
+        gauge(names.MODEL_KV_BLOCKS, "{block}", "KV blocks of a model's workers", self._kv_blocks)
         gauge(names.WORKER_RUNNING, "{request}", "Requests of this router on a worker", self._each(_running))
         gauge(names.WORKER_QUEUED, "{request}", "Requests that wait here for a worker", self._each(_queued))
         gauge(names.WORKER_OUTSTANDING, "{token}", "Prompt tokens still to compute", self._each(_outstanding))
         gauge(names.WORKER_REPORT_AGE, "s", "Age of a worker's last report", self._each(_report_age))
+        gauge(names.WORKER_KV_USAGE, "1", "Part of a worker's KV blocks in use", self._each(_kv_usage))
 
     def _observe_counters(self) -> None:
         counter = self._metrics.counter
-        counter(names.ROUTER_FAILED, "{request}", "Requests that have failed", self._failures)
+        counter(
+            names.ROUTER_FAILED,
+            "{request}",
+            "Requests that have failed",
+            self._counts(lambda f: f.failed, names.ERROR_REASON),
+        )
         counter(names.ROUTER_PROMPT_TOKENS, "{token}", "Prompt tokens of answers", self._used(lambda u: u.prompt))
         counter(names.ROUTER_CACHED_TOKENS, "{token}", "Those of them in a cache", self._used(lambda u: u.cached))
         counter(names.ROUTER_GENERATED_TOKENS, "{token}", "Tokens sent to clients", self._used(lambda u: u.generated))
-        counter(names.ROUTER_LOST, "{attempt}", "Attempts whose worker was lost", self._losses)
-        counter(names.ROUTER_AUDITS, "{answer}", "Answers chosen to be audited, by the result", self._audits)
-        counter(names.ROUTER_KV_DIGESTS, "{block}", "KV blocks compared between workers, by result", self._kv_digests)
-        counter(names.ROUTER_KV_DISPUTES, "{block}", "KV blocks on which workers differed, by result", self._disputes)
+        counter(names.ROUTER_FINISHED, "{answer}", "Complete answers, by finish reason", self._finished)
+        counter(
+            names.ROUTER_LOST,
+            "{attempt}",
+            "Attempts whose worker was lost",
+            self._counts(lambda f: f.lost, names.ATTEMPT_LOSS),
+        )
+        counter(
+            names.ROUTER_AUDITS,
+            "{answer}",
+            "Answers chosen to be audited, by the result",
+            self._counts(lambda f: f.audits, names.AUDIT_RESULT),
+        )
+        counter(
+            names.ROUTER_KV_DIGESTS,
+            "{block}",
+            "KV blocks compared between workers, by result",
+            self._counts(lambda f: f.kv_digests, names.AUDIT_RESULT),
+        )
+        counter(
+            names.ROUTER_KV_DISPUTES,
+            "{block}",
+            "KV blocks on which workers differed, by result",
+            self._counts(lambda f: f.kv_disputes, names.AUDIT_RESULT),
+        )
         counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
         counter(names.ROUTER_ADOPTED, "{request}", "Requests that went on elsewhere", self._one(lambda f: f.adopted))
@@ -236,6 +300,35 @@ class RouterMetrics:
             if worker.state is not WorkerState.UNCONNECTED
         ]
 
+    def _loads(self) -> dict[str, ModelLoad]:
+        return model_loads(self._snapshot.waiting, self._snapshot.workers)
+
+    def _model(self, value: Callable[[ModelLoad], float]) -> Callable[[], Observed]:
+        """Observations of the models that are served or waited for."""
+        return lambda: [(value(load), {names.REQUEST_MODEL: model}) for model, load in self._loads().items()]
+
+    def _kv_blocks(self) -> Observed:
+        return [
+            (blocks, {names.REQUEST_MODEL: model, names.KV_BLOCK_SIZE: str(size)})
+            for model, load in self._loads().items()
+            for size, blocks in load.blocks.items()
+        ]
+
+    def _finished(self) -> Observed:
+        return [
+            (count, {names.REQUEST_MODEL: model, names.END_REASON: reason})
+            for (model, reason), count in self._snapshot.finished.items()
+        ]
+
+    def _show_as_vllm(self, table: SeriesTable) -> None:
+        show_as_vllm(
+            table,
+            self._loads,
+            lambda: self._snapshot.usage,
+            lambda: self._snapshot.finished,
+            {names.VLLM_TTFT: self.ttft, names.VLLM_TPOT: self.tpot, names.VLLM_LATENCY: self.duration},
+        )
+
     def _queued(self) -> Observed:
         return [(each.waiting, {names.PRIORITY: each.name}) for each in self._snapshot.queues]
 
@@ -251,33 +344,14 @@ class RouterMetrics:
         found = Counter(worker.state for worker in self._snapshot.workers)
         return [(found[state], {names.WORKER_STATE: state.name.lower()}) for state in WorkerState]
 
-    def _failures(self) -> Observed:
-        return _labelled(self._snapshot.failed, names.ERROR_REASON)
+    def _counts(self, values: Callable[[RouterSnapshot], Mapping[str, int]], label: str) -> Callable[[], Observed]:
+        return lambda: [(count, {label: key}) for key, count in values(self._snapshot).items()]
 
     def _used(self, value: Callable[[Usage], int]) -> Callable[[], Observed]:
         return lambda: [
             (value(used), {names.REQUEST_MODEL: model, names.RPC_STATUS: status})
             for (model, status), used in self._snapshot.usage.items()
         ]
-
-    def _losses(self) -> Observed:
-        return _labelled(self._snapshot.lost, names.ATTEMPT_LOSS)
-
-    def _audits(self) -> Observed:
-        return _labelled(self._snapshot.audits, names.AUDIT_RESULT)
-
-    def _kv_digests(self) -> Observed:
-        return _labelled(self._snapshot.kv_digests, names.AUDIT_RESULT)
-
-    def _disputes(self) -> Observed:
-        return _labelled(self._snapshot.kv_disputes, names.AUDIT_RESULT)
-
-    def _tables(self) -> Observed:
-        return _labelled(self._snapshot.tables, names.TABLE)
-
-
-def _labelled(values: Mapping[str, int], name: str) -> list[tuple[float, Labels]]:
-    return [(value, {name: key}) for key, value in values.items()]
 
 
 def _failure(error: BaseException, broken_off: Callable[[], grpc.StatusCode]) -> tuple[str, str]:
@@ -304,3 +378,8 @@ def _outstanding(worker: KnownWorker) -> float:
 
 def _report_age(worker: KnownWorker) -> float:
     return 0 if worker.load is None else worker.load.report_age_ms / 1000
+
+
+def _kv_usage(worker: KnownWorker) -> float:
+    load = worker.load
+    return 0 if load is None or not load.total_blocks else 1 - load.free_blocks / load.total_blocks

@@ -178,4 +178,6 @@ def load_report(load: wpb.Load, submit_seen: int, now: float) -> LoadReport:
         fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
         fleet_tokens=counted(load.fleet_tokens),
         submit_seen=submit_seen,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
     )

@@ -126,6 +126,7 @@ class KnownWorker:
     worker_id: str = ""
     instance_id: str = ""
     model: str = ""
+    block_size: int = 0
     numerics: str = ""
     kernels: str = ""
     running: int = 0
@@ -209,6 +210,7 @@ class WorkerRecord:
             worker_id=session.worker_id,
             instance_id=session.instance_id,
             model=session.model.name,
+            block_size=session.model.block_size,
             numerics=session.model.numerics,
             kernels=session.kernels,
             running=len(session.state.live),

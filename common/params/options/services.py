@@ -233,6 +233,16 @@ def _health_port(prefix: str, command: str) -> Option:
     )  # fmt: skip
 
 
+def _metrics_port(prefix: str, *commands: str) -> Option:
+    """Makes the row for the port of metrics; the variable begins with `prefix`."""
+    return Option(
+        "--metrics-port", f"{prefix}_METRICS_PORT",
+        "Further port with metrics for Prometheus, at /metrics over HTTP, with the TLS of the main port and without "
+        "API keys; 0 takes any free one. Default: off.",
+        commands, _PORT, is_passed_on=SERVE in commands,
+    )  # fmt: skip
+
+
 _SECURITY: Final = (
     *server_tls_rows("FISSILE_WORKER", WORKER),
     Option(
@@ -242,6 +252,7 @@ _SECURITY: Final = (
         (WORKER,), parameter="router_identities", metavar="NAME", is_repeatable=True,
     ),
     _health_port("FISSILE_WORKER", WORKER),
+    _metrics_port("FISSILE_WORKER", WORKER),
     *server_tls_rows("FISSILE", SERVE, ROUTER),
     Option(
         "--admin-client-ca", "FISSILE_ADMIN_CLIENT_CA",
@@ -279,6 +290,7 @@ _SECURITY: Final = (
         (ROUTER,), parameter="api_key_lines", metavar="LINE", is_repeatable=True,
     ),
     _health_port("FISSILE", ROUTER),
+    _metrics_port("FISSILE", SERVE, ROUTER),
     Option(
         "--admin-port", "FISSILE_ADMIN_PORT",
         "Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; 0 takes any free "

@@ -121,6 +121,22 @@ def test_engine_metrics_export_latest_figures_only(receiver: OtlpReceiver) -> No
     assert sorted(set(steps)) == [1, 9] == sorted(set(steps), key=steps.index)
 
 
+def test_gauges_of_new_workers_are_exported_after_thousands_left(receiver: OtlpReceiver) -> None:
+    """The SDK remembers every label set, and would merge new ones into an overflow series."""
+    now = [0]
+    metrics = setup_metrics("fissile-router", "r1")
+    metrics.gauge("g", "", "x", lambda: [(1, {names.WORKER_ID: f"w{now[0]}-{i}"}) for i in range(600)])
+
+    def has_newest(points: list[ReceivedPoint]) -> bool:
+        return str(points[-1].attributes.get(names.WORKER_ID)).startswith(f"w{now[0]}-")
+
+    for _ in range(4):
+        receiver.wait_for_metric("g", has_newest)
+        now[0] += 1
+    metrics.shutdown(PATIENT_S)
+    assert all(names.WORKER_ID in point.attributes for point in receiver.points if point.name == "g")
+
+
 def lose_a_line() -> None:
     with open("/dev/full", "w") as full:
         output = Output(full)

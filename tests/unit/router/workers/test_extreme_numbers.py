@@ -56,6 +56,7 @@ def test_extreme_loads_of_workers_can_be_shown_and_added(seed: int) -> None:
         lane.load.take(load_report(load, number, 11.0))
         status = asdict(lane.status(11.0))
         age_s = status.pop("report_age_ms") / 1000
+        assert 0 <= status.pop("free_blocks") <= status.pop("total_blocks")
         assert_fits(apb.Worker, **status, report_age=to_duration(age_s))
         assert lane.load.waits_s(lane.load.speed(1000.0, 12.0), 7) >= 0
         assert stall_bound_s(30.0, UINT32_MAX, rate(load.prefill_rate)) >= 30.0

@@ -1,0 +1,48 @@
+"""docs/reference/metrics.md names every metric as OTLP and as Prometheus have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.telemetry.metrics import EngineFigures, setup_metrics, show_engine_as_vllm
+from common.telemetry.prometheus import Family
+from router.telemetry.metrics import RouterMetrics
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md").read_text("utf-8")
+ROWS = re.findall(r"^\| (`[^|]+`) \| (`[^|]+`) \| (?:gauge|counter|histogram) \|", TEXT, re.MULTILINE)
+
+
+def families() -> list[Family]:
+    """The metrics of a router and a worker, without values."""
+    metrics = setup_metrics("x", "1", is_scraped=True)
+    assert metrics.table is not None
+    metrics.observe_engine(EngineFigures, {})
+    show_engine_as_vllm(metrics.table, EngineFigures, "m")
+    RouterMetrics(metrics)
+    return metrics.table.collect()
+
+
+def names_of(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_documented_prometheus_names_are_those_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    served = {f"{each.name}_total" if each.kind == "counter" else each.name for each in families()}
+    own = {name for _, cell in ROWS for name in names_of(cell)}
+    assert own == {name for name in served if name.startswith(("fissile_", "gen_ai_"))}
+    assert set(re.findall(r"`(vllm:\w+)`", TEXT)) - {"vllm:lora_requests_info"} == {
+        name for name in served if name.startswith("vllm:")
+    }
+
+
+def test_documented_names_of_a_row_are_of_one_metric() -> None:
+    """The name in Prometheus is the name in OTLP with underscores, and perhaps a unit."""
+    for cell, plain in ROWS:
+        names, prometheus = names_of(cell), names_of(plain)
+        assert len(names) == len(prometheus)
+        for name, other in zip(names, prometheus, strict=True):
+            assert name.replace(".", "_").strip("_") in other
