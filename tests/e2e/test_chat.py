@@ -171,7 +171,10 @@ class Terminal:
 
     async def sees(self, text: str) -> str:
         """Waits for the next `text` on the terminal; what stands before it."""
-        await until(lambda: text in self.shown[self._searched :])
+        try:
+            await until(lambda: text in self.shown[self._searched :])
+        except AssertionError:
+            raise AssertionError(f"{text!r} is not in {self.shown[self._searched :]!r}, after {self.shown!r}") from None
         before, _, _ = self.shown[self._searched :].partition(text)
         self._searched += len(before) + len(text)
         return before

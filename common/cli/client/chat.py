@@ -6,13 +6,17 @@ A model that calls tools waits for their results: the next line is one, or what 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import signal
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import click
@@ -236,7 +240,7 @@ class Chat:
         shown = TextStream(wrap=self._wrap)
         calls = CallLines(shown)
         try:
-            with stream:
+            with interrupt_cancels(stream), stream:
                 for event in stream:
                     if isinstance(event, Delta):
                         shown.think(event.reasoning)
@@ -263,6 +267,48 @@ class Chat:
         except OSError as error:
             raise CommandError(f"the conversation cannot be written to {path}: {error.strerror}") from None
         _note(f"{len(self._conversation.messages)} messages are in {path}")
+
+
+@contextlib.contextmanager
+def interrupt_cancels(stream: Stream) -> Iterator[None]:
+    """Lets Ctrl-C cancel the stream, and raises KeyboardInterrupt once nothing of the stream runs any more.
+
+    Raised where the signal arrives, it could leave a lock of gRPC taken; then the next call never ended. Where SIGINT
+    is ignored, or another thread than the main one reads, nothing changes.
+    """
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    # A signal handler may put into this queue whatever the main thread is doing.
+    interrupts: SimpleQueue[bool] = SimpleQueue()
+    was_interrupted = False
+
+    def cancel_when_interrupted() -> None:
+        if interrupts.get():
+            stream.cancel()
+
+    def interrupt(*_: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        interrupts.put(True)
+
+    canceller = threading.Thread(target=cancel_when_interrupted, daemon=True)
+    canceller.start()
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except FissileError:
+        if not was_interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts.put(False)
+        canceller.join()
+    if was_interrupted:
+        raise KeyboardInterrupt
 
 
 def _note(text: str) -> None:
