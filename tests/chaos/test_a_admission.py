@@ -369,7 +369,7 @@ def test_a1_overload_is_refused_and_costs_no_goodput(small: Service, report: Rep
 
 
 @pytest.mark.slow
-def test_a3_a_low_request_is_served_beneath_a_flood_of_high_ones(small: Service, report: Report) -> None:
+def test_a3_low_request_is_served_during_flood_of_high_ones(small: Service, report: Report) -> None:
     """A3: clients of the high class keep the queue full; a low request is promoted when it has waited too long."""
     stop = threading.Event()
     done: list[float] = []

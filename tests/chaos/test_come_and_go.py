@@ -218,7 +218,7 @@ def test_f2_rolling_restart_costs_no_request(fleet: Service, report: Report) -> 
 
 
 @pytest.mark.slow
-def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path, report: Report) -> None:
+def test_f2_drain_rpc_moves_streams_and_ends_worker(model: Path, tmp_path: Path, report: Report) -> None:
     """F2: DrainWorker does what SIGTERM does: the streams go on elsewhere, nothing new goes there, and the worker ends
     with exit code 0."""
     port = free_port()

@@ -130,9 +130,7 @@ def attacks() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_floods_of_calls_stay_within_the_manifests_memory(
-    service: Service, ports: dict[str, int], report: Report
-) -> None:
+def test_call_floods_stay_within_manifest_memory(service: Service, ports: dict[str, int], report: Report) -> None:
     """H1: 100,000 calls could wait for a port's event loop, 28 KB each: 2.9 GB, where the manifest allows 1 GiB."""
     processes = {"router": service.router, "worker": service.workers[0]}
     limits = {name: memory_limit_mib(name) for name in processes}

@@ -201,7 +201,7 @@ def test_streams_of_failed_engine_continue_elsewhere(
     wait_workers(service, 1)
 
 
-def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None:
+def test_two_ranks_give_same_tokens_as_one(service: Service, model: Path) -> None:
     engine = LLMEngine(default_config(model))
     for i in range(3):
         answer = generate(service.stub, greedy(i))
@@ -242,7 +242,7 @@ def greedy(i: int) -> pb.GenerateRequest:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
+def test_ranks_end_with_drained_worker(service: Service) -> None:
     worker = service.workers[0]
     pids = list(rank_pids(worker).values())
     calls = [service.stub.Generate(request(i, 100), timeout=60) for i in range(2)]

@@ -303,7 +303,7 @@ def test_s1_a_worker_admits_routers_only(service: SecureService) -> None:
     assert service.workers[0].running.poll() is None
 
 
-def test_s1_a_router_id_belongs_to_the_certificate_that_began_with_it(service: SecureService) -> None:
+def test_s1_router_id_is_bound_to_its_first_certificate(service: SecureService) -> None:
     """S1: another router's certificate cannot take over a Session by its router_id (S11); the Session goes on."""
     address, routers, name = ports(service)["worker"]
     servers, hello = service.pki.servers, wpb.SessionRequest(hello=wpb.Hello(router_id="mine", lease_ms=5000))
@@ -356,7 +356,7 @@ def test_handshake_flood_disturbs_no_client(service: SecureService) -> None:
     assert service.router.running.poll() is None
 
 
-def test_s1_a_worker_without_the_right_name_gets_no_prompt(service: SecureService, tmp_path: Path) -> None:
+def test_s1_worker_with_wrong_certificate_name_gets_no_prompt(service: SecureService, tmp_path: Path) -> None:
     """S1: what listens at a worker's address without the name of workers is not used, and the log says why."""
     pki = service.pki
     arguments = ["router", "--port", "0", "--worker", service.workers[0].address, "--worker-ca", str(pki.servers.cert)]

@@ -75,7 +75,7 @@ def test_image_command_uses_known_variables(path: Path) -> None:
 
 
 @each_file
-def test_ports_are_the_commands_own(path: Path) -> None:
+def test_container_ports_equal_command_defaults(path: Path) -> None:
     file = ContainerFile.read(path)
     command = file.command[1]
     port = {"router": "FISSILE_PORT", "worker": "FISSILE_WORKER_PORT"}[command]

@@ -101,13 +101,13 @@ def both_routers_run(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("name", ["envoy.yaml", "worker-sidecar.yaml"])
-def test_envoy_accepts_the_file_itself(name: str) -> None:
+def test_envoy_accepts_shipped_config(name: str) -> None:
     result = run([tool("envoy"), "--mode", "validate", "--log-level", "warn", "-c", DEPLOY / "mesh" / name])
     # Fields that are deprecated are told by a warning.
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_streams_pass_and_both_routers_take_them(mesh: Mesh) -> None:
+def test_streams_pass_envoy_to_both_routers(mesh: Mesh) -> None:
     before = [mesh.envoy.of_host(router.port, "rq_total") for router in mesh.routers]
     with ThreadPoolExecutor(12) as pool:
         through = list(pool.map(lambda i: generate(mesh.stub, request(i, 40)), range(12)))
@@ -179,7 +179,7 @@ def test_web_pages_may_send_client_headers() -> None:
     assert {"authorization", "traceparent", "tracestate", "grpc-timeout", TENANT_KEY} <= set(allowed.split(","))
 
 
-def test_pages_of_other_origins_may_not_read_answers(mesh: Mesh) -> None:
+def test_web_pages_of_other_origins_cannot_read_answers(mesh: Mesh) -> None:
     response, _, _ = web_call(mesh.envoy, request(902), {"origin": "https://elsewhere.example.com"})
     assert response.getheader("access-control-allow-origin") is None
 
@@ -376,7 +376,7 @@ def behind_sidecar(mesh: Mesh, tmp_path: Path) -> Iterator[Process]:
             router.running.wait()
 
 
-def test_s4_a_session_that_a_sidecar_breaks_costs_no_request(mesh: Mesh, behind_sidecar: Process) -> None:
+def test_s4_session_broken_by_sidecar_costs_no_request(mesh: Mesh, behind_sidecar: Process) -> None:
     """`max_stream_duration` and `max_connection_duration` of a second: streams of two go on, with the same tokens."""
     sessions = behind_sidecar.log.read_text().count('"worker up"')
     with grpc.insecure_channel(behind_sidecar.address) as channel, ThreadPoolExecutor(12) as pool:

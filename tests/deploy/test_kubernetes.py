@@ -145,7 +145,7 @@ def test_wrong_manifest_is_found(mistake: str, validated: dict[str, list[tuple[s
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_selectors_find_the_pods_that_they_name(variant: str) -> None:
+def test_selectors_match_pods(variant: str) -> None:
     for service in objects(variant, "Service"):
         assert selected(service["spec"]["selector"], variant) == [component_of(service)]
     for budget in objects(variant, "PodDisruptionBudget"):
@@ -182,13 +182,13 @@ def test_container_options_are_accepted_by_program(variant: str, component: str,
 
 
 @each
-def test_every_variable_is_one_of_the_programs(variant: str, component: str) -> None:
+def test_manifest_variables_exist_in_program(variant: str, component: str) -> None:
     known = {option.envvar for option in command_of(component).params if isinstance(option, click.Option)}
     ours = {entry["name"] for entry in container(variant, component)["env"] if entry["name"].startswith("FISSILE_")}
     assert ours <= known
 
 
-def test_config_show_accepts_the_config_map(tmp_path: Path) -> None:
+def test_config_show_accepts_config_map(tmp_path: Path) -> None:
     (tmp_path / "router.yaml").write_text(router_configuration("base"))
     show = ["-m", "common.cli.main", "config", "show", "--json", "router", "--config"]
     result = run([sys.executable, *show, str(tmp_path / "router.yaml")])
@@ -221,7 +221,7 @@ def test_envoy_resolves_routers_by_headless_service() -> None:
     assert cluster["health_checks"][0]["grpc_health_check"]["service_name"] == READINESS
 
 
-async def test_probes_ask_for_services_that_a_server_has() -> None:
+async def test_probes_name_existing_health_services() -> None:
     asked = {probe["grpc"]["service"] for v in VARIANTS for c in COMPONENTS for probe in probes(v, c)}
     assert asked == {LIVENESS, READINESS}
     server = GrpcServer("127.0.0.1", 0, [])
@@ -236,7 +236,7 @@ async def test_probes_ask_for_services_that_a_server_has() -> None:
 
 
 @each
-def test_probes_ask_where_health_is(variant: str, component: str, in_force: Any) -> None:
+def test_probes_use_health_port(variant: str, component: str, in_force: Any) -> None:
     options = in_force(variant, component)
     startup, readiness, liveness = probes(variant, component)
     # Those of Kubernetes speak no TLS.
@@ -316,7 +316,7 @@ def test_services_set_no_options(variant: str, component: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_workers_keep_to_their_limits(variant: str, in_force: Any) -> None:
+def test_worker_options_fit_container_limits(variant: str, in_force: Any) -> None:
     """The defaults look at the machine: a quarter of its free memory, and all of its cores."""
     options = in_force(variant, "worker")
     resources = container(variant, "worker")["resources"]
@@ -374,7 +374,7 @@ def started(component: str, folder: Path, environment_: dict[str, str], *argumen
         process.running.wait()
 
 
-def test_routers_and_workers_of_the_mtls_variant_find_each_other(tmp_path: Path) -> None:
+def test_mtls_variant_connects_routers_and_workers(tmp_path: Path) -> None:
     """With certificates that have the names which the kustomization says, and the variables of the manifests."""
     authority = Authority(tmp_path)
     variables = {}

@@ -82,7 +82,7 @@ def install_commands() -> list[str]:
     return [command.partition("#")[0].strip() for command in re.findall(r"^pip (install .*)$", section, re.MULTILINE)]
 
 
-def test_readme_installs_the_router_and_the_client() -> None:
+def test_readme_commands_install_router_and_client() -> None:
     commands = [shlex.split(command) for command in install_commands()]
     assert ["install", "./protos", ".[router]"] in commands
     assert ["install", "./protos"] in commands

@@ -198,7 +198,7 @@ def test_flushed_caches_are_empty_and_answers_stay(site: Site) -> None:
     assert (one["worker_id"], one["error"]) == ("worker-1", "")
 
 
-def test_load_is_watched_until_the_client_has_enough(site: Site) -> None:
+def test_watch_load_ends_when_client_cancels(site: Site) -> None:
     running = site.begun(request(1, 1900))
     looks = site.run(workers, "--watch", "--interval", "0.2", "--count", "3", "--json").splitlines()
     site.cancel(running)
@@ -219,7 +219,7 @@ def test_load_is_watched_until_the_client_has_enough(site: Site) -> None:
         next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(interval=to_duration(0.099)), timeout=60)))
 
 
-def test_clients_that_watch_are_bounded(site: Site) -> None:
+def test_number_of_load_watchers_is_bounded(site: Site) -> None:
     calls = [site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=60) for _ in range(MAX_LOAD_WATCHES)]
     for call in calls:
         next(iter(call))

@@ -67,7 +67,7 @@ async def order_of_service(b: Any, asked: list[dict[str, Any]]) -> list[int]:
     return [len(sequence.token_ids) for sequence in b.workers[0].submitted[1:]]
 
 
-async def test_classes_in_their_order() -> None:
+async def test_higher_priority_classes_are_served_first() -> None:
     async with bench(OneByOne(FILES)) as b:
         asked = [
             {"length": 10, "priority": pb.PRIORITY_LOW},

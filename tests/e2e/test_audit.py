@@ -48,7 +48,7 @@ def fleet(count: int) -> list[FakeWorker]:
     return [FakeWorker(FILES, worker_id=f"w{i}") for i in range(count)]
 
 
-async def test_answers_are_computed_again_by_another_worker_last_of_all() -> None:
+async def test_audit_recomputes_answers_on_another_worker_at_low_priority() -> None:
     workers = fleet(3)
     async with bench(*workers, audit=ALL) as b:
         asked = request(request_id="r", session_id="s", priority=pb.PRIORITY_HIGH, params={"max_tokens": 9, "n": 2})
@@ -111,7 +111,7 @@ async def test_audit_of_two_workers_cordons_answering_one() -> None:
         await b.empty()
 
 
-async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:
+async def test_self_contradicting_worker_of_two_is_evicted() -> None:
     """As after a flipped bit in a block of its cache: without the cache it computes the right answer."""
     workers = fleet(2)
     for worker in workers:
@@ -124,7 +124,7 @@ async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:
         await b.empty()
 
 
-async def test_logits_that_a_request_has_asked_for_are_compared_too() -> None:
+async def test_audit_compares_requested_logit_digests() -> None:
     workers = fleet(3)
     workers[0].logits = lambda position: 7 * position + (position == 8)
     async with bench(*workers, audit=ALL) as b:

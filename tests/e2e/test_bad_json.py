@@ -158,7 +158,7 @@ async def test_odd_json_is_served_or_refused_by_name(name: str) -> None:
         (r'{"na\ud800me": "look", "arguments": {}}', ""),
     ],
 )
-async def test_half_a_character_of_a_model_ends_no_stream(call: str, name: str) -> None:
+async def test_lone_surrogate_of_model_ends_no_stream(call: str, name: str) -> None:
     """Half a surrogate pair stays an escape in arguments. In a name it makes the call plain content."""
     text = f"<tool_call>\n{call}\n</tool_call>"
     async with bench(worker(text)) as b:

@@ -106,7 +106,7 @@ def assert_answers(stub: InferenceServiceStub, count: int = 5) -> None:
 
 
 @pytest.mark.slow
-def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tmp_path: Path) -> None:
+def test_router_with_broken_log_serves_and_reconnects_worker(tmp_path: Path) -> None:
     """With each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
     SIGTERM ends in good order."""
     worker = process(Process, "worker", tmp_path, *worker_arguments(simulated_model(tmp_path / "model")))
@@ -162,7 +162,7 @@ def answers(stub: InferenceServiceStub) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but({"stuck"}, ["dead", "stuck"]))
-def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
+def test_serve_with_broken_output_keeps_children(kind: str, tmp_path: Path) -> None:
     """`fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
     order."""
     model = simulated_model(tmp_path / "model")

@@ -83,7 +83,7 @@ async def test_three_thousand_calls_at_once_are_all_answered(service: Service) -
 
 
 @pytest.mark.slow
-async def test_five_thousand_calls_at_once_on_one_connection_are_all_answered(service: Service) -> None:
+async def test_5000_simultaneous_calls_on_one_connection_are_answered(service: Service) -> None:
     """A client begins the next call when a status has come, and gRPC's core refused it (REFUSED_STREAM) while the
     router had not freed the call before."""
     for _ in range(3):

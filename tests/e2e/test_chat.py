@@ -59,7 +59,7 @@ async def command(*arguments: str, text: str = "") -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_each_line_of_a_pipe_is_a_turn_that_knows_those_before(tmp_path: Path) -> None:
+async def test_each_piped_line_is_turn_of_one_conversation(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     text = f"first\n\n//second\n/usage\n/save {kept}\n/reset\n/system be kind\nthird\n/quit\nnever\n"
     async with bench(FakeWorker(FILES, answer=short)) as b:
@@ -188,7 +188,7 @@ async def terminal(b: Bench, *arguments: str, **options: Any) -> AsyncIterator[T
         yield made
 
 
-async def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
+async def test_ctrl_c_ends_answer_but_not_chat() -> None:
     worker = FakeWorker(FILES, answer=letters, step_s=0.02)
     async with bench(worker) as b, terminal(b) as chat:
         chat.type("count\n")

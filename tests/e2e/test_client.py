@@ -53,7 +53,7 @@ async def test_answers_and_events() -> None:
         await b.empty()
 
 
-async def test_tokens_text_and_prompt_of_a_client_are_those_of_the_router() -> None:
+async def test_client_result_equals_router_messages() -> None:
     async with bench(FakeWorker(FILES)) as b, client_of(b) as client:
         ids = [*(await client.tokenize("say é")).token_ids]
         assert ids == TOKENIZER.encode("say é")
@@ -139,7 +139,7 @@ def two_routers(tmp_path: Path) -> Iterator[tuple[list[Process], Process]]:
 
 
 @pytest.mark.slow
-def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: tuple[list[Process], Process]) -> None:
+def test_killed_router_changes_no_answer_of_many_clients(two_routers: tuple[list[Process], Process]) -> None:
     """Threads that stream over both routers, one of which dies: each answer is the one that it was before."""
     routers, _ = two_routers
     with Client([router.address for router in routers]) as client:
@@ -212,7 +212,7 @@ def cancelled_by(error: object) -> bool:
     return isinstance(error, FissileError) and error.code is grpc.StatusCode.CANCELLED
 
 
-async def test_closing_a_client_ends_its_streams_for_good() -> None:
+async def test_closed_client_ends_its_streams() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01)) as b:
         client = Client(b.router.server.address)
         reading = asyncio.ensure_future(asyncio.to_thread(client.generate, "say", max_tokens=4000))
@@ -308,7 +308,7 @@ def test_retry_waits_as_full_router_advises() -> None:
     assert Retries(["a"], 10.0).failed(full, 0.0) == 1.5
 
 
-def test_client_library_imports_nothing_else_of_ours() -> None:
+def test_client_library_imports_no_other_package_of_ours() -> None:
     """So that it can be a distribution of its own."""
     assert error_of.__module__ == "fissile.client.errors"
     folder = Path(__file__).resolve().parents[2] / "protos" / "fissile"
@@ -359,7 +359,7 @@ async def test_failed_stream_is_not_complete() -> None:
         await b.empty()
 
 
-async def test_closing_a_client_ends_its_other_calls_too() -> None:
+async def test_closed_client_ends_its_unary_calls() -> None:
     """The task that waits for one is not cancelled: it gets CANCELLED, as a reader of a stream does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", give_up_s=0)

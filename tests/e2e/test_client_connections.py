@@ -130,7 +130,7 @@ async def test_stream_skips_router_with_other_weights() -> None:
         assert routers[2].workers[0].submitted
 
 
-async def test_stream_ends_when_its_weights_are_gone() -> None:
+async def test_stream_ends_if_its_weights_are_gone() -> None:
     """The router that ended may come back, so it is asked until the time is up."""
     async with fleet("ww", "other") as routers:
         async with AsyncClient([b.router.server.address for b in routers], give_up_s=1.0) as client:
@@ -156,7 +156,7 @@ async def test_name_of_several_routers_uses_all_of_them() -> None:
                 assert text == ("hijklmnpqrstuvwxyz" * 4)[:60]
 
 
-def test_routers_that_refuse_for_good_are_not_asked_again() -> None:
+def test_router_with_final_refusal_is_not_retried() -> None:
     gone = FissileError(grpc.StatusCode.UNAVAILABLE, "gone")
     retries = Retries(["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"], 10.0)
     assert retries.failed(OTHER_STATE, 0.0) == 0.0

@@ -173,7 +173,7 @@ def test_killed_worker_changes_no_token(tmp_path: Path) -> None:
             assert parts[-1].finish.exact
 
 
-async def test_only_workers_with_the_routers_library_get_constraints() -> None:
+async def test_only_workers_with_same_grammar_library_get_constraints() -> None:
     """Others go on serving what has none; without any worker that can, the field is named."""
     end = {"eos_token_ids": [EOS]}
     able = FakeWorker(FILES, worker_id="able", description={"grammar_engine": ENGINE, **end})
@@ -222,7 +222,7 @@ async def test_isolated_tenants_find_no_constraint_of_another(monkeypatch: pytes
             assert len({record.cache_salt for record in able.submitted}) == 1 + isolate
 
 
-async def test_bad_constraints_are_refused_with_their_place_and_reach_no_worker() -> None:
+async def test_bad_constraint_error_names_its_place() -> None:
     worker = FakeWorker(FILES, description={"grammar_engine": ENGINE, "eos_token_ids": [EOS]})
     async with bench(worker) as b:
         for constraint, said in (

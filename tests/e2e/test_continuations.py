@@ -50,7 +50,7 @@ async def text_of(call: Any) -> str:
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
-async def test_generate_continues_the_prompt_and_chat_begins_a_message(tokens_per_step: int) -> None:
+async def test_generate_continues_prompt_and_chat_starts_message(tokens_per_step: int) -> None:
     """Former fault: the text of Generate lacked the space before its first word."""
     expected = " sat on the mat 中文"
     once = params(len(WORDS))

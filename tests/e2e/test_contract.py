@@ -92,7 +92,7 @@ async def test_message_of_chat_once_can_be_sent_back() -> None:
         await b.empty()
 
 
-async def test_no_answer_in_one_message_is_a_part() -> None:
+async def test_unary_answer_is_never_partial() -> None:
     """UNAVAILABLE, and a client may repeat it: nothing has been sent, though the worker had brought tokens."""
     async with bench(FakeWorker(FILES, answer=letters, step_s=0.01), drain_timeout_s=0.1) as b:
         call = b.stub.GenerateOnce(request(params={"max_tokens": 4000}))
@@ -132,7 +132,7 @@ async def test_several_answers_stream_interleaved(n: int) -> None:
         await b.empty()
 
 
-async def test_one_answer_that_fails_ends_the_others() -> None:
+async def test_failed_answer_ends_other_answers_of_call() -> None:
     ended = wpb.SequenceEnd(reason=wpb.END_REASON_NOT_A_NUMBER, message="not a number")
     async with bench(FakeWorker(FILES, answer=letters, end_with=ended)) as b:
         error = await error_of(b.stub.Generate(request(params={"max_tokens": 3, "n": 3})))
@@ -140,7 +140,7 @@ async def test_one_answer_that_fails_ends_the_others() -> None:
         await b.empty()
 
 
-async def test_several_answers_outlive_their_worker() -> None:
+async def test_several_answers_survive_lost_worker() -> None:
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=letters, step_s=0.01) for i in range(2)]
     async with bench(*workers) as b:
         call = b.stub.Generate(request(params={"max_tokens": 60, "n": 4}))
@@ -168,7 +168,7 @@ async def test_broken_call_usage_is_in_trailing_metadata() -> None:
         await ending
 
 
-async def test_without_max_tokens_an_answer_has_the_rest_of_the_context() -> None:
+async def test_answer_without_max_tokens_may_fill_context() -> None:
     async with bench(FakeWorker(FILES, max_model_len=100)) as b:
         asked = pb.GenerateRequest(text="say", sampling_params=pb.SamplingParams(min_tokens=80))
         parts = await collect(b.stub.Generate(asked))
@@ -210,7 +210,7 @@ async def test_count_tokens_counts_prompt_too_long_for_the_model(num_words: int)
         assert (await b.stub.CountTokens(pb.CountTokensRequest(generate=ids))).prompt_tokens == 5_000
 
 
-async def test_errors_of_a_request_within_a_request_name_its_field() -> None:
+async def test_error_of_nested_request_names_its_field() -> None:
     async with bench() as b:
         bad = request(params={"top_p": 0})
         error = await error_of(b.stub.CountTokens(pb.CountTokensRequest(generate=pb.GenerateRequest())))
@@ -284,7 +284,7 @@ async def test_answers_to_one_prompt_go_to_one_worker() -> None:
 @pytest.mark.proto_field(
     "ResumePoint.finished",
 )
-async def test_answers_that_had_finished_are_not_sent_again() -> None:
+async def test_finished_answers_are_not_sent_again() -> None:
     async with bench(FakeWorker(FILES, answer=by_choice)) as b:
         asked = request(request_id="r", params={"max_tokens": 64, "n": 4})
         whole = await collect(b.stub.Generate(asked))
@@ -426,7 +426,7 @@ async def test_call_of_unread_client_ends_at_once() -> None:
             slow.cancel()
 
 
-async def test_answers_of_which_some_were_sent_end_with_the_router_as_one() -> None:
+async def test_partly_sent_answers_end_together_with_router() -> None:
     """One has finished and one waits, which alone could be asked for again; the call as a whole cannot."""
     worker = FakeWorker(FILES, step_s=0.01, room_seqs=1)
     async with bench(worker, drain_timeout_s=0.0) as b:

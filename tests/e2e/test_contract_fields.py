@@ -224,7 +224,7 @@ async def test_models_are_described_and_paged() -> None:
     "RenderPromptResponse.text",
     "RenderPromptResponse.token_ids",
 )
-async def test_text_and_tokens_without_the_model() -> None:
+async def test_text_calls_encode_decode_render_and_count() -> None:
     async with bench() as b:
         made = await b.stub.Tokenize(pb.TokenizeRequest(model="m", text="lo x"))
         assert list(made.token_ids) == TOKENIZER.encode("lo x")

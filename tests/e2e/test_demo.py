@@ -57,7 +57,7 @@ def answer_to(service: Service, question: str) -> Answer:
     return chat(service.stub, pb.ChatRequest(messages=[message], sampling_params=GREEDY))
 
 
-def test_answers_its_held_out_questions(service: Service) -> None:
+def test_demo_answers_held_out_questions(service: Service) -> None:
     asked = questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda one: answer_to(service, one.user), asked))
@@ -69,13 +69,13 @@ def test_answers_its_held_out_questions(service: Service) -> None:
     assert all(right[family] >= NEEDED_PER_FAMILY * totals[family] for family in FAMILIES), right
 
 
-def test_chat_gives_the_text_of_transformers(service: Service, reference: Any) -> None:
+def test_demo_chat_equals_transformers(service: Service, reference: Any) -> None:
     messages = [one.user for one in questions()[::8]] + ["Hello", "Tell me a story about a fox.", "Wer bist du? 🦊"]
     for message in messages:
         assert answer_to(service, message).text == reference(message, is_message=True), message
 
 
-def test_completion_gives_the_text_of_transformers(service: Service, reference: Any) -> None:
+def test_demo_completion_equals_transformers(service: Service, reference: Any) -> None:
     for prompt in PLAIN_PROMPTS:
         answer = generate(service.stub, pb.GenerateRequest(text=prompt, sampling_params=GREEDY))
         assert answer.text == reference(prompt, is_message=False), prompt

@@ -52,7 +52,7 @@ def end(process: Process) -> None:
 
 
 @pytest.mark.slow
-def test_idle_connections_do_not_shut_a_router_out_from_its_own_workers(tmp_path: Path) -> None:
+def test_idle_connections_leave_descriptors_for_workers(tmp_path: Path) -> None:
     """Former fault: with all descriptors taken by idle connections, the router could not dial a restarted worker."""
     model = simulated_model(tmp_path / "model")
     ports = free_port(), free_port()

@@ -44,7 +44,7 @@ async def test_direct_call_without_seed_derives_seed_from_id(site: Site) -> None
     assert answers[0].seed == 0
 
 
-async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_direct_calls_beyond_limit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Former fault: any number of direct calls could wait, each with its prompt."""
     monkeypatch.setattr("worker.session.service.MAX_WAITING_CALLS", 2)
     given = options(folder)

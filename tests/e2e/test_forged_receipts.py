@@ -205,7 +205,7 @@ async def test_replay_needs_ready_worker_of_same_numerics() -> None:
         assert await outcome(b, replay) == ("INVALID_ARGUMENT", "worker_id")
 
 
-async def test_without_max_tokens_the_request_is_another_one_where_the_longest_worker_is() -> None:
+async def test_receipt_without_max_tokens_depends_on_longest_worker() -> None:
     async with bench(FakeWorker(FILES, answer=letters, max_model_len=40)) as b:
         asked = asked_for(request(request_id="r"))
         asked.sampling_params.ClearField("max_tokens")

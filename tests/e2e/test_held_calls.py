@@ -192,7 +192,7 @@ def _until_arguments(stream: Iterator[pb.ChatResponse]) -> list[pb.ChatResponse]
     return parts
 
 
-async def test_arguments_between_tags_are_held_one_by_one() -> None:
+async def test_arguments_between_tags_follow_their_schemas() -> None:
     files = tool_files()
     # Calls in Qwen3-Coder's form.
     files["chat_template.jinja"] = re.sub(
@@ -272,7 +272,7 @@ async def test_own_form_with_other_calls_is_read_and_refused_by_name(asked: dict
         await b.empty()
 
 
-async def test_budget_refused_if_own_reasoning_begins_with_a_pattern_of_no_family() -> None:
+async def test_reasoning_budget_is_refused_for_unknown_pattern() -> None:
     thinking = {"open_pattern": "<think>|<mull>", "close": "</done>"}
     worker = worker_of(own_files({"thinking": thinking, "content": {}}))
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
@@ -284,7 +284,7 @@ async def test_budget_refused_if_own_reasoning_begins_with_a_pattern_of_no_famil
         await b.empty()
 
 
-async def test_workers_that_compile_no_grammars_get_no_held_calls() -> None:
+async def test_workers_without_grammars_get_no_constrained_calls() -> None:
     asked = asking(tool_choice=pb.ToolChoice(name="forecast"))
     async with bench(worker_of()) as b:
         error = await error_of(b.stub.Chat(asked))
@@ -307,7 +307,7 @@ async def test_constrained_content_keeps_blanks(answer: str, content: str) -> No
 
 
 @pytest.mark.proto_field("ReasoningOptions.max_tokens")
-async def test_constraint_moves_with_its_answer() -> None:
+async def test_constraint_moves_with_answer_to_another_worker() -> None:
     """One grammar of reasoning and what is behind it: calls, words, or the request's own constraint."""
     worker = worker_of()
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}

@@ -156,7 +156,7 @@ async def test_kv_audit_compares_equal_tokens_across_tenants(tmp_path: Path, mon
             assert not any(name[:size].hex() in text for text in shown)
 
 
-async def test_of_two_workers_one_that_contradicts_itself_is_evicted() -> None:
+async def test_self_contradicting_worker_of_two_is_evicted() -> None:
     workers = fleet(2)
     workers[1].kv = passing
     async with bench(*workers, placement="round_robin") as b:

@@ -92,7 +92,7 @@ def test_router_uses_cache_warmed_by_other_router(fleet: Fleet) -> None:
         assert again.prompt_info.cached_tokens == PREFIX_GRANULES * GRANULE
 
 
-def test_routers_know_of_evictions(fleet: Fleet) -> None:
+def test_both_routers_learn_evictions(fleet: Fleet) -> None:
     """What worker 0 has evicted is looked for at worker 1, which has it by now, by both routers."""
     rounds = [prefix(100 + round_) for round_ in range(3)]
     for round_, hot in enumerate(rounds):
@@ -111,7 +111,7 @@ def test_routers_know_of_evictions(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -> None:
+def test_changed_placement_learns_caches_during_streams(tmp_path: Path) -> None:
     """No Session breaks, and prefixes are found. Formerly a change of placement broke the Session with every worker."""
     model, port = simulated_model(tmp_path / "model"), free_port()
     options = ["--placement", "round_robin", "--admin-port", str(port)]

@@ -190,7 +190,7 @@ async def test_answer_cut_by_worker_continues_elsewhere() -> None:
         await b.empty()
 
 
-async def test_workers_that_name_no_numerics_class_share_none() -> None:
+async def test_workers_without_numerics_class_share_none() -> None:
     """Without numerics classes, an answer that moves between workers could not be called exact."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(2)]
     for worker in workers:

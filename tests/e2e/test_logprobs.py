@@ -100,7 +100,7 @@ def test_stream_resumes_after_each_message(simulated: Service, prompt_logprobs: 
 
 
 @pytest.mark.proto_field("OutputOptions.token_bytes", "TokenLogprobs.token_bytes", "TopLogprob.token_bytes")
-def test_token_bytes_are_the_text_and_absent_without_the_option(simulated: Service) -> None:
+def test_token_bytes_join_to_text_and_need_option(simulated: Service) -> None:
     prompt = [*TOKENIZER.encode("say é")]
     options = {"logprobs": 2, "prompt_logprobs": 0, "token_bytes": True}
     parts = list(simulated.stub.Generate(request(prompt, options=options), timeout=60))

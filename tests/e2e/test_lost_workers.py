@@ -134,7 +134,7 @@ async def test_numerics_classes(policy: FailoverPolicy) -> None:
         assert (await collect(b.stub.Generate(request())))[-1].finish.exact
 
 
-async def test_worker_of_other_weights_takes_over_no_stream() -> None:
+async def test_worker_with_other_weights_gets_no_moved_stream() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(FailoverPolicy.ANY, worker_wait_s=1.0)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -227,7 +227,7 @@ async def test_long_answers_outlive_any_two_workers() -> None:
 
 
 @pytest.mark.slow
-async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anything() -> None:
+async def test_temporarily_unreachable_workers_cost_no_stream() -> None:
     """Two workers freeze one after the other, each for longer than the router waits."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.3) for i in range(3)]
     async with bench(*workers) as b:
@@ -331,7 +331,7 @@ async def test_returned_request_is_routed_again_and_counts_once() -> None:
         await b.empty()
 
 
-async def test_protocol_violation_closes_the_session_only() -> None:
+async def test_protocol_violation_closes_only_session() -> None:
     worker = FakeWorker(FILES, end_with=wpb.SequenceEnd(reason=wpb.END_REASON_LENGTH))
     async with bench(worker) as b:
         worker._advance = lambda step, rid, sequence: step.rid.append(rid)  # type: ignore[method-assign]
@@ -352,7 +352,9 @@ async def test_protocol_violation_closes_the_session_only() -> None:
         (wpb.END_REASON_NOT_A_NUMBER, grpc.StatusCode.INTERNAL),
     ],
 )
-async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grpc.StatusCode) -> None:
+async def test_worker_failures_become_documented_statuses(
+    reason: wpb.EndReason.ValueType, code: grpc.StatusCode
+) -> None:
     worker = FakeWorker(FILES)
     async with bench(worker, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))

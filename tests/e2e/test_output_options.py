@@ -73,7 +73,7 @@ async def test_each_of_several_answers_has_echo() -> None:
             assert text_of([part for part in parts if part.index == index]) == "say hello"
 
 
-async def test_stop_strings_are_not_searched_in_the_prompt() -> None:
+async def test_stop_strings_ignore_prompt() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         parts = await collect(
             b.stub.Generate(asking({"text": "say kl"}, echo=True, params={"stop_strings": ["kl", "lh"]}))
@@ -128,7 +128,7 @@ async def test_resume_without_token_ids_repeats_echo() -> None:
             assert (text_of(parts), ids_of(parts)) == (text_of(all_parts), ids_of(all_parts))
 
 
-async def test_token_ids_without_the_prompts_are_not_of_an_echo() -> None:
+async def test_resume_with_wrong_or_too_many_token_ids_is_refused() -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = asking({"text": "say"}, echo=True, params={"max_tokens": 6})
         for ids, status in (

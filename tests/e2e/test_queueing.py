@@ -115,7 +115,7 @@ async def test_gate_holds_prompts_and_releases_them_together() -> None:
         assert worker.lanes[-1].seqs == 0
 
 
-async def test_burst_that_the_workers_can_take_does_not_fill_the_queue() -> None:
+async def test_burst_within_worker_capacity_fills_no_queue() -> None:
     async with bench(FakeWorker(FILES, answer=short), queue_size=1) as b:
         calls = [b.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))) for _ in range(32)]
         answers = await asyncio.gather(*(collect(call) for call in calls))

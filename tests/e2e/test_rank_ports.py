@@ -76,7 +76,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_engines_in_lockstep_listen_where_they_meet(experts: Path, tmp_path: Path) -> None:
+def test_lockstep_engines_listen_on_meeting_address_only(experts: Path, tmp_path: Path) -> None:
     """Former fault: the store of engines listened on all interfaces, at the known port of --dist-init."""
     port = free_port()
     common = ["--enable-expert-parallel", "--dp-size", "2", "--dist-init", f"tcp://127.0.0.1:{port}"]

@@ -119,7 +119,7 @@ def machines(cable: Cable, model: Path, tmp_path_factory: pytest.TempPathFactory
         second.wait()
 
 
-def test_two_machines_give_the_tokens_of_one(machines: Machines, model: Path) -> None:
+def test_two_machines_give_same_tokens_as_one(machines: Machines, model: Path) -> None:
     alone = LLMEngine(default_config(model)).generate(
         [PROMPT], {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True}
     )

@@ -83,7 +83,7 @@ async def test_answer_with_reasoning_can_be_sent_back() -> None:
         await b.empty()
 
 
-async def test_template_arguments_begin_or_leave_out_the_reasoning() -> None:
+async def test_template_arguments_start_or_skip_reasoning() -> None:
     """What the prompt has begun of an answer is known when the answer is read."""
     for arguments, answer in (
         ('{"begin_thinking": true}', ANSWER.removeprefix("<think>\n")),

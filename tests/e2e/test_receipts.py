@@ -92,7 +92,7 @@ async def test_receipt_of_chat_differs_from_receipt_of_its_prompt() -> None:
     assert of_chat.request_sha256 != of_ids.request_sha256
 
 
-async def test_each_of_several_answers_has_the_receipt_that_it_has_alone() -> None:
+async def test_receipt_of_each_answer_equals_receipt_alone() -> None:
     async with bench(FakeWorker(FILES, answer=by_choice)) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 64, "n": 3}))
         streamed = receipts(await collect(b.stub.Generate(asked)))
@@ -134,7 +134,7 @@ async def test_logits_of_every_nth_token_are_chained(every: int, per_step: int) 
         assert contradiction(receipt) == ""
 
 
-async def test_digests_of_logits_survive_a_failover_and_a_resume() -> None:
+async def test_logit_digests_survive_failover_and_resume() -> None:
     asked = digested(request(request_id="r", params={"max_tokens": 300}), 2)
     one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
     two = FakeWorker(FILES, worker_id="w1", intake=wpb.INTAKE_CORDONED)

@@ -108,6 +108,6 @@ async def test_replay_carries_request_options(check: Test) -> None:
 
 
 @pytest.mark.parametrize(("mutant", "check"), MUTANTS, ids=[mutant.trap for mutant, _ in MUTANTS])
-async def test_its_loss_is_noticed(mutant: Mutant, check: Test) -> None:
+async def test_replay_fault_is_detected(mutant: Mutant, check: Test) -> None:
     with mutant.applied(), pytest.raises(AssertionError):
         await asyncio.wait_for(check(), 60)

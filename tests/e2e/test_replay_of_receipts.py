@@ -62,7 +62,7 @@ async def test_replay_on_other_worker_is_equal_without_cache() -> None:
 @pytest.mark.proto_field(
     "ReplayRequest.chat",
 )
-async def test_one_of_several_answers_and_a_chat_are_replayed_alone() -> None:
+async def test_one_answer_of_several_and_chat_are_replayed_alone() -> None:
     worker = FakeWorker(FILES, answer=by_choice)
     async with bench(worker) as b:
         replay = await proven(b, index=2, max_tokens=64, n=3)

@@ -319,7 +319,7 @@ async def test_router_fault_is_one_log_line_with_traceback(lines: list[Line], mo
     assert isinstance(line["exc_info"], KeyError)
 
 
-async def test_requests_that_the_end_of_the_router_breaks_off_say_so(lines: list[Line]) -> None:
+async def test_log_line_names_end_of_router_as_cause(lines: list[Line]) -> None:
     """Neither the client's wish nor its deadline."""
     async with bench() as b:
         call = b.stub.Generate(request(request_id="cut", params={"max_tokens": 4000}), timeout=60)
@@ -347,7 +347,7 @@ async def test_failed_observer_disturbs_no_request(monkeypatch: pytest.MonkeyPat
         await b.empty()
 
 
-async def test_every_request_of_a_storm_has_exactly_one_line_with_its_status(lines: list[Line]) -> None:
+async def test_every_request_of_storm_has_one_log_line(lines: list[Line]) -> None:
     """Whatever its end; also when workers are lost meanwhile."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", room_seqs=16) for i in range(3)]
     failover = FailoverOptions(FailoverPolicy.EXACT, worker_wait_s=2.0)
@@ -419,7 +419,7 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
 
 
 @pytest.mark.parametrize("method", ["Embed", "Rerank"])
-async def test_calls_with_many_texts_count_the_tokens_of_all(
+async def test_calls_with_many_texts_count_all_tokens(
     method: str, monkeypatch: pytest.MonkeyPatch, lines: list[Line]
 ) -> None:
     """In log line, span and figures as in the answer: none is generated for the client."""

@@ -371,7 +371,7 @@ async def test_salt_and_class_go_to_the_worker() -> None:
         assert [record.priority for record in submitted] == classes
 
 
-async def test_stop_string_at_the_router_cancels_the_worker_and_is_not_billed() -> None:
+async def test_stop_string_cancels_worker_and_is_not_billed() -> None:
     async with bench(FakeWorker(FILES, tokens_per_step=16)) as b:
         parts = await collect(b.stub.Generate(request(params={"max_tokens": 1000, "stop_strings": ["mn"]})))
         assert "".join(p.text for p in parts) == "hijkl"

@@ -58,7 +58,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield Collector(receiver)
 
 
-async def test_requests_are_measured_by_the_conventions_for_servers(collector: Collector) -> None:
+async def test_server_metrics_follow_otel_conventions(collector: Collector) -> None:
     async with bench(FakeWorker(FILES, step_s=0.02)) as b:
         for i in range(3):
             await collect(b.stub.Generate(request(request_id=f"g{i}", params={"max_tokens": 6})))

@@ -121,7 +121,7 @@ def worker(model: Path, tmp_path: Path) -> Iterator[Process]:
         process.stop()
 
 
-def test_torch_is_not_there(environment: Environment, tmp_path: Path) -> None:
+def test_environment_has_no_torch(environment: Environment, tmp_path: Path) -> None:
     result = environment.run("python", "-c", "import torch", cwd=tmp_path)
     assert "ModuleNotFoundError" in result.stderr
 

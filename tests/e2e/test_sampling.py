@@ -236,7 +236,7 @@ def test_streams_do_not_choose(service: Service) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_masks_that_leave_no_token_are_refused_and_those_that_leave_the_end_are_not(service: Service) -> None:
+def test_masks_that_leave_no_token_are_refused(service: Service) -> None:
     """The router knows the model's end-of-sequence ids, which count where something is masked."""
     ends = list(service.stub.GetModel(pb.GetModelRequest()).model.eos_token_ids)
     assert 2 in ends

@@ -53,7 +53,7 @@ def cached(answer: Answer) -> int:
     return answer.finish.usage.cached_tokens
 
 
-def test_tenants_share_a_prefix_with_their_own_salt_only(service: Service) -> None:
+def test_prefix_is_shared_only_with_same_salt(service: Service) -> None:
     salts = ["a", "a", "b", "", "", "b", "a"]
     answers = [generate(service.stub, request(1, SHORT, cache_salt=salt)) for salt in salts]
     assert [cached(answer) for answer in answers] == [0, HITS, 0, 0, HITS, HITS, HITS]

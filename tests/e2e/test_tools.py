@@ -163,7 +163,7 @@ async def test_parallel_tool_calls_false_allows_one_call() -> None:
     "ToolCall.name",
     "ToolCall.arguments_json",
 )
-async def test_calls_and_their_results_go_back() -> None:
+async def test_tool_calls_and_results_are_sent_back() -> None:
     async with bench(worker_of()) as b:
         once = (await b.stub.ChatOnce(chat())).answers[0]
         asked = chat()
@@ -180,7 +180,7 @@ async def test_calls_and_their_results_go_back() -> None:
         await b.empty()
 
 
-async def test_tools_that_a_template_does_not_show_are_refused() -> None:
+async def test_tools_not_shown_by_template_are_refused() -> None:
     async with bench(FakeWorker(thinking_files(), description={"vocab_size": 302})) as b:
         assert pb.CAPABILITY_TOOLS not in (await b.stub.GetModel(pb.GetModelRequest())).model.capabilities
         error = await error_of(b.stub.Chat(chat()))

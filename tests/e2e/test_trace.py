@@ -54,7 +54,7 @@ def trace_of(receiver: OtlpReceiver, trace_id: str, awaited: str) -> list[Receiv
         time.sleep(0.05)
 
 
-def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> None:
+def test_router_and_worker_spans_share_trace(service: Service, receiver: OtlpReceiver) -> None:
     metadata = (("traceparent", f"00-{TRACE_ID}-{CLIENT_SPAN}-01"),)
     parts = list(service.stub.Chat(chat_request(), metadata=metadata, timeout=60))
     spans = trace_of(receiver, TRACE_ID, "worker.generate")

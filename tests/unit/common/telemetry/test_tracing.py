@@ -114,7 +114,7 @@ def test_malformed_context_is_dropped(bad: str, recorder: Recorder) -> None:
     assert recorder.one(GENERATE).parent is None
 
 
-def test_one_trace_across_the_hop(recorder: Recorder) -> None:
+def test_router_and_worker_spans_share_trace(recorder: Recorder) -> None:
     tracing, now = recorder.tracing, time.monotonic()
     with tracing.request_span(GENERATE, METADATA, operation=names.TEXT_COMPLETION, peer="ipv4:127.0.0.1:7") as span:
         span.request(model="m", request_id="r", params=SamplingParams(temperature=0.5, max_tokens=9, seed=3))
