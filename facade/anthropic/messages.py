@@ -58,7 +58,7 @@ NAMES: Final[Names] = {
     "sampling_params.top_p": "top_p",
     "template_arguments_json": "output_config.effort",
     "tools": "tools*",
-    "tools.parameters_json": "tools.input_schema",
+    "tools.parameters_json": "tools*.input_schema",
 }
 
 

@@ -20,6 +20,7 @@ _PLACE: Final = re.compile(r"(.*) - at `(key in )?\$?\.?(.*)`", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _EXPECTED: Final = re.compile(r"Expected `(.*?)`(.*)", re.DOTALL)
+_INDEX: Final = re.compile(r"\[\d+\]")
 _MAX_NAME: Final = 128
 
 
@@ -91,11 +92,14 @@ def param_of(path: str, names: Names) -> str:
 
     Args:
         path: such as `sampling_params.stop_strings[2]`.
-        names: beginning of a path without indices -> name of the door; a name that ends with `*` keeps the rest.
+        names: beginning of a path without indices -> name of the door. `*` stands for the indices, at the end
+            for the rest of the path too.
     """
-    plain = re.sub(r"\[\d+\]", "", path)
+    plain = _INDEX.sub("", path)
     for known in sorted(names, key=len, reverse=True):
         if plain == known or plain.startswith(known + "."):
-            name = names[known]
-            return name[:-1] + path[len(known) :] if name.endswith("*") else name
+            name, matched = names[known], ".".join(path.split(".")[: known.count(".") + 1])
+            indices = "".join(_INDEX.findall(matched))
+            rest = path[len(matched) :] if name.endswith("*") else ""
+            return (name.replace("*", indices) + rest).lstrip(".")
     return path

@@ -68,7 +68,7 @@ NAMES: Final[Names] = {
     "session_id": "prompt_cache_key",
     "template_arguments_json": "reasoning.effort",
     "tools": "tools*",
-    "tools.parameters_json": "tools.parameters",
+    "tools.parameters_json": "tools*.parameters",
 }
 
 

@@ -173,7 +173,12 @@ async def test_bad_requests_are_refused_by_name_before_the_stream(served: Served
     long = [{"role": "user", "content": "la " * 9000}]
     for fields, words in (
         ({"container": "c"}, "container is not served"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": 200}, "temperature"),
+        ({"stop_sequences": ["a", "b" * 999]}, "stop_sequences[1]"),
+        ({"tools": [LOOK, LOOK]}, "tools[1].name"),
+        ({"tools": [{**LOOK, "strict": True, "input_schema": {"type": "object", "if": {}}}]}, "tools[0].input_schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"if": {}}}}}, "output_config.format.schema"),
         ({"messages": long}, "prompt is too long"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ):

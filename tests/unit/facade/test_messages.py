@@ -10,7 +10,8 @@ from fissile.client.calls import chat_request
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import ApiError
-from facade.anthropic.messages import parse, parse_count
+from facade.anthropic.messages import NAMES, parse, parse_count
+from facade.http.bodies import param_of
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": 1.0}}}
@@ -182,6 +183,22 @@ def test_neighbouring_turns_of_the_user_are_one() -> None:
 )
 def test_field_that_is_not_served_is_refused_by_name(fields: dict[str, Any], path: str) -> None:
     assert refusal(**fields) == path
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("tools[2].parameters_json", "tools[2].input_schema"),
+        ("tools[2].parameters_json.properties", "tools[2].input_schema"),
+        ("tools[2].name", "tools[2].name"),
+        ("sampling_params.stop_strings[1]", "stop_sequences[1]"),
+        ("sampling_params.max_tokens", "max_tokens"),
+        ("messages[3].content", "messages"),
+        ("session_id", "session_id"),
+    ],
+)
+def test_field_of_the_router_has_its_name_here(path: str, param: str) -> None:
+    assert param_of(path, NAMES) == param
 
 
 def test_harmless_fields_are_accepted() -> None:
