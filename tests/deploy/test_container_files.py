@@ -167,7 +167,7 @@ def contents(folder: Path, pattern: str) -> set[str]:
 
 
 def test_service_and_client_packages_have_one_version() -> None:
-    """What the service requires names it, and both run on the same Pythons."""
+    """The service requires the client package of its own version, and both support the same Pythons."""
     service, client = (
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"] for folder in (".", "protos")
     )

@@ -171,7 +171,7 @@ def test_grpc_web_call_from_web_page_succeeds(mesh: Mesh) -> None:
 
 
 def test_web_pages_may_send_client_headers() -> None:
-    """The key, the trace and the tenant of a call from a browser."""
+    """A browser may send the headers of API key, trace and tenant."""
     text = (DEPLOY / "mesh" / "envoy.yaml").read_text()
     (allowed,) = re.findall(r'allow_headers: "([^"]+)"', text)
     # A line's end behind a backslash is none, as in YAML.
@@ -235,7 +235,7 @@ def test_large_json_request_reaches_the_router(mesh: Mesh) -> None:
 def test_refused_json_request_gets_reason_and_field_as_json(
     mesh: Mesh, method: str, body: dict[str, Any], status: int, reason: str, field: str | None
 ) -> None:
-    """The body was empty when the descriptor set lacked the types of error details."""
+    """Former fault: the body was empty, because the descriptor set lacked the types of error details."""
     got, said = by_json(mesh, method, json.dumps(body))
     details = json.loads(said)["details"]
     assert (got, [each["reason"] for each in details if "reason" in each]) == (status, [reason])
@@ -252,7 +252,7 @@ def test_invalid_json_request_is_refused_by_envoy(mesh: Mesh, method: str, body:
 
 
 def test_deadline_through_envoy_ends_request_at_router(mesh: Mesh) -> None:
-    """Of a client that does not watch it itself; the router then ends the request, which runs, and its span says so."""
+    """The client does not watch its deadline itself; the router ends the running request, and its span says so."""
     trace_id = "5" * 31 + "2"
     headers = {"grpc-timeout": "2500m", "traceparent": f"00-{trace_id}-{'7' * 16}-01"}
     _, messages, trailers = web_call(mesh.envoy, request(903, 1500), headers)
@@ -344,7 +344,7 @@ def test_killed_router_ends_only_its_own_streams(mesh: Mesh) -> None:
 
 
 def test_unstarted_requests_of_lost_router_run_elsewhere(mesh: Mesh) -> None:
-    """It is frozen before, so that it has the requests and has sent nothing."""
+    """The router is frozen first, so that it holds requests and has sent nothing."""
     mesh.routers[1].running.send_signal(signal.SIGSTOP)
     streams = Streams(mesh.stub, count=8, max_tokens=20)
     mesh.envoy.wait(lambda: mesh.envoy.of_host(mesh.routers[1].port, "rq_active") > 0, "a request at the frozen router")
@@ -377,7 +377,7 @@ def behind_sidecar(mesh: Mesh, tmp_path: Path) -> Iterator[Process]:
 
 
 def test_s4_session_broken_by_sidecar_costs_no_request(mesh: Mesh, behind_sidecar: Process) -> None:
-    """`max_stream_duration` and `max_connection_duration` of a second: streams of two go on, with the same tokens."""
+    """With `max_stream_duration` and `max_connection_duration` of a second, streams of two keep their tokens."""
     sessions = behind_sidecar.log.read_text().count('"worker up"')
     with grpc.insecure_channel(behind_sidecar.address) as channel, ThreadPoolExecutor(12) as pool:
         broken = InferenceServiceStub(channel)

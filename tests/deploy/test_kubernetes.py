@@ -317,7 +317,7 @@ def test_services_set_no_options(variant: str, component: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_worker_options_fit_container_limits(variant: str, in_force: Any) -> None:
-    """The defaults look at the machine: a quarter of its free memory, and all of its cores."""
+    """Without options a worker takes a quarter of the machine's free memory and all cores, not the Pod's share."""
     options = in_force(variant, "worker")
     resources = container(variant, "worker")["resources"]
     number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
@@ -375,7 +375,7 @@ def started(component: str, folder: Path, environment_: dict[str, str], *argumen
 
 
 def test_mtls_variant_connects_routers_and_workers(tmp_path: Path) -> None:
-    """With certificates that have the names which the kustomization says, and the variables of the manifests."""
+    """The certificates have the names in the kustomization, and the processes have the variables of the manifests."""
     authority = Authority(tmp_path)
     variables = {}
     for component in COMPONENTS:

@@ -335,7 +335,7 @@ def test_refused_routing_change_names_field(site: Site) -> None:
 
 
 def test_reload_applies_whole_file_or_nothing(site: Site) -> None:
-    """Reload and SIGHUP: what may change does, a bad file changes nothing, and what needs a restart is named."""
+    """Reload and SIGHUP change what may change; a bad file changes nothing; settings that need a restart are named."""
     before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=60)
     site.config.write_text(
         "router:\n  placement: least_loaded\n  queue-size: 5\n  lease: 2s\n  isolate-tenants: true\n"
@@ -367,7 +367,7 @@ def test_reload_applies_whole_file_or_nothing(site: Site) -> None:
 
 
 def test_reload_names_reverted_settings(site: Site) -> None:
-    """By Reload, by its command and by SIGHUP, in the answer and in a warning."""
+    """Reload, its command and SIGHUP name the settings in the answer and in a warning."""
 
     def warnings() -> list[str]:
         lines = site.service.router.log.read_text().splitlines()
@@ -393,7 +393,7 @@ def test_reload_names_reverted_settings(site: Site) -> None:
 
 
 def test_changed_worker_file_drops_and_adds_workers(model: Path, tmp_path: Path) -> None:
-    """A worker that the file names no more is left, one that cannot be reached is listed with the reason."""
+    """A worker that the file no longer names is dropped; one that cannot be reached is listed with the reason."""
     port = free_port()
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
         config, (first, second) = tmp_path / "c.yaml", [worker.address for worker in service.workers]

@@ -93,7 +93,7 @@ async def test_tenants_in_turn_by_weight() -> None:
 
 
 async def test_full_queue_is_shared_by_tenants() -> None:
-    """Who fills the queue yields to who has less of it; what is dropped ends with a status and a time to retry."""
+    """A tenant that fills the queue loses places to others; its dropped requests end with a status and a retry time."""
     share = "and tenant 'flood' has its share of it"
     async with bench(OneByOne(FILES), queue_size=4) as b:
         running = await blocked(b)
@@ -259,7 +259,7 @@ async def test_high_priority_needs_permission() -> None:
 
 
 async def test_isolated_tenants_have_tenant_of_key_in_cache_salt() -> None:
-    """The record and the hash of the prompt's chain agree, for both kinds of requests."""
+    """The request record and the hash chain of the prompt agree, for both kinds of requests."""
     keys, policy = Keys(gateway="", a_gold="", b_gold=""), TenantPolicy(isolate=True)
     async with bench(FakeWorker(FILES), security=keys.security, tenants=policy) as b:
         for name, tenant in (("a_gold", ""), ("b_gold", "gold"), ("gateway", "gold"), ("gateway", "")):
@@ -270,7 +270,7 @@ async def test_isolated_tenants_have_tenant_of_key_in_cache_salt() -> None:
 
 
 async def test_require_bound_tenant_refuses_named_tenant() -> None:
-    """With --require-bound-tenant nobody evades shares and limits by another name in each call."""
+    """With --require-bound-tenant no caller evades shares and limits with another name in each call."""
     keys = Keys(gateway="", a_gold="")
     async with bench(FakeWorker(FILES), security=keys.security, tenants=TenantPolicy(require_bound=True)) as b:
         await refused(keys.ask(b, "gateway", 0, tenant="gold"), "TENANT_NOT_BOUND")

@@ -112,7 +112,7 @@ async def test_audit_of_two_workers_cordons_answering_one() -> None:
 
 
 async def test_self_contradicting_worker_of_two_is_evicted() -> None:
-    """As after a flipped bit in a block of its cache: without the cache it computes the right answer."""
+    """The worker acts as after a flipped bit in a cached block: without the cache it computes the right answer."""
     workers = fleet(2)
     for worker in workers:
         worker.answer = lambda sequence: letters(sequence) if sequence.cache_salt else wrong(sequence)

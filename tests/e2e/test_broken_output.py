@@ -107,8 +107,8 @@ def assert_answers(stub: InferenceServiceStub, count: int = 5) -> None:
 
 @pytest.mark.slow
 def test_router_with_broken_log_serves_and_reconnects_worker(tmp_path: Path) -> None:
-    """With each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
-    SIGTERM ends in good order."""
+    """With each kind of broken standard error all requests succeed, a restarted worker is used, and SIGTERM ends
+    cleanly."""
     worker = process(Process, "worker", tmp_path, *worker_arguments(simulated_model(tmp_path / "model")))
     routers = [process(Mute, f"router {kind}", tmp_path, "router", "--worker", worker.address) for kind in KINDS]
     with ending([worker, *routers]):
@@ -132,8 +132,7 @@ def test_router_with_broken_log_serves_and_reconnects_worker(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_workers_with_unwritable_log_serve_every_router(tmp_path: Path) -> None:
-    """With each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
-    good order."""
+    """With each kind of broken standard error a worker accepts Sessions of new routers, and SIGTERM ends it cleanly."""
     model = simulated_model(tmp_path / "model")
     workers = [process(Mute, f"worker {kind}", tmp_path, *worker_arguments(model)) for kind in KINDS]
     addresses = [argument for worker in workers for argument in ("--worker", worker.address)]
@@ -163,8 +162,7 @@ def answers(stub: InferenceServiceStub) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but({"stuck"}, ["dead", "stuck"]))
 def test_serve_with_broken_output_keeps_children(kind: str, tmp_path: Path) -> None:
-    """`fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
-    order."""
+    """With unread output `fissile serve` keeps serving, restarts a dead child, and ends cleanly."""
     model = simulated_model(tmp_path / "model")
     arguments = ["common.cli.main", "serve", "--model", str(model), "--model-name", "test", "--simulate", "fixed:5ms"]
     serve = process(Mute, f"serve {kind}", tmp_path, *arguments)

@@ -78,21 +78,21 @@ async def burst(address: str, calls: int, connections: int, method: str) -> Coun
 
 @pytest.mark.slow
 async def test_three_thousand_calls_at_once_are_all_answered(service: Service) -> None:
-    """Beyond 1,000 calls that the loop has not taken yet, gRPC dropped some at random with a bare CANCELLED."""
+    """Former fault: beyond 1,000 calls that the loop had not accepted, gRPC dropped some with a bare CANCELLED."""
     assert await burst(service.router.address, 3000, 4, "ListModels") == {("OK", ""): 3000}
 
 
 @pytest.mark.slow
 async def test_5000_simultaneous_calls_on_one_connection_are_answered(service: Service) -> None:
-    """A client begins the next call when a status has come, and gRPC's core refused it (REFUSED_STREAM) while the
-    router had not freed the call before."""
+    """Former fault: a client starts a new call after each status, but the core of gRPC refused it (REFUSED_STREAM)
+    until the router had freed the earlier call."""
     for _ in range(3):
         assert await burst(service.router.address, 5000, 1, "ListModels") == {("OK", ""): 5000}
 
 
 @pytest.mark.slow
 async def test_three_thousand_bad_key_calls_all_get_status(guarded: Service) -> None:
-    """Refusals too, although no handler runs for them."""
+    """Refused calls get a status too, although no handler runs for them."""
     found = await burst(guarded.router.address, 3000, 2, "ListModels")
     assert {code for code, _ in found} == {"UNAUTHENTICATED"}
     assert found.total() == 3000
@@ -103,7 +103,7 @@ async def test_three_thousand_bad_key_calls_all_get_status(guarded: Service) -> 
 async def test_ten_thousand_streams_at_once_end_with_ok_or_a_documented_status(
     service: Service, connections: int
 ) -> None:
-    """What is more than the queue takes is refused by the router, which says so and when to come again."""
+    """The router refuses calls beyond its queue, and says when to retry."""
     found = await burst(service.router.address, 10_000, connections, "Generate")
     assert {code for code, _ in found} <= {"OK", "RESOURCE_EXHAUSTED"}, found
     assert all(details for code, details in found if code == "RESOURCE_EXHAUSTED")

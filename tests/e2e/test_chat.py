@@ -335,7 +335,7 @@ async def test_cut_answer_is_marked_partial() -> None:
 
 
 async def test_generate_command_resumes_at_next_router() -> None:
-    """The answer is whole, and its figures are those of all of it."""
+    """The answer is complete, and its figures cover both parts."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=letters, step_s=0.01) for i in range(2)]
     async with bench(workers[0], drain_timeout_s=0.0) as b, bench(workers[1]) as other:
         addresses = f"{b.router.server.address},{other.router.server.address}"

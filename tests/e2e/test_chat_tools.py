@@ -53,7 +53,7 @@ def prompts(b: Bench) -> list[str]:
 
 
 async def test_piped_line_is_result_of_tool_call(tools: str, tmp_path: Path) -> None:
-    """Each call has one; all of it stays in the conversation, as the router takes it back."""
+    """Each call gets one line; the conversation keeps all of it, in a form that routers accept."""
     kept = tmp_path / "kept.json"
     async with bench(worker(f"so {LOOK}\n{WAIT}", LOOK)) as b:
         text = f"first\nsunny\nlate /x\nagain\nsecond\n/save {kept}\n"
@@ -83,7 +83,7 @@ async def test_pipe_chat_ending_at_tool_call_drops_it(tools: str) -> None:
 
 
 async def test_cut_tool_calls_are_left_out(tools: str) -> None:
-    """No router would take arguments back that are no JSON."""
+    """Routers refuse arguments that are not JSON."""
     async with bench(worker(LOOK)) as b:
         at = ("chat", "--address", b.router.server.address, "--tools", tools, "--max-tokens", "40")
         code, out, err = await command(*at, text="first\nsecond\n")

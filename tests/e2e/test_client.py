@@ -140,7 +140,7 @@ def two_routers(tmp_path: Path) -> Iterator[tuple[list[Process], Process]]:
 
 @pytest.mark.slow
 def test_killed_router_changes_no_answer_of_many_clients(two_routers: tuple[list[Process], Process]) -> None:
-    """Threads that stream over both routers, one of which dies: each answer is the one that it was before."""
+    """Threads stream over two routers, one of which dies; every answer equals the one from before."""
     routers, _ = two_routers
     with Client([router.address for router in routers]) as client:
         prompts = [[7 + i, 8, 9] for i in range(12)]
@@ -172,7 +172,7 @@ def test_killed_router_changes_no_answer_of_many_clients(two_routers: tuple[list
 
 @pytest.mark.slow
 def test_answer_with_logit_digests_resumes(two_routers: tuple[list[Process], Process]) -> None:
-    """Behind its token ids, as one with logprobs does: the receipt is that of an answer that did not break."""
+    """The stream resumes by its token ids, and its receipt equals that of an unbroken answer."""
     routers, _ = two_routers
     asked: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True, "request_id": "r"}
     asked["output_options"] = {"return_token_ids": True, "logprobs": 1, "receipt": {"logits_every": 2}}
@@ -193,7 +193,7 @@ def test_answer_with_logit_digests_resumes(two_routers: tuple[list[Process], Pro
 
 @pytest.mark.slow
 def test_shipped_service_config_retries_to_live_router(two_routers: tuple[list[Process], Process]) -> None:
-    """For clients of other languages: no call that has not begun fails for a router that is gone."""
+    """For clients of other languages: a call that has not begun survives the loss of its router."""
     routers, _ = two_routers
     config = (REPOSITORY / "deploy" / "clients" / "service-config.json").read_text("utf-8")
     options = [("grpc.service_config", config), ("grpc.max_reconnect_backoff_ms", 1000)]
@@ -248,7 +248,7 @@ async def test_stream_is_cancelled_by_another_task() -> None:
 
 
 async def test_stream_is_cancelled_between_attempts() -> None:
-    """While it waits, and just before another thread can see its next call."""
+    """The stream is cancelled while it waits, and just before another thread sees its next call."""
     nowhere = f"127.0.0.1:{free_port()}"
     async with AsyncClient(nowhere) as client:
         stream = client.generate_stream("say")
@@ -309,7 +309,7 @@ def test_retry_waits_as_full_router_advises() -> None:
 
 
 def test_client_library_imports_no_other_package_of_ours() -> None:
-    """So that it can be a distribution of its own."""
+    """The library is a separate distribution."""
     assert error_of.__module__ == "fissile.client.errors"
     folder = Path(__file__).resolve().parents[2] / "protos" / "fissile"
     for path in (*folder.glob("*.py"), *folder.glob("client/*.py")):
@@ -341,7 +341,7 @@ def read_to_ctrl_c(stream: Stream) -> Stream:
 
 
 async def test_failed_stream_is_not_complete() -> None:
-    """Who reads on gets its failure again, not an end."""
+    """A second read raises the failure again instead of ending."""
     async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b, give_up_s=0) as client:
         late = client.generate_stream("say", max_tokens=4000, timeout_s=0.3)
         for _ in range(3):
@@ -360,7 +360,7 @@ async def test_failed_stream_is_not_complete() -> None:
 
 
 async def test_closed_client_ends_its_unary_calls() -> None:
-    """The task that waits for one is not cancelled: it gets CANCELLED, as a reader of a stream does."""
+    """The waiting task is not cancelled: it gets CANCELLED, as a reader of a stream does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", give_up_s=0)
         asking = asyncio.ensure_future(client.models())
@@ -399,7 +399,7 @@ def test_unsendable_api_key_is_refused(key: str) -> None:
 
 @pytest.mark.parametrize("target", ["127.0.0.1", "localhost", "::1", "[::1]", "", "a b:1"])
 def test_address_without_port_is_refused(target: str) -> None:
-    """To gRPC it would be port 443, and a call that waits for somebody there."""
+    """gRPC would use port 443, and the call would wait."""
     with pytest.raises(ValueError, match="HOST:PORT"):
         Client(["127.0.0.1:50051", target])
     with pytest.raises(click.BadParameter, match="address"):
@@ -412,13 +412,13 @@ def test_address_forms_are_accepted(target: str) -> None:
 
 
 def test_invalid_answer_index_takes_no_memory() -> None:
-    """It is the router that refuses it."""
+    """The router refuses the index; the client allocates nothing for it."""
     with Client("127.0.0.1:1") as client:
         assert len(client.generate_stream("say", n=2**32 - 1).progress.answers) < 10_000
 
 
 def test_asyncio_client_works_in_second_event_loop() -> None:
-    """In scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
+    """Former fault: in scripts and notebooks the second `asyncio.run` failed with `Event loop is closed`."""
 
     async def serve(stop: threading.Event, ready: Queue[str]) -> None:
         async with bench(FakeWorker(FILES, answer=short)) as b:

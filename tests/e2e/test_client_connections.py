@@ -131,7 +131,7 @@ async def test_stream_skips_router_with_other_weights() -> None:
 
 
 async def test_stream_ends_if_its_weights_are_gone() -> None:
-    """The router that ended may come back, so it is asked until the time is up."""
+    """The ended router may return, so the client asks it until the time is up."""
     async with fleet("ww", "other") as routers:
         async with AsyncClient([b.router.server.address for b in routers], give_up_s=1.0) as client:
             with pytest.raises(FissileError):
@@ -140,7 +140,7 @@ async def test_stream_ends_if_its_weights_are_gone() -> None:
 
 
 async def test_name_of_several_routers_uses_all_of_them() -> None:
-    """Calls take turns, and a stream whose router is gone goes on at another: by DNS and by a list of addresses."""
+    """Calls alternate among the routers, and streams of a lost router continue at another: by DNS and address list."""
     async with fleet("ww", "ww", hosts=True) as routers:
         addresses = [b.router.server.address for b in routers]
         port = routers[0].router.server.port
@@ -178,7 +178,7 @@ def test_router_with_final_refusal_is_not_retried() -> None:
 
 
 async def test_dropped_stream_is_cancelled() -> None:
-    """At once: nothing waits for the collector of cycles."""
+    """The call ends at once, without the garbage collector."""
     gc.disable()
     try:
         async with bench(FakeWorker(FILES, step_s=0.01)) as b:
@@ -233,7 +233,7 @@ async def test_closing_client_wakes_streams_waiting_to_retry(
 
 
 async def test_closing_client_cancels_calls_of_other_threads() -> None:
-    """Each call ends as cancelled, whichever step of it the close falls into."""
+    """Each call ends as cancelled, at whatever step the client is closed."""
     async with bench(FakeWorker(FILES, step_s=0.005)) as b:
         for step in ("before", "between stub and call", "while it reads"):
             client = Client(b.router.server.address)

@@ -32,7 +32,7 @@ def receipts_of(result: Result) -> list[bool | None]:
 
 @pytest.mark.slow
 async def test_router_receipts_match_requests() -> None:
-    """Of text, of token ids, of a conversation, and of several answers; echoed, with special tokens, and by a seed."""
+    """Requests by text, token ids, conversation and for several answers; with echo, special tokens and a seed."""
     async with bench(FakeWorker(FILES)) as b, AsyncClient(b.router.server.address) as client:
         results = [
             await client.generate("say", **ASKED),

@@ -154,7 +154,7 @@ def test_constraint_complete_at_max_tokens_ends_with_stop(service: Service) -> N
 
 @pytest.mark.slow
 def test_killed_worker_changes_no_token(tmp_path: Path) -> None:
-    """Streams of both workers go on at the other one, in the middle of their documents; plain ones beside them too."""
+    """Streams of both workers continue at the other one in the middle of their documents, unconstrained ones too."""
     long = pb.Constraint(grammar='start: "[" number ("," number){99} "]"\nnumber: /[1-9][0-9]{1,2}/')
     asked = [asking(long, seed=seed, max_tokens=500) for seed in range(6)]
     plain = asking(long, max_tokens=300)
@@ -174,7 +174,7 @@ def test_killed_worker_changes_no_token(tmp_path: Path) -> None:
 
 
 async def test_only_workers_with_same_grammar_library_get_constraints() -> None:
-    """Others go on serving what has none; without any worker that can, the field is named."""
+    """Other workers serve unconstrained requests; if no worker can, the error names the field."""
     end = {"eos_token_ids": [EOS]}
     able = FakeWorker(FILES, worker_id="able", description={"grammar_engine": ENGINE, **end})
     other = FakeWorker(FILES, worker_id="other", description={"grammar_engine": "another 1.0", **end})

@@ -67,7 +67,7 @@ async def test_generate_continues_prompt_and_chat_starts_message(tokens_per_step
 
 
 async def test_lost_worker_changes_no_text() -> None:
-    """What goes on elsewhere behind prompt and tokens goes on with its text."""
+    """A stream that continues on another worker continues its text too."""
     one, two = worker("w0"), worker("w1")
     answer = WORDS * 40
     async with bench(one, two) as b:

@@ -93,7 +93,7 @@ async def test_message_of_chat_once_can_be_sent_back() -> None:
 
 
 async def test_unary_answer_is_never_partial() -> None:
-    """UNAVAILABLE, and a client may repeat it: nothing has been sent, though the worker had brought tokens."""
+    """The call ends with UNAVAILABLE and may be repeated: nothing was sent, although the worker had made tokens."""
     async with bench(FakeWorker(FILES, answer=letters, step_s=0.01), drain_timeout_s=0.1) as b:
         call = b.stub.GenerateOnce(request(params={"max_tokens": 4000}))
         await until(lambda: b.workers[0].running)
@@ -270,7 +270,7 @@ async def test_client_resumes_stream_broken_at_each_message(by: str, stops: list
 
 
 async def test_answers_to_one_prompt_go_to_one_worker() -> None:
-    """Whose prefix cache has the prompt then; where nothing is cached they spread."""
+    """Then that worker's prefix cache has the prompt; without a cache the answers spread."""
     for caches in (True, False):
         workers = [FakeWorker(FILES, worker_id=f"w{i}", caches_prefixes=caches) for i in range(3)]
         async with bench(*workers) as b:
@@ -300,7 +300,7 @@ async def test_finished_answers_are_not_sent_again() -> None:
 async def test_resumed_stream_replaces_its_old_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And its place among the requests of its tenant, who may have no other."""
+    """The resumed stream takes its place among the tenant's requests too, so that a limit of one suffices."""
     worker = FakeWorker(FILES, answer=letters, step_s=0.01)
     async with bench(worker, tenants=TenantPolicy(concurrency=1)) as b:
         asked = request(request_id="r", params={"max_tokens": 300})
@@ -395,7 +395,7 @@ def accents(_: wpb.SubmitSequence) -> list[int]:
 
 
 async def test_text_ending_inside_character_is_refused_worker_stays() -> None:
-    """Its digest is right, so nothing but the cut tells; the requests beside it on the Session go on."""
+    """Its digest is right, so only the cut shows the fault; other requests of the Session continue."""
     async with bench(FakeWorker(FILES, answer=accents)) as b:
         beside = asyncio.ensure_future(collect(b.stub.Generate(request(params={"max_tokens": 300}))))
         (session,) = b.sessions()
@@ -411,7 +411,7 @@ async def test_text_ending_inside_character_is_refused_worker_stays() -> None:
 
 
 async def test_call_of_unread_client_ends_at_once() -> None:
-    """By an operator, or because its client goes on elsewhere: else its tenant's place is held until it is dropped."""
+    """An operator ends the call, or its client resumes elsewhere; otherwise it would hold the tenant's place."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     unread: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s": 0.0}
     async with bench(worker, admin_port=0, **unread) as b, b.another_client(SMALL_WINDOW) as client:
@@ -427,7 +427,7 @@ async def test_call_of_unread_client_ends_at_once() -> None:
 
 
 async def test_partly_sent_answers_end_together_with_router() -> None:
-    """One has finished and one waits, which alone could be asked for again; the call as a whole cannot."""
+    """One answer has finished and one waits. The waiting one alone could be retried, but the call as a whole cannot."""
     worker = FakeWorker(FILES, step_s=0.01, room_seqs=1)
     async with bench(worker, drain_timeout_s=0.0) as b:
         call = b.stub.Generate(request(params={"max_tokens": 20, "n": 2}))
@@ -444,7 +444,7 @@ async def test_partly_sent_answers_end_together_with_router() -> None:
 
 
 async def test_unary_answers_restart_when_weights_roll() -> None:
-    """One has tokens and one waits when other weights take over: both are of the others, and nothing is mixed."""
+    """One answer has tokens and one waits when weights change: both are computed with the new weights."""
     old = FakeWorker(FILES, step_s=0.01, room_seqs=1)
     new = FakeWorker(FILES, worker_id="w1", answer=by_choice)
     new.description = {"weights_digest": "xx", "numerics": "n2", "state": wpb.WORKER_STATE_STARTING}
@@ -467,7 +467,7 @@ async def test_unary_answers_restart_when_weights_roll() -> None:
 
 
 async def test_resume_without_text_goes_to_weights_of_request_id() -> None:
-    """While weights are rolled: a client asks again with `resume`, and knows nothing of the weights yet."""
+    """While weights roll, a client repeats the request with `resume` but does not know the weights."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", description={"weights_digest": f"x{i}"}) for i in range(2)]
     async with bench(*workers) as b:
         seen = set[str]()
@@ -567,7 +567,7 @@ async def test_get_server_info_describes_router() -> None:
 
 
 def test_error_reasons_match_published_ones() -> None:
-    """Reasons in the sources against errors.proto."""
+    """The reasons in the sources equal those in errors.proto."""
     sources = [path for part in ("router", "worker", "common") for path in (ROOT / part).rglob("*.py")]
     text = "\n".join(path.read_text("utf-8") for path in sources)
     used = set(re.findall(r'reason="([A-Z_]+)"', text)) | set(

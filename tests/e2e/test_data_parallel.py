@@ -134,7 +134,7 @@ def test_drained_lockstep_engine_waits_for_other(workers: list[Process]) -> None
 
 
 def test_engines_in_lockstep_launch_ahead(model: Path, expected: list[list[int]]) -> None:
-    """As on GPUs: the tokens are the same, and each engine makes the steps of both."""
+    """As on GPUs: tokens are the same, and each engine makes the steps of both."""
     meeting = f"tcp://127.0.0.1:{free_port()}"
     # Ranks end with the thread that started them.
     with ThreadPoolExecutor(2) as pool:

@@ -73,7 +73,7 @@ def called(result: Any) -> list[tuple[str, Any]]:
 
 
 def test_demo_calls_tool_and_continues_with_result(client: Client) -> None:
-    """Names that it has never read; tool_choice is auto, and nothing is held to a form."""
+    """The demo model calls tools with unknown names, with tool_choice auto and no grammar."""
     asked = tool_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(

@@ -313,7 +313,7 @@ async def test_missing_vector_ends_embed_with_internal() -> None:
 )
 @pytest.mark.parametrize("method", ["Embed", "Rerank"])
 async def test_cancelled_call_frees_everything(method: str) -> None:
-    """Its sequences go with it; what workers got has the priority and the salt."""
+    """Its sequences end; workers got the priority and the salt of the call."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", description={**RERANKS, **EMBEDS}, step_s=3600.0) for i in range(3)]
     common: dict[str, Any] = {"priority": pb.PRIORITY_LOW, "session_id": "x", "cache_salt": "salt"}
     async with bench(*workers) as b:
@@ -354,7 +354,7 @@ async def test_calls_of_a_session_go_to_one_worker() -> None:
 
 
 def test_lost_worker_changes_no_vector(tmp_path: Path) -> None:
-    """Prompts of two dozen steps each, on two workers, of which one is killed in the middle."""
+    """Prompts of two dozen steps run on two workers, one of which is killed meanwhile."""
     prompts = [[(i + place) % 250 for i in range(1500)] for place in range(16)]
     reference = SimulatedRunner(300, None, hidden_size=SIMULATED_SIZE)
     model = simulated_model(tmp_path / "model")

@@ -73,7 +73,7 @@ FORGED: dict[str, tuple[Change, str, str]] = {
 
 
 async def test_each_forged_receipt_field_is_reported() -> None:
-    """With `receipt_sha256` made anew; without, each is an altered one."""
+    """With a new `receipt_sha256` the field is reported; without, the receipt counts as altered."""
     assert set(FORGED) == set(pb.Receipt.DESCRIPTOR.fields_by_name) - {"receipt_sha256"}
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         good = await answered(b)
@@ -126,7 +126,7 @@ def mangled(draw: random.Random, good: pb.Receipt) -> pb.Receipt:
 @pytest.mark.slow
 @pytest.mark.parametrize("forged", [False, True])
 async def test_mangled_receipt_never_verifies_equal(forged: bool) -> None:
-    """Whether it is sealed anew or not: a verdict with a sentence, or a status that names field or reason."""
+    """With or without a new digest: a verdict with a sentence, or a status that names field or reason."""
     draw, seen = random.Random(forged), Counter[str]()
     fields = set(pb.Receipt.DESCRIPTOR.fields_by_name)
     if forged:
@@ -151,7 +151,7 @@ async def test_mangled_receipt_never_verifies_equal(forged: bool) -> None:
 
 
 async def test_wrong_answer_and_forged_receipt_are_distinguished() -> None:
-    """An altered receipt is one before anything runs; a worker that computes otherwise now shows only in a replay."""
+    """An altered receipt is found before any replay; a worker that now computes differently only by the replay."""
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:
         good = await answered(b)
@@ -167,7 +167,7 @@ async def test_wrong_answer_and_forged_receipt_are_distinguished() -> None:
 
 
 async def test_workers_without_logit_digests_refuse_logit_receipts() -> None:
-    """Of an older version, say: the answer comes without a receipt, and none is compared with theirs."""
+    """Workers of an older version: the answer has no receipt, and none is compared with theirs."""
     old = FakeWorker(FILES, answer=letters, logits=None)
     async with bench(old) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 9}))

@@ -116,7 +116,7 @@ def test_decoder_without_head_embeds_like_library(embedder: Service, decoder: Pa
 
 @pytest.mark.slow
 def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> None:
-    """The example: the nearest of the vectors, then in the order of the reranker."""
+    """The example finds the nearest vectors and orders them by the reranker."""
     query, texts = "where is the cat?", ["the cat sat", "two dogs", "bread needs yeast", "nothing"]
     inputs = [pb.TextOrTokens(text=text) for text in (INSTRUCTION + query, *texts)]
     answer = embedder.stub.Embed(pb.EmbedRequest(inputs=inputs), timeout=60)
@@ -134,7 +134,7 @@ def test_texts_are_searched_by_meaning(embedder: Service, reranker: Service) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "classifier"])
 def test_serve_asks_model_without_head_for_vector(kind: str, request: pytest.FixtureRequest) -> None:
-    """`fissile serve` asks a first question, and says what else can be asked: not what is refused."""
+    """`fissile serve` asks a first question that the model can answer, and names further calls that it supports."""
     folder: Path = request.getfixturevalue(kind)
     done = fissile("serve", "--model", str(folder), "--once", "--max-model-len", "64", "--kv-cache-memory", "16MiB")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -153,7 +153,8 @@ def test_commands_match_model_capabilities(reranker: Service) -> None:
 
 
 def test_relevance_equals_cross_encoder(reranker: Service, classifier: Path) -> None:
-    """Query and document as the tokenizer pairs them, the classifier's number, and the logistic function of it."""
+    """The tokenizer pairs query and document, the classifier gives a number, and the logistic function makes it a
+    probability."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     reference: Any = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
@@ -232,7 +233,7 @@ async def test_model_with_unknown_head_refuses_to_generate() -> None:
 
 
 def test_lost_worker_changes_no_relevance(tmp_path: Path) -> None:
-    """Prompts of many steps each, on two workers, of which one is killed in the middle."""
+    """Prompts of many steps run on two workers, one of which is killed meanwhile."""
     labelled = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     model = simulated_model(tmp_path / "model")
     (model / "config.json").write_text(json.dumps({**CONFIG, **labelled}))

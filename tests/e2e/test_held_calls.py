@@ -112,7 +112,7 @@ def test_named_tool_choice_forces_strict_call(service: Service) -> None:
 
 
 def test_constrained_call_resumes_after_each_token(service: Service) -> None:
-    """Resumed by token ids behind each message, the same; its receipt is of the request, and a replay is equal."""
+    """The answer resumes by token ids after each message; its receipt and a replay equal those of an unbroken one."""
     asked = asking(7, tool_choice=pb.ToolChoice(name="forecast"))
     whole = [*service.stub.Chat(asked)]
     arguments = check_call(whole)
@@ -165,7 +165,7 @@ def test_unenforceable_constraint_is_refused_by_name(service: Service) -> None:
 
 @pytest.mark.slow
 def test_worker_killed_inside_constrained_call_changes_nothing(tmp_path: Path) -> None:
-    """Streams of both workers go on at the other one, each in the middle of its arguments."""
+    """Streams of both workers continue at the other one, each in the middle of its arguments."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 60}
     schema = {**SCHEMA, "properties": {"numbers": {**numbers, "maxItems": 60}}, "required": ["numbers"]}
     tools = [pb.Tool(name="f", parameters_json=json.dumps(schema), strict=True)]
@@ -308,7 +308,7 @@ async def test_constrained_content_keeps_blanks(answer: str, content: str) -> No
 
 @pytest.mark.proto_field("ReasoningOptions.max_tokens")
 async def test_constraint_moves_with_answer_to_another_worker() -> None:
-    """One grammar of reasoning and what is behind it: calls, words, or the request's own constraint."""
+    """One grammar covers reasoning and what follows: calls, words, or the request's own constraint."""
     worker = worker_of()
     worker.description |= {"grammar_engine": ENGINE, "eos_token_ids": [EOS]}
     async with bench(worker) as b:

@@ -57,7 +57,8 @@ def outcome_of(service: Service, given: Any) -> str:
 
 @pytest.mark.slow
 def test_hostile_constraints_leave_a_neighbour_alone(service: Service) -> None:
-    """All at once, over and over streams of a neighbour: none of these has another token, or waits for all of them."""
+    """All hostile constraints run at once beside streams of a neighbour, whose tokens stay the same and which do not
+    wait for all of them."""
     expected = [generate(service.stub, neighbour(seed)).token_ids for seed in range(3)]
     counts = list[int]()
     with ThreadPoolExecutor(len(HOSTILE)) as pool:

@@ -134,7 +134,7 @@ async def test_kv_audit_of_three_workers_evicts_wrong_one(faulty: int, fault: An
 
 
 async def test_kv_audit_compares_equal_tokens_across_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tenants with salts of their own, each on another worker; operators read no name of a block."""
+    """Three tenants with separate salts use three workers; operators see no names of blocks."""
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(kv_auditing.log, "error", lambda event, **fields: said.append(fields))
     workers = [FakeWorker(FILES, worker_id=f"w{i}", kv=right, description={"hash_seed": 77}) for i in range(3)]
@@ -180,7 +180,7 @@ async def test_audit_of_two_consistent_workers_cordons_one() -> None:
 
 
 async def test_worker_with_two_digests_of_one_block_is_evicted() -> None:
-    """Whoever else is there has nothing to say of it."""
+    """Other workers have no say in it."""
     workers = fleet(2)
     workers[1].kv = None
     async with bench(*workers, placement="round_robin") as b:
@@ -190,7 +190,7 @@ async def test_worker_with_two_digests_of_one_block_is_evicted() -> None:
 
 
 async def test_kv_dispute_without_request_needs_three_workers() -> None:
-    """As when another router has had the request."""
+    """Another router had the request, so this one cannot decide between two workers."""
     workers = fleet(3)
     async with bench(*workers) as b:
         workers[0].digests = [wpb.KvDigest(name=b"n" * 16, digest=1)]

@@ -93,7 +93,7 @@ def test_router_uses_cache_warmed_by_other_router(fleet: Fleet) -> None:
 
 
 def test_both_routers_learn_evictions(fleet: Fleet) -> None:
-    """What worker 0 has evicted is looked for at worker 1, which has it by now, by both routers."""
+    """Both routers look for blocks evicted by worker 0 at worker 1, which has them by then."""
     rounds = [prefix(100 + round_) for round_ in range(3)]
     for round_, hot in enumerate(rounds):
         fleet.warm(0, hot)

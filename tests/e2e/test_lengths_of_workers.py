@@ -177,7 +177,7 @@ async def test_request_refused_by_two_workers_fails_with_their_message() -> None
 
 
 async def test_answer_cut_by_worker_continues_elsewhere() -> None:
-    """FINISH_REASON_LENGTH means that the answer has all tokens that were asked for."""
+    """FINISH_REASON_LENGTH promises all tokens that were asked for."""
     workers = [FakeWorker(FILES, f"w{i}") for i in range(2)]
     async with bench(*workers) as b:
         call = b.stub.Generate(asked(params={"max_tokens": 500}))

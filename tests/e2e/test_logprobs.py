@@ -184,7 +184,7 @@ def test_stream_resumes_after_tokens_without_text(simulated: Service) -> None:
     "GenerateResponse.prompt_logprobs", "GeneratedText.logprobs", "GenerateOnceResponse.prompt_logprobs"
 )
 def test_long_prompts_and_several_answers(simulated: Service) -> None:
-    """More logprobs than a message takes come in several, of the prompt once and before any text."""
+    """More logprobs than a message can hold come in several messages; those of the prompt once, before any text."""
     prompt = [i % 250 for i in range(1500)]
     asked = request(prompt, max_tokens=5, n=3, options={"logprobs": 0, "prompt_logprobs": 3})
     parts = list(simulated.stub.Generate(asked, timeout=60))
@@ -223,7 +223,7 @@ def test_chat_returns_logprobs(simulated: Service) -> None:
 
 
 def test_echoed_prompt_has_no_logprobs(simulated: Service) -> None:
-    """Its ids come with the first generated ones, and a stream goes on by the ids that logprobs name."""
+    """Ids of the prompt come with the first generated ones, and a stream resumes by the ids that logprobs name."""
     asked = request(options={"logprobs": 0, "echo": True})
     whole = list(simulated.stub.Generate(asked, timeout=60))
     assert tokens_of(whole) == PROMPT + [entry.token_id for entry in logprobs_of(whole)]
@@ -293,7 +293,7 @@ def test_bad_options_are_named(simulated: Service, path: str, options: dict[str,
 
 
 async def test_workers_without_logprobs_are_named() -> None:
-    """Of an older version, say: the capability is missing, and what asks for it is refused."""
+    """Workers of an older version lack the capability, and requests for logprobs are refused."""
     async with bench(FakeWorker(FILES)) as b:
         described = (await b.stub.GetModel(pb.GetModelRequest())).model
         assert pb.CAPABILITY_LOGPROBS not in described.capabilities

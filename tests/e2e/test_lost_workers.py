@@ -151,7 +151,7 @@ async def test_worker_with_other_weights_gets_no_moved_stream() -> None:
 
 
 async def test_request_that_kills_workers_ends_after_third_death() -> None:
-    """Two deaths make a suspect, the third one, with nothing beside it, the verdict."""
+    """Two deaths make a suspect; a third death, with no other request beside it, ends it."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(5)]
     async with bench(*workers) as b:
         for worker in workers:
@@ -174,7 +174,7 @@ async def test_request_that_kills_workers_ends_after_third_death() -> None:
 
 
 async def test_suspect_runs_alone_until_first_steps_end() -> None:
-    """What comes meanwhile goes elsewhere; an innocent one ends as if nothing had been."""
+    """Other requests go elsewhere meanwhile; an innocent suspect ends normally."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(4)]
     async with bench(*workers) as b:
         for worker in workers:
@@ -212,7 +212,7 @@ def have_passed_first_steps(router: Router, address: str) -> bool:
 
 @pytest.mark.slow
 async def test_long_answers_outlive_any_two_workers() -> None:
-    """Deaths beside many other requests, after the first steps."""
+    """The workers die beside many other requests, after the first steps."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.01) for i in range(4)]
     async with bench(*workers) as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 300})) for _ in range(12)]
@@ -264,7 +264,7 @@ async def test_silent_worker_is_lost_and_streams_continue() -> None:
 
 
 async def test_worker_dying_early_repeatedly_is_on_probation() -> None:
-    """When it comes back it draws no more requests than it may kill."""
+    """The returned worker gets no more requests than it may kill."""
     well = FakeWorker(FILES, worker_id="well")
     bad = FakeWorker(FILES, worker_id="bad", instance_id="0")
     async with bench(well, bad) as b:
@@ -367,7 +367,7 @@ async def test_worker_failures_become_documented_statuses(
 
 
 async def test_failed_engine_gets_no_requests() -> None:
-    """Its worker may live, and the stream too, until it has made another engine."""
+    """The worker and its stream may live until it has made another engine."""
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two, placement="round_robin") as b:
         calls = [b.stub.Generate(request(params={"max_tokens": 500})) for _ in range(6)]
@@ -382,7 +382,7 @@ async def test_failed_engine_gets_no_requests() -> None:
 
 
 async def test_nan_output_ends_only_its_request() -> None:
-    """INTERNAL, not tried elsewhere, where the same weights would give the same; and no loss of the worker."""
+    """INTERNAL without another attempt, since the same weights would give the same; the worker is not lost."""
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))

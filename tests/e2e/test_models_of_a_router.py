@@ -54,7 +54,7 @@ async def test_every_request_goes_to_a_worker_of_its_model(placement: str) -> No
     ("field", "value"), [("block_size", 32), ("tokenizer_sha256", None), ("hash_seed", 7), ("weights_digest", "x")]
 )
 async def test_worker_of_other_numerics_serves_with_one_warning(field: str, value: object, logged: LogCapture) -> None:
-    """Requests are shared among both, and each prompt is made for the worker that it goes to."""
+    """Both workers share the requests, and each prompt is made for the worker that gets it."""
     files, described = (FILES, {field: value}) if value is not None else (tokenizer_files(chat=False), {})
     odd = FakeWorker(files, "odd", answer=short, description=described)
     async with bench(FakeWorker(FILES, "m0", answer=short), start=False) as b:

@@ -113,7 +113,7 @@ async def test_text_with_echo_resumes_after_any_character() -> None:
 
 
 async def test_resume_without_token_ids_repeats_echo() -> None:
-    """Of three answers one has come in part; of the others an empty list says the same as none."""
+    """One of three answers has arrived in part; an empty list of ids counts like none."""
     async with bench(FakeWorker(FILES, answer=special)) as b:
         asked = asking(PROMPTS[0], echo=True, params={"n": 3})
         whole = await collect(b.stub.Generate(asked))

@@ -58,7 +58,7 @@ async def test_duplicate_request_id() -> None:
 
 
 async def test_request_ids_are_per_tenant() -> None:
-    """An id in flight is neither refused to another tenant nor held for it; equal ids draw equal numbers."""
+    """An id in flight blocks no other tenant; equal ids draw equal random numbers."""
     async with bench() as b:
         calls = [
             b.stub.Generate(

@@ -141,7 +141,7 @@ def test_recovered_machine_is_used_again(machines: Machines) -> None:
 
 
 def test_logs_of_both_machines_are_json_lines(machines: Machines) -> None:
-    """PyTorch wrote plain-text warnings that the other machine's address has no name."""
+    """Former fault: PyTorch wrote plain-text warnings that the other machine's address has no name."""
     for log in (machines.first.log, machines.second_log):
         lines = log.read_text().splitlines()
         assert lines

@@ -49,7 +49,7 @@ UNREAD: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s":
 
 @pytest.mark.parametrize("tokens", [60_000, 700_000])
 async def test_client_that_never_reads_is_dropped(tokens: int) -> None:
-    """After the answer's end too, when only the last messages wait for it."""
+    """Also after the answer's end, when only the last messages are unread."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(params={"max_tokens": tokens}, request_id="same"))
@@ -75,7 +75,7 @@ async def test_slow_worker_drops_no_client() -> None:
 
 
 async def test_drain_does_not_wait_for_unread_client() -> None:
-    """Neither while its message waits, for longer than a slow client may, nor for its status."""
+    """The drain waits neither for the unread message, longer than a slow client may, nor for the status."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, drain_timeout_s=60.0, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(params={"max_tokens": 60_000}))

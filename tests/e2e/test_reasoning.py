@@ -70,7 +70,7 @@ async def test_reasoning_arrives_in_its_channel() -> None:
 
 @pytest.mark.proto_field("ChatMessage.reasoning")
 async def test_answer_with_reasoning_can_be_sent_back() -> None:
-    """The template shows it as it shows `reasoning_content`; it is for the assistant alone."""
+    """The template prints it like `reasoning_content`; only messages of the assistant may have it."""
     async with bench(worker_of()) as b:
         once = await b.stub.ChatOnce(chat())
         asked = chat()
@@ -84,7 +84,7 @@ async def test_answer_with_reasoning_can_be_sent_back() -> None:
 
 
 async def test_template_arguments_start_or_skip_reasoning() -> None:
-    """What the prompt has begun of an answer is known when the answer is read."""
+    """If the prompt opens a reasoning block, the reader of the answer knows it."""
     for arguments, answer in (
         ('{"begin_thinking": true}', ANSWER.removeprefix("<think>\n")),
         ('{"enable_thinking": false}', SAID),
@@ -118,7 +118,7 @@ async def test_channel_missing_in_model_is_refused_by_name() -> None:
 @pytest.mark.parametrize("files", [FILES, SPELLED], ids=["tokens", "spelled"])
 @pytest.mark.parametrize("by", ["token_ids", "text"])
 async def test_stream_with_channels_resumes_after_each_message(files: dict[str, bytes], by: str) -> None:
-    """By token ids, and by a digest of both channels, wherever the stream breaks."""
+    """The stream resumes by token ids, and by a digest of both channels, after any message."""
     async with bench(worker_of(files, "<think>\nso\n</think>\n\nla", step_s=0.005)) as b:
         asked = chat(output_options=pb.OutputOptions(return_token_ids=by == "token_ids"))
         whole = await collect(b.stub.Chat(asked))
@@ -148,7 +148,7 @@ def going_on(asked: pb.ChatRequest, had: list[Any]) -> pb.ChatRequest:
 
 @pytest.mark.parametrize("count", [4, 10, 14])
 async def test_worker_death_inside_delimiter_changes_nothing(count: int) -> None:
-    """Of an answer whose delimiters are spelled in several tokens."""
+    """The delimiters are spelled in several tokens."""
     ids = [*Tokenizer.from_files(SPELLED).encode("<think>la</think>lo"), EOS]
     parts = await of_two_workers(SPELLED, chat(), ids, count)
     assert channels(parts) == ("la", "lo")
@@ -191,7 +191,7 @@ async def test_client_library_separates_reasoning() -> None:
 
 
 async def test_delimiter_stop_string_is_in_receipt() -> None:
-    """Where a delimiter is a special token it ends an answer that is read in channels, and no other."""
+    """A delimiter that is a special token ends only answers that are read in channels."""
     async with bench(worker_of()) as b:
         digests = set[bytes]()
         for stops in ([], ["zz"]):

@@ -169,7 +169,7 @@ async def test_resumed_stream_has_receipt_of_unbroken_one(by: str) -> None:
 
 @pytest.mark.parametrize("per_step", [1, 3, 40])
 async def test_tokens_after_stop_string_are_not_in_receipt(per_step: int) -> None:
-    """How many tokens are on their way when it is found depends on the time."""
+    """The number of tokens in flight when the stop string is found depends on timing."""
     async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
         asked = asked_for(request(request_id="r", params={"max_tokens": 40, "stop_strings": ["lmn"]}))
         parts = await collect(b.stub.Generate(asked))

@@ -212,7 +212,7 @@ async def test_unreplayable_request_is_refused_by_name(change: Any, status: str,
 
 
 async def test_replay_waits_for_and_ends_with_its_named_worker() -> None:
-    """The others of the class could go on with it; it is this worker that is asked about."""
+    """Other workers of the class could continue the replay, but it asks about this worker."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
     async with bench(*workers, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         replay = await proven(b, max_tokens=300)

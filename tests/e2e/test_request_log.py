@@ -88,7 +88,7 @@ async def line_of(lines: list[Line], **wanted: Any) -> Line:
 
 
 async def test_finished_request_line_has_every_field(lines: list[Line]) -> None:
-    """Model, tenant, peer, tokens, times, attempts and exactness in one line, and nothing of its content."""
+    """One line has model, tenant, peer, tokens, times, attempts and exactness, and no content."""
     metadata = (*METADATA, ("x-fissile-tenant", "gold"))
     async with bench(FakeWorker(FILES, answer=short)) as b:
         await collect(b.stub.Generate(request("secret", request_id="r1"), metadata=metadata))
@@ -108,7 +108,7 @@ async def test_finished_request_line_has_every_field(lines: list[Line]) -> None:
 
 
 async def test_unfinished_request_line_counts_delivered_tokens(lines: list[Line]) -> None:
-    """Cancelled, past its deadline while it runs, and while it waits."""
+    """Requests are cancelled, or pass their deadline while they run or wait."""
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
         cancelled = b.stub.Generate(request(request_id="cancelled", params={"max_tokens": 4000}))
@@ -153,7 +153,7 @@ async def test_log_line_of_queued_request_has_no_tokens(lines: list[Line]) -> No
 async def test_log_line_of_refusal_has_field_and_reason(
     lines: list[Line], asked: pb.GenerateRequest, status: str, wanted: dict[str, Any]
 ) -> None:
-    """Never the contents, and nothing that a terminal would obey."""
+    """The line has no contents and no terminal escapes."""
     async with bench() as b:
         error = await error_of(b.stub.Generate(asked))
         line = await line_of(lines, status=status)
@@ -165,7 +165,7 @@ async def test_log_line_of_refusal_has_field_and_reason(
 
 
 async def test_limit_and_duplicate_refusals_have_log_lines(lines: list[Line]) -> None:
-    """Refused behind validation, and each line is of one call."""
+    """Both are refused after validation, and each call has one line."""
     async with bench(tenants=TenantPolicy(concurrency=1)) as b:
         running = b.stub.Generate(request(request_id="one", params={"max_tokens": 4000}))
         await running.read()
@@ -214,7 +214,7 @@ async def raw(b: Bench, method: str, message: bytes | None = None) -> grpc.Statu
 
 
 async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
-    """Bytes that are no message, no message at all, a method that there is not."""
+    """The request is not a message, has no message, or names an unknown method."""
     async with bench() as b:
         assert await raw(b, GENERATE, b"\xff\xff") is grpc.StatusCode.INVALID_ARGUMENT
         assert await raw(b, "fissile.v1.InferenceService/Chat") is grpc.StatusCode.INVALID_ARGUMENT
@@ -228,7 +228,7 @@ async def test_unparsable_request_has_log_line(lines: list[Line]) -> None:
 
 
 async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line]) -> None:
-    """Tokenize, ListModels and probes at debug."""
+    """Tokenize, ListModels and probes are logged at debug."""
     async with bench() as b:
         await b.stub.Tokenize(pb.TokenizeRequest(text="say"))
         await b.stub.ListModels(pb.ListModelsRequest())
@@ -248,7 +248,7 @@ async def test_calls_without_answers_are_logged_only_on_failure(lines: list[Line
 
 
 async def test_slow_client_log_line_counts_delivered_tokens(lines: list[Line]) -> None:
-    """What was dropped is not counted as delivered."""
+    """Dropped tokens do not count as delivered."""
     worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
     async with bench(worker, max_unread_tokens=20_000) as b, b.another_client(SMALL_WINDOW) as client:
         slow = client.Generate(request(request_id="slow", params={"max_tokens": 700_000}))
@@ -286,7 +286,7 @@ async def test_lost_worker_log_lines_share_ids_with_requests(lines: list[Line]) 
 
 
 async def test_request_log_lines_carry_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line from within a request has its ids; one of a decision about all of them has none."""
+    """A line about one request has its ids; a line about a decision on all requests has none."""
     seen: dict[str, tuple[str, str]] = {}
 
     def look(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,7 +320,7 @@ async def test_router_fault_is_one_log_line_with_traceback(lines: list[Line], mo
 
 
 async def test_log_line_names_end_of_router_as_cause(lines: list[Line]) -> None:
-    """Neither the client's wish nor its deadline."""
+    """The cause is neither the client's cancel nor its deadline."""
     async with bench() as b:
         call = b.stub.Generate(request(request_id="cut", params={"max_tokens": 4000}), timeout=60)
         await call.read()
@@ -332,7 +332,7 @@ async def test_log_line_names_end_of_router_as_cause(lines: list[Line]) -> None:
 
 
 async def test_failed_observer_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the line nor what is reckoned for it may touch a request."""
+    """An error in making the line, or its figures, does not affect a request."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no observer")
@@ -348,7 +348,7 @@ async def test_failed_observer_disturbs_no_request(monkeypatch: pytest.MonkeyPat
 
 
 async def test_every_request_of_storm_has_one_log_line(lines: list[Line]) -> None:
-    """Whatever its end; also when workers are lost meanwhile."""
+    """Every end of a request counts, also while workers are lost."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", room_seqs=16) for i in range(3)]
     failover = FailoverOptions(FailoverPolicy.EXACT, worker_wait_s=2.0)
     rnd, told = random.Random(5), dict[str, grpc.StatusCode]()
@@ -386,7 +386,7 @@ async def test_every_request_of_storm_has_one_log_line(lines: list[Line]) -> Non
 
 
 async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that went to clients which then gave up are counted, on spans and in figures."""
+    """Delivered tokens count in spans and metrics, also if the client gave up later."""
 
     def are_there(points: list[ReceivedPoint]) -> bool:
         cancelled = {point.name for point in points if point.attributes.get(names.RPC_STATUS) == "CANCELLED"}
@@ -422,7 +422,7 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
 async def test_calls_with_many_texts_count_all_tokens(
     method: str, monkeypatch: pytest.MonkeyPatch, lines: list[Line]
 ) -> None:
-    """In log line, span and figures as in the answer: none is generated for the client."""
+    """Log line, span and metrics agree with the answer: no token is generated for the client."""
     parts = [pb.TextOrTokens(text=text) for text in ("a b", "three of it", "two")]
     asked: dict[str, Any] = {
         "Embed": pb.EmbedRequest(inputs=parts),
@@ -455,7 +455,7 @@ async def test_calls_with_many_texts_count_all_tokens(
 
 
 async def test_ending_process_logs_interrupted_requests() -> None:
-    """A router that is told twice to end still says whose streams it cut."""
+    """A router that is told twice to end still logs whose streams it cut."""
     async with draining_process() as (process, channel):
         asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
         call: Any = InferenceServiceStub(channel).Generate(asked, timeout=60)
@@ -470,7 +470,7 @@ async def test_ending_process_logs_interrupted_requests() -> None:
 
 
 async def test_direct_calls_have_log_lines(lines: list[Line], tmp_path: Path) -> None:
-    """Finished, refused and cancelled on the worker itself; a router's Session is not a request."""
+    """Direct calls finish, are refused and are cancelled on the worker itself; a router's Session is not a request."""
     async with running(Worker(options(make_model_folder(tmp_path / "tiny")))) as site:
         answers = [a async for a in site.stub.Generate(direct(20, request_id="whole"), metadata=METADATA)]
         line = await line_of(lines, request_id="whole")
@@ -500,7 +500,7 @@ async def test_direct_calls_have_log_lines(lines: list[Line], tmp_path: Path) ->
 
 
 async def test_time_on_worker_without_tokens_counts_as_queue(lines: list[Line]) -> None:
-    """A worker was lost before the first token; the phases add up to what the client has waited."""
+    """A worker is lost before the first token; the phases add up to the client's waiting time."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=lambda _: []) for i in range(2)]
     async with bench(*workers) as b:
         call = b.stub.Generate(request(request_id="moved"))

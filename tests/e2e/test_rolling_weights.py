@@ -78,7 +78,7 @@ async def rolled(b: Bench, *workers: FakeWorker) -> None:
 
 @pytest.mark.slow
 async def test_waiting_request_is_prepared_again_after_weight_roll() -> None:
-    """The only worker goes, and the one that comes has other weights and another tokenizer."""
+    """The only worker ends, and its successor has other weights and another tokenizer."""
     other = tokenizer_files(generation={"temperature": 0.0})
     old = FakeWorker(FILES, "old", room_seqs=1, description={"weights_digest": "old"})
     new = FakeWorker(other, "new", description={"weights_digest": "new"})
@@ -102,7 +102,7 @@ async def test_waiting_request_is_prepared_again_after_weight_roll() -> None:
 
 
 async def test_started_stream_gets_no_token_of_other_weights() -> None:
-    """It waits for its own, and then ends as any that has lost its worker."""
+    """The stream waits for its own weights, and then ends like any stream without a worker."""
     old = FakeWorker(FILES, "old", description={"weights_digest": "old"})
     new = FakeWorker(FILES, "new", description={"weights_digest": "new"})
     async with bench(old, failover=FailoverOptions(worker_wait_s=0.5)) as b:
@@ -119,7 +119,7 @@ async def test_started_stream_gets_no_token_of_other_weights() -> None:
 
 
 async def test_session_has_same_weights_at_every_router() -> None:
-    """Routers that see as many workers of the same weights choose alike."""
+    """Routers with equal views of the workers choose the same weights."""
 
     def fleet() -> list[FakeWorker]:
         return [FakeWorker(FILES, f"w{i}", answer=short, description={"weights_digest": "ab"[i % 2]}) for i in range(4)]

@@ -465,7 +465,7 @@ async def test_tokenizer_from_a_folder(tmp_path: Any) -> None:
 
 
 async def test_ended_worker_keeps_name_in_list() -> None:
-    """An operator who has drained worker w1 sees w1 as unconnected, and it is not taken for one that serves."""
+    """An operator who has drained worker w1 sees w1 as not connected, and it does not count as serving."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
     async with bench(*workers) as b:
         await workers[1].stop()

@@ -37,7 +37,7 @@ def behind(asked: pb.GenerateRequest, got: list[int]) -> pb.GenerateRequest:
 
 @pytest.mark.slow
 def test_repeated_request_gives_same_tokens_at_another_router(tmp_path: Path) -> None:
-    """A status without details after text, and a repeat that begins with what had come."""
+    """The client gets a status without details after text; its repeated request begins with the same tokens."""
     with running_service(tmp_path, simulated_model(tmp_path / "model"), worker_options=OPTIONS) as service:
         port = free_port()
         arguments = ["router", "--port", str(port), "--worker", service.workers[0].address]
@@ -112,7 +112,7 @@ def broken(i: int, by: str, n: int = 1, **options: Any) -> Broken:
 
 
 def test_sequences_of_dead_router_are_adopted_and_computed_once(tmp_path: Path) -> None:
-    """Whatever its client has of it, the sequences are adopted, and what comes is as if nothing had happened."""
+    """However much the client has received, the sequences are adopted and the answer continues unchanged."""
     # The lease is longer than their adoption takes on a busy machine.
     environment = {"FISSILE_LOG_LEVEL": "debug", "FISSILE_LEASE": "60s"}
     digests = pb.ReceiptOptions(logits_every=3)

@@ -51,7 +51,7 @@ async def code_at_end(call: Any) -> str:
 
 
 async def test_calls_arriving_while_router_ends_get_status() -> None:
-    """The core of gRPC ends calls that nobody has accepted when the server stops, as a CANCELLED without a word."""
+    """A stopping router accepts and refuses calls, because the core of gRPC would end them with a bare CANCELLED."""
     async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
         calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(400)]
         await until(lambda: b.router.service.in_flight > 0)
@@ -61,7 +61,7 @@ async def test_calls_arriving_while_router_ends_get_status() -> None:
 
 
 async def test_router_ending_with_busy_loop_gives_calls_a_status() -> None:
-    """One call is accepted per turn of the loop; where turns are long, a quiet time says nothing."""
+    """The loop accepts one call per turn, so with long turns a quiet period does not mean that no call waits."""
     async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
         calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(100)]
         await until(lambda: b.router.service.in_flight > 0)
@@ -99,7 +99,7 @@ def assert_ended_with_router(error: grpc.aio.AioRpcError, tokens: int) -> None:
 
 @pytest.mark.parametrize("drains", [True, False])
 async def test_ending_router_gives_streams_status_and_usage(drains: bool) -> None:
-    """After the drain timeout, and when the router stops at once."""
+    """The streams end after the drain timeout, or at once when the router stops at once."""
     worker = FakeWorker(FILES, room_seqs=1, step_s=0.01)
     async with bench(worker, drain_timeout_s=0.2) as b:
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -118,7 +118,7 @@ async def test_ending_router_gives_streams_status_and_usage(drains: bool) -> Non
 
 
 async def test_admin_watch_ends_with_router() -> None:
-    """No call ends with a bare status of gRPC's."""
+    """No call ends with a bare status of gRPC."""
     async with bench(admin_port=0) as b:
         assert b.router.admin is not None
         async with grpc.aio.insecure_channel(b.router.admin.address) as channel:
@@ -144,7 +144,7 @@ async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
 
 @pytest.mark.slow
 async def test_second_signal_ends_draining_router_with_same_statuses() -> None:
-    """Nobody gets "Cancelling all calls"; the process ends with 0."""
+    """No client gets "Cancelling all calls"; the process ends with code 0."""
     async with draining_process() as (process, channel):
         call = InferenceServiceStub(channel).Generate(request(params={"max_tokens": 4000}))
         parts: list[Any] = [await call.read()]

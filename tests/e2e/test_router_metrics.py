@@ -124,7 +124,7 @@ async def test_gauges_follow_load_and_return_to_zero(collector: Collector) -> No
 
 
 async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> None:
-    """A worker that dies, or that leaves the list, is no label any more; its lost attempts stay counted."""
+    """A dead or removed worker is no longer a label; its lost attempts stay counted."""
     dying, leaving, staying = FakeWorker(FILES, "dying"), FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(dying, leaving, staying, placement="round_robin") as b:
         await collector.until(3, names.ROUTER_WORKERS, WORKER_STATE="serving")
@@ -183,7 +183,7 @@ async def test_client_made_up_names_are_no_metric_labels(collector: Collector) -
 
 @pytest.mark.long
 async def test_ten_thousand_made_up_names_add_no_metric_labels(collector: Collector) -> None:
-    """The same with 10,000 of each."""
+    """As before, with 10,000 of each."""
     await many_clients(collector, 10_000)
 
 

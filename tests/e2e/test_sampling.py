@@ -150,7 +150,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Itera
 
 
 def test_streams_equal_transformers(checkpoint: Path, service: Service) -> None:
-    """Also behind tokens that a client has got of a stream that broke."""
+    """Also for streams that resume after delivered tokens."""
     expected = cases(Reference(checkpoint))
     assert len({tuple(stream) for _, _, stream in expected}) == len(expected) - 1, "every field must have an effect"
     with ThreadPoolExecutor(len(expected)) as pool:
@@ -166,7 +166,7 @@ def test_streams_equal_transformers(checkpoint: Path, service: Service) -> None:
 
 
 def test_several_answers_compute_their_prompt_once(service: Service) -> None:
-    """But for the last token, behind which each goes on by itself."""
+    """Only the prompt's last token is computed for each answer."""
     asked = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt(150)), sampling_params=pb.SamplingParams(max_tokens=5, n=4)
     )
@@ -237,7 +237,7 @@ def test_streams_do_not_choose(service: Service) -> None:
 
 
 def test_masks_that_leave_no_token_are_refused(service: Service) -> None:
-    """The router knows the model's end-of-sequence ids, which count where something is masked."""
+    """The router knows the model's end-of-sequence ids, which count as tokens to generate."""
     ends = list(service.stub.GetModel(pb.GetModelRequest()).model.eos_token_ids)
     assert 2 in ends
     for ids in (ends, FEW[:1]):

@@ -176,7 +176,7 @@ def test_client_library_scores(service: Service) -> None:
 
 @pytest.mark.proto_field("TextOrTokens.text")
 def test_texts_are_encoded_together(service: Service, folder: Path) -> None:
-    """Blanks at the context's end belong to the continuation."""
+    """Blanks at the end of the context belong to the continuation."""
     tokenizer = Tokenizer.from_folder(folder)
     for context, continuation in (
         ("the cat", " sat on"),
@@ -237,7 +237,7 @@ async def test_workers_without_logprobs_refuse_score() -> None:
 
 @pytest.mark.proto_field("ScoreRequest.priority", "ScoreRequest.session_id", "ScoreRequest.cache_salt")
 async def test_cancelled_call_frees_everything() -> None:
-    """Its sequences go with it; what workers got has the priority, the session's place and the salt."""
+    """Its sequences end; workers got the priority, the session's place and the salt of the call."""
     worker = FakeWorker(FILES, description={"features": ["logprobs"]}, step_s=0.05)
     async with bench(worker) as b:
         asked = texts("a", "b", "c")

@@ -134,7 +134,8 @@ def service(checkpoint: Path, admin_address: str, tmp_path: Path) -> Iterator[Se
 def test_streams_with_killed_worker_equal_plain_engine(
     service: Service, admin_address: str, expected: list[list[int]]
 ) -> None:
-    """Answers, workers and the router's list of these count the same drafts, a benchmark those of its own requests."""
+    """Answers, workers and the router's list of workers count the same drafts; a benchmark counts those of its own
+    requests."""
     answers = ask_all(service, threading.Event())
     assert [answer.token_ids for answer in answers] == expected
     finishes = [answer.finish for answer in answers if answer.finish is not None]

@@ -61,7 +61,8 @@ def test_prefix_is_shared_only_with_same_salt(service: Service) -> None:
 
 
 def test_isolated_tenants_share_no_cache(service: Service, tmp_path: Path) -> None:
-    """Without a salt of each client's own, all tenants shared, and `cached_tokens` told what others had asked."""
+    """Former fault: without a salt of each client, all tenants shared the cache, and `cached_tokens` told what others
+    had asked."""
     port = free_port()
     arguments = ["router", "--port", str(port), "--worker", service.workers[0].address, "--isolate-tenants"]
     router = Process("isolating", arguments, port, tmp_path / "isolating.log")

@@ -157,7 +157,7 @@ def test_client_calls_other_router_after_loss(service: Service) -> None:
 
 
 def test_text_commands_run_as_programs(service: Service) -> None:
-    """As a person runs it: a file, a pipe, and one line that says what is wrong."""
+    """The commands run as processes: with a file, with a pipe, and with one line that names the error."""
     done = fissile("embed", "--address", service.router.address, "--dimensions", "2", text="a\nb\n")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
     done = fissile("rerank", "--address", service.router.address, "query", text="")
@@ -176,7 +176,7 @@ def test_npy_format_is_refused_on_terminal() -> None:
 
 
 def test_log_lines_arrive_at_once(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a corpus that breaks off, what was embedded is there."""
+    """If the input ends early, the vectors so far are there."""
     in_calls_of(monkeypatch, "embed", "MAX_EMBED_INPUTS", 2)
     path = tmp_path / "corpus"
     path.write_text("a\nb\n" + "x y " * 300)

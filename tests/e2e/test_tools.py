@@ -93,7 +93,7 @@ async def test_tool_calls_arrive_as_typed_parts() -> None:
 
 
 async def test_ids_of_calls_are_a_function_of_the_request() -> None:
-    """Another seed, another answer and another turn have others."""
+    """Ids differ with another seed, answer or turn."""
     async with bench(worker_of()) as b:
 
         async def ids(**fields: Any) -> list[str]:
@@ -133,7 +133,7 @@ async def test_without_tools_in_force_calls_are_text() -> None:
 
 @pytest.mark.proto_field("ChatRequest.parallel_tool_calls")
 async def test_parallel_tool_calls_false_allows_one_call() -> None:
-    """It ends with the token that completes the call; its receipt says so, and a replay gives it again."""
+    """The answer ends with the token that completes the call; receipt and replay agree."""
     async with bench(worker_of()) as b, AsyncClient(b.router.server.address) as client:
         parts = await collect(b.stub.Chat(chat(parallel_tool_calls=False)))
         assert [call.arguments_json for call in calls_of(parts)] == [ARGUMENTS[0]]
@@ -247,7 +247,7 @@ async def test_client_library_returns_tool_calls() -> None:
 
 
 async def test_tools_example_answers_calls_until_final_answer() -> None:
-    """A call of what there is, a call of what there is not, and then the answer."""
+    """The model calls a known tool, then an unknown one, and then answers."""
     tokenizer = Tokenizer.from_files(FILES)
 
     def answer(sequence: wpb.SubmitSequence) -> list[int]:

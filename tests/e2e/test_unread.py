@@ -72,7 +72,7 @@ def test_client_dropped_before_first_message_gets_status(service: Service) -> No
 
 
 def test_dropped_unread_clients_leave_no_traceback(service: Service) -> None:
-    """The first message of a dropped client is still under way, and fails when the connection closes."""
+    """The first message of a dropped client is still being written, and fails when the connection closes."""
     before = num_dropped(service)
     client = Unread(service.router.address)
     for i in range(CALLS):

@@ -437,7 +437,7 @@ async def test_failed_engine_ends_all_sequences_and_process(folder: Path) -> Non
 
 
 async def test_worker_unable_to_deliver_output_exits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went on with health SERVING, and what had lost an output never ended."""
+    """Former fault: the worker stayed SERVING, and sequences that had lost an output never ended."""
     async with running(Worker(options(folder))) as site:
         direct = site.stub.Generate(request(ENDLESS))
         await direct.read()

@@ -121,7 +121,7 @@ async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncItera
 
 @pytest.mark.slow
 async def test_requests_wait_for_first_worker() -> None:
-    """As they do when it has had one."""
+    """Requests wait like those whose worker is lost."""
     worker = FakeWorker(FILES)
     async with early(worker) as b:
         calls = [b.stub.Generate(request(request_id=str(i), model=("", "m")[i % 2])) for i in range(4)]
@@ -188,7 +188,7 @@ async def test_calls_with_model_wait_for_the_first_worker(model: str) -> None:
 
 
 async def test_generate_and_chat_commands_wait_for_the_first_worker() -> None:
-    """`fissile generate` and `fissile chat` call GetModel first, which failed at once."""
+    """Former fault: `fissile generate` and `fissile chat` call GetModel first, which failed at once."""
     worker = FakeWorker(FILES, answer=short)
     async with early(worker, worker_wait_s=60.0) as b:
         at = ("--address", b.router.server.address)
@@ -200,7 +200,7 @@ async def test_generate_and_chat_commands_wait_for_the_first_worker() -> None:
 
 
 async def test_calls_waiting_for_a_model_end_with_the_router() -> None:
-    """The end of the router or of the client ends a call that waits for a model."""
+    """A call that waits for a model ends with the router, and with its client."""
     async with early(FakeWorker(FILES)) as b:
         gone = b.stub.GetModel(pb.GetModelRequest())
         await until(lambda: b.router.pool.tables()["early"] == 1)
@@ -227,7 +227,7 @@ async def test_waiting_lookup_counts_against_its_tenants_limit() -> None:
 
 
 async def test_status_without_first_worker_says_why() -> None:
-    """UNAVAILABLE, after the wait and with RetryInfo."""
+    """UNAVAILABLE with RetryInfo, after the wait."""
     async with early(FakeWorker(FILES), worker_wait_s=0.5) as b:
         begin = asyncio.get_running_loop().time()
         error = await error_of(b.stub.Generate(request()))
