@@ -419,6 +419,9 @@ def _load_of(worker: KnownWorker) -> dict[str, Any]:
         return {}
     fields = asdict(worker.load)
     age_s = fields.pop("report_age_ms") / 1000
+    # KV blocks are in metrics alone.
+    for name in ("free_blocks", "total_blocks"):
+        del fields[name]
     return {**fields, "report_age": to_duration(age_s)}
 
 
