@@ -233,6 +233,9 @@ MAX_SCRAPE_CONNECTIONS = 64
 MAX_SCRAPE_REQUEST_BYTES = 16 * 1024
 SCRAPE_TIMEOUT_S = 10.0
 SCRAPE_IDLE_S = 150.0
+# What a facade reads of the metrics of one router, and how long that may take.
+MAX_SCRAPED_BYTES = 16 * MIB
+SCRAPE_ROUTER_TIMEOUT_S = 2.0
 
 # AdminService.
 MIN_WATCH_INTERVAL_S = 0.1

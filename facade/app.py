@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.limits import CORS_MAX_AGE_S
 from facade.anthropic import messages
 from facade.anthropic.message_events import error_form
+from facade.fleet_metrics import PATH as METRICS_PATH
+from facade.fleet_metrics import FleetMetrics
 from facade.http.errors import ErrorForm, HttpError
 from facade.http.exchange import ClientGoneError, Exchange
 from facade.http.runner import AnswerPlan, AnswerRunner, QuestionPlan
@@ -40,6 +42,7 @@ class FacadeHealth:
 
     async def respond(self, exchange: Exchange) -> None:
         """Responds with 200, or with 503 while the process ends."""
+        exchange.is_probe = True
         await exchange.respond_json({"status": "ending" if self.is_ending else "ok"}, 503 if self.is_ending else 200)
 
 
@@ -52,16 +55,18 @@ class FacadeApp:
         runner: answers requests for generation.
         timeout_s: deadline of requests that name none.
         origins: of web pages that may call, `*` for all.
+        metrics: of the routers; None serves none.
     """
 
     client: AsyncClient
     runner: AnswerRunner
     timeout_s: float
     origins: Sequence[str] = ()
+    metrics: FleetMetrics | None = None
     health: FacadeHealth = field(default_factory=FacadeHealth)
 
     def asgi(self, more: Sequence[BaseRoute] = ()) -> ASGIApp:
-        """The application; `more` are further routes, such as one for metrics."""
+        """The application; `more` are further routes."""
         cors = Middleware(
             CORSMiddleware,
             allow_origins=self.origins,
@@ -83,7 +88,13 @@ class FacadeApp:
             self._generation("/v1/messages", messages.parse, error_form),
             self._question("/v1/messages/count_tokens", messages.parse_count, error_form),
             Route("/health", Endpoint(self.health.respond, self.timeout_s), methods=["GET"]),
+            *self._metrics_route(),
         ]
+
+    def _metrics_route(self) -> list[Route]:
+        if self.metrics is None:
+            return []
+        return [Route(METRICS_PATH, Endpoint(self.metrics.respond, self.timeout_s), methods=["GET"])]
 
     def _generation(self, path: str, parse: Callable[[bytes, int], AnswerPlan], form: ErrorForm) -> Route:
         """The route of a translator for generation."""

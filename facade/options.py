@@ -13,7 +13,7 @@ from common.cli.core.errors import CommandError
 from common.cli.core.tls_options import client_tls, server_tls
 from common.params.options.services import HTTP
 from common.params.options.table import default_of
-from common.rpc.tls import ServerTls
+from common.rpc.tls import ClientTls, ServerTls
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class FacadeOptions:
         host: address to listen on.
         port: port to listen on; 0 takes any free one.
         connection: further arguments of the client of the routers: TLS.
+        router_metrics: addresses of the routers' ports for metrics.
+        router_tls: for these ports; None is plain text.
         tls: of the HTTP port; None is plain text.
         api_key: shown to routers for callers that send none.
         origins: of web pages that may call; `*` is all.
@@ -38,6 +40,8 @@ class FacadeOptions:
     host: str = default_of(HTTP, "host")
     port: int = default_of(HTTP, "port")
     connection: Mapping[str, Any] = field(default_factory=dict)
+    router_metrics: Sequence[str] = ()
+    router_tls: ClientTls | None = None
     tls: ServerTls | None = None
     api_key: str = field(default="", repr=False)
     origins: Sequence[str] = ()
@@ -55,11 +59,14 @@ class FacadeOptions:
         """
         if not is_key(given["api_key"]):
             raise CommandError("the API key has a character that no key has, such as a line break: see FISSILE_API_KEY")
+        tls = _router_tls(given)
         return cls(
             routers=given["addresses"],
             host=given["host"],
             port=given["port"],
-            connection=_connection(given),
+            connection=_connection(tls),
+            router_metrics=given["router_metrics"],
+            router_tls=tls,
             tls=server_tls(given["tls_cert"], given["tls_key"], given["tls_client_ca"]),
             api_key=given["api_key"],
             origins=given["origins"],
@@ -70,10 +77,13 @@ class FacadeOptions:
         )
 
 
-def _connection(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _router_tls(given: Mapping[str, Any]) -> ClientTls | None:
     cert: Path | None = given["router_client_cert"]
     key: Path | None = given["router_client_key"]
-    tls = client_tls(ca=given["router_ca"], cert=cert, key=key, name=given["router_tls_name"], prefix="--router-")
+    return client_tls(ca=given["router_ca"], cert=cert, key=key, name=given["router_tls_name"], prefix="--router-")
+
+
+def _connection(tls: ClientTls | None) -> Mapping[str, Any]:
     if tls is None:
         return {}
     shown = {"client_cert": (tls.cert, tls.key)} if tls.cert is not None else {}

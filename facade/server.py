@@ -35,6 +35,7 @@ from common.rpc.tls import TlsError
 from common.telemetry.logs import setup_logging
 from common.telemetry.output import guard_standard_streams
 from facade.app import FacadeApp
+from facade.fleet_metrics import FleetMetrics
 from facade.http.runner import AnswerRunner
 from facade.options import FacadeOptions
 
@@ -124,7 +125,8 @@ class Facade:
         except (ValueError, OSError) as error:
             raise CommandError(str(error)) from None
         self.runner = AnswerRunner(self._client, options.api_key)
-        self.app = FacadeApp(self._client, self.runner, options.timeout_s, options.origins)
+        metrics = FleetMetrics(options.router_metrics, options.router_tls) if options.router_metrics else None
+        self.app = FacadeApp(self._client, self.runner, options.timeout_s, options.origins, metrics)
         self.address = ""
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None

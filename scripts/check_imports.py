@@ -307,7 +307,7 @@ ORDER = {
         "progress.py",
         "garbage.py",
     ),
-    "facade": ("__main__.py", "server.py", "app.py", "options.py", "anthropic", "openai", "http"),
+    "facade": ("__main__.py", "server.py", "app.py", "options.py", "fleet_metrics.py", "anthropic", "openai", "http"),
     "kernels": (
         "select.py",
         "aiter",

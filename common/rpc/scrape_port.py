@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from common.limits import (
     SCRAPE_TIMEOUT_S,
 )
 from common.rpc.server import GrpcServer, bound_socket
-from common.rpc.tls import ServerTls, TlsContexts, is_loopback
+from common.rpc.tls import ServerTls, is_loopback
 from common.telemetry.prometheus import (
     OPENMETRICS_TYPE,
     TEXT_TYPE,
@@ -174,7 +175,7 @@ class ScrapePort:
         self._texts = ScrapeTexts(table)
         self._is_serving = is_serving
         self._tls = tls
-        self._contexts: TlsContexts | None = None
+        self._context: ssl.SSLContext | None = None
         # The connection that has been quiet for longest is first.
         self._connections: dict[asyncio.Task[None], None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -188,7 +189,7 @@ class ScrapePort:
             PortTakenError: the address is in use or is not one of this machine.
             TlsError: the certificate cannot be used.
         """
-        self._contexts = None if self._tls is None else TlsContexts(self._tls)
+        self._context = None if self._tls is None else self._tls.ssl_context()
         listener = bound_socket(self._host, self._wanted_port, "--metrics-port")
         self.port = listener.getsockname()[1]
         ready = threading.Event()
@@ -261,8 +262,7 @@ class ScrapePort:
     async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> asyncio.Transport:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        context = None if self._contexts is None else self._contexts.current()
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context)
         return transport
 
     async def _answer_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

@@ -181,38 +181,6 @@ class ServerTls:
         return context
 
 
-class TlsContexts:
-    """Contexts of a server for Python's own sockets; they follow changes of the files.
-
-    Args:
-        tls: the server's files.
-
-    Raises:
-        TlsError: the files cannot be used now.
-    """
-
-    def __init__(self, tls: ServerTls) -> None:
-        self._tls = tls
-        self._files = _Files(tls.cert, tls.key, tls.client_ca)
-        self._context = self._made()
-
-    def current(self) -> ssl.SSLContext:
-        """The context for the next connection."""
-        if self._files.refresh():
-            # The files may have changed once more; then the next connection finds that out.
-            with contextlib.suppress(OSError, ValueError):
-                self._context = self._made()
-        return self._context
-
-    def _made(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._tls.cert, self._tls.key)
-        if self._files.pem.ca is not None:
-            context.load_verify_locations(cadata=self._files.pem.ca.decode("ascii"))
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-
 def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key or b"", pem.cert or b"")], pem.ca)
 

@@ -109,6 +109,9 @@ PROCESS_LOGS_DROPPED: Final = "fissile.logs.dropped"
 PROCESS_TELEMETRY_FAILED: Final = "fissile.telemetry.failed"
 PROCESS_TASKS_FAILED: Final = "fissile.tasks.failed"
 
+# Metric of a facade: routers whose metrics it has.
+FACADE_ROUTERS: Final = "fissile_http_routers"
+
 # Metrics of a router: histograms of the GenAI conventions for servers, and our own.
 SERVER_DURATION: Final = "gen_ai.server.request.duration"
 SERVER_TTFT: Final = "gen_ai.server.time_to_first_token"

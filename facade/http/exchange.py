@@ -63,6 +63,7 @@ class Exchange:
         headers: of the request, names in lower case; of a repeated one the first.
         status: that was sent; 0 before.
         facts: for the log line.
+        is_probe: True if a success is logged at debug: a probe that repeats all day.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, default_timeout_s: float) -> None:
@@ -71,6 +72,7 @@ class Exchange:
         }
         self.status = 0
         self.facts: dict[str, Any] = {}
+        self.is_probe = False
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -221,7 +223,8 @@ class Exchange:
             "duration_ms": took_ms,
         }
         known = {name: value for name, value in fields.items() if value not in ("", None)}
-        write = log.info if crash is None else log.error
+        is_quiet = self.is_probe and 200 <= self.status < 300
+        write = log.error if crash is not None else log.debug if is_quiet else log.info
         write(EVENT, **known, **({} if crash is None else {"exc_info": crash}))
 
 

@@ -177,8 +177,10 @@ def test_ports_are_named_and_say_grpc(variant: str) -> None:
 def test_container_options_are_accepted_by_program(variant: str, component: str, in_force: Any) -> None:
     options = in_force(variant, component)
     assert options["host"] == "0.0.0.0"
-    (port,) = container(variant, component)["ports"]
-    assert (port["name"], port["containerPort"]) == ("grpc", options["port"])
+    ports = {port["name"]: port["containerPort"] for port in container(variant, component)["ports"]}
+    assert ports == {"grpc": options["port"], "metrics": options["metrics_port"]}
+    annotations = pod(variant, component)["metadata"]["annotations"]
+    assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(options["metrics_port"])}
 
 
 @each
@@ -332,8 +334,8 @@ def test_only_permitted_callers_connect(variant: str, in_force: Any) -> None:
     for component, policy in policies.items():
         assert selected(policy["podSelector"]["matchLabels"], variant) == [component]
         assert policy["policyTypes"] == ["Ingress"]
-        (rule,) = policy["ingress"]
-        assert [port["port"] for port in rule["ports"]] == ["grpc"]
+        assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["metrics"]]
+        assert policy["ingress"][1]["from"] == [{"namespaceSelector": {}}]
     (source,) = policies["worker"]["ingress"][0]["from"]
     assert source.keys() == {"podSelector"}
     assert selected(source["podSelector"]["matchLabels"], variant) == ["router"]

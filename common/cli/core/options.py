@@ -118,7 +118,15 @@ def _addresses(context: click.Context, parameter: click.Parameter, text: str) ->
     return tuple(_address(context, parameter, one) for one in found)
 
 
-_CALLBACKS: Final[Mapping[str, Callable[[click.Context, click.Parameter, str], Any]]] = {
+def _each_address(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Checks addresses of servers that are not gRPC's, which know no schemes such as `dns:///`."""
+    if odd := next((text for text in texts if "/" in text), None):
+        raise click.BadParameter(f"{odd!r} is not an address; use for example 10.0.0.1:9464")
+    return tuple(_address(context, parameter, text) for text in texts)
+
+
+_CALLBACKS: Final[Mapping[str, Callable[[click.Context, click.Parameter, Any], Any]]] = {
     "address": _address,
     "addresses": _addresses,
+    "router_metrics": _each_address,
 }

@@ -37,6 +37,12 @@ FACADE: Final = (
         (HTTP,), FILE, metavar="FILE",
     ),
     Option(
+        "--router-metrics", "FISSILE_ROUTER_METRICS",
+        "Address of a router's --metrics-port, or a name that stands for several: /metrics then has their figures "
+        "together. Repeatable; separated by spaces in the variable. Default: /metrics is not served.",
+        (HTTP,), metavar="HOST:PORT", is_repeatable=True,
+    ),
+    Option(
         "--router-client-key", "FISSILE_ROUTER_CLIENT_KEY",
         "Private key of --router-client-cert, PEM, not encrypted.",
         (HTTP,), FILE, metavar="FILE",
